@@ -1,0 +1,118 @@
+"""The nouns that the gateway's parts hand to each other. Nothing here decides or does anything.
+
+Invariants:
+- every token of a segment was made by one engine incarnation under one version;
+- `token_ids`, `logprobs` (and `top_logprobs` when present) of a delta have equal length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+import msgspec
+
+SessionId = NewType("SessionId", str)
+GroupId = NewType("GroupId", str)
+TurnId = NewType("TurnId", str)
+EngineName = NewType("EngineName", str)
+Version = NewType("Version", int)
+"""A weight version; 0 is what an engine was started with, before any published one."""
+
+FinishReason = Literal["stop", "length"]
+SegmentCause = Literal["start", "move", "cut"]
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one turn is sampled. `stop` strings are matched by the gateway, never by engines."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no truncation
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int = 0  # alternatives reported beside the sampled token
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One model call of a session, already in token ids."""
+
+    turn_id: TurnId
+    session_id: SessionId
+    turn_index: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """Tokens that arrived together. `finish_reason` is set on the last delta of the turn, which may be empty."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: Version
+    engine: EngineName
+    segment: int
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of tokens of one turn. `start` and `end` index the session's token ids, end exclusive."""
+
+    turn: int
+    engine: str
+    incarnation: str
+    version: int
+    start: int
+    end: int
+    cause: SegmentCause
+    started_unix_s: float
+    ended_unix_s: float
+    seed: int | None = None
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished session as a trainer reads it; the lists per token have equal length."""
+
+    session_id: str
+    group_id: str
+    sample_index: int
+    reward: float
+    status: str  # "completed" | "truncated"
+    mixed: bool  # more than one version sampled its tokens
+    split: Split
+    token_ids: list[int]
+    logprobs: list[float]  # behaviour policy's; 0.0 where loss_mask is 0
+    loss_mask: list[int]  # 1: sampled by the policy
+    versions: list[int]  # -1 where loss_mask is 0
+    turns: int
+    segments: list[Segment]
+    started_unix_s: float
+    finished_unix_s: float
+    tags: dict[str, str] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """What is known of one turn, in flight or done: the unit of the partial-response pool."""
+
+    request: TurnRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)  # indices relative to the turn's generated tokens
+    finish_reason: FinishReason | None = None

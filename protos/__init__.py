@@ -1,0 +1,1 @@
+"""What travels between Laminar's processes: messages, error vocabulary, and daemon conventions."""
