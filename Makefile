@@ -1,0 +1,45 @@
+# `make demo` and `make test` set up what they need; `make help` lists the rest.
+PYTHON ?= python3
+RUN := .venv/bin/python
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help env demo test quick check bench protos format lock clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+env:  ## make .venv (packages are cached outside the checkout, one set for each lock)
+	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) not found. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) deploy/setup_env.py
+
+demo: env  ## the main job on this machine: train, publish, refresh, repack, kill, report (ARGS="--seed 2" ...)
+	@$(RUN) -m deploy.demo $(ARGS)
+
+test: env  ## every test of the README (some minutes)
+	@$(RUN) -m pytest tests $(ARGS)
+
+quick: env  ## the quick part of the tests (under a minute)
+	@$(RUN) -m pytest tests -m "not slow" $(ARGS)
+
+check: env  ## format, lint, strict types, import directions, fresh protos; seconds, no tests
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+	@PYTHONPATH=. .venv/bin/lint-imports
+	@$(RUN) -m protos.generate --check
+
+bench: env  ## benchmarks that the project's figures come from; tables, and bench-results/*.json
+	@$(RUN) -m tests.bench $(ARGS)
+
+protos: env  ## generate the gRPC code from protos/*.proto
+	@$(RUN) -m protos.generate
+
+format: env  ## format and mend what ruff can
+	@$(RUN) -m ruff format .
+	@$(RUN) -m ruff check --fix .
+
+lock: env  ## requirements.lock with the newest versions that pyproject.toml allows
+	@$(PYTHON) deploy/lock_env.py
+
+clean:  ## remove .venv and caches of this checkout (the shared environment stays)
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report
