@@ -1,0 +1,27 @@
+"""The trainer's SDK: publish weights, read experience. Synchronous and asyncio faces of the same code.
+
+with Publisher("127.0.0.1:7070") as publisher, ExperienceReader("http://127.0.0.1:8080") as reader:
+    for step, batch in enumerate(reader.batches(groups=4, group_size=8)):
+        train(batch.pack().torch())
+        reader.trainer_version = publisher.publish(model.state_dict(), step=step).version
+"""
+
+from trainer_client.experience import AsyncExperienceReader, Batch, ExperienceReader
+from trainer_client.publisher import AsyncPublisher, AsyncTicket, Publisher, Ticket, Wait
+from trainer_client.trajectories import Packed, PackedTensors, Segment, Trajectory, pack
+
+__all__ = [
+    "AsyncExperienceReader",
+    "AsyncPublisher",
+    "AsyncTicket",
+    "Batch",
+    "ExperienceReader",
+    "Packed",
+    "PackedTensors",
+    "Publisher",
+    "Segment",
+    "Ticket",
+    "Trajectory",
+    "Wait",
+    "pack",
+]

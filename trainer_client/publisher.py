@@ -1,0 +1,199 @@
+"""Publishing weights from a trainer: `Publisher` for a plain training loop, `AsyncPublisher` inside asyncio.
+
+Invariants:
+- `publish` returns at *copied*: from then on the tensors may change, and a `Ticket` tells the further stages;
+- what can be refused is refused before the first byte: bad tensors here, sizes and rivals by the relay;
+- one publisher is one run. A resumed trainer opens a new publisher, thereby a new run, and its versions
+  continue above the newest.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from types import TracebackType
+from typing import Literal, Self
+
+from paramserver import client
+from paramserver.client import RelayClient, Stage, publish
+from protos.errors import InvalidRequest
+from trainer_client.loop import LoopThread
+from trainer_client.sources import NamedTensors, sources_of
+
+AsyncTicket = client.Ticket
+"""What `AsyncPublisher.publish` returns; its waits are coroutines."""
+
+Wait = Literal["copied", "sealed", "all"] | int
+"""How far `publish` waits: *copied* (default), *sealed*, held by that many relays, or by all of the chain."""
+
+WAIT_TIMEOUT_S = 120.0
+"""Default deadline of every wait for a later stage."""
+
+
+def new_run_id() -> str:
+    """Sorts by start time; the random part keeps two starts in one second apart."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+
+
+async def wait_for(ticket: AsyncTicket, wait: Wait, timeout_s: float) -> None:
+    """Waits for a stage of `ticket`. Unavailable at the deadline, InDoubt or VersionLost when that is the outcome."""
+    if wait == "sealed":
+        await ticket.wait_sealed(timeout_s)
+    elif wait == "all":
+        await ticket.wait_all(timeout_s)
+    elif isinstance(wait, int):
+        await ticket.wait_copies(wait, timeout_s)
+
+
+def _check_wait(wait: Wait) -> None:
+    counts = isinstance(wait, int) and not isinstance(wait, bool) and wait >= 1
+    if not counts and wait not in ("copied", "sealed", "all"):
+        raise InvalidRequest(
+            f"wait={wait!r}", hint='pass "copied", "sealed", "all", or a number of relays (2 is right for production)'
+        )
+
+
+class AsyncPublisher:
+    """One run of one model, published to the relay at `relay` ("host:port" of its gRPC port)."""
+
+    def __init__(
+        self,
+        relay: str,
+        model: str = "policy",
+        *,
+        run: str | None = None,
+        wait: Wait = "copied",
+        force_tcp: bool = False,
+        timeout_s: float = 10.0,
+    ) -> None:
+        _check_wait(wait)
+        self.model = model
+        self.run = run if run is not None else new_run_id()
+        self._relay = RelayClient(relay, timeout_s=timeout_s)
+        self._wait: Wait = wait
+        self._force_tcp = force_tcp
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._relay.close()
+
+    async def publish(
+        self,
+        tensors: NamedTensors,
+        *,
+        step: int,
+        wait: Wait | None = None,
+        timeout_s: float = WAIT_TIMEOUT_S,
+    ) -> AsyncTicket:
+        """Publishes one version; the master numbers it (`ticket.version`), `step` is a label.
+
+        InvalidRequest names a tensor that cannot be published; TooLarge a version larger than the pool; Conflict
+        another publisher of this model; Unavailable a relay, or etcd, that does not answer.
+        """
+        target = self._wait if wait is None else wait
+        _check_wait(target)
+        sources = sources_of(tensors)
+        metadata = {f"tied:{name}": owner for name, owner in sources.tied.items()}
+        ticket = await publish(
+            self._relay,
+            self.model,
+            sources.tensors,
+            step=step,
+            run=self.run,
+            metadata=metadata,
+            force_tcp=self._force_tcp,
+        )
+        await wait_for(ticket, target, timeout_s)
+        return ticket
+
+
+class Ticket:
+    """What is known of one published version, for synchronous callers."""
+
+    def __init__(self, ticket: AsyncTicket, loop: LoopThread) -> None:
+        self._ticket = ticket
+        self._loop = loop
+        self.model, self.version = ticket.model, ticket.version
+        self.run, self.step = ticket.run, ticket.step
+
+    def wait_sealed(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        """Returns once the version is recorded in etcd: only now may it be called published."""
+        self._loop.run(self._ticket.wait_sealed(timeout_s))
+
+    def wait_copies(self, k: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        """Returns once `k` relays hold the version verified."""
+        self._loop.run(self._ticket.wait_copies(k, timeout_s))
+
+    def wait_all(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        """Returns once every relay of the chain holds the version verified."""
+        self._loop.run(self._ticket.wait_all(timeout_s))
+
+    def stage(self) -> Stage:
+        return self._loop.run(self._ticket.stage())
+
+    def holders(self) -> tuple[str, ...]:
+        """Names of the relays that hold the version verified."""
+        return self._loop.run(self._ticket.holders())
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.model} version {self.version}, step {self.step}, run {self.run})"
+
+
+class Publisher:
+    """`AsyncPublisher` for a plain training loop; use it as a context manager, or call `close`."""
+
+    def __init__(
+        self,
+        relay: str,
+        model: str = "policy",
+        *,
+        run: str | None = None,
+        wait: Wait = "copied",
+        force_tcp: bool = False,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._loop = LoopThread("laminar-publisher")
+
+        async def connect() -> AsyncPublisher:  # grpc.aio binds its channel to the loop it is made on
+            return AsyncPublisher(relay, model, run=run, wait=wait, force_tcp=force_tcp, timeout_s=timeout_s)
+
+        try:
+            self._twin = self._loop.run(connect())
+        except BaseException:
+            self._loop.close()
+            raise
+        self.model, self.run = self._twin.model, self._twin.run
+
+    def publish(
+        self,
+        tensors: NamedTensors,
+        *,
+        step: int,
+        wait: Wait | None = None,
+        timeout_s: float = WAIT_TIMEOUT_S,
+    ) -> Ticket:
+        """As `AsyncPublisher.publish`."""
+        work = self._twin.publish(tensors, step=step, wait=wait, timeout_s=timeout_s)
+        return Ticket(self._loop.run(work), self._loop)
+
+    def close(self) -> None:
+        if not self._loop.closed:
+            try:
+                self._loop.run(self._twin.close())
+            finally:
+                self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

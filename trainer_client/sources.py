@@ -1,0 +1,139 @@
+"""From what a trainer has in its hands to `TensorSource`s: names, dtypes, shapes, and how to read the bytes.
+
+Invariants:
+- everything that can be refused is refused here, before a byte moves, by the tensor's name;
+- the order of the caller is kept; a tensor that appears under several names travels once, under the first;
+- nothing imports torch: a torch tensor can only come from a caller that already did.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paramserver.client import TensorSource
+from protos.errors import InvalidRequest
+
+NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""A state dict, or pairs (name, tensor), of torch tensors or numpy arrays."""
+
+NUMPY_DTYPES: dict[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",  # ml_dtypes' extension of numpy
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""numpy dtype name to safetensors dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What will be published. `tied` maps each name that is left out to the name that carries its tensor."""
+
+    tensors: tuple[TensorSource, ...]
+    tied: Mapping[str, str]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(source_bytes(source) for source in self.tensors)
+
+
+def sources_of(tensors: NamedTensors) -> Sources:
+    """Reads names, dtypes and shapes. InvalidRequest names what is not a tensor or has no safetensors dtype."""
+    kept: list[TensorSource] = []
+    owner_of: dict[object, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in _pairs(tensors):
+        source, identity = _source(name, tensor)
+        owner = owner_of.setdefault(identity, name)
+        if owner == name:
+            kept.append(source)
+        else:
+            tied[name] = owner
+    if not kept:
+        raise InvalidRequest("no tensors to publish", hint="pass model.state_dict() or pairs (name, tensor)")
+    return Sources(tuple(kept), tied)
+
+
+def source_bytes(source: TensorSource) -> int:
+    """Size in bytes, from shape and dtype alone."""
+    return int(np.prod(source.shape, dtype=np.int64)) * ITEM_BYTES[source.dtype]
+
+
+ITEM_BYTES: dict[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+"""Bytes of one element, for every dtype that may be published."""
+
+
+def _pairs(tensors: NamedTensors) -> list[tuple[str, Any]]:
+    pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    seen: set[str] = set()
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise InvalidRequest(
+                f"expected pairs (name, tensor), got {type(pair).__name__}",
+                hint="pass model.state_dict(), model.named_parameters() or a list of (name, tensor)",
+            )
+        if pair[0] in ("", "__metadata__"):
+            raise InvalidRequest(f"{pair[0]!r} cannot be a tensor's name", hint="safetensors reserves it")
+        if pair[0] in seen:
+            raise InvalidRequest(f"tensor {pair[0]!r} appears twice", hint="every name must be published once")
+        seen.add(pair[0])
+    return pairs
+
+
+def _source(name: str, tensor: Any) -> tuple[TensorSource, object]:
+    """The source, and an identity that two names share only if they are the same elements of the same memory."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        from trainer_client import torch_sources
+
+        return torch_sources.source(name, tensor)
+    if isinstance(tensor, np.ndarray):
+        return _numpy_source(name, tensor)
+    raise InvalidRequest(
+        f"{name!r} is a {type(tensor).__module__}.{type(tensor).__name__}, not a tensor",
+        hint="publish torch tensors or numpy arrays; leave other entries of a state dict out",
+    )
+
+
+def _numpy_source(name: str, array: np.ndarray[Any, Any]) -> tuple[TensorSource, object]:
+    dtype = NUMPY_DTYPES.get(array.dtype.name)
+    if dtype is None:
+        raise unsupported_dtype(name, f"numpy {array.dtype.name}", NUMPY_DTYPES)
+    identity = (array.__array_interface__["data"][0], array.shape, array.strides, dtype) if array.size else name
+    return TensorSource(name, dtype, array.shape, _numpy_reader(array)), identity
+
+
+def _numpy_reader(array: np.ndarray[Any, Any]) -> Callable[[], memoryview]:
+    def read() -> memoryview:
+        native = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        flat: Any = np.ascontiguousarray(native).reshape(-1).view(np.uint8)
+        return memoryview(flat)
+
+    return read
+
+
+def unsupported_dtype(name: str, dtype: str, supported: Iterable[str]) -> InvalidRequest:
+    """The refusal that names the tensor, its dtype and every dtype that would do."""
+    return InvalidRequest(
+        f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold",
+        hint=f"convert it first; supported: {', '.join(sorted(supported))}",
+    )

@@ -1,0 +1,91 @@
+"""torch tensors as `TensorSource`s. The only module of the SDK that imports torch.
+
+Invariants:
+- a contiguous CPU tensor is read in place: no copy before the one into the relay's memory;
+- a GPU tensor goes through pinned host memory, one tensor at a time, while the publish copies;
+- the memory behind a `memoryview` lives as long as the view (it holds the tensor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paramserver.client import TensorSource
+from protos.errors import InvalidRequest
+from trainer_client.sources import unsupported_dtype
+
+TORCH_DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def source(name: str, tensor: torch.Tensor) -> tuple[TensorSource, object]:
+    """One tensor to publish, and its identity (see `trainer_client.sources`)."""
+    _refuse_what_has_no_bytes(name, tensor)
+    dtype = TORCH_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise unsupported_dtype(name, str(tensor.dtype), map(str, TORCH_DTYPES))
+    data = tensor.detach()
+    return TensorSource(name, dtype, tuple(data.shape), _reader(data)), _identity(name, data)
+
+
+def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor) -> None:
+    if hasattr(tensor, "full_tensor"):  # torch.distributed.tensor.DTensor, without importing torch.distributed
+        raise InvalidRequest(
+            f"tensor {name!r} is a DTensor: this process holds only a shard of it",
+            hint="call .full_tensor() on every rank and publish the result from one",
+        )
+    if tensor.is_meta:
+        raise InvalidRequest(f"tensor {name!r} is on the meta device and has no bytes", hint="materialise it first")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise InvalidRequest(
+            f"tensor {name!r} is {'quantised' if tensor.is_quantized else tensor.layout}, not a dense array",
+            hint="call .to_dense() or .dequantize(), or publish its parts as tensors of their own",
+        )
+
+
+def _identity(name: str, data: torch.Tensor) -> object:
+    """Tied weights share it. Views that merely overlap do not: each is a tensor of its own."""
+    if data.numel() == 0:
+        return name
+    return (data.device, data.data_ptr(), tuple(data.shape), data.stride(), data.dtype)
+
+
+def _reader(data: torch.Tensor) -> Callable[[], memoryview]:
+    def read() -> memoryview:
+        return _bytes_of(data if data.device.type == "cpu" else _to_host(data))
+
+    return read
+
+
+def _bytes_of(data: torch.Tensor) -> memoryview:
+    flat: Any = data.resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _to_host(data: torch.Tensor) -> torch.Tensor:
+    """Pinned memory comes from torch's caching host allocator, so tensors of one size reuse one buffer."""
+    pinned = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
+    return pinned.copy_(data)
+
+
+def from_numpy(array: Any) -> torch.Tensor:
+    """The same memory as a torch tensor."""
+    return torch.from_numpy(array)
