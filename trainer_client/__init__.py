@@ -6,7 +6,7 @@ with Publisher("127.0.0.1:7070") as publisher, ExperienceReader("http://127.0.0.
         reader.trainer_version = publisher.publish(model.state_dict(), step=step).version
 """
 
-from trainer_client.experience import AsyncExperienceReader, Batch, ExperienceReader
+from trainer_client.experience import AsyncExperienceReader, Batch, ExperienceReader, Wanted
 from trainer_client.publisher import AsyncPublisher, AsyncTicket, Publisher, Ticket, Wait
 from trainer_client.trajectories import Packed, PackedTensors, Segment, Trajectory, pack
 
@@ -23,5 +23,6 @@ __all__ = [
     "Ticket",
     "Trajectory",
     "Wait",
+    "Wanted",
     "pack",
 ]

@@ -191,8 +191,12 @@ class ExperienceReader:
     def batches(self, **wanted: Unpack[Wanted]) -> Iterator[Batch]:
         """As `AsyncExperienceReader.batches`."""
         source = self._twin.batches(**wanted)
-        while True:
-            yield self._loop.run(anext(source))  # type: ignore[arg-type]
+        try:
+            while True:
+                yield self._loop.run(anext(source))  # type: ignore[arg-type]
+        finally:
+            if not self._loop.closed:
+                self._loop.run(source.aclose())  # type: ignore[attr-defined]
 
     def close(self) -> None:
         if not self._loop.closed:

@@ -1,0 +1,285 @@
+"""The demo's trainer: GRPO on trajectories from the experience buffer, a new weight version after every step.
+
+It waits for trajectories and for nothing else: engines load versions when it suits them, so a batch may come from
+older versions. How old is measured per token, and the loss takes the recorded logprobs of whatever version it was.
+
+    python -m deploy.demo.trainer --relay 127.0.0.1:7070 --gateway http://127.0.0.1:8080 \
+        --model-dir ~/.cache/laminar-rl/models/smollm2-135m-instruct --steps 8 --out events.jsonl
+
+Writes one JSON object a line to --out: `publish` (version, step, stall_s until the weights may change again,
+sealed_s and broadcast_s until etcd knows it and until every relay holds it) and `step`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from deploy.demo.families import lay_out, micro_batches
+from deploy.demo.grpo import Clip, group_advantages, token_loss
+from deploy.demo.policy import Policy
+from protos.errors import LaminarError, NotFound, Unavailable
+from protos.process import setup_logging, write_ready_file
+from trainer_client import Batch, ExperienceReader, Packed, Publisher, Ticket, Trajectory, Wanted, pack
+
+log = logging.getLogger("trainer")
+
+POLL_S = 2.0
+"""How long one request for experience waits: also how long a SIGTERM may go unnoticed between steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The configuration of one training run."""
+
+    relay: str
+    gateway: str
+    model_dir: Path
+    out: Path
+    model: str = "policy"
+    steps: int = 8
+    seed: int = 0
+    groups: int = 4
+    group_size: int = 8
+    lr: float = 1e-5
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    grad_norm_max: float = 1.0
+    staleness_max: int | None = None
+    micro_tokens: int = 1536  # about 1.5 GB of activations for SmolLM2-135M in bf16
+    threads: int = 1
+    gateway_patience_s: float = 60.0
+
+
+class Events:
+    """The JSON lines that the demo's report is made of."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+        self._lock = threading.Lock()
+
+    def add(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"t": round(time.time(), 3), "event": event, **fields})
+        with self._lock:
+            self._file.write(line + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Announcer:
+    """Publishes versions, and reports how each travelled without making training wait for it."""
+
+    def __init__(self, settings: Settings, events: Events) -> None:
+        self._publisher = Publisher(settings.relay, settings.model)
+        self._events = events
+        self._watchers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ticket")
+        self._reports: list[Future[None]] = []
+
+    def publish(self, policy: Policy, step: int) -> int:
+        """Returns the new version at *copied*."""
+        began = time.monotonic()
+        ticket = self._publisher.publish(policy.state_dict(), step=step)
+        stall_s = time.monotonic() - began
+        self._reports.append(self._watchers.submit(self._follow, ticket, began, stall_s))
+        log.info("version %d (step %d) copied to the relay in %.3f s", ticket.version, step, stall_s)
+        return ticket.version
+
+    def wait(self) -> None:
+        """Until every version published was reported; raises when one was not sealed."""
+        for report in self._reports:
+            report.result()
+
+    def close(self) -> None:
+        self._publisher.close()  # ends the waits of the watchers
+        self._watchers.shutdown()
+
+    def _follow(self, ticket: Ticket, began: float, stall_s: float) -> None:
+        ticket.wait_sealed()
+        sealed_s = time.monotonic() - began
+        report: dict[str, Any] = {"version": ticket.version, "step": ticket.step}
+        report.update(stall_s=round(stall_s, 4), sealed_s=round(sealed_s, 4))
+        try:
+            ticket.wait_all()
+            self._events.add("publish", **report, broadcast_s=round(time.monotonic() - began, 4))
+        except LaminarError as error:  # a relay is away: the version is published all the same
+            log.warning("version %d did not reach every relay: %s", ticket.version, error)
+            self._events.add("publish", **report, broadcast_s=None, error=str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one optimiser step saw."""
+
+    loss: float
+    grad_norm: float
+    kl: float
+    clip_fraction: float
+    live: int  # trajectories with an advantage
+    loss_tokens: int
+
+
+def train_step(policy: Policy, batch: Packed, settings: Settings, stop: threading.Event) -> StepStats | None:
+    """One optimiser step on a batch. None, and no step, when `stop` was set meanwhile."""
+    data = batch.torch()
+    advantages = group_advantages(data.rewards, data.group_index)
+    sampled = torch.tensor([bool(batch.loss_mask[batch.row(i)].any()) for i in range(batch.num_trajectories)])
+    live = torch.nonzero((advantages != 0.0) & sampled).flatten().tolist()
+    advantage_of = advantages.repeat_interleave(data.cu_seqlens.diff())
+    num_tokens = sum(int(batch.loss_mask[batch.row(row)].sum()) for row in live)
+    clip = Clip(settings.clip_low, settings.clip_high)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for groups in micro_batches(batch, live, tokens_max=settings.micro_tokens):
+        if stop.is_set():
+            policy.drop_gradients()
+            return None
+        layout = lay_out(batch, groups)
+        tokens = layout.tokens
+        logprobs = policy.logprobs(layout, data.input_ids)
+        loss = token_loss(logprobs, data.logprobs[tokens], advantage_of[tokens], clip)
+        (loss.loss.sum() / num_tokens).backward()  # type: ignore[no-untyped-call]
+        sums += torch.stack([part.detach().double().sum() for part in (loss.loss, loss.kl, loss.clipped)])
+    norm = policy.update(grad_norm_max=settings.grad_norm_max) if live else 0.0
+    mean_loss, kl, clip_fraction = (sums / max(num_tokens, 1)).tolist()
+    return StepStats(mean_loss, norm, kl, clip_fraction, len(live), num_tokens)
+
+
+def next_batches(reader: ExperienceReader, settings: Settings, stop: threading.Event) -> list[Batch]:
+    """Leases of `settings.groups` whole groups in all; fewer only when `stop` was set.
+
+    A gateway that does not answer is asked again for `gateway_patience_s`: it may start later, or start again.
+    """
+    bound = {} if settings.staleness_max is None else {"staleness_max": settings.staleness_max}
+    batches: list[Batch] = []
+    answered = time.monotonic()
+    while not stop.is_set():
+        missing = settings.groups - len({t.group_id for t in _trajectories(batches)})
+        if missing <= 0:
+            break
+        wanted = Wanted(groups=missing, group_size=settings.group_size, wait_s=POLL_S, **bound)  # type: ignore[typeddict-item]
+        try:
+            batch = reader.sample(**wanted)
+        except Unavailable as error:
+            if time.monotonic() - answered > settings.gateway_patience_s:
+                raise
+            log.warning("%s; asking again", error)
+            stop.wait(POLL_S)
+            continue
+        answered = time.monotonic()
+        if batch.trajectories:
+            batches.append(batch)
+    return batches
+
+
+def _trajectories(batches: list[Batch]) -> list[Trajectory]:
+    return [trajectory for batch in batches for trajectory in batch.trajectories]
+
+
+def _acknowledge(reader: ExperienceReader, batches: list[Batch]) -> None:
+    for batch in batches:
+        try:
+            reader.ack(batch)
+        except NotFound as error:
+            log.warning("a lease ended before its step did; its trajectories may be used again: %s", error)
+
+
+def describe(batch: Packed, trainer_version: int) -> dict[str, float | int]:
+    """What a step's event says of its batch; staleness at use, per sampled token."""
+    staleness = batch.staleness(trainer_version)
+    return {
+        "reward_mean": float(batch.rewards.mean()),
+        "staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
+        "staleness_max": int(staleness.max(initial=0)),
+        "tokens": batch.num_tokens,
+        "trajectories": batch.num_trajectories,
+    }
+
+
+def train(settings: Settings, stop: threading.Event, ready_file: Path | None = None) -> None:
+    """Trains for `settings.steps` steps, or until `stop`; every step taken is published."""
+    torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.seed)
+    policy = Policy(settings.model_dir, lr=settings.lr)
+    with (
+        closing(Events(settings.out)) as events,
+        closing(Announcer(settings, events)) as announcer,
+        ExperienceReader(settings.gateway) as reader,
+    ):
+        reader.trainer_version = announcer.publish(policy, step=0)
+        write_ready_file(ready_file, {"model": settings.model, "version": str(reader.trainer_version)})
+        for step in range(1, settings.steps + 1):
+            asked = time.monotonic()
+            batches = next_batches(reader, settings, stop)
+            began = time.monotonic()
+            batch = pack(_trajectories(batches))
+            stats = None if stop.is_set() else train_step(policy, batch, settings, stop)
+            if stats is None:
+                log.info("stopped before step %d; its trajectories return to the buffer", step)
+                return
+            fields = describe(batch, reader.trainer_version)
+            reader.trainer_version = announcer.publish(policy, step)
+            _acknowledge(reader, batches)
+            times = {"wait_s": round(began - asked, 3), "seconds": round(time.monotonic() - began, 3)}
+            events.add("step", step=step, version=reader.trainer_version, **fields, **asdict(stats), **times)
+            log.info("step %d: %s", step, {**fields, **asdict(stats), **times})
+        announcer.wait()
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--relay", required=True, metavar="HOST:PORT", help="gRPC port of a relay; `paramserver serve` prints it")
+@click.option("--gateway", required=True, metavar="URL", help="the gateway; `gateway serve` prints it")
+@click.option(
+    "--model-dir",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="where to start from: a Llama or Qwen2 model as `transformers` saves it",
+)
+@click.option("--model", default="policy", help="name under which versions are published")
+@click.option("--steps", default=8, type=click.IntRange(min=0))
+@click.option("--seed", default=0)
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON lines are added here")
+@click.option("--groups", default=4, type=click.IntRange(min=1), help="prompts per step")
+@click.option("--group-size", default=8, type=click.IntRange(min=2), help="samples per prompt")
+@click.option("--lr", default=1e-5, type=click.FloatRange(min=0.0, min_open=True))
+@click.option("--clip-low", default=0.2, type=click.FloatRange(0.0, 1.0))
+@click.option("--clip-high", default=0.28, type=click.FloatRange(min=0.0))
+@click.option("--staleness-max", default=None, type=click.IntRange(min=0), help="leave out what is staler at use")
+@click.option("--micro-tokens", default=1536, type=click.IntRange(min=1), help="tokens per forward pass: bounds memory")
+@click.option("--threads", default=1, type=click.IntRange(min=1), help="of torch")
+@click.option(
+    "--ready-file", default=None, type=click.Path(dir_okay=False, path_type=Path), help="written once version 1 is out"
+)
+@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+def main(ready_file: Path | None, log_level: str, **options: Any) -> None:
+    """Trains a policy by GRPO on the gateway's experience, publishing a version after every step.
+
+    Ends with status 0 after --steps or on SIGTERM; a step that SIGTERM interrupts is not taken, and its trajectories
+    return to the buffer.
+    """
+    setup_logging(log_level)
+    settings = Settings(**options)
+    log.info("%s", settings)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        train(settings, stop, ready_file)
+    except LaminarError as error:
+        log.error("%s", error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

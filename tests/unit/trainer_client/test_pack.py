@@ -1,0 +1,68 @@
+"""Packing trajectories into flat arrays."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from gateway.core import types as gateway_types
+from protos.errors import InvalidRequest
+from tests.support.trajectories import make_trajectory
+from trainer_client import Segment, Trajectory, pack
+
+FIRST = make_trajectory("g1", 0, [5, 6], ([7], [8]), ([9, 10], []), reward=1.0, version=3, logprob=-0.5)
+SECOND = make_trajectory("g0", 0, [5, 6], ([11], []), reward=0.25, version=4)
+THIRD = make_trajectory("g1", 1, [5, 6], ([12, 13], []), reward=-1.0, version=3)
+
+
+def test_rows_lie_back_to_back_in_the_order_of_the_batch() -> None:
+    packed = pack([FIRST, SECOND, THIRD])
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 9, 10, 5, 6, 11, 5, 6, 12, 13]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1, 2, 3]
+    assert packed.cu_seqlens.tolist() == [0, 6, 9, 13]
+    assert packed.loss_mask.astype(int).tolist() == [0, 0, 1, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1]
+    assert packed.logprobs[packed.loss_mask].tolist() == [-0.5, -0.5, -0.5, -1, -1, -1]
+    assert packed.versions[packed.row(1)].tolist() == [-1, -1, 4]
+    assert packed.rewards.tolist() == [1.0, 0.25, -1.0]
+    assert packed.group_index.tolist() == [0, 1, 0]
+    assert (packed.num_trajectories, packed.num_tokens) == (3, 13)
+    assert packed.input_ids[packed.row(2)].tolist() == THIRD.token_ids
+
+
+def test_staleness_counts_sampled_tokens_only() -> None:
+    assert pack([FIRST, SECOND]).staleness(trainer_version=5).tolist() == [2, 2, 2, 1]
+
+
+def test_torch_tensors_share_the_memory_and_have_the_dtypes_that_kernels_take() -> None:
+    packed = pack([FIRST, SECOND])
+    tensors = packed.torch()
+    assert tensors.input_ids.dtype == tensors.position_ids.dtype == torch.int64
+    assert tensors.cu_seqlens.dtype == torch.int32
+    assert tensors.loss_mask.dtype == torch.bool
+    assert tensors.logprobs.dtype == tensors.rewards.dtype == torch.float32
+    tensors.input_ids[0] = 99
+    assert packed.input_ids[0] == 99
+    for name in tensors._fields:
+        assert np.array_equal(getattr(tensors, name).numpy(), getattr(packed, name)), name
+
+
+def test_an_empty_batch_packs_to_empty_arrays() -> None:
+    packed = pack([])
+    assert packed.cu_seqlens.tolist() == [0]
+    assert packed.num_tokens == packed.num_trajectories == 0
+    assert packed.torch().input_ids.shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "loss_mask", "versions"])
+def test_lists_of_different_lengths_are_refused_by_the_session_id(name: str) -> None:
+    broken = msgspec.structs.replace(FIRST, **{name: [0]})
+    with pytest.raises(InvalidRequest, match=f"'g1-0'.*{name}"):
+        pack([SECOND, broken])
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(Trajectory, gateway_types.Trajectory), (Segment, gateway_types.Segment)])
+def test_the_gateway_records_what_the_sdk_reads(ours: type[msgspec.Struct], theirs: type[msgspec.Struct]) -> None:
+    """Two definitions, since neither side imports the other: they must name the same fields."""
+    assert ours.__struct_fields__ == theirs.__struct_fields__

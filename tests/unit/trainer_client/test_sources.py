@@ -1,0 +1,141 @@
+"""What may be published, and what is refused by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from protos.errors import InvalidRequest
+from trainer_client.sources import ITEM_BYTES, NUMPY_DTYPES, source_bytes, sources_of
+from trainer_client.torch_sources import TORCH_DTYPES
+
+
+def published(tensors: Any) -> dict[str, bytes]:
+    return {source.name: bytes(source.read()) for source in sources_of(tensors).tensors}
+
+
+@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES, key=str), ids=str)
+def test_every_torch_dtype_is_read_as_its_own_bytes(dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).reshape(3, 4).to(dtype)
+    (source,) = sources_of({"w": tensor}).tensors
+    assert (source.name, source.dtype, source.shape) == ("w", TORCH_DTYPES[dtype], (3, 4))
+    view = source.read()
+    assert view.nbytes == source_bytes(source) == 12 * ITEM_BYTES[source.dtype]
+    assert torch.equal(torch.frombuffer(view, dtype=dtype).reshape(3, 4), tensor)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(NUMPY_DTYPES) - {"bfloat16"}))
+def test_every_numpy_dtype_is_read_as_its_own_bytes(dtype: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    (source,) = sources_of([("w", array)]).tensors
+    assert (source.dtype, source.shape) == (NUMPY_DTYPES[dtype], (2, 3))
+    assert bytes(source.read()) == array.tobytes()
+
+
+def test_a_contiguous_cpu_tensor_is_read_without_a_copy() -> None:
+    tensor = torch.zeros(4, dtype=torch.bfloat16)
+    array = np.zeros(4, dtype=np.float32)
+    views = [source.read() for source in sources_of({"t": tensor, "a": array}).tensors]
+    tensor.fill_(1.0)
+    array.fill(1.0)
+    assert bytes(views[0]) == b"\x80\x3f" * 4
+    assert bytes(views[1]) == b"\x00\x00\x80\x3f" * 4
+
+
+def test_what_is_not_contiguous_or_not_little_endian_is_copied_into_order() -> None:
+    square = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+    big_endian = np.arange(3, dtype=">i4")
+    got = published({"t": square.T, "n": square.numpy()[:, ::2], "b": big_endian})
+    assert got["t"] == np.array([0, 3, 1, 4, 2, 5], "<i4").tobytes()
+    assert got["n"] == np.array([0, 2, 3, 5], "<i4").tobytes()
+    assert got["b"] == np.arange(3, dtype="<i4").tobytes()
+
+
+def test_scalars_empty_tensors_and_parameters_are_tensors_too() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    sources = sources_of({"scalar": torch.tensor(7), "empty": torch.zeros(0, 5), "parameter": parameter})
+    assert [source.shape for source in sources.tensors] == [(), (0, 5), (2,)]
+    assert [source.read().nbytes for source in sources.tensors] == [8, 0, 8]
+    assert sources.size_bytes == 16
+    assert published({"n": np.array(3, np.float32)})["n"] == np.float32(3).tobytes()
+
+
+def test_tied_weights_travel_once_under_the_first_name() -> None:
+    shared = torch.ones(3, 2)
+    state = OrderedDict(
+        [("embed", shared), ("norm", torch.ones(2)), ("head", shared), ("head_view", shared.view(3, 2))]
+    )
+    sources = sources_of(state)
+    assert [source.name for source in sources.tensors] == ["embed", "norm"]
+    assert sources.tied == {"head": "embed", "head_view": "embed"}
+    array = np.ones(3)
+    assert sources_of({"a": array, "b": array[:]}).tied == {"b": "a"}
+
+
+def test_views_that_merely_overlap_are_tensors_of_their_own() -> None:
+    fused = torch.arange(6.0)
+    sources = sources_of({"all": fused, "q": fused[:3], "k": fused[3:], "reshaped": fused.view(2, 3)})
+    assert len(sources.tensors) == 4
+    assert not sources.tied
+    empty = torch.zeros(0)
+    assert len(sources_of({"a": empty, "b": empty}).tensors) == 2
+
+
+def test_a_generator_of_pairs_is_read_once() -> None:
+    layer = torch.nn.Linear(2, 2)
+    assert list(published(layer.named_parameters())) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"z": torch.zeros(1, dtype=torch.complex128)}, r"'z' has dtype torch.complex128.*convert.*bfloat16"),
+        ({"z": np.zeros(1, dtype=np.complex64)}, r"'z' has dtype numpy complex64"),
+        ({"z": np.array(["a"])}, r"'z' has dtype numpy str"),
+        ({"z": torch.zeros(2, device="meta")}, "'z' is on the meta device"),
+        ({"z": torch.eye(2).to_sparse()}, r"'z' is torch.sparse_coo.*to_dense"),
+        ({"z": 3.0}, r"'z' is a builtins.float, not a tensor"),
+        ({"optimizer": {"w": torch.ones(1)}}, "'optimizer' is a builtins.dict"),
+        ({}, "no tensors to publish"),
+        ([("w", torch.ones(1)), ("w", torch.ones(1))], "'w' appears twice"),
+        ({"__metadata__": torch.ones(1)}, "safetensors reserves it"),
+        ({"": torch.ones(1)}, "cannot be a tensor's name"),
+        ({1: torch.ones(1)}, "expected pairs"),
+        ([torch.ones(1)], "expected pairs.*state_dict"),
+    ],
+)
+def test_refusals_name_the_tensor_and_what_would_be_right(tensors: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        sources_of(tensors)
+
+
+class Sharded(torch.Tensor):
+    """What marks a DTensor to us: it has `full_tensor`."""
+
+    def full_tensor(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_a_shard_is_not_published_as_if_it_were_the_whole() -> None:
+    with pytest.raises(InvalidRequest, match=r"'w' is a DTensor.*full_tensor"):
+        sources_of({"w": torch.ones(2).as_subclass(Sharded)})
+
+
+def test_numpy_alone_is_enough() -> None:
+    """The SDK publishes and packs in a process where torch was never imported."""
+    program = """
+import sys
+import numpy as np
+import trainer_client
+from trainer_client.sources import sources_of
+assert sources_of({"w": np.ones(2)}).tensors[0].read().nbytes == 16
+assert trainer_client.pack([]).num_tokens == 0
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
