@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.utils import logging
 
 from deploy.demo.families import Family, Layout
 
@@ -70,6 +71,7 @@ class Policy:
     """A causal language model in `dtype` that is trained through float32 master weights by AdamW."""
 
     def __init__(self, model_dir: Path, *, lr: float, dtype: torch.dtype = torch.bfloat16) -> None:
+        logging.disable_progress_bar()
         self.model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=dtype, attn_implementation="laminar_families", local_files_only=True
         )
