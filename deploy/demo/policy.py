@@ -71,7 +71,7 @@ class Policy:
     """A causal language model in `dtype` that is trained through float32 master weights by AdamW."""
 
     def __init__(self, model_dir: Path, *, lr: float, dtype: torch.dtype = torch.bfloat16) -> None:
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=dtype, attn_implementation="laminar_families", local_files_only=True
         )
