@@ -7,11 +7,34 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar, cast
+
+import grpc
+
+from paramserver.data.publish import Mappings
+from protos import grpc_errors
+from protos.errors import InDoubt, LaminarError, NotFound, StaleEpoch, Unavailable, VersionLost
+from protos.laminar.v1 import relay_pb2 as pb
+from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+T = TypeVar("T")
 
 Stage = Literal["copied", "sealed", "k_relays", "all", "lost"]
 EventKind = Literal["sealed", "available", "retired", "lost"]
@@ -100,6 +123,7 @@ class RelayStatus:
     quarantined_bytes: int
     cut_off: tuple[str, ...]
     registry_reachable: bool
+    data_address: str
 
     @property
     def held(self) -> dict[str, tuple[int, ...]]:
@@ -108,11 +132,15 @@ class RelayStatus:
 
 
 class RelayClient:
-    """A connection to one relay's gRPC port, "host:port"."""
+    """A connection to one relay's gRPC port, "host:port". Every call has `timeout_s` as its deadline."""
 
     def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
         self.address = address
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._channel: grpc.aio.Channel | None = None
+        self._peers: dict[str, RelayClient] = {}
+        self._claims: dict[tuple[str, str], RunHold] = {}
+        self.mappings = Mappings()
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,81 +151,263 @@ class RelayClient:
         await self.close()
 
     async def close(self) -> None:
-        raise NotImplementedError
+        """Gives up the runs claimed through this client, and its connections."""
+        for hold in self._claims.values():
+            await hold.close()
+        self._claims.clear()
+        for peer in self._peers.values():
+            await peer.close()
+        self._peers.clear()
+        self.mappings.close()
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
 
     async def status(self) -> RelayStatus:
-        raise NotImplementedError
+        return _status(await self.call(self.stub.Status(pb.StatusRequest(), timeout=self.timeout_s)))
 
     async def versions(self, model: str) -> list[SealedVersion]:
-        """Sealed versions that this relay holds complete, ascending."""
-        raise NotImplementedError
+        """Sealed versions that this relay holds complete, ascending. UnknownModel names those that exist."""
+        reply = await self.call(self.stub.Versions(pb.VersionsRequest(model=model), timeout=self.timeout_s))
+        return [_sealed(version) for version in reply.versions]
 
     async def newest(self, model: str) -> SealedVersion | None:
-        raise NotImplementedError
+        """The newest of `versions`; None while there is none."""
+        held = await self.versions(model)
+        return held[-1] if held else None
 
-    def watch(self, model: str) -> AsyncIterator[VersionEvent]:
-        """The current state, then every change; reconnects by itself."""
-        raise NotImplementedError
+    async def watch(self, model: str) -> AsyncIterator[VersionEvent]:
+        """The current state, then every change. Reconnects by itself; the state then comes again, without repeats."""
+        seen: dict[int, EventKind] = {}
+        attempt = 0
+        while True:
+            try:
+                async for message in self.stub.Watch(pb.WatchRequest(model=model), wait_for_ready=True):
+                    attempt = 0
+                    event = VersionEvent(cast(EventKind, message.kind), _sealed(message.version))
+                    if seen.get(event.version.version) != event.kind:
+                        seen[event.version.version] = event.kind
+                        yield event
+            except grpc.aio.AioRpcError as error:
+                found = grpc_errors.from_rpc_error(error, self.address)
+                if not isinstance(found, Unavailable):
+                    raise found from error
+                log.info("watch on %s at %s ended, watching again: %s", model, self.address, found)
+            await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
+            attempt += 1
 
-    async def acquire(
-        self, model: str, version: int | None = None, *, holder: str, ttl_s: float = 60.0
-    ) -> Lease:
-        """Pins `version` (None: the newest). NotFound when this relay does not hold it."""
-        raise NotImplementedError
+    async def acquire(self, model: str, version: int | None = None, *, holder: str, ttl_s: float = 60.0) -> Lease:
+        """Pins `version` (None: the newest). NotFound when this relay does not hold it sealed and complete."""
+        request = pb.AcquireRequest(model=model, version=version, holder=holder, ttl_s=ttl_s)
+        lease = await self.call(self.stub.Acquire(request, timeout=self.timeout_s))
+        return Lease(
+            lease.lease_id, lease.model, lease.version, Path(lease.path), lease.root_digest, lease.step, lease.ttl_s
+        )
 
     async def renew(self, lease: Lease) -> None:
-        raise NotImplementedError
+        """The pin holds for another `ttl_s` from now. NotFound when it had lapsed."""
+        await self.call(self.stub.Renew(pb.LeaseRequest(lease_id=lease.lease_id), timeout=self.timeout_s))
 
     async def release(self, lease: Lease) -> None:
         """Ends the pin. NotFound when it had lapsed: what was loaded under it does not count."""
-        raise NotImplementedError
+        await self.call(self.stub.Release(pb.LeaseRequest(lease_id=lease.lease_id), timeout=self.timeout_s))
+
+    # ---- what the publisher and the CLI build on
+
+    @property
+    def stub(self) -> pb_grpc.RelayAsyncStub:
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return cast("pb_grpc.RelayAsyncStub", pb_grpc.RelayStub(self._channel))
+
+    async def call(self, reply: Awaitable[T]) -> T:
+        """Awaits an RPC; its failure in the error vocabulary."""
+        try:
+            return await reply
+        except grpc.aio.AioRpcError as error:
+            raise grpc_errors.from_rpc_error(error, self.address) from error
+
+    async def master_of(self, model: str) -> RelayClient:
+        """A client of the model's master relay; this one, when it is the master itself."""
+        timeout_s = max(self.timeout_s, 15.0)  # an election may have to run first
+        reply = await self.call(self.stub.Locate(pb.LocateRequest(model=model), timeout=timeout_s))
+        if reply.grpc_address == self.address:
+            return self
+        if reply.grpc_address not in self._peers:
+            self._peers[reply.grpc_address] = RelayClient(reply.grpc_address, timeout_s=self.timeout_s)
+        return self._peers[reply.grpc_address]
+
+    async def hold_run(self, model: str, run: str, publisher: str) -> None:
+        """Claims the model for `run` until this client closes. Conflict when another publisher is connected."""
+        hold = self._claims.get((model, run))
+        if hold is not None and hold.alive:
+            return
+        self._claims[model, run] = await RunHold.open(self, model, run, publisher)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSource:
-    """One tensor to publish. `read` gives its contiguous little-endian bytes, valid while publish copies."""
+class RunHold:
+    """A claim on a model for one run; it lives as long as its stream."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    read: Callable[[], memoryview]
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task = task
+
+    @classmethod
+    async def open(cls, relay: RelayClient, model: str, run: str, publisher: str) -> RunHold:
+        call = relay.stub.HoldRun(pb.HoldRunRequest(model=model, run=run, publisher=publisher))
+        stream = aiter(call)
+        await relay.call(_first(stream, relay.timeout_s))
+        return cls(asyncio.create_task(_drain(stream)))
+
+    @property
+    def alive(self) -> bool:
+        return not self._task.done()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def _first(stream: AsyncIterator[pb.HoldRunReply], timeout_s: float) -> pb.HoldRunReply:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(stream)
+    except TimeoutError as error:
+        raise Unavailable(f"the relay did not grant the run within {timeout_s} s") from error
+    except StopAsyncIteration as error:
+        raise StaleEpoch("the relay is not master any more") from error
+
+
+async def _drain(stream: AsyncIterator[pb.HoldRunReply]) -> None:
+    """Returns when the relay ends the claim or goes away; cancelling ends the stream."""
+    try:
+        async for _ in stream:
+            pass
+    except grpc.aio.AioRpcError as error:
+        log.info("the claim on a run ended: %s", error.details())
 
 
 class Ticket:
-    """What is known of one published version."""
+    """What is known of one published version. `relay` is asked; its master wrote the version."""
 
-    model: str
-    version: int
-    run: str
-    step: int
+    def __init__(self, relay: RelayClient, model: str, version: int, run: str, step: int) -> None:
+        self._relay = relay
+        self.model = model
+        self.version = version
+        self.run = run
+        self.step = step
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.model} version {self.version}, run {self.run}, step {self.step})"
 
     async def wait_sealed(self, timeout_s: float) -> None:
-        raise NotImplementedError
+        """Returns once sealed. VersionLost when it never will be; InDoubt when that is not known in time."""
+        await self._wait("sealed", 0, timeout_s)
 
     async def wait_copies(self, k: int, timeout_s: float) -> None:
-        raise NotImplementedError
+        """Returns once `k` relays hold it verified."""
+        await self._wait("copies", k, timeout_s)
 
     async def wait_all(self, timeout_s: float) -> None:
-        raise NotImplementedError
+        """Returns once every living relay of its chain holds it verified."""
+        await self._wait("all", 0, timeout_s)
 
     async def stage(self) -> Stage:
-        raise NotImplementedError
+        """copied, sealed (one holder), k_relays (more than one), all (of its chain), lost."""
+        return cast(Stage, (await self._ask("", 0, 0.0)).stage)
 
     async def holders(self) -> tuple[str, ...]:
         """Names of the relays that hold this version verified."""
-        raise NotImplementedError
+        return tuple((await self._ask("", 0, 0.0)).holders)
+
+    async def _ask(self, want: str, copies: int, wait_s: float) -> pb.StageReply:
+        request = pb.StageRequest(
+            model=self.model, version=self.version, run=self.run, want=want, copies=copies, wait_s=wait_s
+        )
+        return await self._relay.call(self._relay.stub.Stage(request, timeout=wait_s + self._relay.timeout_s))
+
+    async def _wait(self, want: str, copies: int, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        last: LaminarError | None = None
+        stage = "unknown"
+        while (left := deadline - loop.time()) > 0:
+            try:
+                reply = await self._ask(want, copies, min(left, 5.0))
+            except (Unavailable, NotFound) as error:  # its master may be gone: whoever is next will know
+                last = error
+                await asyncio.sleep(min(left, 0.2))
+                continue
+            stage = reply.stage
+            if stage == "lost":
+                raise VersionLost(
+                    f"version {self.version} of {self.model} is lost: {reply.reason}", hint="publish again"
+                )
+            if reply.reached:
+                return
+        wish = f"{want} {copies}" if want == "copies" else want
+        raise InDoubt(
+            f"version {self.version} of {self.model} had not reached {wish!r} after {timeout_s} s; it is {stage}",
+            hint=f"ask the ticket again, or `paramserver status` ({last or 'the relay answers'})",
+        )
 
 
-async def publish(
-    relay: RelayClient,
-    model: str,
-    tensors: Sequence[TensorSource],
-    *,
-    step: int,
-    run: str,
-    file_bytes_max: int = 4 << 30,
-    metadata: Mapping[str, str] | None = None,
-    force_tcp: bool = False,
-) -> Ticket:
-    """Writes one version; returns at *copied*, when the tensors may change again."""
-    raise NotImplementedError
+def _sealed(message: pb.SealedVersion) -> SealedVersion:
+    return SealedVersion(
+        message.model,
+        message.version,
+        message.step,
+        message.run,
+        message.root_digest,
+        message.size_bytes,
+        message.sealed_unix_s,
+    )
+
+
+def _status(reply: pb.StatusReply) -> RelayStatus:
+    return RelayStatus(
+        relay=reply.relay,
+        instance=reply.instance,
+        members=tuple(reply.members),
+        models=tuple(_model_status(model) for model in reply.models),
+        transfers=tuple(
+            TransferStatus(t.model, t.version, t.upstream, t.bytes_done, t.bytes_total) for t in reply.transfers
+        ),
+        pins=tuple(PinStatus(p.model, p.version, p.holder, p.expires_in_s) for p in reply.pins),
+        pool_bytes=reply.pool_bytes,
+        used_bytes=reply.used_bytes,
+        quarantined_bytes=reply.quarantined_bytes,
+        cut_off=tuple(reply.cut_off),
+        registry_reachable=reply.registry_reachable,
+        data_address=reply.data_address,
+    )
+
+
+def _model_status(model: pb.ModelStatus) -> ModelStatus:
+    return ModelStatus(
+        model=model.model,
+        master=model.master,
+        epoch=f"{model.epoch.store_id}/{model.epoch.revision}",
+        plan=model.plan,
+        chain=tuple(model.chain),
+        versions=tuple(model.versions),
+        newest_sealed=model.newest_sealed if model.HasField("newest_sealed") else None,
+    )
+
+
+from paramserver.publisher import TensorSource, publish  # noqa: E402  (the publisher builds on the client)
+
+__all__ = [
+    "EventKind",
+    "Lease",
+    "ModelStatus",
+    "PinStatus",
+    "RelayClient",
+    "RelayStatus",
+    "SealedVersion",
+    "Stage",
+    "TensorSource",
+    "Ticket",
+    "TransferStatus",
+    "VersionEvent",
+    "publish",
+]

@@ -1,0 +1,249 @@
+"""The `paramserver` command: run a relay, look at one, and fetch a version from one.
+
+Exit status: 0 done, 1 failed (one line says why and what would be right), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import getpass
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from paramserver.client import RelayClient
+from paramserver.config import RelayConfig, parse_bytes
+from paramserver.membership import LocalEtcd
+from protos.errors import InvalidRequest, LaminarError
+from protos.process import setup_logging, write_ready_file
+
+T = TypeVar("T")
+
+_LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
+
+
+class _Size(click.ParamType):
+    """Bytes, as "512MiB" or a plain number."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(str(value))
+        except InvalidRequest as error:
+            self.fail(str(error), param, context)
+
+
+class _Address(click.ParamType):
+    """HOST:PORT."""
+
+    name = "host:port"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        host, _, port = str(value).rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            self.fail(f"{value!r} is not HOST:PORT, like 127.0.0.1:7000", param, context)
+        return str(value)
+
+
+def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What every daemon takes."""
+    for option in (
+        click.option(
+            "--ready-file",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="JSON with the addresses, written once serving.",
+        ),
+        click.option("--log-level", type=_LOG_LEVELS, default="info", show_default=True),
+    ):
+        command = option(command)
+    return command
+
+
+relay_option = click.option(
+    "--relay", type=_Address(), required=True, envvar="LAMINAR_RELAY", help="gRPC HOST:PORT of a relay."
+)
+
+
+@click.group(context_settings={"auto_envvar_prefix": "PARAMSERVER", "show_default": True})
+def cli() -> None:
+    """Laminar's parameter service: relays that keep weight versions in host memory and pass them along a chain.
+
+    \b
+    Try it on one machine:
+      paramserver etcd --port 2379 &
+      paramserver serve --name a --etcd 127.0.0.1:2379 --port 7001 &
+      paramserver serve --name b --etcd 127.0.0.1:2379 --port 7002 &
+      paramserver status --relay 127.0.0.1:7001
+    """
+
+
+@cli.command()
+@click.option("--name", default=socket.gethostname, help="Unique among relays; default: this host's name.")
+@click.option("--etcd", type=_Address(), help="HOST:PORT of etcd. Without it, one of its own is started on loopback.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on, and to tell the other relays.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="gRPC port; 0: any free one.")
+@click.option("--data-port", type=click.IntRange(0, 65535), default=0, help="Port for bytes; 0: any free one.")
+@click.option("--publish-host/--no-publish-host", default=True, help="Whether this relay should become master.")
+@click.option("--zone", default="", help="A label of where this host is.")
+@click.option(
+    "--pool-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory in a tmpfs for snapshots; default: /dev/shm/laminar-USER/NAME.",
+)
+@click.option(
+    "--pool-bytes",
+    type=_Size(),
+    default="4GiB",
+    help="Memory for snapshots, allocated at start: about four times a version.",
+)
+@click.option("--retain", type=click.IntRange(1), default=2, help="Newest versions to keep though nobody pins them.")
+@click.option("--stripes", type=click.IntRange(1, 16), default=2, help="TCP connections per hop.")
+@click.option(
+    "--lease-ttl-s", type=click.FloatRange(1.0), default=5.0, help="A relay silent to etcd for so long is no member."
+)
+@click.option(
+    "--silence-s", type=click.FloatRange(0.2), default=0.5, help="An upstream silent for so long is bypassed."
+)
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics there.")
+@click.option("--max-rate", type=_Size(), hidden=True, help="Bytes per second to send at most.")
+@click.option("--chunk-bytes", type=_Size(), default="1MiB", hidden=True)
+@daemon_options
+def serve(
+    name: str,
+    etcd: str | None,
+    pool_dir: Path | None,
+    stripes: int,
+    log_level: str,
+    ready_file: Path | None,
+    **options: object,
+) -> None:
+    """Runs one relay until SIGTERM."""
+    setup_logging(log_level)
+    directory = pool_dir or Path(f"/dev/shm/laminar-{getpass.getuser()}") / name
+    config = RelayConfig(name=name, etcd=etcd or "", pool_dir=directory, num_stripes=stripes, **options)  # type: ignore[arg-type]
+    _run(_serve(config, ready_file))
+
+
+async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
+    from paramserver.server import serve
+
+    if config.etcd:
+        await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
+        return
+    async with LocalEtcd() as etcd:
+        config = dataclasses.replace(config, etcd=etcd.endpoint)
+        await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": etcd.endpoint}))
+
+
+@cli.command()
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Client port; 0: any free one.")
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep its data there; default: a temporary directory.",
+)
+@daemon_options
+def etcd(port: int, data_dir: Path | None, log_level: str, ready_file: Path | None) -> None:
+    """Runs an etcd on loopback until SIGTERM: for one machine, not for production."""
+    setup_logging(log_level)
+    _run(_etcd(port, data_dir, ready_file))
+
+
+async def _etcd(port: int, data_dir: Path | None, ready_file: Path | None) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with LocalEtcd(data_dir=data_dir, port=port) as local:
+        _ready(ready_file, {"etcd": local.endpoint})
+        ended = asyncio.ensure_future(local.wait())
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not stop.is_set():
+            raise LaminarError(f"etcd ended by itself with status {ended.result()}")
+        ended.cancel()
+
+
+@cli.command()
+@relay_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def status(relay: str, as_json: bool) -> None:
+    """Shows a relay: its models, chain, versions, transfers, pins and memory."""
+    from paramserver.cli_views import show_status
+
+    async def ask() -> None:
+        async with RelayClient(relay) as client:
+            show_status(await client.status(), as_json=as_json)
+
+    _run(ask())
+
+
+@cli.command()
+@relay_option
+@click.option("--model", required=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per version.")
+def versions(relay: str, model: str, as_json: bool) -> None:
+    """Lists the sealed versions of a model that a relay holds."""
+    from paramserver.cli_views import show_versions
+
+    async def ask() -> None:
+        async with RelayClient(relay) as client:
+            show_versions(model, await client.versions(model), as_json=as_json)
+
+    _run(ask())
+
+
+@cli.command()
+@relay_option
+@click.option("--model", required=True)
+@click.option("--version", type=click.IntRange(1), help="Default: the newest that the relay holds.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Directory to write; resumes what an earlier pull left there.",
+)
+@click.option("--stripes", type=click.IntRange(1, 16), default=2)
+@click.option("--patience-s", type=click.FloatRange(0.1), default=30.0, help="Give up when no byte came for so long.")
+def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, patience_s: float) -> None:
+    """Copies a version from a relay into a directory of safetensors files, every digest checked.
+
+    \b
+    Example: paramserver pull --relay 127.0.0.1:7001 --model policy --out weights/
+    """
+    from paramserver.pull import pull as pull_version
+
+    _run(pull_version(relay, model, version, out, num_stripes=stripes, patience_s=patience_s))
+
+
+def _ready(path: Path | None, addresses: dict[str, str]) -> None:
+    write_ready_file(path, addresses)
+    click.echo(" ".join(f"{key}={value}" for key, value in addresses.items()))
+
+
+def _run(work: Coroutine[None, None, T]) -> T:
+    try:
+        return asyncio.run(work)
+    except LaminarError as error:
+        logging.getLogger(__name__).debug("failed", exc_info=error)
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+def main() -> None:
+    """Entry point. Expected errors are one line, without a traceback."""
+    try:
+        cli()
+    except LaminarError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,86 @@
+"""What `paramserver status` and `paramserver versions` print."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from paramserver.client import RelayStatus, SealedVersion
+from paramserver.config import show_bytes
+
+
+def show_status(status: RelayStatus, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.encode(dataclasses.asdict(status)).decode())
+        return
+    console = Console()
+    registry = "reachable" if status.registry_reachable else "away: going on with the last view"
+    console.print(f"relay {status.relay} (instance {status.instance}), registry {registry}")
+    console.print(
+        f"pool {show_bytes(status.pool_bytes)}, used {show_bytes(status.used_bytes)}, "
+        f"quarantined {show_bytes(status.quarantined_bytes)}"
+    )
+    console.print(f"members: {', '.join(status.members)}")
+    if status.cut_off:
+        console.print(f"cut off: {', '.join(status.cut_off)}")
+    _models(console, status)
+    _transfers(console, status)
+    _pins(console, status)
+
+
+def _models(console: Console, status: RelayStatus) -> None:
+    table = _table("model", "master", "epoch", "plan", "chain", "held here", "newest sealed")
+    for model in status.models:
+        held = " ".join(map(str, model.versions))
+        newest = "" if model.newest_sealed is None else str(model.newest_sealed)
+        table.add_row(model.model, model.master, model.epoch, str(model.plan), " > ".join(model.chain), held, newest)
+    console.print(table if status.models else "no models yet")
+
+
+def _transfers(console: Console, status: RelayStatus) -> None:
+    for transfer in status.transfers:
+        share = transfer.bytes_done / max(1, transfer.bytes_total)
+        console.print(
+            f"coming: {transfer.model} version {transfer.version} from {transfer.upstream or 'nobody yet'}, "
+            f"{share:.0%} of {show_bytes(transfer.bytes_total)}"
+        )
+
+
+def _pins(console: Console, status: RelayStatus) -> None:
+    for pin in status.pins:
+        console.print(f"pin: {pin.model} version {pin.version} by {pin.holder}, {pin.expires_in_s:.1f} s left")
+
+
+def show_versions(model: str, versions: Sequence[SealedVersion], *, as_json: bool) -> None:
+    if as_json:
+        for version in versions:
+            click.echo(msgspec.json.encode(dataclasses.asdict(version)).decode())
+        return
+    if not versions:
+        click.echo(f"no sealed version of {model} here yet")
+        return
+    table = _table("version", "step", "run", "size", "sealed", "root digest")
+    for version in versions:
+        sealed_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.sealed_unix_s))
+        table.add_row(
+            str(version.version),
+            str(version.step),
+            version.run,
+            show_bytes(version.size_bytes),
+            sealed_at,
+            version.root_digest,
+        )
+    Console().print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table

@@ -1,0 +1,161 @@
+"""Where every byte of a snapshot lies, computed from names, dtypes and shapes alone.
+
+Invariants:
+- a file laid out here is byte for byte what `safetensors.torch.save_file` writes for the same tensors
+  (tensors by dtype from the widest kind down, then by name; JSON header padded with spaces to 8 bytes);
+- sizes and offsets are known before the first byte moves; a later byte never changes them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from protos.errors import InvalidRequest, UnsupportedField
+
+DTYPES: dict[str, int] = {
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+    "F32": 4,
+    "U32": 4,
+    "I32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "U16": 2,
+    "I16": 2,
+    "F8_E8M0": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""Bytes per element, in the order in which safetensors writes the dtypes."""
+
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit: readers refuse a longer header
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor as announced."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where one tensor's bytes lie in its file."""
+
+    name: str
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """One file: `head` (the safetensors header, or the whole of a plain file), then the tensors."""
+
+    name: str
+    size_bytes: int
+    head: bytes
+    tensors: tuple[TensorPlace, ...]
+
+
+def plan_layout(
+    tensors: Sequence[TensorSpec],
+    *,
+    file_bytes_max: int = 4 << 30,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[FileLayout, ...]:
+    """Lays `tensors` out in one file, or in several of at most `file_bytes_max` tensor bytes plus their index.
+
+    A tensor larger than `file_bytes_max` gets a file of its own. Raises InvalidRequest or UnsupportedField.
+    """
+    _check(tensors, file_bytes_max)
+    groups = _split(tensors, file_bytes_max)
+    if len(groups) == 1:
+        return (_lay_out("model.safetensors", groups[0], metadata),)
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    files = [_lay_out(name, group, metadata) for name, group in zip(names, groups, strict=True)]
+    return (*files, _index(names, groups))
+
+
+def _check(tensors: Sequence[TensorSpec], file_bytes_max: int) -> None:
+    if not tensors:
+        raise InvalidRequest("a version without tensors", hint="announce at least one tensor")
+    if file_bytes_max <= 0:
+        raise InvalidRequest(f"file_bytes_max is {file_bytes_max}", hint="give a positive number of bytes")
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise UnsupportedField(
+                f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which is not supported",
+                hint=f"use one of {', '.join(DTYPES)}",
+            )
+        if any(size < 0 for size in tensor.shape):
+            raise InvalidRequest(f"tensor {tensor.name!r} has the shape {list(tensor.shape)}", hint="no size below 0")
+        if tensor.name in seen:
+            raise InvalidRequest(f"tensor {tensor.name!r} was announced twice", hint="give each tensor its own name")
+        if tensor.name in ("", "__metadata__"):
+            raise InvalidRequest(f"{tensor.name!r} cannot name a tensor", hint="safetensors reserves it")
+        seen.add(tensor.name)
+
+
+def _split(tensors: Sequence[TensorSpec], file_bytes_max: int) -> list[list[TensorSpec]]:
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if groups[-1] and filled + tensor.size_bytes > file_bytes_max:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.size_bytes
+    return groups
+
+
+def _lay_out(name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None) -> FileLayout:
+    ordered = sorted(tensors, key=lambda tensor: (_RANK[tensor.dtype], tensor.name.encode()))
+    entries: dict[str, object] = {}
+    if metadata is not None:
+        entries["__metadata__"] = dict(sorted(metadata.items()))
+    offset = 0
+    for tensor in ordered:
+        end = offset + tensor.size_bytes
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAX:
+        raise InvalidRequest(f"the header of {name} takes {len(text)} bytes", hint="use a lower file_bytes_max")
+    head = struct.pack("<Q", len(text)) + text
+    places, position = [], len(head)
+    for tensor in ordered:
+        places.append(TensorPlace(tensor.name, position, tensor.size_bytes))
+        position += tensor.size_bytes
+    return FileLayout(name, position, head, tuple(places))
+
+
+def _index(names: Sequence[str], groups: Sequence[Sequence[TensorSpec]]) -> FileLayout:
+    """The index that `transformers` writes beside several files."""
+    weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
+    total = sum(tensor.size_bytes for group in groups for tensor in group)
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    body = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+    return FileLayout(INDEX_NAME, len(body), body, ())

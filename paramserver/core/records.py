@@ -1,0 +1,178 @@
+"""The nouns that relays exchange and keep in the registry, and the roots that bind their bytes.
+
+Invariants:
+- chunks are numbered through all files of a version in order and never straddle files;
+- the version root covers model, version, epoch, layout and every chunk digest, so equal roots mean equal bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from protos.errors import InvalidRequest
+
+DIGEST_BYTES = 16
+CHUNK_BYTES = 1 << 20
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Epoch(msgspec.Struct, frozen=True, order=True):
+    """Fences a stale master: (store id, election revision). Comparable only within one store."""
+
+    store_id: str
+    revision: int
+
+    def __str__(self) -> str:
+        return f"{self.store_id}/{self.revision}"
+
+
+class FileSpec(msgspec.Struct, frozen=True):
+    """A file of a snapshot."""
+
+    name: str
+    size_bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What everybody must agree on before the first byte of a version moves."""
+
+    model: str
+    version: int
+    run: str
+    step: int
+    epoch: Epoch
+    files: tuple[FileSpec, ...]
+    chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The order in which relays pass chunks on; `number` grows with each change within an epoch."""
+
+    epoch: Epoch
+    number: int
+    order: tuple[str, ...]
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """Written by the master when a version begins: from here on relays may ask for its chunks."""
+
+    manifest: Manifest
+    plan: Plan
+
+
+class Sealed(msgspec.Struct, frozen=True):
+    """The commit point of a version."""
+
+    model: str
+    version: int
+    step: int
+    run: str
+    root_digest: str
+    size_bytes: int
+    sealed_unix_s: float
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A version that can never be had again, and why."""
+
+    why: Literal["aborted", "lost"]
+    reason: str
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One live relay."""
+
+    name: str
+    instance: str
+    grpc_address: str
+    data_address: str
+    publish_host: bool = True
+    zone: str = ""
+
+
+class Master(msgspec.Struct, frozen=True):
+    """Who holds the election of a model."""
+
+    name: str
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of one file: `offset` within the file number `file`."""
+
+    index: int
+    file: int
+    offset: int
+    length: int
+
+
+class ChunkMap:
+    """Chunk numbers to places, without a list of all chunks."""
+
+    def __init__(self, sizes: Sequence[int], chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._sizes = tuple(sizes)
+        self._firsts = [0]
+        for size in sizes:
+            self._firsts.append(self._firsts[-1] + -(-size // chunk_bytes))
+        self.num_chunks = self._firsts[-1]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> ChunkMap:
+        return cls([file.size_bytes for file in manifest.files], manifest.chunk_bytes)
+
+    def range_of(self, file: int) -> range:
+        """The numbers of the chunks of one file."""
+        return range(self._firsts[file], self._firsts[file + 1])
+
+    def chunk(self, index: int) -> Chunk:
+        if not 0 <= index < self.num_chunks:
+            raise InvalidRequest(f"chunk {index} of {self.num_chunks}", hint="count chunks from 0")
+        low, high = 0, len(self._sizes)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._firsts[middle] <= index else (low, middle)
+        while self._firsts[low + 1] <= index:  # an empty file has no chunk of its own
+            low += 1
+        offset = (index - self._firsts[low]) * self.chunk_bytes
+        return Chunk(index, low, offset, min(self.chunk_bytes, self._sizes[low] - offset))
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """The digest of a chunk."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def version_root(manifest: Manifest, digests: Sequence[bytes]) -> str:
+    """The root over layout and file roots; a file root is the hash of its ordered chunk digests."""
+    chunks = ChunkMap.of(manifest)
+    assert len(digests) == chunks.num_chunks
+    roots = [digest(b"".join(digests[i] for i in chunks.range_of(f))) for f in range(len(manifest.files))]
+    identity = (
+        manifest.model,
+        manifest.version,
+        manifest.epoch,
+        manifest.chunk_bytes,
+        [(file.name, file.size_bytes) for file in manifest.files],
+    )
+    return digest(msgspec.json.encode(identity) + b"".join(roots)).hex()
+
+
+def check_model_name(model: str) -> str:
+    if not _MODEL_NAME.fullmatch(model):
+        raise InvalidRequest(
+            f"{model!r} cannot name a model",
+            hint="use 1 to 64 letters, digits, '.', '_' or '-', not starting with a sign",
+        )
+    return model

@@ -1,0 +1,94 @@
+"""Progress of one version into one place: which chunk to ask for next, and from which byte.
+
+Invariants:
+- a chunk is wanted, in flight on exactly one stripe, or done; it is done only with its digest verified;
+- what a broken stripe had received of a chunk is kept: the next request for it starts at that byte;
+- a chunk whose digest did not match starts again at byte 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paramserver.core.records import ChunkMap
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One data request: chunk number, the first byte wanted; `suspect` asks the sender to check its own bytes."""
+
+    index: int
+    from_byte: int
+    suspect: bool = False
+
+
+class TransferState:
+    """Owned by one transfer, called under its lock."""
+
+    def __init__(self, chunks: ChunkMap, done: Iterable[int] = ()) -> None:
+        self.chunks = chunks
+        self._done = bytearray(chunks.num_chunks)
+        self._again: list[int] = []
+        self._next = 0
+        self._in_flight: dict[int, str] = {}
+        self._received: dict[int, int] = {}
+        self._suspect: set[int] = set()
+        self.num_done = 0
+        self.bytes_done = 0
+        for index in done:
+            self._finish(index)
+
+    @property
+    def complete(self) -> bool:
+        return self.num_done == self.chunks.num_chunks
+
+    def take(self, stripe: str) -> Want | None:
+        """The next wanted chunk for `stripe`; None when nothing is left to ask for."""
+        index = self._pop()
+        if index is None:
+            return None
+        self._in_flight[index] = stripe
+        return Want(index, self._received.get(index, 0), index in self._suspect)
+
+    def _pop(self) -> int | None:
+        if self._again:
+            return heapq.heappop(self._again)
+        while self._next < self.chunks.num_chunks:
+            self._next += 1
+            if not self._done[self._next - 1]:
+                return self._next - 1
+        return None
+
+    def received(self, index: int, upto_byte: int) -> None:
+        """Bytes [0, upto_byte) of an in-flight chunk lie in place, not yet verified."""
+        assert index in self._in_flight
+        self._received[index] = upto_byte
+
+    def verified(self, index: int) -> None:
+        del self._in_flight[index]
+        self._received.pop(index, None)
+        self._suspect.discard(index)
+        self._finish(index)
+
+    def mismatched(self, index: int) -> None:
+        """The digest was wrong: ask again from the start, and have the sender check itself."""
+        del self._in_flight[index]
+        self._received.pop(index, None)
+        self._suspect.add(index)
+        heapq.heappush(self._again, index)
+
+    def broken(self, stripe: str) -> tuple[Want, ...]:
+        """The stripe's connection is gone: what it had asked for is wanted again, from where it was."""
+        mine = sorted(index for index, owner in self._in_flight.items() if owner == stripe)
+        for index in mine:
+            del self._in_flight[index]
+            heapq.heappush(self._again, index)
+        return tuple(Want(index, self._received.get(index, 0)) for index in mine)
+
+    def _finish(self, index: int) -> None:
+        assert not self._done[index]
+        self._done[index] = 1
+        self.num_done += 1
+        self.bytes_done += self.chunks.chunk(index).length

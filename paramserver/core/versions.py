@@ -1,0 +1,213 @@
+"""The life of a model's versions as one relay sees it: events in, effects out.
+
+Invariants:
+- a version is shown (may be acquired) only when it is sealed, complete here, and its root equals the sealed one;
+- a local stage only moves along `TRANSITIONS`; an event that does not apply changes nothing;
+- one version at a time is fetched, the oldest wanted first; one that a newer sealed version has overtaken before
+  its first byte is skipped;
+- retiring never touches a version that is pinned, or one of the newest `retain` shown here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paramserver.core.records import Announced, Ended, Sealed
+
+Stage = Literal["known", "filling", "complete", "shown", "skipped", "retired", "ended"]
+
+TRANSITIONS: dict[Stage, frozenset[Stage]] = {
+    "known": frozenset({"filling", "skipped", "ended"}),
+    "filling": frozenset({"complete", "known", "ended"}),
+    "complete": frozenset({"shown", "ended"}),
+    "shown": frozenset({"retired", "ended"}),
+    "skipped": frozenset({"ended"}),
+    "retired": frozenset({"ended"}),
+    "ended": frozenset(),
+}
+"""known: announced or sealed somewhere; filling: bytes arrive; complete: every chunk verified, seal not seen;
+shown: sealed and complete; skipped: overtaken before its first byte; retired: its memory went back;
+ended: aborted or lost."""
+
+
+@dataclass(slots=True)
+class VersionState:
+    """One version here. `root` is what this relay computed from its own verified digests."""
+
+    announced: Announced | None = None
+    sealed: Sealed | None = None
+    ended: Ended | None = None
+    stage: Stage = "known"
+    root: str | None = None
+    holders: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Start to bring this version here."""
+
+    announced: Announced
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """It may be acquired from now on; the registry should know this relay as a holder."""
+
+    sealed: Sealed
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Give its memory back (after the reuse check)."""
+
+    version: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """What watchers of this relay should hear."""
+
+    kind: Literal["sealed", "available", "retired", "lost"]
+    sealed: Sealed
+
+
+Effect = Fetch | Show | Drop | Tell
+
+
+class ModelVersions:
+    """All versions of one model on one relay. The owner calls one method per event and applies the effects."""
+
+    def __init__(self, model: str, *, retain: int) -> None:
+        if retain < 1:
+            raise ValueError(f"retain is {retain}; a relay keeps at least 1 version")
+        self.model = model
+        self.retain = retain
+        self._versions: dict[int, VersionState] = {}
+
+    def get(self, version: int) -> VersionState | None:
+        return self._versions.get(version)
+
+    def items(self) -> list[tuple[int, VersionState]]:
+        return sorted(self._versions.items())
+
+    @property
+    def newest_known(self) -> int:
+        """The highest number ever seen; 0 when none was."""
+        return max(self._versions, default=0)
+
+    @property
+    def newest_sealed(self) -> int | None:
+        return max((v for v, s in self._versions.items() if s.sealed and not s.ended), default=None)
+
+    def shown(self) -> list[Sealed]:
+        """What may be acquired here, ascending."""
+        return [state.sealed for _, state in self.items() if state.stage == "shown" and state.sealed]
+
+    # ---- events from the registry
+
+    def announced(self, record: Announced) -> list[Effect]:
+        self._state(record.manifest.version).announced = record
+        return self._next_fetch()
+
+    def sealed(self, record: Sealed) -> list[Effect]:
+        state = self._state(record.version)
+        if state.sealed is not None or state.ended is not None:
+            return []
+        state.sealed = record
+        return [Tell("sealed", record), *self._show(record.version), *self._next_fetch()]
+
+    def ended(self, version: int, record: Ended) -> list[Effect]:
+        state = self._state(version)
+        if state.ended is not None:
+            return []
+        here = state.stage in ("filling", "complete", "shown")
+        state.ended = record
+        self._move(state, "ended")
+        effects: list[Effect] = [Drop(version, f"{record.why}: {record.reason}")] if here else []
+        if state.sealed is not None:
+            effects.append(Tell("lost", state.sealed))
+        return [*effects, *self._next_fetch()]
+
+    def holder(self, version: int, relay: str, *, present: bool) -> list[Effect]:
+        state = self._state(version)
+        (state.holders.add if present else state.holders.discard)(relay)
+        return self._next_fetch() if present else []
+
+    # ---- events from this relay
+
+    def opened(self, announced: Announced) -> None:
+        """Bytes begin to arrive: from a publisher, or after a Fetch."""
+        state = self._state(announced.manifest.version)
+        state.announced = announced
+        self._move(state, "filling")
+
+    def filled(self, version: int, root: str) -> list[Effect]:
+        """Every chunk is here and verified."""
+        state = self._state(version)
+        state.root = root
+        self._move(state, "complete")
+        return [*self._show(version), *self._next_fetch()]
+
+    def gave_up(self, version: int) -> None:
+        """The bytes could not be had now; the owner calls `retry` when it may go better."""
+        self._move(self._state(version), "known")
+
+    def retry(self) -> list[Effect]:
+        return self._next_fetch()
+
+    def withdrawn(self, version: int, reason: str) -> list[Effect]:
+        """This relay's own bytes of a version turned out bad; others may still hold it."""
+        state = self._state(version)
+        if state.stage not in ("filling", "complete", "shown"):
+            return []
+        told: list[Effect] = [Tell("lost", state.sealed)] if state.stage == "shown" and state.sealed else []
+        self._move(state, "ended")
+        return [Drop(version, reason), *told, *self._next_fetch()]
+
+    def retire(self, pins: Mapping[int, int]) -> list[Effect]:
+        """Versions beyond the newest `retain` shown that nobody pins (`pins`: version to number of pins)."""
+        effects: list[Effect] = []
+        for record in self.shown()[: -self.retain]:
+            if pins.get(record.version, 0) == 0:
+                self._move(self._versions[record.version], "retired")
+                effects += [Drop(record.version, "retention"), Tell("retired", record)]
+        return effects
+
+    # ---- decisions
+
+    def _state(self, version: int) -> VersionState:
+        return self._versions.setdefault(version, VersionState())
+
+    def _move(self, state: VersionState, stage: Stage) -> None:
+        assert stage in TRANSITIONS[state.stage], f"{self.model}: {state.stage} -> {stage}"
+        state.stage = stage
+
+    def _show(self, version: int) -> list[Effect]:
+        state = self._versions[version]
+        if state.stage != "complete" or state.sealed is None:
+            return []
+        if state.root != state.sealed.root_digest:
+            state.ended = Ended("lost", f"root {state.root} here, {state.sealed.root_digest} sealed")
+            self._move(state, "ended")
+            return [Drop(version, state.ended.reason)]
+        self._move(state, "shown")
+        return [Show(state.sealed), Tell("available", state.sealed)]
+
+    def _next_fetch(self) -> list[Effect]:
+        if any(state.stage == "filling" for state in self._versions.values()):
+            return []
+        for version, state in self.items():
+            if state.stage != "known" or state.announced is None:
+                continue
+            if self._overtaken(version):
+                self._move(state, "skipped")
+                continue
+            return [Fetch(state.announced)]
+        return []
+
+    def _overtaken(self, version: int) -> bool:
+        newest = self.newest_sealed
+        return newest is not None and newest > version

@@ -1,0 +1,178 @@
+"""What one relay knows of the others: the registry's keys, parsed once, here.
+
+Invariants:
+- every key of the registry is built and read in this module only;
+- without the registry the last view stays: it is used, not trusted for new decisions of the master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from paramserver.core.records import Announced, Ended, Epoch, Master, Member, Plan, Sealed
+
+ROOT = "/laminar/"
+STORE = ROOT + "store"
+_MEMBERS = ROOT + "members/"
+_MODELS = ROOT + "models/"
+_HOLDERS = ROOT + "holders/"
+
+
+def member_key(name: str) -> str:
+    return _MEMBERS + name
+
+
+def wanted_key(model: str) -> str:
+    """Exists as long as the model does, so that relays know to elect a master for it."""
+    return f"{_MODELS}{model}/wanted"
+
+
+def master_key(model: str) -> str:
+    return f"{_MODELS}{model}/master"
+
+
+def plan_key(model: str) -> str:
+    return f"{_MODELS}{model}/plan"
+
+
+def version_key(model: str, version: int, what: Literal["announced", "sealed", "ended"]) -> str:
+    return f"{_MODELS}{model}/versions/{version:016d}/{what}"
+
+
+def holder_key(model: str, version: int, relay: str) -> str:
+    return f"{_HOLDERS}{model}/{version:016d}/{relay}"
+
+
+Record = Announced | Sealed | Ended
+_RECORDS: dict[str, type[Announced] | type[Sealed] | type[Ended]] = {
+    "announced": Announced,
+    "sealed": Sealed,
+    "ended": Ended,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MasterSeen:
+    """The master of a model and the revision of its election."""
+
+    master: Master
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFact:
+    """A version's record was written."""
+
+    model: str
+    version: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class HolderFact:
+    """A relay came to hold a version, or no longer does."""
+
+    model: str
+    version: int
+    relay: str
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MasterFact:
+    """A model's master changed (None: there is none)."""
+
+    model: str
+    seen: MasterSeen | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFact:
+    """A relay came or went."""
+
+    name: str
+    member: Member | None
+
+
+Fact = VersionFact | HolderFact | MasterFact | MemberFact
+
+
+@dataclass
+class View:
+    """Owned by the relay's follower task."""
+
+    store_id: str = ""
+    members: dict[str, Member] = field(default_factory=dict)
+    masters: dict[str, MasterSeen] = field(default_factory=dict)
+    plans: dict[str, Plan] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)
+    _raw: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+
+    def epoch(self, model: str) -> Epoch | None:
+        seen = self.masters.get(model)
+        return Epoch(self.store_id, seen.revision) if seen is not None else None
+
+    def replace(self, entries: list[tuple[str, bytes, int]]) -> list[Fact]:
+        """The whole state of the registry, as facts that differ from what was known."""
+        new = {key for key, _, _ in entries}
+        facts: list[Fact] = []
+        for key in sorted(self._raw.keys() - new):
+            facts += self.remove(key)
+        for key, value, created in entries:
+            facts += self.put(key, value, created)
+        return facts
+
+    def put(self, key: str, value: bytes, created: int) -> list[Fact]:
+        if self._raw.get(key) == (value, created):
+            return []
+        self._raw[key] = (value, created)
+        return list(self._parse_put(key, value, created))
+
+    def remove(self, key: str) -> list[Fact]:
+        if self._raw.pop(key, None) is None:
+            return []
+        return list(self._parse_remove(key))
+
+    def _parse_put(self, key: str, value: bytes, created: int) -> Iterator[Fact]:
+        if key == STORE:
+            self.store_id = value.decode()
+        elif key.startswith(_MEMBERS):
+            member = msgspec.json.decode(value, type=Member)
+            self.members[member.name] = member
+            yield MemberFact(member.name, member)
+        elif key.startswith(_HOLDERS):
+            model, version, relay = key.removeprefix(_HOLDERS).split("/")
+            yield HolderFact(model, int(version), relay, present=True)
+        elif key.startswith(_MODELS):
+            model, *rest = key.removeprefix(_MODELS).split("/")
+            self.models.add(model)
+            yield from self._parse_model(model, rest, value, created)
+
+    def _parse_model(self, model: str, rest: list[str], value: bytes, created: int) -> Iterator[Fact]:
+        match rest:
+            case ["master"]:
+                seen = MasterSeen(msgspec.json.decode(value, type=Master), created)
+                self.masters[model] = seen
+                yield MasterFact(model, seen)
+            case ["plan"]:
+                self.plans[model] = msgspec.json.decode(value, type=Plan)
+            case ["versions", version, what] if what in _RECORDS:
+                record = msgspec.json.decode(value, type=_RECORDS[what])
+                yield VersionFact(model, int(version), record)
+
+    def _parse_remove(self, key: str) -> Iterator[Fact]:
+        if key.startswith(_MEMBERS):
+            name = key.removeprefix(_MEMBERS)
+            self.members.pop(name, None)
+            yield MemberFact(name, None)
+        elif key.startswith(_HOLDERS):
+            model, version, relay = key.removeprefix(_HOLDERS).split("/")
+            yield HolderFact(model, int(version), relay, present=False)
+        elif key.startswith(_MODELS) and key.endswith("/master"):
+            model = key.removeprefix(_MODELS).split("/")[0]
+            self.masters.pop(model, None)
+            yield MasterFact(model, None)

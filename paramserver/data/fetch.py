@@ -1,0 +1,198 @@
+"""Brings one version into one place: several stripes, each taking the next wanted chunk from whoever answers.
+
+Invariants:
+- every byte counts only after its chunk's digest matched;
+- a source that breaks, falls silent, refuses or sends wrong bytes is bypassed for a while, not for ever;
+  the next one up is asked for the rest, from the byte where the last one stopped;
+- the byte loop holds no policy: what to ask for is `TransferState`, whom to ask is `sources`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paramserver.core.records import ChunkMap, digest
+from paramserver.core.transfer import TransferState
+from paramserver.data.transport import Dial, Link, Source
+from paramserver.data.wire import HEARTBEAT_S, Greeting
+from protos.errors import Corrupt, LaminarError, Unavailable
+
+log = logging.getLogger(__name__)
+
+WINDOW = 4  # requests outstanding per stripe: keeps the pipe full over a round trip, wastes little on a break
+BYPASS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # how long a source is left alone after its 1st, 2nd, ... failure
+
+
+class Sink(Protocol):
+    """Where chunks go: a snapshot in the pool, or files that `pull` writes."""
+
+    chunks: ChunkMap
+
+    def place(self, index: int) -> memoryview: ...
+    def present(self, index: int, chunk_digest: bytes) -> None: ...
+    def missing(self) -> list[int]: ...
+
+
+@dataclass(slots=True)
+class _Bypass:
+    num_failures: int = 0
+    until: float = 0.0
+
+
+class Fetch:
+    """One version on its way into `sink`. `run` blocks; `cancel` may come from any thread."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        greeting: Greeting,
+        sources: Callable[[], Sequence[Source]],
+        dial: Dial,
+        *,
+        num_stripes: int = 2,
+        patience_s: float | None = None,
+    ) -> None:
+        self._sink = sink
+        self._greeting = greeting
+        self._sources = sources
+        self._dial = dial
+        self._num_stripes = num_stripes
+        self._patience_s = patience_s
+        missing = set(sink.missing())
+        self._state = TransferState(sink.chunks, [i for i in range(sink.chunks.num_chunks) if i not in missing])
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
+        self._bypassed: dict[str, _Bypass] = {}
+        self._cancelled = threading.Event()
+        self._failure: BaseException | None = None
+        self._progress_at = time.monotonic()
+        self.upstream = ""
+        self.num_bypasses = 0
+
+    @property
+    def bytes_done(self) -> int:
+        return self._state.bytes_done
+
+    def bypassed(self) -> set[str]:
+        """Sources left alone right now."""
+        now = time.monotonic()
+        with self._mutex:
+            return {name for name, entry in self._bypassed.items() if entry.until > now}
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def run(self) -> bool:
+        """True when every chunk is present and verified, False when cancelled. Unavailable past `patience_s`."""
+        stripes = [
+            threading.Thread(target=self._guarded, args=(f"stripe-{n}",), daemon=True)
+            for n in range(min(self._num_stripes, max(1, self._sink.chunks.num_chunks)))
+        ]
+        for thread in stripes:
+            thread.start()
+        for thread in stripes:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._state.complete
+
+    def _guarded(self, stripe: str) -> None:
+        try:
+            self._stripe(stripe)
+        except BaseException as error:
+            self._failure = error
+            self.cancel()
+            if not isinstance(error, LaminarError):
+                raise
+
+    def _over(self) -> bool:
+        return self._state.complete or self._cancelled.is_set()
+
+    def _stripe(self, stripe: str) -> None:
+        last_error: LaminarError | None = None
+        while not self._over():
+            source = self._pick()
+            if source is None:
+                self._give_up_if_impatient(last_error)
+                self._cancelled.wait(HEARTBEAT_S)
+                continue
+            try:
+                self._use(source, stripe)
+            except LaminarError as error:
+                last_error = error
+                self._bypass(source, stripe, error)
+
+    def _use(self, source: Source, stripe: str) -> None:
+        link = self._dial(source, self._greeting)
+        self.upstream = source.name
+        try:
+            self._pull(link, stripe)
+        finally:
+            link.close()
+
+    def _pull(self, link: Link, stripe: str) -> None:
+        """Keeps up to WINDOW requests on the link until nothing is wanted any more."""
+        outstanding = 0
+        while not self._over():
+            while outstanding < WINDOW:
+                with self._mutex:
+                    want = self._state.take(stripe)
+                if want is None:
+                    break
+                link.ask(want)
+                outstanding += 1
+            if outstanding == 0:
+                link.alive()
+                with self._changed:  # another stripe may yet break and give its chunks back
+                    self._changed.wait_for(self._over, HEARTBEAT_S)
+                continue
+            arrived = link.receive(self._sink.place, self._received)
+            outstanding -= 1
+            self._verify(arrived.index, arrived.digest)
+
+    def _received(self, index: int, upto_byte: int) -> None:
+        with self._mutex:
+            self._state.received(index, upto_byte)
+        self._progress_at = time.monotonic()
+        if self._cancelled.is_set():
+            raise Unavailable("the transfer was cancelled")
+
+    def _verify(self, index: int, expected: bytes) -> None:
+        if digest(self._sink.place(index)) != expected:
+            with self._changed:
+                self._state.mismatched(index)
+            raise Corrupt(f"chunk {index} came with a wrong digest")
+        self._sink.present(index, expected)
+        with self._changed:
+            self._state.verified(index)
+            self._changed.notify_all()
+
+    def _pick(self) -> Source | None:
+        now = time.monotonic()
+        with self._mutex:
+            free = [s for s in self._sources() if self._bypassed.get(s.name, _Bypass()).until <= now]
+        return free[0] if free else None
+
+    def _bypass(self, source: Source, stripe: str, error: LaminarError) -> None:
+        if self._over():
+            return
+        with self._changed:
+            back = self._state.broken(stripe)
+            entry = self._bypassed.setdefault(source.name, _Bypass())
+            entry.until = time.monotonic() + BYPASS_S[min(entry.num_failures, len(BYPASS_S) - 1)]
+            entry.num_failures += 1
+            self.num_bypasses += 1
+            self._changed.notify_all()
+        where = ", ".join(f"chunk {want.index} from byte {want.from_byte}" for want in back)
+        log.info("bypassing %s: %s; asking elsewhere for %s", source.name, error, where or "nothing in flight")
+
+    def _give_up_if_impatient(self, last_error: LaminarError | None) -> None:
+        if self._patience_s is not None and time.monotonic() - self._progress_at > self._patience_s:
+            raise Unavailable(f"no byte came for {self._patience_s} s; last: {last_error}") from last_error

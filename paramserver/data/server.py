@@ -1,0 +1,276 @@
+"""The data port: answers "model, version, file, chunk, from this byte" and takes what publishers write.
+
+Invariants:
+- one thread per connection, at most `connections_max`; each touches a snapshot's memory only inside `reading()`;
+- bytes leave only with a verified digest before them; a chunk not yet here is answered by ALIVE, then by the chunk;
+- a peer that makes no progress for `STALL_S` loses its connection, so no thread waits for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from paramserver.core.records import Epoch, digest
+from paramserver.data import wire
+from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
+from paramserver.store import Snapshot
+from protos.errors import Conflict, Corrupt, LaminarError, NotFound, OutOfCapacity, StaleEpoch
+
+log = logging.getLogger(__name__)
+
+STALL_S = 10.0
+OPEN_WAIT_S = 5.0  # a neighbour may hear of a version a moment before this relay has opened it
+CONNECTIONS_MAX = 256
+_PACED_BYTES = 64 << 10
+
+
+class Provider(Protocol):
+    """What the port asks of the relay."""
+
+    def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
+        """The snapshot to serve; None when it may still come; NotFound when it will not."""
+
+    def writable(self, model: str, version: int, token: str) -> Snapshot:
+        """The snapshot that `token` permits to write. Raises Conflict."""
+
+    def chunk_is_bad(self, snapshot: Snapshot, error: Corrupt) -> None:
+        """This relay's own bytes turned out bad: it must stop counting as a holder."""
+
+
+class Pacer:
+    """Holds the bytes sent by the whole port to a rate; for tests and for hosts that share a link."""
+
+    def __init__(self, rate_bytes_s: float | None) -> None:
+        self.rate_bytes_s = rate_bytes_s
+        self._free_at = time.monotonic()
+        self._mutex = threading.Lock()
+
+    def pause(self, num_bytes: int) -> None:
+        if self.rate_bytes_s is None:
+            return
+        with self._mutex:
+            start = max(self._free_at, time.monotonic())
+            self._free_at = start + num_bytes / self.rate_bytes_s
+        time.sleep(max(0.0, self._free_at - time.monotonic()))
+
+
+class DataServer:
+    """Listens on TCP, and on a unix socket that passes descriptors to publishers on this host."""
+
+    def __init__(self, provider: Provider, *, max_rate: float | None = None) -> None:
+        self._provider = provider
+        self._pacer = Pacer(max_rate)
+        self._listeners: list[socket.socket] = []
+        self._connections: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._mutex = threading.Lock()
+        self._closing = False
+        self.bytes_sent = 0
+
+    def listen_tcp(self, host: str, port: int) -> str:
+        """Returns "host:port" as bound. Raises Conflict when the port is taken."""
+        try:
+            listener = socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            raise Conflict(
+                f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --data-port"
+            ) from error
+        self._accept_on(listener, self._serve_tcp)
+        return f"{host}:{listener.getsockname()[1]}"
+
+    def listen_unix(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(16)
+        self._accept_on(listener, self._serve_unix)
+
+    def close(self) -> None:
+        """Stops accepting, ends every connection, and waits for the threads."""
+        with self._mutex:
+            self._closing = True
+            connections = [*self._listeners, *self._connections]
+            threads = list(self._threads)
+        for sock in connections:
+            _shut(sock)
+        for thread in threads:
+            thread.join(STALL_S)
+
+    def _accept_on(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        self._listeners.append(listener)
+        self._start(lambda: self._accept_loop(listener, serve), f"accept-{listener.family.name}")
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._mutex:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._mutex:
+            self._threads.add(thread)
+        thread.start()
+
+    def _accept_loop(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        with listener:
+            while not self._closing:
+                try:
+                    sock, _ = listener.accept()
+                except OSError:
+                    if self._closing:
+                        return
+                    raise
+                self._start(lambda sock=sock: self._connection(sock, serve), "data-connection")  # type: ignore[misc]
+
+    def _connection(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        with self._mutex:
+            refused = self._closing or len(self._connections) >= CONNECTIONS_MAX
+            if not refused:
+                self._connections.add(sock)
+        with sock:
+            try:
+                sock.settimeout(STALL_S)
+                if refused:
+                    raise OutOfCapacity(f"more than {CONNECTIONS_MAX} data connections")
+                serve(sock)
+            except LinkBroken as error:
+                log.debug("data connection ended: %s", error)
+            except LaminarError as error:
+                _refuse(sock, error)
+            finally:
+                with self._mutex:
+                    self._connections.discard(sock)
+
+    def _serve_tcp(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greeting = wire.receive_greeting(sock)
+        if greeting.purpose == "fetch":
+            self._serve_fetch(sock, greeting)
+        elif greeting.purpose == "write":
+            self._serve_write(sock, greeting)
+        else:
+            raise Conflict("descriptors pass only over the unix socket", hint='greet with purpose "write"')
+
+    # ---- somebody fetches
+
+    def _serve_fetch(self, sock: socket.socket, greeting: Greeting) -> None:
+        snapshot = self._find(sock, greeting)
+        _check_epoch(snapshot, greeting.epoch)
+        wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
+        while True:
+            kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(sock, wire.REQUEST.size))
+            if kind == Kind.GET:
+                with snapshot.reading():
+                    self._answer(sock, snapshot, index, from_byte, suspect=bool(flags & wire.FLAG_SUSPECT))
+            elif kind != Kind.ALIVE:
+                raise LinkBroken(f"the peer sent a request of unknown kind {kind}")
+
+    def _find(self, sock: socket.socket, greeting: Greeting) -> Snapshot:
+        deadline = time.monotonic() + OPEN_WAIT_S
+        while time.monotonic() < deadline:
+            snapshot = self._provider.find(greeting.model, greeting.version, wire.HEARTBEAT_S)
+            if snapshot is not None:
+                return snapshot
+            wire.send_all(sock, Header(Kind.ALIVE).pack())
+        raise NotFound(f"version {greeting.version} of {greeting.model} did not reach this relay in {OPEN_WAIT_S} s")
+
+    def _answer(self, sock: socket.socket, snapshot: Snapshot, index: int, from_byte: int, *, suspect: bool) -> None:
+        place = snapshot.place(index)
+        if from_byte >= len(place):
+            raise LinkBroken(f"byte {from_byte} of a chunk of {len(place)} asked for")
+        while (chunk_digest := snapshot.wait_chunk(index, wire.HEARTBEAT_S)) is None:
+            wire.send_all(sock, Header(Kind.ALIVE).pack())
+        if suspect:
+            try:
+                snapshot.recheck(index)
+            except Corrupt as error:
+                self._provider.chunk_is_bad(snapshot, error)
+                raise
+        rest = place[from_byte:]
+        snapshot.served_at = time.monotonic()
+        header = Header(Kind.DATA, index, from_byte, len(rest), chunk_digest)
+        wire.send_all(sock, header.pack(), socket.MSG_MORE)
+        self._send(sock, rest)
+
+    def _send(self, sock: socket.socket, rest: memoryview) -> None:
+        self.bytes_sent += len(rest)
+        if self._pacer.rate_bytes_s is None:
+            wire.send_all(sock, rest)
+            return
+        for start in range(0, len(rest), _PACED_BYTES):
+            piece = rest[start : start + _PACED_BYTES]
+            wire.send_all(sock, piece)
+            self._pacer.pause(len(piece))
+
+    # ---- a publisher writes
+
+    def _serve_write(self, sock: socket.socket, greeting: Greeting) -> None:
+        snapshot = self._provider.writable(greeting.model, greeting.version, greeting.token)
+        missing = wire.ranges(snapshot.missing())
+        wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, missing))
+        while (header := wire.receive_header(sock)).kind is not Kind.DONE:
+            if header.kind is Kind.DATA:
+                with snapshot.reading():
+                    _take_chunk(sock, snapshot, header)
+            elif header.kind is not Kind.ALIVE:
+                raise LinkBroken(f"unexpected {header.kind.name} from a publisher")
+        wire.send_all(sock, Header(Kind.DONE).pack())
+
+    def _serve_unix(self, sock: socket.socket) -> None:
+        greeting = wire.receive_greeting(sock)
+        if greeting.purpose != "map":
+            raise Conflict(f"purpose {greeting.purpose!r} on the unix socket", hint="use the data port")
+        snapshot = self._provider.writable(greeting.model, greeting.version, greeting.token)
+        snapshot.written_elsewhere = True
+        wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
+        with snapshot.reading():
+            fds = [file.fd for file in snapshot.files]
+            for start in range(0, len(fds), wire.FDS_PER_MESSAGE):
+                socket.send_fds(sock, [b"F"], fds[start : start + wire.FDS_PER_MESSAGE])
+        while (header := wire.receive_header(sock)).kind is not Kind.DONE:
+            if header.kind is Kind.PRESENT:
+                snapshot.chunks.chunk(header.index)  # refuses a number out of range
+                snapshot.present(header.index, header.digest)
+            elif header.kind is not Kind.ALIVE:
+                raise LinkBroken(f"unexpected {header.kind.name} from a publisher")
+        wire.send_all(sock, Header(Kind.DONE).pack())
+
+
+def _take_chunk(sock: socket.socket, snapshot: Snapshot, header: Header) -> None:
+    place = snapshot.place(header.index)
+    if header.length != len(place):
+        raise LinkBroken(f"chunk {header.index} has {len(place)} bytes, {header.length} came")
+    wire.receive_exactly(sock, place)
+    if digest(place) != header.digest:
+        raise Corrupt(f"chunk {header.index} of {snapshot} arrived with a wrong digest", hint="send it again")
+    snapshot.present(header.index, header.digest)
+
+
+def _check_epoch(snapshot: Snapshot, epoch: Epoch | None) -> None:
+    held = snapshot.manifest.epoch
+    if epoch is not None and epoch != held:
+        raise StaleEpoch(f"{snapshot} was begun in epoch {held}, asked for in {epoch}")
+
+
+def _refuse(sock: socket.socket, error: LaminarError) -> None:
+    log.info("refused on the data port: %s", error)
+    try:
+        wire.send_message(sock, Kind.REFUSED, wire.Refusal.of(error))
+    except LinkBroken:
+        log.debug("the peer left before it heard the refusal")
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        log.debug("socket was already down")

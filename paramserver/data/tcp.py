@@ -1,0 +1,87 @@
+"""The asking side of the data port over plain TCP sockets: `recv_into` straight into the mapped pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from paramserver.core.records import Manifest
+from paramserver.core.transfer import Want
+from paramserver.data import wire
+from paramserver.data.transport import Arrived, Source
+from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
+
+CONNECT_TIMEOUT_S = 2.0
+
+
+class TcpLink:
+    """A connection on which silence longer than `silence_s` counts as death; bytes and ALIVE count as life."""
+
+    def __init__(self, source: Source, greeting: Greeting, *, silence_s: float = wire.SILENCE_S) -> None:
+        self.source = source
+        self._silence_s = silence_s
+        self._sock = wire.connect(source.address, CONNECT_TIMEOUT_S)
+        try:
+            wire.send_greeting(self._sock, greeting)
+            self.manifest: Manifest = wire.receive_welcome(self._sock, silence_s=silence_s).manifest
+        except BaseException:
+            self._sock.close()
+            raise
+        self._sock.settimeout(wire.HEARTBEAT_S)
+
+    def ask(self, want: Want) -> None:
+        flags = wire.FLAG_SUSPECT if want.suspect else 0
+        wire.send_all(self._sock, wire.REQUEST.pack(Kind.GET, flags, want.index, want.from_byte))
+
+    def alive(self) -> None:
+        wire.send_all(self._sock, wire.REQUEST.pack(Kind.ALIVE, 0, 0, 0))
+
+    def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
+        header = self._header()
+        target = place(header.index)
+        if header.from_byte + header.length != len(target):
+            raise LinkBroken(f"chunk {header.index} was answered with a wrong length")
+        upto = header.from_byte
+        while upto < len(target):
+            upto += self._some(target[upto:])
+            received(header.index, upto)
+        return Arrived(header.index, header.digest)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _header(self) -> Header:
+        buffer = bytearray(wire.HEADER.size)
+        while True:
+            filled = 0
+            while filled < len(buffer):
+                filled += self._some(memoryview(buffer)[filled:])
+            kind, index, from_byte, length, digest = wire.HEADER.unpack(buffer)
+            if kind == Kind.DATA:
+                return Header(Kind.DATA, index, from_byte, length, digest)
+            if kind == Kind.REFUSED:
+                self._sock.settimeout(self._silence_s)
+                raise wire.receive_refusal(self._sock, Header(Kind.REFUSED, length=length))
+            if kind != Kind.ALIVE:
+                raise LinkBroken(f"unexpected frame kind {kind}")
+
+    def _some(self, into: memoryview) -> int:
+        """At least one byte, sending ALIVE while none comes; LinkBroken after `silence_s` without any."""
+        heard_at = time.monotonic()
+        while True:
+            try:
+                num = self._sock.recv_into(into)
+            except TimeoutError:
+                if time.monotonic() - heard_at > self._silence_s:
+                    raise LinkBroken(f"{self.source.name} was silent for {self._silence_s} s") from None
+                self.alive()
+            except OSError as error:
+                raise LinkBroken(f"{self.source.name}: {error}") from error
+            else:
+                if num == 0:
+                    raise LinkBroken(f"{self.source.name} closed the connection")
+                return num
+
+
+def dialer(silence_s: float = wire.SILENCE_S) -> Callable[[Source, Greeting], TcpLink]:
+    return lambda source, greeting: TcpLink(source, greeting, silence_s=silence_s)

@@ -1,0 +1,45 @@
+"""The transport seam: how a fetch asks a holder for chunks. TCP here; RDMA libraries plug in behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from paramserver.core.transfer import Want
+from paramserver.data.wire import Greeting
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Somebody who may have the version."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The rest of a chunk lies in place; `digest` is what the publisher computed for the whole chunk."""
+
+    index: int
+    digest: bytes
+
+
+class Link(Protocol):
+    """One stripe's connection to one holder. Raises LinkBroken, or what the holder refused with."""
+
+    def ask(self, want: Want) -> None:
+        """Requests the rest of a chunk; answers come in order."""
+
+    def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
+        """The next answer, written into `place(index)`; `received(index, upto_byte)` is told of progress."""
+
+    def alive(self) -> None:
+        """Says that this side lives though it asks for nothing."""
+
+    def close(self) -> None: ...
+
+
+Dial = Callable[[Source, Greeting], Link]
+"""Opens a link: connects, greets, and returns when welcomed."""

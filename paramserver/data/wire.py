@@ -1,0 +1,209 @@
+"""Frames of the data port. Fixed headers, so that the byte loop parses nothing.
+
+A connection opens with a greeting (magic, length, JSON) and its answer (WELCOME or REFUSED with JSON). Then:
+- purpose "fetch": the asker sends requests (chunk number, first byte wanted) and ALIVE; the holder answers each in
+  order with a header and the bytes, and ALIVE while a chunk is not there yet;
+- purpose "write": the publisher sends DATA headers with bytes, then DONE; the relay answers DONE when it has all;
+- purpose "map" (unix socket only): the relay passes the descriptors of the files; the publisher sends PRESENT
+  headers, then DONE; the relay answers DONE.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, TypeVar
+
+import msgspec
+
+from paramserver.core.records import DIGEST_BYTES, Epoch, Manifest
+from protos.errors import BY_CODE, LaminarError, Unavailable
+
+MAGIC = b"LMN1"
+_OPENING = struct.Struct("!4sI")
+REQUEST = struct.Struct("!BBII")  # kind, flags, chunk, from byte
+HEADER = struct.Struct(f"!BIII{DIGEST_BYTES}s")  # kind, chunk, from byte, length, digest
+FLAG_SUSPECT = 1
+JSON_BYTES_MAX = 64 << 20
+FDS_PER_MESSAGE = 128  # the kernel takes at most 253
+NO_DIGEST = bytes(DIGEST_BYTES)
+
+HEARTBEAT_S = 0.1
+SILENCE_S = 0.5
+
+
+class Kind(IntEnum):
+    ALIVE = 0
+    GET = 1
+    DATA = 2
+    PRESENT = 3
+    DONE = 4
+    WELCOME = 5
+    REFUSED = 6
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """Who asks for what. `epoch` None: a reader that takes whatever is sealed."""
+
+    purpose: Literal["fetch", "write", "map"]
+    model: str
+    version: int
+    name: str
+    epoch: Epoch | None = None
+    token: str = ""
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """The holder has the version. `missing`: ranges [first, end) of chunks not yet written here."""
+
+    manifest: Manifest
+    missing: list[tuple[int, int]]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why not, in the error vocabulary."""
+
+    code: str
+    message: str
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: LaminarError) -> Refusal:
+        return cls(error.code, error.message, error.hint)
+
+    def error(self) -> LaminarError:
+        return BY_CODE.get(self.code, LaminarError)(self.message, hint=self.hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One frame from the side that has bytes."""
+
+    kind: Kind
+    index: int = 0
+    from_byte: int = 0
+    length: int = 0
+    digest: bytes = NO_DIGEST
+
+    def pack(self) -> bytes:
+        return HEADER.pack(self.kind, self.index, self.from_byte, self.length, self.digest)
+
+
+class LinkBroken(Unavailable):
+    """The connection ended or fell silent; what it carried can be asked for elsewhere."""
+
+    code = "link_broken"
+
+
+_Message = TypeVar("_Message", Greeting, Welcome, Refusal)
+
+
+def send_all(sock: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
+    """Like `sendall`, but the socket's timeout bounds each piece of progress, not the whole."""
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[sock.send(view, flags) :]
+    except OSError as error:
+        raise LinkBroken(f"sending failed: {error}") from error
+
+
+def receive_exactly(sock: socket.socket, into: memoryview) -> None:
+    """Fills `into`; the socket's timeout bounds each piece of progress."""
+    filled = 0
+    try:
+        while filled < len(into):
+            num = sock.recv_into(into[filled:])
+            if num == 0:
+                raise LinkBroken("the peer closed the connection")
+            filled += num
+    except OSError as error:
+        raise LinkBroken(f"receiving failed: {error}") from error
+
+
+def receive_bytes(sock: socket.socket, num: int) -> bytes:
+    buffer = bytearray(num)
+    receive_exactly(sock, memoryview(buffer))
+    return bytes(buffer)
+
+
+def receive_header(sock: socket.socket) -> Header:
+    kind, index, from_byte, length, digest = HEADER.unpack(receive_bytes(sock, HEADER.size))
+    return Header(_kind(kind), index, from_byte, length, digest)
+
+
+def _kind(value: int) -> Kind:
+    try:
+        return Kind(value)
+    except ValueError as error:
+        raise LinkBroken(f"the peer sent a frame of unknown kind {value}") from error
+
+
+def send_greeting(sock: socket.socket, greeting: Greeting) -> None:
+    body = msgspec.json.encode(greeting)
+    send_all(sock, _OPENING.pack(MAGIC, len(body)) + body)
+
+
+def receive_greeting(sock: socket.socket) -> Greeting:
+    magic, length = _OPENING.unpack(receive_bytes(sock, _OPENING.size))
+    if magic != MAGIC:
+        raise LinkBroken("the peer does not speak the data protocol")
+    return _decode(sock, length, Greeting)
+
+
+def send_message(sock: socket.socket, kind: Kind, message: Welcome | Refusal) -> None:
+    body = msgspec.json.encode(message)
+    send_all(sock, Header(kind, length=len(body)).pack() + body)
+
+
+def receive_welcome(sock: socket.socket, *, silence_s: float) -> Welcome:
+    """Waits through ALIVE frames. Raises what a refusal says, or LinkBroken."""
+    deadline = time.monotonic() + 60.0  # the holder itself refuses long before
+    sock.settimeout(silence_s)
+    while time.monotonic() < deadline:
+        header = receive_header(sock)
+        if header.kind is Kind.WELCOME:
+            return _decode(sock, header.length, Welcome)
+        if header.kind is Kind.REFUSED:
+            raise _decode(sock, header.length, Refusal).error()
+        if header.kind is not Kind.ALIVE:
+            raise LinkBroken(f"expected a welcome, got {header.kind.name}")
+    raise LinkBroken("no welcome within 60 s")
+
+
+def receive_refusal(sock: socket.socket, header: Header) -> LaminarError:
+    return _decode(sock, header.length, Refusal).error()
+
+
+def _decode(sock: socket.socket, length: int, kind: type[_Message]) -> _Message:
+    if length > JSON_BYTES_MAX:
+        raise LinkBroken(f"a message of {length} bytes announced")
+    try:
+        return msgspec.json.decode(receive_bytes(sock, length), type=kind)
+    except msgspec.MsgspecError as error:
+        raise LinkBroken(f"a malformed message: {error}") from error
+
+
+def ranges(indices: list[int]) -> list[tuple[int, int]]:
+    """Ascending chunk numbers as [first, end) ranges."""
+    found: list[tuple[int, int]] = []
+    for index in indices:
+        if found and found[-1][1] == index:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return found
+
+
+def connect(address: str, timeout_s: float) -> socket.socket:
+    """A TCP connection to "host:port" without Nagle's delay. Raises LinkBroken."""
+    host, _, port = address.rpartition(":")
+    try:
+        sock = socket.create_connection((host, int(port)), timeout_s)
+    except (OSError, ValueError) as error:
+        raise LinkBroken(f"cannot connect to {address}: {error}") from error
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock

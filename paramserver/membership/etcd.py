@@ -1,0 +1,154 @@
+"""The registry in etcd.
+
+Traps of the client that this module covers: a call without a timeout may wait for ever; a compacted watch skips
+what it missed without a word; the client's own keepalive reports life through an outage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TypeVar
+
+import grpc
+from etcd3aio import Etcd3Client, EtcdError
+from etcd3aio.kv import KVService, prefix_range_end
+
+from paramserver.membership.registry import (
+    Absent,
+    Changed,
+    Entry,
+    Event,
+    Guard,
+    Outcome,
+    Put,
+    Removed,
+    State,
+    Write,
+)
+from protos.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 2.0
+RETRY_S = 0.3
+_EVENT_DELETE = 1
+
+T = TypeVar("T")
+
+
+class EtcdRegistry:
+    """One connection to an etcd at "host:port"."""
+
+    def __init__(self, endpoint: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self.endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._client = Etcd3Client([endpoint], rpc_max_attempts=1)
+
+    @classmethod
+    async def connect(cls, endpoint: str, *, timeout_s: float = CALL_TIMEOUT_S) -> EtcdRegistry:
+        """Connects and asks once. Unavailable when nothing that speaks etcd answers there."""
+        registry = cls(endpoint, timeout_s=timeout_s)
+        try:
+            await registry._client.connect()
+            await registry.list("/laminar/store")
+        except (Unavailable, ValueError) as error:
+            await registry.close()
+            raise Unavailable(
+                f"no etcd answers at {endpoint}",
+                hint="start one with `paramserver etcd`, or give --etcd the HOST:PORT of a running one",
+            ) from error
+        return registry
+
+    async def list(self, prefix: str) -> State:
+        reply = await self._call(
+            self._kv.get(prefix, range_end=prefix_range_end(prefix), timeout=self._timeout_s), "list"
+        )
+        entries = tuple(Entry(kv.key.decode(), kv.value, kv.create_revision) for kv in reply.kvs)
+        return State(entries, reply.header.revision)
+
+    async def transact(self, guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        compare = [
+            KVService.txn_compare_create_revision(g.key, 0 if isinstance(g, Absent) else g.revision) for g in guards
+        ]
+        operations = [
+            KVService.txn_op_put(w.key, w.value, lease=w.lease)
+            if isinstance(w, Put)
+            else KVService.txn_op_delete(w.key)
+            for w in writes
+        ]
+        reply = await self._call(self._kv.txn(compare, operations, timeout=self._timeout_s), "transact")
+        return Outcome(reply.succeeded, reply.header.revision)
+
+    async def grant(self, ttl_s: float) -> int:
+        assert self._client.lease is not None
+        reply = await self._call(self._client.lease.grant(max(1, round(ttl_s)), timeout=self._timeout_s), "grant")
+        return int(reply.ID)
+
+    async def keep_alive(self, lease: int) -> bool:
+        return await self._call(self._keep_alive_once(lease), "keep_alive")
+
+    async def _keep_alive_once(self, lease: int) -> bool:
+        assert self._client.lease is not None
+        stream = self._client.lease.keep_alive(lease)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await stream.read()
+            return bool(reply != grpc.aio.EOF and reply.TTL > 0)
+        finally:
+            stream.cancel()
+
+    async def revoke(self, lease: int) -> None:
+        assert self._client.lease is not None
+        await self._call(self._client.lease.revoke(lease, timeout=self._timeout_s), "revoke")
+
+    async def watch(self, prefix: str) -> AsyncIterator[Event]:
+        """Lists, then follows from that revision; lists again whenever the stream ends or was compacted."""
+        while True:
+            try:
+                state = await self.list(prefix)
+            except Unavailable:
+                await asyncio.sleep(RETRY_S)
+                continue
+            yield state
+            async for event in self._follow(prefix, state.revision + 1):
+                yield event
+
+    async def _follow(self, prefix: str, revision: int) -> AsyncIterator[Event]:
+        """Events until the history has a gap: compacted, cancelled, or a store that started over."""
+        assert self._client.watch is not None
+        stream = self._client.watch.watch(prefix, range_end=prefix_range_end(prefix), start_revision=revision)
+        try:
+            async for reply in stream:
+                if reply.canceled or reply.compact_revision > 0 or reply.header.revision < revision - 1:
+                    log.warning("the watch on %s has a gap; listing again", prefix)
+                    return
+                for event in reply.events:
+                    yield _event(event)
+        except (EtcdError, grpc.aio.AioRpcError) as error:
+            log.warning("the watch on %s broke (%s); listing again", prefix, error)
+            await asyncio.sleep(RETRY_S)
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    @property
+    def _kv(self) -> KVService:
+        assert self._client.kv is not None
+        return self._client.kv
+
+    async def _call(self, call: Awaitable[T], what: str) -> T:
+        try:
+            return await call
+        except (EtcdError, TimeoutError, grpc.aio.AioRpcError) as error:
+            raise Unavailable(f"etcd at {self.endpoint} did not answer {what}: {error}") from error
+
+
+def _event(event: object) -> Event:
+    kv = event.kv  # type: ignore[attr-defined]
+    if event.type == _EVENT_DELETE:  # type: ignore[attr-defined]
+        return Removed(kv.key.decode())
+    return Changed(Entry(kv.key.decode(), kv.value, kv.create_revision))

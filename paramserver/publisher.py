@@ -1,0 +1,143 @@
+"""Publishing one version: find the master, claim the run, announce, write every byte, commit.
+
+Invariants:
+- `publish` returns at *copied*: from then on the tensors may change; until then they are only read;
+- a publish that fails is aborted at the relay, so that its memory goes back and the next one may begin;
+- when the master dies before *copied*, the version is announced again at the next master: nobody was told of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paramserver.core.layout import FileLayout, TensorSpec, plan_layout
+from paramserver.core.records import Epoch, FileSpec, Manifest, check_model_name, version_root
+from paramserver.data.publish import Image, write_mapped, write_tcp
+from paramserver.data.wire import Greeting
+from protos.errors import LaminarError, StaleEpoch, Unavailable
+from protos.laminar.v1 import relay_pb2 as pb
+
+if TYPE_CHECKING:
+    from paramserver.client import RelayClient, Ticket
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 4  # announcing again after a master's death; each waits for an election
+WAIT_ROOM_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """One tensor to publish: safetensors dtype ("BF16", "F32", ...) and shape; `read` gives its contiguous
+    little-endian bytes, valid while publish copies."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], memoryview]
+
+
+async def publish(
+    relay: RelayClient,
+    model: str,
+    tensors: Sequence[TensorSource],
+    *,
+    step: int,
+    run: str,
+    file_bytes_max: int = 4 << 30,
+    metadata: Mapping[str, str] | None = None,
+    force_tcp: bool = False,
+    wait_room_s: float = WAIT_ROOM_S,
+) -> Ticket:
+    """Writes one version and returns at *copied*; the master numbers it, the ticket tells the number.
+
+    On the master's host the bytes are copied once into its shared memory; elsewhere, or with `force_tcp`, they go
+    over its data port. Raises InvalidRequest/UnsupportedField (tensors), TooLarge or OutOfCapacity (pool),
+    Conflict (another publisher), Unavailable (no relay, or none that can be master).
+    """
+    check_model_name(model)
+    specs = [TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    files = plan_layout(specs, file_bytes_max=file_bytes_max, metadata=metadata)
+    reads = {tensor.name: tensor.read for tensor in tensors}
+    request = pb.AnnounceRequest(
+        model=model,
+        run=run,
+        step=step,
+        tensors=[pb.TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape) for spec in specs],
+        file_bytes_max=file_bytes_max,
+        metadata=metadata,
+        wait_room_s=wait_room_s,
+    )
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return await _publish_once(relay, request, files, reads, force_tcp=force_tcp)
+        except (StaleEpoch, Unavailable) as error:
+            if attempt == ATTEMPTS:
+                raise
+            log.warning("publishing %s again, the master went away: %s", model, error)
+            await asyncio.sleep(0.3 * attempt)
+    raise AssertionError("unreachable")
+
+
+async def _publish_once(
+    relay: RelayClient,
+    request: pb.AnnounceRequest,
+    files: Sequence[FileLayout],
+    reads: dict[str, Callable[[], memoryview]],
+    *,
+    force_tcp: bool,
+) -> Ticket:
+    from paramserver.client import Ticket
+
+    master = await relay.master_of(request.model)
+    await master.hold_run(request.model, request.run, f"{socket.gethostname()}:{os.getpid()}")
+    timeout_s = request.wait_room_s + master.timeout_s
+    opened = await master.call(master.stub.Announce(request, timeout=timeout_s))
+    try:
+        image = Image(files, reads, opened.chunk_bytes)
+        digests = await asyncio.to_thread(_write, master, request.model, opened, image, force_tcp)
+        root = version_root(_manifest(request, opened), digests)
+        commit = pb.CommitRequest(model=request.model, version=opened.version, token=opened.token, root_digest=root)
+        await master.call(master.stub.Commit(commit, timeout=master.timeout_s))
+    except BaseException as error:
+        await _abort(master, request.model, opened, error)
+        raise
+    return Ticket(relay, request.model, opened.version, request.run, request.step)
+
+
+def _write(master: RelayClient, model: str, opened: pb.AnnounceReply, image: Image, force_tcp: bool) -> list[bytes]:
+    path = Path(opened.publish_socket)
+    name = f"{socket.gethostname()}:{os.getpid()}"
+    if not force_tcp and os.access(path, os.W_OK):
+        return write_mapped(
+            path, Greeting("map", model, opened.version, name, token=opened.token), image, master.mappings
+        )
+    return write_tcp(opened.data_address, Greeting("write", model, opened.version, name, token=opened.token), image)
+
+
+def _manifest(request: pb.AnnounceRequest, opened: pb.AnnounceReply) -> Manifest:
+    return Manifest(
+        request.model,
+        opened.version,
+        request.run,
+        request.step,
+        Epoch(opened.epoch.store_id, opened.epoch.revision),
+        tuple(FileSpec(file.name, file.size_bytes) for file in opened.files),
+        opened.chunk_bytes,
+    )
+
+
+async def _abort(master: RelayClient, model: str, opened: pb.AnnounceReply, error: BaseException) -> None:
+    """Tells the relay; when that fails too, the relay learns it from the broken claim."""
+    reason = f"{type(error).__name__}: {error}"[:500]
+    request = pb.AbortRequest(model=model, version=opened.version, token=opened.token, reason=reason)
+    with contextlib.suppress(LaminarError):
+        await master.call(master.stub.Abort(request, timeout=2.0))

@@ -1,0 +1,179 @@
+"""`paramserver pull`: one version from a relay into a directory, resumable, every digest checked.
+
+Invariants:
+- files are written under names ending in `.partial` and renamed only when the version's root matched the sealed one;
+- the journal holds the digest of every chunk that was verified; on resuming, what is on disk is hashed against it,
+  so a torn write costs its chunk and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from paramserver.client import Lease, RelayClient
+from paramserver.config import show_bytes
+from paramserver.core.records import DIGEST_BYTES, ChunkMap, Manifest, digest, version_root
+from paramserver.data.fetch import Fetch
+from paramserver.data.tcp import TcpLink, dialer
+from paramserver.data.transport import Source
+from paramserver.data.wire import Greeting
+from protos.errors import Conflict, Corrupt
+
+JOURNAL = ".laminar-pull"
+_ENTRY = struct.Struct(f"!I{DIGEST_BYTES}s")
+PARTIAL = ".partial"
+POLL_S = 0.1
+PIN_TTL_S = 30.0
+
+
+class PartialFiles:
+    """The files of a version on disk, filled chunk by chunk; a sink for `Fetch`."""
+
+    def __init__(self, manifest: Manifest, root_digest: str, directory: Path) -> None:
+        self.manifest = manifest
+        self.chunks = ChunkMap.of(manifest)
+        self._directory = directory
+        self._root_digest = root_digest
+        self._digests: list[bytes | None] = [None] * self.chunks.num_chunks
+        self._maps: list[mmap.mmap | None] = []
+        self._journal = -1
+
+    def __enter__(self) -> Self:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for spec in self.manifest.files:
+            if (self._directory / spec.name).exists():
+                raise Conflict(f"{self._directory / spec.name} exists", hint="choose an empty --out directory")
+        self._maps = [self._map(spec.name, spec.size_bytes) for spec in self.manifest.files]
+        self._resume()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._journal >= 0:
+            os.close(self._journal)
+        self._maps = []
+
+    @property
+    def bytes_present(self) -> int:
+        return sum(self.chunks.chunk(i).length for i, known in enumerate(self._digests) if known is not None)
+
+    def place(self, index: int) -> memoryview:
+        chunk = self.chunks.chunk(index)
+        mapping = self._maps[chunk.file]
+        assert mapping is not None
+        return memoryview(mapping)[chunk.offset : chunk.offset + chunk.length]
+
+    def present(self, index: int, chunk_digest: bytes) -> None:
+        self._digests[index] = chunk_digest
+        os.write(self._journal, _ENTRY.pack(index, chunk_digest))
+
+    def missing(self) -> list[int]:
+        return [index for index, known in enumerate(self._digests) if known is None]
+
+    def finish(self) -> None:
+        """Checks the root and gives the files their names. Corrupt when it is not the sealed version."""
+        root = version_root(self.manifest, [known for known in self._digests if known is not None])
+        if root != self._root_digest:
+            raise Corrupt(
+                f"the files have root {root}, version {self.manifest.version} was sealed as {self._root_digest}"
+            )
+        for spec, mapping in zip(self.manifest.files, self._maps, strict=True):
+            if mapping is not None:
+                mapping.flush()
+            os.rename(self._directory / (spec.name + PARTIAL), self._directory / spec.name)
+        (self._directory / JOURNAL).unlink()
+
+    def _map(self, name: str, size: int) -> mmap.mmap | None:
+        fd = os.open(self._directory / (name + PARTIAL), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(fd, size)
+            return mmap.mmap(fd, size) if size else None
+        finally:
+            os.close(fd)
+
+    def _resume(self) -> None:
+        """The journal begins with the root it belongs to; a journal of another version is started over."""
+        path = self._directory / JOURNAL
+        found = path.read_bytes() if path.exists() else b""
+        head = f"{self._root_digest}\n".encode()
+        entries = found[len(head) :] if found.startswith(head) else b""
+        self._journal = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        os.write(self._journal, head)
+        for start in range(0, len(entries) - _ENTRY.size + 1, _ENTRY.size):
+            index, chunk_digest = _ENTRY.unpack_from(entries, start)
+            if (
+                index < self.chunks.num_chunks
+                and self._digests[index] is None
+                and digest(self.place(index)) == chunk_digest
+            ):
+                self.present(index, chunk_digest)
+
+
+async def pull(relay: str, model: str, version: int | None, out: Path, *, num_stripes: int, patience_s: float) -> None:
+    """Brings a version into `out`; the pin on it is renewed while it comes."""
+    console = Console(stderr=True)
+    async with RelayClient(relay) as client:
+        lease = await client.acquire(model, version, holder=f"pull:{os.getpid()}", ttl_s=PIN_TTL_S)
+        try:
+            status = await client.status()
+            source = Source(status.relay, status.data_address)
+            greeting = Greeting("fetch", model, lease.version, f"pull:{os.getpid()}")
+            manifest = await asyncio.to_thread(_ask_manifest, source, greeting)
+            with PartialFiles(manifest, lease.root_digest, out) as files:
+                if files.bytes_present:
+                    console.print(f"resuming: {show_bytes(files.bytes_present)} are here already, and verified")
+                fetch = Fetch(
+                    files, greeting, lambda: [source], dialer(), num_stripes=num_stripes, patience_s=patience_s
+                )
+                await _fetch(fetch, manifest, client, lease, console)
+                await asyncio.to_thread(files.finish)
+        finally:
+            await client.release(lease)
+    console.print(f"{model} version {lease.version} (step {lease.step}) is in {out}, root {lease.root_digest}")
+
+
+async def _fetch(fetch: Fetch, manifest: Manifest, client: RelayClient, lease: Lease, console: Console) -> None:
+    """Runs the fetch in a thread, with a progress bar, renewing the pin."""
+    work = asyncio.create_task(asyncio.to_thread(fetch.run))
+    renewed_at = asyncio.get_running_loop().time()
+    try:
+        with _progress(console) as progress:
+            bar = progress.add_task(f"{manifest.model} v{manifest.version}", total=manifest.size_bytes)
+            while not work.done():
+                progress.update(bar, completed=fetch.bytes_done)
+                await asyncio.wait([work], timeout=POLL_S)
+                if asyncio.get_running_loop().time() - renewed_at > PIN_TTL_S / 3:
+                    await client.renew(lease)
+                    renewed_at = asyncio.get_running_loop().time()
+            progress.update(bar, completed=fetch.bytes_done)
+    finally:
+        fetch.cancel()
+        await asyncio.wait([work])
+    work.result()
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console)
+
+
+def _ask_manifest(source: Source, greeting: Greeting) -> Manifest:
+    link = TcpLink(source, greeting)
+    link.close()
+    return link.manifest

@@ -1,0 +1,363 @@
+"""One relay: follows the registry, brings versions here, shows, pins and retires them.
+
+Invariants:
+- everything here runs on one event loop and owns its state; threads (data port, fetches) only call the store,
+  or come back through `call_soon_threadsafe`;
+- what to do is decided by `core`; this module applies its effects and reports what came of them;
+- without the registry the relay goes on with its last view: bytes flow, pins hold, nothing new is sealed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from dataclasses import dataclass, field
+
+from paramserver.config import RelayConfig, show_bytes
+from paramserver.core.chain import sources
+from paramserver.core.pins import Pin, Pins
+from paramserver.core.records import Announced, Ended, Sealed
+from paramserver.core.versions import Drop, Effect, Fetch, ModelVersions, Show, Tell
+from paramserver.core.view import Fact, HolderFact, MasterFact, MemberFact, VersionFact, View
+from paramserver.data import fetch as data_fetch
+from paramserver.data import tcp
+from paramserver.data.transport import Source
+from paramserver.data.wire import Greeting
+from paramserver.seat import Seat
+from paramserver.store import Snapshot, Store
+from protos.errors import (
+    Corrupt,
+    LaminarError,
+    NotFound,
+    OutOfCapacity,
+    TooLarge,
+    Unavailable,
+    UnknownModel,
+)
+
+log = logging.getLogger(__name__)
+
+WATCHER_EVENTS_MAX = 256  # a watcher that falls further behind is cut off and starts again from the state
+HOUSEKEEPING_S = 0.25
+FETCH_PATIENCE_S = 15.0  # without a byte from anybody for this long, a fetch lets a newer version go first
+SERVED_RECENTLY_S = 2.0  # a version that somebody downstream still reads is not retired under it
+
+
+@dataclass(eq=False)
+class _Watcher:
+    model: str
+    queue: asyncio.Queue[Tell | None] = field(default_factory=lambda: asyncio.Queue(WATCHER_EVENTS_MAX))
+
+
+@dataclass
+class _Running:
+    """A fetch under way."""
+
+    fetch: data_fetch.Fetch
+    snapshot: Snapshot
+    task: asyncio.Task[None]
+
+
+class Relay:
+    """The state of one relay and the effects on it."""
+
+    def __init__(self, config: RelayConfig, seat: Seat, store: Store) -> None:
+        self.config = config
+        self.seat = seat
+        self.store = store
+        self.pins = Pins()
+        self.models: dict[str, ModelVersions] = {}
+        self.changed = asyncio.Condition()
+        self._watchers: set[_Watcher] = set()
+        self._running: dict[tuple[str, int], _Running] = {}
+        self._no_room: set[tuple[str, int]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def view(self) -> View:
+        return self.seat.view
+
+    # ---- the tasks of a relay; the server runs them in its TaskGroup
+
+    async def follow(self) -> None:
+        """Applies what the registry says, for ever."""
+        async for facts in self.seat.follow():
+            for fact in facts:
+                self.take_fact(fact)
+            await self._notify()
+
+    async def housekeep(self) -> None:
+        """Pins that lapse, versions that retire, quarantine that clears, fetches that may go better now."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            for pin in self.pins.expire(time.monotonic()):
+                log.warning("pin of %s on %s version %d lapsed", pin.holder, pin.model, pin.version)
+            self.store.pool.sweep()
+            for model in list(self.models):
+                self.tidy(model)
+            await self._notify()
+
+    async def close(self) -> None:
+        """Ends fetches and watchers."""
+        for running in self._running.values():
+            running.fetch.cancel()
+        for watcher in self._watchers:
+            _offer(watcher, None)
+        tasks = [running.task for running in self._running.values()] + list(self._background)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- readers
+
+    def versions(self, model: str) -> list[Sealed]:
+        self._known(model)
+        found = self.models.get(model)
+        return found.shown() if found else []
+
+    def acquire(self, lease_id: str, model: str, version: int | None, holder: str, ttl_s: float) -> tuple[Pin, Sealed]:
+        """Pins a shown version (None: the newest). NotFound names what is here."""
+        shown = {record.version: record for record in self.versions(model)}
+        wanted = max(shown, default=None) if version is None else version
+        if wanted is None or wanted not in shown:
+            raise NotFound(
+                f"relay {self.config.name} holds no sealed version {version or ''} of {model}".replace("  ", " "),
+                hint=f"held here: {', '.join(map(str, sorted(shown))) or 'none yet'}",
+            )
+        pin = self.pins.add(lease_id, model, wanted, holder, ttl_s, time.monotonic())
+        return pin, shown[wanted]
+
+    def path_of(self, model: str, version: int) -> str:
+        snapshot = self.store.get(model, version)
+        assert snapshot is not None
+        return str(snapshot.directory)
+
+    async def watch(self, model: str) -> AsyncIterator[Tell]:
+        """The current state, then every change. OutOfCapacity when the watcher fell behind."""
+        watcher = _Watcher(model)
+        known = self.models.get(model)
+        state = [_state_event(s.stage, s.sealed) for _, s in known.items() if s.sealed and not s.ended] if known else []
+        self._watchers.add(watcher)
+        try:
+            for event in state:
+                yield event
+            while (event_or_end := await watcher.queue.get()) is not None:
+                yield event_or_end
+            raise Unavailable("the watch was ended by the relay", hint="watch again; it starts with the state")
+        finally:
+            self._watchers.discard(watcher)
+
+    def transfers(self) -> list[tuple[str, int, str, int, int]]:
+        """(model, version, upstream, bytes done, bytes total) of what is on its way here."""
+        return [
+            (model, version, running.fetch.upstream, running.fetch.bytes_done, running.snapshot.manifest.size_bytes)
+            for (model, version), running in sorted(self._running.items())
+        ]
+
+    def cut_off(self) -> set[str]:
+        """Relays that the registry calls alive and that this one cannot reach: sources bypassed right now."""
+        return {name for running in self._running.values() for name in running.fetch.bypassed()}
+
+    def _known(self, model: str) -> None:
+        if model not in self.models and model not in self.view.models:
+            raise UnknownModel(
+                f"no model {model!r} here", hint=f"known: {', '.join(sorted(self.view.models)) or 'none yet'}"
+            )
+
+    # ---- the data port's provider (called from its threads)
+
+    def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
+        snapshot = self.store.wait(model, version, timeout_s)
+        if snapshot is None:
+            versions = self.models.get(model)
+            state = versions.get(version) if versions else None
+            if state is not None and state.stage in ("skipped", "retired", "ended"):
+                raise NotFound(f"version {version} of {model} is {state.stage} here")
+        return snapshot
+
+    def chunk_is_bad(self, snapshot: Snapshot, error: Corrupt) -> None:
+        log.error("withdrawing as holder: %s", error)
+        self._loop.call_soon_threadsafe(self._withdraw, snapshot, str(error))
+
+    def _withdraw(self, snapshot: Snapshot, reason: str) -> None:
+        manifest = snapshot.manifest
+        self.apply(manifest.model, self.of(manifest.model).withdrawn(manifest.version, reason))
+
+    # ---- events in, effects out
+
+    def of(self, model: str) -> ModelVersions:
+        if model not in self.models:
+            self.models[model] = ModelVersions(model, retain=self.config.retain)
+        return self.models[model]
+
+    def take_fact(self, fact: Fact) -> None:
+        match fact:
+            case VersionFact(model, version, record):
+                self.record(model, version, record)
+            case HolderFact(model, version, relay, present):
+                self.apply(model, self.of(model).holder(version, relay, present=present))
+            case MasterFact(model, seen):
+                log.info("%s: master is %s", model, seen.master.name if seen else "nobody")
+            case MemberFact(name, member):
+                log.info("relay %s %s", name, "joined" if member else "left")
+
+    def record(self, model: str, version: int, record: Announced | Sealed | Ended) -> None:
+        """A record of the registry, seen or just written by this relay itself."""
+        versions = self.of(model)
+        match record:
+            case Announced():
+                effects = versions.announced(record)
+            case Sealed():
+                effects = versions.sealed(record)
+            case Ended():
+                effects = versions.ended(version, record)
+        self.apply(model, effects)
+
+    def apply(self, model: str, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Fetch(announced):
+                    self._start_fetch(announced)
+                case Show(sealed):
+                    self._show(sealed)
+                case Drop(version, why):
+                    self._drop(model, version, why)
+                case Tell():
+                    self._tell(model, effect)
+
+    def tidy(self, model: str) -> None:
+        """Retires what retention no longer wants and nobody uses; tries postponed fetches again."""
+        versions = self.of(model)
+        pins = self.pins.counts(model)
+        for record in versions.shown():
+            snapshot = self.store.get(model, record.version)
+            if snapshot is not None and time.monotonic() - snapshot.served_at < SERVED_RECENTLY_S:
+                pins[record.version] += 1
+        self.apply(model, versions.retire(pins))
+        self.apply(model, versions.retry())
+
+    def _show(self, sealed: Sealed) -> None:
+        snapshot = self.store.get(sealed.model, sealed.version)
+        assert snapshot is not None
+        path = self.store.publish(snapshot)
+        log.info("%s version %d (step %d) available at %s", sealed.model, sealed.version, sealed.step, path)
+        self.seat.hold(sealed.model, sealed.version)
+
+    def _drop(self, model: str, version: int, why: str) -> None:
+        self.seat.unhold(model, version)
+        running = self._running.get((model, version))
+        if running is not None:
+            running.fetch.cancel()
+        snapshot = self.store.get(model, version)
+        if snapshot is not None:
+            self.spawn(self._remove(snapshot, why, after=running.task if running else None))
+
+    async def _remove(self, snapshot: Snapshot, why: str, after: asyncio.Task[None] | None) -> None:
+        if after is not None:
+            await asyncio.wait([after])
+        quarantined = await asyncio.to_thread(
+            self.store.remove, snapshot, why, reuse=not (snapshot.written_elsewhere and not snapshot.complete)
+        )
+        log.info("dropped %s (%s), quarantined %s", snapshot, why, show_bytes(quarantined))
+        await self._notify()
+
+    def _tell(self, model: str, event: Tell) -> None:
+        for watcher in list(self._watchers):
+            if watcher.model == model:
+                _offer(watcher, event)
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background work failed", exc_info=task.exception())
+
+    def wake(self) -> None:
+        """Lets those who wait on `changed` look again."""
+        self.spawn(self._notify())
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    # ---- bringing a version here
+
+    def _start_fetch(self, announced: Announced) -> None:
+        manifest = announced.manifest
+        try:
+            snapshot = self.store.open(manifest)
+        except (OutOfCapacity, TooLarge) as error:
+            self._say_no_room(manifest.model, manifest.version, error)
+            return
+        versions = self.of(manifest.model)
+        versions.opened(announced)
+        fetch = data_fetch.Fetch(
+            snapshot,
+            Greeting("fetch", manifest.model, manifest.version, self.config.name, manifest.epoch),
+            lambda: self._sources(announced),
+            tcp.dialer(self.config.silence_s),
+            num_stripes=self.config.num_stripes,
+            patience_s=FETCH_PATIENCE_S,
+        )
+        task = asyncio.ensure_future(self._fetch(fetch, snapshot))
+        self._running[manifest.model, manifest.version] = _Running(fetch, snapshot, task)
+        task.add_done_callback(self._finished)
+
+    def _say_no_room(self, model: str, version: int, error: LaminarError) -> None:
+        if (model, version) not in self._no_room:
+            log.warning("leaving the chain for %s version %d: %s", model, version, error)
+            self._no_room.add((model, version))
+
+    def _sources(self, announced: Announced) -> list[Source]:
+        """Called from fetch threads: reads only, each of them atomic."""
+        manifest = announced.manifest
+        state = self.of(manifest.model).get(manifest.version)
+        holders = set(state.holders) if state is not None else set()
+        members = dict(self.view.members)
+        return [
+            Source(name, members[name].data_address)
+            for name in sources(self.config.name, announced.plan, holders)
+            if name in members and name != self.config.name
+        ]
+
+    async def _fetch(self, fetch: data_fetch.Fetch, snapshot: Snapshot) -> None:
+        manifest = snapshot.manifest
+        key = (manifest.model, manifest.version)
+        versions = self.of(manifest.model)
+        started = time.monotonic()
+        try:
+            complete = await asyncio.to_thread(fetch.run)
+            root = await asyncio.to_thread(snapshot.root) if complete else ""
+        except LaminarError as error:
+            log.warning("%s did not come: %s", snapshot, error)
+            complete = False
+        finally:
+            del self._running[key]
+        state = versions.get(manifest.version)
+        assert state is not None
+        if complete and state.stage == "filling":
+            took = time.monotonic() - started
+            log.info("%s complete, %s in %.3f s", snapshot, show_bytes(manifest.size_bytes), took)
+            self.apply(manifest.model, versions.filled(manifest.version, root))
+        elif state.stage == "filling":
+            await self._remove(snapshot, "its bytes could not be had", after=None)
+            versions.gave_up(manifest.version)
+        await self._notify()
+
+
+def _state_event(stage: str, sealed: Sealed) -> Tell:
+    return Tell("available" if stage == "shown" else "sealed", sealed)
+
+
+def _offer(watcher: _Watcher, event: Tell | None) -> None:
+    """Queues an event; a full queue is emptied and ended, so that the watcher starts over from the state."""
+    if watcher.queue.full():
+        while not watcher.queue.empty():
+            watcher.queue.get_nowait()
+        event = None
+    watcher.queue.put_nowait(event)

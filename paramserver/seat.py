@@ -1,0 +1,223 @@
+"""A relay's seat in the registry: its lease, its name, what it holds, and the elections it wins.
+
+Invariants:
+- one live holder per name: a second is refused;
+- every key that says "alive", "master" or "holder" hangs on this relay's lease, and vanishes with it;
+- a relay that finds another store id than the one it began with takes no seat there: revisions of a wiped
+  registry start again, and old epochs would look new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from paramserver.core import view as keys
+from paramserver.core.election import candidacy
+from paramserver.core.records import Epoch, Master, Member
+from paramserver.core.view import Fact, View
+from paramserver.membership.registry import (
+    Absent,
+    Changed,
+    Created,
+    Delete,
+    Guard,
+    Put,
+    Registry,
+    Removed,
+    State,
+    Write,
+)
+from protos.errors import Conflict, StaleEpoch, Unavailable
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.3
+
+
+class Seat:
+    """One relay's dealings with the registry."""
+
+    def __init__(self, registry: Registry, member: Member, *, ttl_s: float) -> None:
+        self._registry = registry
+        self.member = member
+        self._ttl_s = ttl_s
+        self.view = View()
+        self.reachable = True
+        self.foreign_store = ""
+        self._store_id = ""
+        self._lease = 0
+        self._held: set[tuple[str, int]] = set()
+        self._written: set[tuple[str, int]] = set()
+        self._holders_changed = asyncio.Event()
+        self._vacant_since: dict[str, float] = {}
+
+    # ---- taking and leaving the seat
+
+    async def take(self) -> None:
+        """Registers. Waits for an earlier life's lease to run out; Conflict when the name is really in use."""
+        await self._check_store()
+        deadline = time.monotonic() + 2 * self._ttl_s + 1.0
+        while not await self._register():
+            if time.monotonic() > deadline:
+                raise Conflict(
+                    f"a relay named {self.member.name!r} is alive already", hint="give each relay its own --name"
+                )
+            await asyncio.sleep(RETRY_S)
+
+    async def leave(self) -> None:
+        """Gives the lease up, so that others need not wait for it to run out."""
+        try:
+            await self._registry.revoke(self._lease)
+        except Unavailable as error:
+            log.warning("the lease runs out by itself: %s", error)
+
+    async def _check_store(self) -> None:
+        proposal = secrets.token_hex(8)
+        await self._registry.transact([Absent(keys.STORE)], [Put(keys.STORE, proposal.encode())])
+        state = await self._registry.list(keys.STORE)
+        found = state.entries[0].value.decode()
+        if self._store_id and found != self._store_id:
+            self.foreign_store = found
+            raise Unavailable(
+                f"the registry is another store ({found}) than the one this relay began with ({self._store_id})",
+                hint="restart the relay to join it",
+            )
+        self._store_id, self.foreign_store = found, ""
+        self.view.store_id = found
+
+    async def _register(self) -> bool:
+        lease = await self._registry.grant(self._ttl_s)
+        key = keys.member_key(self.member.name)
+        outcome = await self._registry.transact([Absent(key)], [Put(key, msgspec.json.encode(self.member), lease)])
+        if not outcome.succeeded:
+            await self._registry.revoke(lease)
+            return False
+        self._lease = lease
+        self._written.clear()
+        self._holders_changed.set()
+        return True
+
+    # ---- tasks
+
+    async def keep(self) -> None:
+        """Keeps the lease; takes the seat again when it was lost."""
+        while True:
+            await asyncio.sleep(self._ttl_s / 4)
+            try:
+                if not await self._registry.keep_alive(self._lease):
+                    log.warning("the lease was lost; registering again")
+                    await self._check_store()
+                    await self._register()
+                self.reachable = True
+            except Unavailable as error:
+                if self.reachable:
+                    log.warning("going on with the last view: %s", error)
+                self.reachable = False
+
+    async def follow(self) -> AsyncIterator[list[Fact]]:
+        """The registry's state and changes as facts, in order, for ever."""
+        async for event in self._registry.watch(keys.ROOT):
+            match event:
+                case State(entries, _):
+                    facts = self.view.replace([(e.key, e.value, e.created) for e in entries])
+                case Changed(entry):
+                    facts = self.view.put(entry.key, entry.value, entry.created)
+                case Removed(key):
+                    facts = self.view.remove(key)
+            yield facts
+
+    async def tell_holdings(self) -> None:
+        """Writes which versions this relay holds, as they come and go."""
+        while True:
+            await self._holders_changed.wait()
+            self._holders_changed.clear()
+            held, written = set(self._held), set(self._written)
+            writes: list[Write] = [Put(self._holder_key(*key), b"", self._lease) for key in sorted(held - written)]
+            writes += [Delete(self._holder_key(*key)) for key in sorted(written - held)]
+            try:
+                if writes:
+                    await self._registry.transact([], writes)
+                self._written = held
+            except Unavailable:
+                self._holders_changed.set()
+                await asyncio.sleep(RETRY_S)
+
+    def hold(self, model: str, version: int) -> None:
+        """This relay holds the version complete, verified and sealed."""
+        self._held.add((model, version))
+        self._holders_changed.set()
+
+    def unhold(self, model: str, version: int) -> None:
+        if (model, version) in self._held:
+            self._held.discard((model, version))
+            self._holders_changed.set()
+
+    def _holder_key(self, model: str, version: int) -> str:
+        return keys.holder_key(model, version, self.member.name)
+
+    # ---- elections
+
+    def is_master(self, model: str) -> bool:
+        seen = self.view.masters.get(model)
+        return seen is not None and seen.master.instance == self.member.instance
+
+    def epoch(self, model: str) -> Epoch | None:
+        """The epoch in which this relay is master of the model; None when it is not."""
+        return self.view.epoch(model) if self.is_master(model) else None
+
+    async def want(self, model: str) -> None:
+        """Makes the model known, so that somebody stands for its master."""
+        await self._registry.transact([Absent(keys.wanted_key(model))], [Put(keys.wanted_key(model), b"")])
+
+    async def stand(self, newest_holders: dict[str, set[str]], now: float) -> list[str]:
+        """Stands for master of each known model that has none, when it is this relay's turn. Returns those won."""
+        won = []
+        for model in sorted(self.view.models):
+            if model in self.view.masters:
+                self._vacant_since.pop(model, None)
+                continue
+            since = self._vacant_since.setdefault(model, now)
+            delay_s, reason = candidacy(
+                self.member.name, list(self.view.members.values()), newest_holders.get(model, set())
+            )
+            if now - since >= delay_s and await self.campaign(model):
+                log.info("elected master of %s (%s)", model, reason)
+                won.append(model)
+        return won
+
+    async def campaign(self, model: str) -> bool:
+        """Tries to become master at once. False when somebody else is."""
+        master = Master(self.member.name, self.member.instance)
+        key = keys.master_key(model)
+        outcome = await self._registry.transact(
+            [Absent(key), Created(keys.member_key(self.member.name), await self._member_revision())],
+            [Put(key, msgspec.json.encode(master), self._lease), Put(keys.wanted_key(model), b"")],
+        )
+        return outcome.succeeded
+
+    async def _member_revision(self) -> int:
+        state = await self._registry.list(keys.member_key(self.member.name))
+        mine = [e for e in state.entries if e.key == keys.member_key(self.member.name)]
+        return mine[0].created if mine else -1
+
+    async def as_master(self, epoch: Epoch, model: str, guards: Sequence[Guard], writes: Sequence[Write]) -> bool:
+        """A transaction that holds only while this relay's election does. False when a guard failed.
+
+        Raises Unavailable when the outcome is in doubt, StaleEpoch when the election is known to be over.
+        """
+        if self.epoch(model) != epoch:
+            raise StaleEpoch(f"{self.member.name} is no longer master of {model} in epoch {epoch}")
+        fence = Created(keys.master_key(model), epoch.revision)
+        outcome = await self._registry.transact([fence, *guards], writes)
+        return outcome.succeeded
+
+    async def refresh(self) -> list[Fact]:
+        """Reads the whole registry now, without waiting for the watch."""
+        state = await self._registry.list(keys.ROOT)
+        return self.view.replace([(e.key, e.value, e.created) for e in state.entries])

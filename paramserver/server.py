@@ -1,0 +1,163 @@
+"""A relay process: start, serve, drain, close."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from paramserver.config import RelayConfig
+from paramserver.core.records import Member
+from paramserver.data.server import DataServer
+from paramserver.membership.etcd import EtcdRegistry
+from paramserver.pool import Pool
+from paramserver.publishing import Publishing
+from paramserver.relay import Relay
+from paramserver.seat import Seat
+from paramserver.service import RelayService
+from paramserver.store import Snapshot, Store
+from protos.errors import Conflict, Corrupt
+from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 2.0
+SOCKET_PATH_MAX = 100  # the kernel takes 107
+SERVICE = relay_pb2.DESCRIPTOR.services_by_name["Relay"].full_name
+
+
+@dataclass
+class _Provider:
+    """What the data port sees of the relay; both halves appear once the relay has its seat."""
+
+    relay: Relay | None = None
+    publishing: Publishing | None = None
+
+    def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
+        return self.relay.find(model, version, timeout_s) if self.relay else None
+
+    def writable(self, model: str, version: int, token: str) -> Snapshot:
+        if self.publishing is None:
+            raise Conflict("this relay is still starting")
+        return self.publishing.writable(model, version, token)
+
+    def chunk_is_bad(self, snapshot: Snapshot, error: Corrupt) -> None:
+        if self.relay is not None:
+            self.relay.chunk_is_bad(snapshot, error)
+
+
+async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None]) -> None:
+    """Runs one relay until SIGTERM or SIGINT. `on_ready` gets its addresses once it serves."""
+    log.info("configuration: %s", config)
+    async with relay_process(config) as (addresses, failed):
+        on_ready(addresses)
+        log.info("relay %s serves gRPC on %s, bytes on %s", config.name, addresses["grpc"], addresses["data"])
+        stop = _stop_event()
+        waiting = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([waiting, failed], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            waiting.cancel()
+            failed.result()
+
+
+@contextlib.asynccontextmanager
+async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, str], asyncio.Future[None]]]:
+    """A relay, serving; yields its addresses and the task in which it lives (done only when it broke)."""
+    async with contextlib.AsyncExitStack() as stack:
+        # Closing runs in the reverse order: control stops taking calls, fetches end, the seat is given up,
+        # the data port closes, and last the memory goes.
+        registry = await EtcdRegistry.connect(config.etcd)
+        stack.push_async_callback(registry.close)
+        pool = Pool(config.pool_dir, config.pool_bytes)
+        store = Store(pool)
+        stack.callback(store.close)
+        await asyncio.to_thread(pool.preallocate)
+
+        provider = _Provider()
+        data = DataServer(provider, max_rate=config.max_rate)
+        stack.push_async_callback(asyncio.to_thread, data.close)
+        data_address = data.listen_tcp(config.host, config.data_port)
+        socket_path = _socket_path(config.pool_dir)
+        data.listen_unix(socket_path)
+
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)])
+        grpc_address = _bind(server, config)
+        member = Member(config.name, secrets.token_hex(8), grpc_address, data_address, config.publish_host, config.zone)
+        seat = Seat(registry, member, ttl_s=config.lease_ttl_s)
+        await seat.take()
+        stack.push_async_callback(seat.leave)
+
+        relay = Relay(config, seat, store)
+        publishing = Publishing(relay)
+        provider.relay, provider.publishing = relay, publishing
+        life = asyncio.ensure_future(_live(relay, publishing))
+        stack.push_async_callback(_end, life, relay, publishing)
+
+        await _add_services(
+            server, RelayService(relay, publishing, data_address=data_address, publish_socket=socket_path)
+        )
+        await server.start()
+        stack.push_async_callback(server.stop, DRAIN_S)
+        yield {"grpc": grpc_address, "data": data_address, "name": config.name}, life
+
+
+async def _live(relay: Relay, publishing: Publishing) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(relay.seat.keep())
+        group.create_task(relay.seat.tell_holdings())
+        group.create_task(relay.follow())
+        group.create_task(relay.housekeep())
+        group.create_task(publishing.preside())
+
+
+async def _end(life: asyncio.Future[None], relay: Relay, publishing: Publishing) -> None:
+    life.cancel()
+    await asyncio.wait([life])
+    await publishing.close()
+    await relay.close()
+
+
+def _bind(server: grpc.aio.Server, config: RelayConfig) -> str:
+    wanted = f"{config.host}:{config.port}"
+    try:
+        port = server.add_insecure_port(wanted)
+    except RuntimeError as error:
+        raise Conflict(f"cannot listen on {wanted}", hint="choose another --port, or 0 for any free one") from error
+    if port == 0:
+        raise Conflict(f"cannot listen on {wanted}", hint="choose another --port, or 0 for any free one")
+    return f"{config.host}:{port}"
+
+
+async def _add_services(server: grpc.aio.Server, service: RelayService) -> None:
+    relay_pb2_grpc.add_RelayServicer_to_server(service, server)
+    checks = health.aio.HealthServicer()
+    await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+
+def _socket_path(pool_dir: Path) -> Path:
+    """In the pool directory; beside the temporary files when that path is too long for a unix socket."""
+    path = pool_dir.resolve() / "publish.sock"
+    if len(str(path)) <= SOCKET_PATH_MAX:
+        return path
+    return Path(tempfile.gettempdir()) / f"laminar-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.sock"
+
+
+def _stop_event() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

@@ -1,0 +1,262 @@
+"""The relay's gRPC face: turns messages into calls on the relay and its publishing, and errors into statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from paramserver.core.layout import TensorSpec
+from paramserver.core.records import Epoch, Sealed
+from paramserver.core.versions import ModelVersions
+from paramserver.publishing import Publishing
+from paramserver.relay import Relay
+from protos import grpc_errors
+from protos.errors import InvalidRequest, LaminarError, NotFound, UnsupportedField
+from protos.laminar.v1 import relay_pb2 as pb
+from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
+
+STAGE_WAIT_MAX_S = 60.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Reply = TypeVar("Reply")
+
+
+def _unary(
+    method: Callable[[RelayService, Any, Context], Awaitable[Reply]],
+) -> Callable[[RelayService, Any, Context], Awaitable[Reply]]:
+    @functools.wraps(method)
+    async def call(self: RelayService, request: Any, context: Context) -> Reply:
+        try:
+            return await method(self, request, context)
+        except LaminarError as error:
+            await grpc_errors.abort(context, error)
+
+    return call
+
+
+def _stream(
+    method: Callable[[RelayService, Any, Context], AsyncIterator[Reply]],
+) -> Callable[[RelayService, Any, Context], AsyncIterator[Reply]]:
+    @functools.wraps(method)
+    async def call(self: RelayService, request: Any, context: Context) -> AsyncIterator[Reply]:
+        try:
+            async for reply in method(self, request, context):
+                yield reply
+        except LaminarError as error:
+            await grpc_errors.abort(context, error)
+
+    return call
+
+
+class RelayService(pb_grpc.RelayServicer):
+    """One relay's control interface."""
+
+    def __init__(self, relay: Relay, publishing: Publishing, *, data_address: str, publish_socket: Path) -> None:
+        self._relay = relay
+        self._publishing = publishing
+        self._data_address = data_address
+        self._publish_socket = publish_socket
+
+    # ---- readers
+
+    @_unary
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:  # noqa: N802
+        relay, pool = self._relay, self._relay.store.pool.statistics()
+        now = time.monotonic()
+        return pb.StatusReply(
+            relay=relay.config.name,
+            instance=relay.seat.member.instance,
+            members=sorted(relay.view.members),
+            models=[self._model_status(model) for model in sorted(relay.view.models | set(relay.models))],
+            transfers=[
+                pb.TransferStatus(model=m, version=v, upstream=up, bytes_done=done, bytes_total=total)
+                for m, v, up, done, total in relay.transfers()
+            ],
+            pins=[
+                pb.PinStatus(model=p.model, version=p.version, holder=p.holder, expires_in_s=p.expires_at - now)
+                for p in relay.pins.all()
+            ],
+            pool_bytes=pool.pool_bytes,
+            used_bytes=pool.used_bytes,
+            quarantined_bytes=pool.quarantined_bytes,
+            cut_off=sorted(relay.cut_off()),
+            registry_reachable=relay.seat.reachable,
+            data_address=self._data_address,
+        )
+
+    def _model_status(self, model: str) -> pb.ModelStatus:
+        view = self._relay.view
+        seen, plan = view.masters.get(model), view.plans.get(model)
+        versions = self._relay.models.get(model)
+        return pb.ModelStatus(
+            model=model,
+            master=seen.master.name if seen else "",
+            epoch=_epoch(view.epoch(model)),
+            plan=plan.number if plan else 0,
+            chain=plan.order if plan else (),
+            versions=[record.version for record in versions.shown()] if versions else (),
+            newest_sealed=versions.newest_sealed if versions else None,
+        )
+
+    @_unary
+    async def Versions(self, request: pb.VersionsRequest, context: Context) -> pb.VersionsReply:  # noqa: N802
+        return pb.VersionsReply(versions=[_sealed(record) for record in self._relay.versions(request.model)])
+
+    @_stream
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.VersionEvent]:  # noqa: N802
+        await context.send_initial_metadata(())
+        async for event in self._relay.watch(request.model):
+            yield pb.VersionEvent(kind=event.kind, version=_sealed(event.sealed))
+
+    @_unary
+    async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.Lease:  # noqa: N802
+        version = request.version if request.HasField("version") else None
+        pin, sealed = self._relay.acquire(secrets.token_hex(12), request.model, version, request.holder, request.ttl_s)
+        return pb.Lease(
+            lease_id=pin.lease_id,
+            model=pin.model,
+            version=pin.version,
+            path=self._relay.path_of(pin.model, pin.version),
+            root_digest=sealed.root_digest,
+            step=sealed.step,
+            ttl_s=pin.ttl_s,
+        )
+
+    @_unary
+    async def Renew(self, request: pb.LeaseRequest, context: Context) -> pb.RenewReply:  # noqa: N802
+        self._relay.pins.renew(request.lease_id, time.monotonic())
+        return pb.RenewReply()
+
+    @_unary
+    async def Release(self, request: pb.LeaseRequest, context: Context) -> pb.ReleaseReply:  # noqa: N802
+        pin = self._relay.pins.release(request.lease_id, time.monotonic())
+        self._relay.tidy(pin.model)
+        return pb.ReleaseReply()
+
+    # ---- publishers
+
+    @_unary
+    async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateReply:  # noqa: N802
+        master = await self._publishing.locate(request.model)
+        member = self._relay.view.members.get(master)
+        if member is None:
+            raise NotFound(f"{master}, master of {request.model}, is not a member now", hint="try again")
+        return pb.LocateReply(
+            master=master, grpc_address=member.grpc_address, epoch=_epoch(self._relay.view.epoch(request.model))
+        )
+
+    @_stream
+    async def HoldRun(self, request: pb.HoldRunRequest, context: Context) -> AsyncIterator[pb.HoldRunReply]:  # noqa: N802
+        claim = self._publishing.claim(request.model, request.run, request.publisher)
+        try:
+            yield pb.HoldRunReply(epoch=_epoch(self._relay.seat.epoch(request.model)))
+            async with self._relay.changed:
+                await self._relay.changed.wait_for(lambda: not self._relay.seat.is_master(request.model))
+        finally:
+            self._publishing.unclaim(request.model, claim)
+
+    @_unary
+    async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceReply:  # noqa: N802
+        if request.HasField("base_version"):
+            raise UnsupportedField("base_version is reserved for deltas", hint="announce whole versions")
+        draft = await self._publishing.announce(
+            request.model,
+            request.run,
+            request.step,
+            [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in request.tensors],
+            file_bytes_max=request.file_bytes_max,
+            metadata=dict(request.metadata) or None,
+            wait_room_s=request.wait_room_s,
+        )
+        manifest = draft.manifest
+        return pb.AnnounceReply(
+            version=manifest.version,
+            epoch=_epoch(manifest.epoch),
+            files=[pb.FileSpec(name=file.name, size_bytes=file.size_bytes) for file in manifest.files],
+            chunk_bytes=manifest.chunk_bytes,
+            token=draft.token,
+            publish_socket=str(self._publish_socket),
+            data_address=self._data_address,
+        )
+
+    @_unary
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:  # noqa: N802
+        await self._publishing.commit(request.model, request.version, request.token, request.root_digest)
+        return pb.CommitReply()
+
+    @_unary
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:  # noqa: N802
+        self._publishing.abort(request.model, request.version, request.token, request.reason)
+        return pb.AbortReply()
+
+    @_unary
+    async def Stage(self, request: pb.StageRequest, context: Context) -> pb.StageReply:  # noqa: N802
+        if request.want not in ("", "sealed", "copies", "all"):
+            raise InvalidRequest(f"want is {request.want!r}", hint='use "", "sealed", "copies" or "all"')
+        reply = self._stage(request)
+        if not _reached(reply, request):
+            try:
+                async with asyncio.timeout(min(request.wait_s, STAGE_WAIT_MAX_S)), self._relay.changed:
+                    await self._relay.changed.wait_for(lambda: _reached(self._stage(request), request))
+            except TimeoutError:
+                pass
+            reply = self._stage(request)
+        reply.reached = _reached(reply, request)
+        return reply
+
+    def _stage(self, request: pb.StageRequest) -> pb.StageReply:
+        draft = self._publishing.draft(request.model, request.version)
+        versions: ModelVersions | None = self._relay.models.get(request.model)
+        state = versions.get(request.version) if versions else None
+        if draft is not None and draft.state == "failed":
+            return pb.StageReply(stage="lost", reason=draft.reason)
+        if state is None:
+            raise NotFound(f"version {request.version} of {request.model} is not known to {self._relay.config.name}")
+        run = state.sealed.run if state.sealed else state.announced.manifest.run if state.announced else request.run
+        if state.ended is not None or run != request.run:
+            reason = state.ended.reason if state.ended else f"that number belongs to run {run}"
+            return pb.StageReply(stage="lost", reason=reason)
+        chain = state.announced.plan.order if state.announced else ()
+        if state.sealed is None:
+            return pb.StageReply(stage="copied", chain=chain)
+        holders = sorted(state.holders)
+        living = [name for name in chain if name in self._relay.view.members]
+        everywhere = bool(holders) and all(name in state.holders for name in living)
+        stage = "all" if everywhere else "k_relays" if len(holders) > 1 else "sealed"
+        return pb.StageReply(stage=stage, holders=holders, chain=chain)
+
+
+def _reached(reply: pb.StageReply, request: pb.StageRequest) -> bool:
+    if reply.stage == "lost":
+        return True
+    match request.want:
+        case "sealed":
+            return reply.stage != "copied"
+        case "copies":
+            return reply.stage != "copied" and len(reply.holders) >= request.copies
+        case "all":
+            return reply.stage == "all"
+    return True
+
+
+def _epoch(epoch: Epoch | None) -> pb.Epoch:
+    return pb.Epoch(store_id=epoch.store_id, revision=epoch.revision) if epoch else pb.Epoch()
+
+
+def _sealed(record: Sealed) -> pb.SealedVersion:
+    return pb.SealedVersion(
+        model=record.model,
+        version=record.version,
+        step=record.step,
+        run=record.run,
+        root_digest=record.root_digest,
+        size_bytes=record.size_bytes,
+        sealed_unix_s=record.sealed_unix_s,
+    )

@@ -1,0 +1,182 @@
+"""Snapshots: the files of one version in the pool, filled chunk by chunk, then published under one path.
+
+Invariants:
+- a chunk counts as present only with its digest known and matching; waiters wake then, never before;
+- a snapshot's directory appears under its published path by one rename, when it is shown, and leaves it by one;
+- bytes are served only to those who hold a reader's count, and a snapshot with readers is not given back.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from paramserver.core.records import ChunkMap, Manifest, digest, version_root
+from paramserver.pool import Pool, PoolFile
+from protos.errors import Conflict, Corrupt, NotFound, TooLarge
+
+
+class Snapshot:
+    """One version on this relay. Threads call it; a condition guards the chunk table."""
+
+    def __init__(self, manifest: Manifest, files: list[PoolFile], directory: Path) -> None:
+        self.manifest = manifest
+        self.chunks = ChunkMap.of(manifest)
+        self.files = files
+        self.directory = directory
+        self.written_elsewhere = False  # a publisher got the descriptors
+        self.served_at = float("-inf")  # monotonic time of the last chunk that somebody read here
+        self._digests: list[bytes | None] = [None] * self.chunks.num_chunks
+        self._num_present = 0
+        self._bytes_present = 0
+        self._num_readers = 0
+        self._closed: str | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def complete(self) -> bool:
+        return self._num_present == self.chunks.num_chunks
+
+    @property
+    def bytes_present(self) -> int:
+        return self._bytes_present
+
+    def place(self, index: int) -> memoryview:
+        """The chunk's bytes in the mapped file, writable."""
+        chunk = self.chunks.chunk(index)
+        return self.files[chunk.file].view()[chunk.offset : chunk.offset + chunk.length]
+
+    def present(self, index: int, chunk_digest: bytes) -> None:
+        """The chunk's bytes lie in place and match `chunk_digest`."""
+        with self._changed:
+            if self._closed is not None:
+                raise Conflict(f"{self} was closed: {self._closed}")
+            if self._digests[index] is None:
+                self._num_present += 1
+                self._bytes_present += self.chunks.chunk(index).length
+            self._digests[index] = chunk_digest
+            self._changed.notify_all()
+
+    def digest_of(self, index: int) -> bytes | None:
+        return self._digests[index]
+
+    def wait_chunk(self, index: int, timeout_s: float) -> bytes | None:
+        """The chunk's digest once it is present; None after `timeout_s`. NotFound when the snapshot is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._digests[index] is not None or self._closed, timeout_s)
+            if self._closed is not None:
+                raise NotFound(f"{self} is gone: {self._closed}")
+            return self._digests[index]
+
+    def missing(self) -> list[int]:
+        with self._changed:
+            return [index for index, known in enumerate(self._digests) if known is None]
+
+    def root(self) -> str:
+        digests = [known for known in self._digests if known is not None]
+        return version_root(self.manifest, digests)
+
+    def recheck(self, index: int) -> None:
+        """Hashes the chunk again, because somebody received it otherwise. Raises Corrupt when it is bad here."""
+        if digest(self.place(index)) != self._digests[index]:
+            raise Corrupt(f"chunk {index} of {self} changed in memory since it was verified")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changed:
+            if self._closed is not None:
+                raise NotFound(f"{self} is gone: {self._closed}")
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                self._changed.notify_all()
+
+    def close(self, why: str, timeout_s: float = 30.0) -> None:
+        """Turns new readers away and waits until those inside are out (they look at it between chunks)."""
+        with self._changed:
+            self._closed = why
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._num_readers == 0, timeout_s):
+                raise Conflict(f"{self} still has {self._num_readers} readers after {timeout_s} s")
+
+    def __str__(self) -> str:
+        return f"version {self.manifest.version} of {self.manifest.model}"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    model: str
+    version: int
+
+
+class Store:
+    """The snapshots of one relay."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._snapshots: dict[Key, Snapshot] = {}
+        self._changed = threading.Condition()
+        for name in ("filling", "snapshots"):
+            (pool.directory / name).mkdir()
+
+    def open(self, manifest: Manifest) -> Snapshot:
+        """Takes memory for a version. TooLarge when it can never fit, OutOfCapacity when it does not fit now."""
+        if manifest.size_bytes > self.pool.pool_bytes:
+            raise TooLarge(
+                f"version {manifest.version} of {manifest.model} takes {manifest.size_bytes} bytes, "
+                f"the pool has {self.pool.pool_bytes}",
+                hint=f"start the relay with --pool-bytes of at least {4 * manifest.size_bytes}",
+            )
+        directory = self._directory("filling", manifest)
+        files = self.pool.take([file.size_bytes for file in manifest.files])
+        directory.mkdir(parents=True)
+        for file, spec in zip(files, manifest.files, strict=True):
+            file.move(directory / spec.name)
+        snapshot = Snapshot(manifest, files, directory)
+        with self._changed:
+            self._snapshots[Key(manifest.model, manifest.version)] = snapshot
+            self._changed.notify_all()
+        return snapshot
+
+    def get(self, model: str, version: int) -> Snapshot | None:
+        return self._snapshots.get(Key(model, version))
+
+    def wait(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
+        """The snapshot, waiting for it to be opened; None after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: Key(model, version) in self._snapshots, timeout_s)
+            return self.get(model, version)
+
+    def publish(self, snapshot: Snapshot) -> Path:
+        """Makes the version visible to readers; returns its directory."""
+        path = self._directory("snapshots", snapshot.manifest)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        snapshot.directory.rename(path)
+        snapshot.directory = path
+        for file, spec in zip(snapshot.files, snapshot.manifest.files, strict=True):
+            file.path = path / spec.name
+        return path
+
+    def remove(self, snapshot: Snapshot, why: str, *, reuse: bool = True) -> int:
+        """Gives the memory back after the reuse check; returns the bytes that had to be quarantined."""
+        with self._changed:
+            self._snapshots.pop(Key(snapshot.manifest.model, snapshot.manifest.version), None)
+        snapshot.close(why)
+        quarantined = self.pool.give_back(snapshot.files, reuse=reuse)
+        shutil.rmtree(snapshot.directory)
+        return quarantined
+
+    def close(self) -> None:
+        for snapshot in list(self._snapshots.values()):
+            snapshot.close("the relay ends")
+        self.pool.close()
+
+    def _directory(self, kind: str, manifest: Manifest) -> Path:
+        return self.pool.directory / kind / manifest.model / f"v{manifest.version:08d}"
