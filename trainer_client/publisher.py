@@ -26,6 +26,9 @@ AsyncTicket = client.Ticket
 Wait = Literal["copied", "sealed", "all"] | int
 """How far `publish` waits: *copied* (default), *sealed*, held by that many relays, or by all of the chain."""
 
+FORMAT = {"format": "pt"}
+"""Header metadata that `transformers` asks of a safetensors file: names and shapes are as torch modules have them."""
+
 WAIT_TIMEOUT_S = 120.0
 """Default deadline of every wait for a later stage."""
 
@@ -72,6 +75,7 @@ class AsyncPublisher:
         self._relay = RelayClient(relay, timeout_s=timeout_s)
         self._wait: Wait = wait
         self._force_tcp = force_tcp
+        self._reached = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -100,14 +104,17 @@ class AsyncPublisher:
         target = self._wait if wait is None else wait
         _check_wait(target)
         sources = sources_of(tensors)
-        metadata = {f"tied:{name}": owner for name, owner in sources.tied.items()}
+        tied = {f"tied:{name}": owner for name, owner in sources.tied.items()}
+        if not self._reached:  # a wrong address is told at once; a relay lost later is waited for
+            await self._relay.status()
+            self._reached = True
         ticket = await publish(
             self._relay,
             self.model,
             sources.tensors,
             step=step,
             run=self.run,
-            metadata=metadata,
+            metadata={**FORMAT, **tied},
             force_tcp=self._force_tcp,
         )
         await wait_for(ticket, target, timeout_s)

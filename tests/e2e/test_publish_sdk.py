@@ -1,0 +1,222 @@
+"""The trainer SDK against real relays and a real etcd: what was published is what an engine reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from paramserver.client import RelayClient
+from protos.errors import Conflict, InDoubt, InvalidRequest, LaminarError, TooLarge, Unavailable, UnknownModel
+from tests.support.processes import Daemon, start
+from trainer_client import AsyncPublisher, Publisher, Ticket
+
+POOL = "64MiB"
+
+
+@dataclass
+class Tier:
+    """An etcd and two relays in a chain; `relays[0]` is where publishers connect."""
+
+    etcd: Daemon
+    relays: list[Daemon]
+
+    def address(self, index: int) -> str:
+        return str(self.relays[index].ready["grpc"])
+
+
+@contextlib.contextmanager
+def running_tier(directory: Path, count: int) -> Iterator[Tier]:
+    with contextlib.ExitStack() as stack:
+
+        def launch(name: str, *arguments: str) -> Daemon:
+            daemon = start(name, ["paramserver", *arguments], directory)
+            stack.callback(daemon.stop)
+            return daemon
+
+        etcd = launch("etcd", "etcd")
+        options = ("--etcd", etcd.ready["etcd"], "--pool-bytes", POOL)
+        relays = [
+            launch(
+                f"r{i}", "serve", "--name", f"{directory.name}-r{i}", *options, "--pool-dir", str(directory / f"r{i}")
+            )
+            for i in range(count)
+        ]
+        yield Tier(etcd, relays)
+
+
+@pytest.fixture(scope="module")
+def tier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tier]:
+    with running_tier(tmp_path_factory.mktemp("tier"), count=2) as tier:
+        yield tier
+
+
+@dataclass
+class Snapshot:
+    """What an engine finds at a relay: the tensors, and the header's metadata."""
+
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+
+
+async def _read(address: str, model: str, version: int) -> Snapshot:
+    async with RelayClient(address) as relay:
+        lease = await relay.acquire(model, version, holder="test")
+        snapshot = Snapshot({}, {})
+        for path in sorted(lease.path.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                snapshot.metadata.update(file.metadata() or {})
+                snapshot.tensors.update({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
+        await relay.release(lease)
+        return snapshot
+
+
+def read(tier: Tier, ticket: Ticket, relay: int = 1) -> Snapshot:
+    return asyncio.run(_read(tier.address(relay), ticket.model, ticket.version))
+
+
+class Net(torch.nn.Module):
+    """Tied embedding and head, several dtypes, a scalar and an empty buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = torch.nn.Embedding(32, 16, dtype=torch.bfloat16)
+        self.layer = torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 32, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+        self.register_buffer("transposed", torch.arange(12, dtype=torch.float16).reshape(3, 4).T)
+
+
+@pytest.mark.parametrize("force_tcp", [False, True], ids=["shared-memory", "tcp"])
+def test_a_state_dict_arrives_at_every_relay_bit_for_bit(tier: Tier, force_tcp: bool) -> None:
+    net = Net()
+    expected = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with Publisher(tier.address(0), f"net-{force_tcp}", force_tcp=force_tcp) as publisher:
+        ticket = publisher.publish(net.state_dict(), step=3)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()  # allowed from *copied* on
+        ticket.wait_all()
+        assert ticket.stage() == "all"
+        assert len(ticket.holders()) == 2
+        assert (ticket.step, ticket.run) == (3, publisher.run)
+    for relay in (0, 1):
+        snapshot = read(tier, ticket, relay)
+        assert snapshot.metadata == {"format": "pt", "tied:head.weight": "embed.weight"}
+        assert set(snapshot.tensors) == set(expected) - {"head.weight"}
+        for name, tensor in snapshot.tensors.items():
+            assert tensor.dtype == expected[name].dtype
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_versions_grow_within_a_run_and_above_it_in_the_next(tier: Tier) -> None:
+    versions, runs = [], set()
+    for first_step in (90, 50):
+        with Publisher(tier.address(0), "grows", wait="sealed") as publisher:
+            runs.add(publisher.run)
+            for step in (first_step, first_step + 1):
+                ticket = publisher.publish([("w", np.full(4, step, np.float32))], step=step)
+                versions.append(ticket.version)
+                assert ticket.stage() in ("sealed", "k_relays", "all")
+    assert versions == sorted(set(versions))
+    assert len(runs) == 2
+    ticket.model = "grows"
+    assert read(tier, ticket, relay=0).tensors["w"].tolist() == [51.0] * 4
+
+
+async def test_the_asynchronous_face_publishes_concurrently_for_two_models(tier: Tier) -> None:
+    async with AsyncPublisher(tier.address(0), "actor") as actor, AsyncPublisher(tier.address(1), "critic") as critic:
+        tickets = await asyncio.gather(
+            actor.publish({"a": torch.ones(3)}, step=1, wait="all"),
+            critic.publish({"c": torch.zeros(3)}, step=1, wait=2),
+        )
+        assert [await ticket.stage() for ticket in tickets] == ["all", "all"]
+    assert (await _read(tier.address(1), "actor", tickets[0].version)).tensors["a"].tolist() == [1.0] * 3
+
+
+def test_a_second_publisher_of_a_model_is_refused_until_the_first_closes(tier: Tier) -> None:
+    tensors = {"w": torch.ones(2)}
+    with Publisher(tier.address(0), "owned") as first, Publisher(tier.address(1), "owned") as second:
+        before = first.publish(tensors, step=1, wait="sealed")
+        with pytest.raises(Conflict, match=f"owned.*{first.run}"):
+            second.publish(tensors, step=1)
+        assert first.publish(tensors, step=2, wait="sealed").version > before.version
+        first.close()
+        assert second.publish(tensors, step=1, wait="sealed").version > before.version
+
+
+def test_a_version_larger_than_the_pool_is_refused_with_the_sizes(tier: Tier) -> None:
+    with Publisher(tier.address(0), "large") as publisher:
+        with pytest.raises(TooLarge, match=r"(?s)\d+.*pool.*\d+"):
+            publisher.publish({"w": torch.zeros(65 << 20, dtype=torch.uint8)}, step=1)
+        assert publisher.publish({"w": torch.zeros(8)}, step=1, wait="all").version >= 1
+
+
+def test_what_cannot_be_published_is_refused_by_name_before_anything_moves(tier: Tier) -> None:
+    with Publisher(tier.address(0), "refused") as publisher:
+        with pytest.raises(InvalidRequest, match=r"'z'.*complex128"):
+            publisher.publish({"w": torch.ones(2), "z": torch.zeros(2, dtype=torch.complex128)}, step=1)
+        with pytest.raises(InvalidRequest, match="wait='later'"):
+            publisher.publish({"w": torch.ones(2)}, step=1, wait="later")  # type: ignore[arg-type]
+    odd = "a model/with spaces"
+    with Publisher(tier.address(0), odd) as publisher, pytest.raises(InvalidRequest, match=odd):
+        publisher.publish({"w": torch.ones(2)}, step=1)
+
+    async def versions() -> None:
+        async with RelayClient(tier.address(0)) as relay:
+            await relay.versions("refused")
+
+    with pytest.raises(UnknownModel):
+        asyncio.run(versions())
+
+
+def test_waiting_for_more_relays_than_there_are_ends_at_the_deadline(tier: Tier) -> None:
+    with Publisher(tier.address(0), "patient") as publisher:
+        with pytest.raises(InDoubt, match="copies 3"):
+            publisher.publish({"w": torch.ones(2)}, step=1, wait=3, timeout_s=0.5)
+        assert publisher.publish({"w": torch.ones(2)}, step=2, wait=2).stage() == "all"
+
+
+def test_a_wrong_port_is_named(unused_tcp_port: int) -> None:
+    with (
+        Publisher(f"127.0.0.1:{unused_tcp_port}", timeout_s=2.0) as publisher,
+        pytest.raises(Unavailable, match=str(unused_tcp_port)),
+    ):
+        publisher.publish({"w": torch.ones(2)}, step=1)
+
+
+def test_a_port_that_is_not_a_relays_grpc_port_is_named(tier: Tier) -> None:
+    data_port = tier.relays[0].ready["data"]
+    with Publisher(data_port, timeout_s=1.0) as publisher, pytest.raises(LaminarError, match=data_port):
+        publisher.publish({"w": torch.ones(2)}, step=1)
+
+
+def test_a_port_that_never_answers_does_not_hang() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with Publisher(address, timeout_s=0.5) as publisher, pytest.raises(Unavailable, match=address):
+            publisher.publish({"w": torch.ones(2)}, step=1)
+
+
+@pytest.mark.slow
+def test_without_etcd_training_goes_on_and_nothing_is_called_published(tmp_path: Path) -> None:
+    with running_tier(tmp_path, count=1) as tier, Publisher(tier.address(0)) as publisher:
+        first = publisher.publish({"w": torch.ones(2)}, step=1, wait="all")
+        tier.etcd.stop()
+        second = publisher.publish({"w": torch.zeros(2)}, step=2)
+        assert second.version == first.version + 1
+        with pytest.raises(LaminarError):
+            second.wait_sealed(timeout_s=1.0)
+        assert second.stage() == "copied"
+        assert read(tier, first, relay=0).tensors["w"].tolist() == [1.0, 1.0]
