@@ -257,6 +257,7 @@ def train(settings: Settings, stop: threading.Event, ready_file: Path | None = N
 @click.option("--clip-high", default=0.28, type=click.FloatRange(min=0.0))
 @click.option("--staleness-max", default=None, type=click.IntRange(min=0), help="leave out what is staler at use")
 @click.option("--micro-tokens", default=1536, type=click.IntRange(min=1), help="tokens per forward pass: bounds memory")
+@click.option("--gateway-patience-s", default=60.0, help="how long a gateway may not answer before the run ends")
 @click.option("--threads", default=1, type=click.IntRange(min=1), help="of torch")
 @click.option(
     "--ready-file", default=None, type=click.Path(dir_okay=False, path_type=Path), help="written once version 1 is out"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,70 +12,26 @@ import pytest
 from aiohttp import web
 
 from protos.errors import InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
+from tests.support.experience_server import ExperienceServer, error_response
 from tests.support.trajectories import make_trajectory
-from trainer_client import AsyncExperienceReader, ExperienceReader, Trajectory
+from trainer_client import AsyncExperienceReader, ExperienceReader
 
 TRAJECTORIES = [make_trajectory(f"g{i // 2}", i % 2, [1, 2], ([3, 4 + i], []), reward=i % 2) for i in range(6)]
 
 
-@dataclass
-class Gateway:
-    """Hands out `stock` in order under leases, as the gateway's experience buffer does."""
-
-    url: str = ""
-    stock: list[Trajectory] = field(default_factory=lambda: list(TRAJECTORIES))
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))  # one release a request
-    acknowledged: list[str] = field(default_factory=list)
-    answer: web.Response | None = None  # instead of all that
-
-    async def sample(self, request: web.Request) -> web.Response:
-        assert request.headers["Accept"] == "application/msgpack"
-        body = await request.json()
-        self.requests.append(body)
-        self.asked.release()
-        if self.answer is not None:
-            return self.answer
-        count = body.get("trajectories") or body["groups"] * body["group_size"]
-        taken, self.stock = self.stock[:count], self.stock[count:]
-        sampled = {"lease_id": f"lease-{len(self.requests)}", "trajectories": taken, "added_later": 1}
-        return web.Response(body=msgspec.msgpack.encode(sampled), content_type="application/msgpack")
-
-    async def ack(self, request: web.Request) -> web.Response:
-        lease_id = (await request.json())["lease_id"]
-        if lease_id in self.acknowledged:
-            return error_response(404, f"no lease {lease_id}", "not_found")
-        self.acknowledged.append(lease_id)
-        return web.json_response({})
-
-
-def error_response(status: int, message: str, code: str | None, **headers: str) -> web.Response:
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    return web.json_response(body, status=status, headers=headers)
+@pytest.fixture
+async def gateway() -> AsyncIterator[ExperienceServer]:
+    async with ExperienceServer(TRAJECTORIES).running() as server:
+        yield server
 
 
 @pytest.fixture
-async def gateway() -> AsyncIterator[Gateway]:
-    fake = Gateway()
-    app = web.Application()
-    app.router.add_post("/experience/sample", fake.sample)
-    app.router.add_post("/experience/ack", fake.ack)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    yield fake
-    await runner.cleanup()
-
-
-@pytest.fixture
-async def reader(gateway: Gateway) -> AsyncIterator[AsyncExperienceReader]:
+async def reader(gateway: ExperienceServer) -> AsyncIterator[AsyncExperienceReader]:
     async with AsyncExperienceReader(gateway.url, reader="me", trainer_version=7) as reader:
         yield reader
 
 
-async def test_a_sample_is_what_was_asked_for(gateway: Gateway, reader: AsyncExperienceReader) -> None:
+async def test_a_sample_is_what_was_asked_for(gateway: ExperienceServer, reader: AsyncExperienceReader) -> None:
     batch = await reader.sample(groups=1, group_size=2, wait_s=0.5, staleness_max=3, lease_s=60)
     assert batch.trajectories == tuple(TRAJECTORIES[:2])
     assert len(batch) == 2
@@ -97,7 +52,7 @@ async def test_a_sample_is_what_was_asked_for(gateway: Gateway, reader: AsyncExp
     ]
 
 
-async def test_a_batch_is_acknowledged_once(gateway: Gateway, reader: AsyncExperienceReader) -> None:
+async def test_a_batch_is_acknowledged_once(gateway: ExperienceServer, reader: AsyncExperienceReader) -> None:
     batch = await reader.sample(trajectories=2)
     await reader.ack(batch)
     assert gateway.acknowledged == [batch.lease_id]
@@ -106,7 +61,7 @@ async def test_a_batch_is_acknowledged_once(gateway: Gateway, reader: AsyncExper
 
 
 async def test_batches_are_acknowledged_when_the_loop_comes_back(
-    gateway: Gateway, reader: AsyncExperienceReader
+    gateway: ExperienceServer, reader: AsyncExperienceReader
 ) -> None:
     seen = []
     async for batch in reader.batches(trajectories=4, wait_s=0.1):
@@ -118,7 +73,9 @@ async def test_batches_are_acknowledged_when_the_loop_comes_back(
     assert gateway.acknowledged == ["lease-1"], "the loop was left during the second batch: it returns to the buffer"
 
 
-async def test_empty_answers_are_asked_again_and_never_yielded(gateway: Gateway, reader: AsyncExperienceReader) -> None:
+async def test_empty_answers_are_asked_again_and_never_yielded(
+    gateway: ExperienceServer, reader: AsyncExperienceReader
+) -> None:
     gateway.stock = []
     batches = reader.batches(trajectories=1, wait_s=0.01)
     pending = asyncio.ensure_future(anext(batches))  # type: ignore[arg-type]
@@ -130,7 +87,7 @@ async def test_empty_answers_are_asked_again_and_never_yielded(gateway: Gateway,
         assert (await pending).trajectories == (TRAJECTORIES[0],)
 
 
-async def test_the_synchronous_face_does_the_same(gateway: Gateway) -> None:
+async def test_the_synchronous_face_does_the_same(gateway: ExperienceServer) -> None:
     def work() -> list[int]:
         with ExperienceReader(gateway.url) as reader:
             reader.trainer_version = 2
@@ -163,7 +120,7 @@ async def test_the_synchronous_face_does_the_same(gateway: Gateway) -> None:
     ],
 )
 async def test_errors_speak_with_the_gateways_words(
-    gateway: Gateway, reader: AsyncExperienceReader, answer: Any, kind: type[LaminarError], message: str
+    gateway: ExperienceServer, reader: AsyncExperienceReader, answer: Any, kind: type[LaminarError], message: str
 ) -> None:
     gateway.answer = answer()
     with pytest.raises(kind, match=message) as caught:
@@ -171,7 +128,7 @@ async def test_errors_speak_with_the_gateways_words(
     assert type(caught.value) is kind
 
 
-async def test_a_full_gateway_says_when_to_come_again(gateway: Gateway, reader: AsyncExperienceReader) -> None:
+async def test_a_full_gateway_says_when_to_come_again(gateway: ExperienceServer, reader: AsyncExperienceReader) -> None:
     gateway.answer = error_response(429, "full", "out_of_capacity", **{"Retry-After": "7"})
     with pytest.raises(OutOfCapacity) as caught:
         await reader.sample(trajectories=1)
@@ -197,7 +154,7 @@ async def test_an_address_that_is_no_url_is_refused(url: str) -> None:
             await reader.sample(trajectories=1)
 
 
-async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(gateway: Gateway) -> None:
+async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(gateway: ExperienceServer) -> None:
     released = asyncio.Event()
 
     async def hang(_: web.Request) -> web.Response:

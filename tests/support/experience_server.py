@@ -1,0 +1,64 @@
+"""An HTTP server that hands out given trajectories as the gateway's experience routes do, and remembers who asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+from aiohttp import web
+
+from trainer_client import Trajectory
+
+
+@dataclass
+class ExperienceServer:
+    """Hands out `stock` in order under leases, as the gateway's experience buffer does."""
+
+    stock: list[Trajectory]
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))  # one release a request
+    acknowledged: list[str] = field(default_factory=list)
+    groups_max: int = 1000  # in one answer, however many are asked for
+    answer: web.Response | None = None  # instead of all that
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Serves on a free port; `url` says where."""
+        app = web.Application()
+        app.router.add_post("/experience/sample", self.sample)
+        app.router.add_post("/experience/ack", self.ack)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        yield self
+        await runner.cleanup()
+
+    async def sample(self, request: web.Request) -> web.Response:
+        assert request.headers["Accept"] == "application/msgpack"
+        body = await request.json()
+        self.requests.append(body)
+        self.asked.release()
+        if self.answer is not None:
+            return self.answer
+        count = body.get("trajectories") or min(body["groups"], self.groups_max) * body["group_size"]
+        taken, self.stock = self.stock[:count], self.stock[count:]
+        sampled = {"lease_id": f"lease-{len(self.requests)}", "trajectories": taken, "added_later": 1}
+        return web.Response(body=msgspec.msgpack.encode(sampled), content_type="application/msgpack")
+
+    async def ack(self, request: web.Request) -> web.Response:
+        lease_id = (await request.json())["lease_id"]
+        if lease_id in self.acknowledged:
+            return error_response(404, f"no lease {lease_id}", "not_found")
+        self.acknowledged.append(lease_id)
+        return web.json_response({})
+
+
+def error_response(status: int, message: str, code: str | None, **headers: str) -> web.Response:
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    return web.json_response(body, status=status, headers=headers)
