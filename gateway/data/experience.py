@@ -1,0 +1,266 @@
+"""The experience buffer: finished trajectories waiting for a trainer, first in first out, under leases.
+
+Invariants:
+- a trajectory is on disk when `add` returns; it leaves only by `ack`, as too stale, or for room: each is counted;
+- the state here changes before the disk does, so a caller that is cancelled half-way leaves both the same;
+- a reader that dies loses nothing: its lease lapses and the trajectories are given out again, also after a restart;
+- what is given out under one lease is given to nobody else while it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sqlite3
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from gateway.core.types import Trajectory
+from gateway.data.database import Database
+from gateway.data.leases import BufferState, Entry
+from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity
+
+CAPACITY = 65_536
+LEASE_S = 600.0
+WAIT_S_MAX = 300.0
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS trajectories(
+    seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, group_id TEXT NOT NULL,
+    oldest_version INTEGER NOT NULL, body BLOB NOT NULL, lease_id TEXT);
+CREATE TABLE IF NOT EXISTS leases(lease_id TEXT PRIMARY KEY, reader TEXT NOT NULL, until_unix_s REAL NOT NULL)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferStatistics:
+    trajectories: int
+    leased: int
+    capacity: int
+    added: int
+    sampled: int
+    acked: int
+    lapsed_leases: int
+    evicted_stale: int
+    evicted_for_room: int
+
+
+@dataclass(slots=True)
+class _Counters:
+    added: int = 0
+    sampled: int = 0
+    acked: int = 0
+    lapsed_leases: int = 0
+    evicted_stale: int = 0
+    evicted_for_room: int = 0
+
+
+class ExperienceBuffer:
+    """Any number of readers; `add` by the gateway at a session's finish."""
+
+    def __init__(self, database: Database, *, capacity: int = CAPACITY) -> None:
+        self._database = database
+        self._state = BufferState(capacity)
+        self._counters = _Counters()
+        self._changed = asyncio.Event()
+        self._order = asyncio.Lock()  # state and disk change together, in the same order
+        self._next_seq = 1
+
+    async def open(self) -> None:
+        """Makes the tables and takes over what an earlier life left, leases included."""
+        entries, leases = await self._database.run(_load)
+        for entry, _ in entries:
+            self._state.add(entry)
+            self._next_seq = entry.seq + 1
+        for lease_id, reader, until in leases:
+            held = [entry for entry, of in entries if of == lease_id]
+            self._state.lease(lease_id, reader, held, until)
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """Raises Conflict for a session that is already in, OutOfCapacity if every place is leased."""
+        if trajectory.split == "eval":
+            raise ValueError(f"session {trajectory.session_id} is an evaluation: it never enters the buffer")
+        async with self._order:
+            self._refuse(trajectory.session_id)
+            oldest = min((v for v, m in zip(trajectory.versions, trajectory.loss_mask, strict=True) if m), default=0)
+            entry = Entry(self._next_seq, trajectory.session_id, trajectory.group_id, oldest)
+            self._next_seq += 1
+            gone = self._state.add(entry)
+            self._count_evicted(gone)
+            body = msgspec.msgpack.encode(trajectory)
+            try:
+                await self._database.run(lambda connection: _replace(connection, entry, body, gone))
+            except LaminarError:
+                self._state.remove(entry)
+                raise
+            self._counters.added += 1
+        self._changed.set()
+
+    async def sample(
+        self,
+        reader: str,
+        *,
+        trainer_version: int,
+        trajectories: int | None = None,
+        groups: int | None = None,
+        group_size: int | None = None,
+        wait_s: float = 0.0,
+        staleness_max: int | None = None,
+        lease_s: float = LEASE_S,
+    ) -> tuple[str, list[Trajectory]]:
+        """A lease and what it holds: as many as asked, or what is there after `wait_s`, possibly nothing (lease id "").
+
+        With `groups`, whole groups of `group_size` only. Trajectories whose oldest token is more than `staleness_max`
+        versions behind `trainer_version` are dropped, counted, and never given out.
+        """
+        wanted = _wanted(trajectories, groups, group_size)
+        deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
+        while True:
+            async with self._order:
+                chosen = await self._choose(trainer_version, staleness_max, trajectories, groups, group_size)
+                remaining_s = deadline - time.monotonic()
+                if len(chosen) >= wanted or remaining_s <= 0:
+                    return await self._lease(reader, chosen, lease_s) if chosen else ("", [])
+                self._changed.clear()
+            await self._wait_for_change(remaining_s)
+
+    async def ack(self, lease_id: str) -> int:
+        """The reader has used them: they are gone. Returns how many. Raises NotFound for a lease unknown or lapsed."""
+        async with self._order:
+            self._lapse()
+            lease = self._state.ack(lease_id)
+            if lease is None:
+                raise NotFound(
+                    f"no lease {lease_id!r}",
+                    hint="it was acknowledged before, or it lapsed and its trajectories went back: sample again",
+                )
+            self._counters.acked += len(lease.entries)
+            await self._database.run(lambda connection: _delete_lease(connection, lease_id))
+        return len(lease.entries)
+
+    def statistics(self) -> BufferStatistics:
+        self._lapse()
+        c, s = self._counters, self._state
+        return BufferStatistics(
+            trajectories=len(s) - s.num_leased,
+            leased=s.num_leased,
+            capacity=s.capacity,
+            added=c.added,
+            sampled=c.sampled,
+            acked=c.acked,
+            lapsed_leases=c.lapsed_leases,
+            evicted_stale=c.evicted_stale,
+            evicted_for_room=c.evicted_for_room,
+        )
+
+    def _refuse(self, session_id: str) -> None:
+        if session_id in self._state.sessions:
+            raise Conflict(f"the trajectory of session {session_id} is already in the experience buffer")
+        self._lapse()
+        if self._state.full():
+            raise OutOfCapacity(
+                f"all {self._state.capacity} places of the experience buffer are leased to readers",
+                hint="acknowledge leases after use",
+            )
+
+    async def _choose(
+        self,
+        trainer_version: int,
+        staleness_max: int | None,
+        trajectories: int | None,
+        groups: int | None,
+        group_size: int | None,
+    ) -> list[Entry]:
+        self._lapse()
+        stale = self._state.declare(trainer_version, staleness_max)
+        if stale:
+            self._count_evicted(stale)
+            await self._database.run(lambda connection: _delete(connection, stale))
+        if groups is not None:
+            assert group_size is not None
+            return self._state.take_groups(groups, group_size)
+        assert trajectories is not None
+        return self._state.take(trajectories)
+
+    async def _lease(self, reader: str, chosen: list[Entry], lease_s: float) -> tuple[str, list[Trajectory]]:
+        lease_id = f"lease-{secrets.token_hex(8)}"
+        until = time.time() + lease_s
+        self._state.lease(lease_id, reader, chosen, until)
+        seqs = [entry.seq for entry in chosen]
+        bodies = await self._database.run(lambda connection: _lease_rows(connection, lease_id, reader, until, seqs))
+        self._counters.sampled += len(bodies)
+        return lease_id, [msgspec.msgpack.decode(body, type=Trajectory) for body in bodies]
+
+    async def _wait_for_change(self, remaining_s: float) -> None:
+        lapse = self._state.next_lapse()
+        until_lapse_s = remaining_s if lapse is None else max(0.0, lapse - time.time())
+        try:
+            async with asyncio.timeout(min(remaining_s, until_lapse_s)):
+                await self._changed.wait()
+        except TimeoutError:
+            return  # the caller looks again: its deadline has come, or a lease lapsed
+
+    def _lapse(self) -> None:
+        lapsed = self._state.lapse(time.time())
+        self._counters.lapsed_leases += len(lapsed)
+        if lapsed:
+            self._changed.set()
+
+    def _count_evicted(self, gone: list[Entry]) -> None:
+        for entry in gone:
+            if self._state.is_stale(entry):
+                self._counters.evicted_stale += 1
+            else:
+                self._counters.evicted_for_room += 1
+
+
+def _wanted(trajectories: int | None, groups: int | None, group_size: int | None) -> int:
+    if (trajectories is None) == (groups is None):
+        raise InvalidRequest("ask for either `trajectories` or `groups`", hint='such as {"trajectories": 32}')
+    if groups is not None:
+        if group_size is None or group_size < 1:
+            raise InvalidRequest("`groups` needs `group_size`, a positive integer")
+        return groups * group_size
+    assert trajectories is not None
+    return trajectories
+
+
+def _load(
+    connection: sqlite3.Connection,
+) -> tuple[list[tuple[Entry, str | None]], list[tuple[str, str, float]]]:
+    for statement in _SCHEMA.split(";"):
+        connection.execute(statement)
+    rows = connection.execute(
+        "SELECT seq, session_id, group_id, oldest_version, lease_id FROM trajectories ORDER BY seq"
+    ).fetchall()
+    leases = connection.execute("SELECT lease_id, reader, until_unix_s FROM leases").fetchall()
+    return [(Entry(*row[:4]), row[4]) for row in rows], leases
+
+
+def _replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: list[Entry]) -> None:
+    _delete(connection, gone)
+    row = (entry.seq, entry.session_id, entry.group_id, entry.oldest_version, body)
+    connection.execute(
+        "INSERT INTO trajectories(seq, session_id, group_id, oldest_version, body) VALUES (?,?,?,?,?)", row
+    )
+
+
+def _delete(connection: sqlite3.Connection, entries: list[Entry]) -> None:
+    connection.executemany("DELETE FROM trajectories WHERE seq=?", [(entry.seq,) for entry in entries])
+
+
+def _lease_rows(
+    connection: sqlite3.Connection, lease_id: str, reader: str, until: float, seqs: list[int]
+) -> list[bytes]:
+    connection.execute("DELETE FROM leases WHERE until_unix_s <= ?", (time.time(),))
+    connection.execute("INSERT INTO leases VALUES (?,?,?)", (lease_id, reader, until))
+    connection.executemany("UPDATE trajectories SET lease_id=? WHERE seq=?", [(lease_id, seq) for seq in seqs])
+    read = "SELECT body FROM trajectories WHERE seq=?"
+    return [connection.execute(read, (seq,)).fetchone()[0] for seq in seqs]
+
+
+def _delete_lease(connection: sqlite3.Connection, lease_id: str) -> None:
+    connection.execute("DELETE FROM trajectories WHERE lease_id=?", (lease_id,))
+    connection.execute("DELETE FROM leases WHERE lease_id=?", (lease_id,))

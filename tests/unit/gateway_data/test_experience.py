@@ -1,0 +1,194 @@
+"""The experience buffer: order, leases, groups, staleness and room, on disk and in the pure bookkeeping."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.types import Segment, Trajectory
+from gateway.data import Database, ExperienceBuffer
+from gateway.data.leases import BufferState, Entry
+from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
+
+
+def trajectory(name: str, version: int = 1, group: str = "g", split: str = "train") -> Trajectory:
+    return Trajectory(
+        session_id=name,
+        group_id=group,
+        sample_index=0,
+        reward=0.5,
+        status="completed",
+        mixed=False,
+        split=split,  # type: ignore[arg-type]
+        token_ids=[1, 2, 3],
+        logprobs=[0.0, -0.25, -0.5],
+        loss_mask=[0, 1, 1],
+        versions=[-1, version, version + 1],
+        turns=1,
+        segments=[
+            Segment(
+                turn=0,
+                engine="e",
+                incarnation="i",
+                version=version,
+                start=1,
+                end=3,
+                cause="start",
+                started_unix_s=0.0,
+                ended_unix_s=1.0,
+            )
+        ],
+        started_unix_s=0.0,
+        finished_unix_s=1.0,
+        tags={"env": "x"},
+    )
+
+
+@pytest.fixture
+async def buffer(tmp_path: Path) -> AsyncIterator[ExperienceBuffer]:
+    async with Database(tmp_path / "db") as database:
+        buffer = ExperienceBuffer(database, capacity=4)
+        await buffer.open()
+        yield buffer
+
+
+def names(sampled: tuple[str, list[Trajectory]]) -> list[str]:
+    return [t.session_id for t in sampled[1]]
+
+
+async def test_first_in_first_out_and_bodies_are_whole(buffer: ExperienceBuffer) -> None:
+    for name in "abc":
+        await buffer.add(trajectory(name))
+    lease, got = await buffer.sample("trainer", trajectories=2, trainer_version=1)
+    assert got == [trajectory("a"), trajectory("b")]
+    assert names(await buffer.sample("other", trajectories=2, trainer_version=1)) == ["c"]
+    assert await buffer.ack(lease) == 2
+    statistics = buffer.statistics()
+    assert (statistics.trajectories, statistics.leased, statistics.acked) == (0, 1, 2)
+
+
+async def test_a_lapsed_lease_gives_back_to_the_old_place(buffer: ExperienceBuffer) -> None:
+    for name in "abc":
+        await buffer.add(trajectory(name))
+    lease, _ = await buffer.sample("dies", trajectories=2, trainer_version=1, lease_s=0.01)
+    got = await buffer.sample("lives", trajectories=3, trainer_version=1, wait_s=5.0)
+    assert names(got) == ["a", "b", "c"]
+    with pytest.raises(NotFound, match="lapsed"):
+        await buffer.ack(lease)
+    assert buffer.statistics().lapsed_leases == 1
+
+
+async def test_sampling_waits_for_enough_and_takes_less_at_the_deadline(buffer: ExperienceBuffer) -> None:
+    waiting = asyncio.create_task(buffer.sample("t", trajectories=2, trainer_version=1, wait_s=10.0))
+    await buffer.add(trajectory("a"))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await buffer.add(trajectory("b"))
+    assert names(await asyncio.wait_for(waiting, 5)) == ["a", "b"]
+    await buffer.add(trajectory("c"))
+    assert names(await buffer.sample("t", trajectories=9, trainer_version=1, wait_s=0.01)) == ["c"]
+    assert await buffer.sample("t", trajectories=9, trainer_version=1) == ("", [])
+
+
+async def test_whole_groups_only(buffer: ExperienceBuffer) -> None:
+    for name, group in (("a0", "a"), ("b0", "b"), ("b1", "b"), ("c0", "c")):
+        await buffer.add(trajectory(name, group=group))
+    assert names(await buffer.sample("t", groups=2, group_size=2, trainer_version=1)) == ["b0", "b1"]
+    assert names(await buffer.sample("t", groups=1, group_size=2, trainer_version=1)) == []
+    assert buffer.statistics().trajectories == 2
+
+
+async def test_over_stale_ones_are_dropped_and_counted(buffer: ExperienceBuffer) -> None:
+    await buffer.add(trajectory("old", version=1))
+    await buffer.add(trajectory("new", version=3))
+    got = await buffer.sample("t", trajectories=2, trainer_version=4, staleness_max=1)
+    assert names(got) == ["new"]
+    assert buffer.statistics().evicted_stale == 1
+
+
+async def test_room_is_made_from_the_oldest_and_never_from_what_is_leased(buffer: ExperienceBuffer) -> None:
+    for name in "abcd":
+        await buffer.add(trajectory(name))
+    await buffer.sample("t", trajectories=1, trainer_version=1)
+    await buffer.add(trajectory("e"))
+    assert buffer.statistics().evicted_for_room == 1
+    assert names(await buffer.sample("t", trajectories=9, trainer_version=1)) == ["c", "d", "e"]
+    with pytest.raises(OutOfCapacity, match="4 places"):
+        await buffer.add(trajectory("f"))
+
+
+async def test_bad_requests_are_named(buffer: ExperienceBuffer) -> None:
+    with pytest.raises(InvalidRequest, match="either"):
+        await buffer.sample("t", trainer_version=1)
+    with pytest.raises(InvalidRequest, match="group_size"):
+        await buffer.sample("t", groups=1, trainer_version=1)
+    with pytest.raises(ValueError, match="evaluation"):
+        await buffer.add(trajectory("a", split="eval"))
+    await buffer.add(trajectory("a"))
+    with pytest.raises(Conflict, match="session a"):
+        await buffer.add(trajectory("a"))
+
+
+async def test_a_restart_keeps_trajectories_and_leases(tmp_path: Path) -> None:
+    async with Database(tmp_path / "db") as database:
+        buffer = ExperienceBuffer(database)
+        await buffer.open()
+        for name in "abc":
+            await buffer.add(trajectory(name))
+        lease, _ = await buffer.sample("t", trajectories=1, trainer_version=1, lease_s=1000)
+        await buffer.sample("gone", trajectories=1, trainer_version=1, lease_s=0.001)
+    async with Database(tmp_path / "db") as database:
+        buffer = ExperienceBuffer(database)
+        await buffer.open()
+        assert names(await buffer.sample("t", trajectories=9, trainer_version=1)) == ["b", "c"]
+        assert await buffer.ack(lease) == 1
+        await buffer.add(trajectory("d"))
+        assert names(await buffer.sample("t", trajectories=9, trainer_version=1)) == ["d"]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(0, 3)),
+            st.tuples(st.just("lease"), st.integers(1, 4)),
+            st.tuples(st.just("groups"), st.integers(1, 2)),
+            st.tuples(st.just("ack"), st.integers(0, 9)),
+            st.tuples(st.just("lapse"), st.integers(0, 9)),
+            st.tuples(st.just("declare"), st.integers(0, 6)),
+        ),
+        max_size=60,
+    )
+)
+def test_bookkeeping_keeps_its_invariants(events: list[tuple[str, int]]) -> None:
+    state, seq, now, evicted, used = BufferState(capacity=5), 0, 0.0, 0, 0
+    for kind, value in events:
+        now += 1
+        if kind == "add" and not state.full():
+            seq += 1
+            evicted += len(state.add(Entry(seq, f"s{seq}", f"g{value}", value)))
+        elif kind in ("lease", "groups"):
+            chosen = state.take(value) if kind == "lease" else state.take_groups(value, 2)
+            if kind == "lease":
+                assert [e.seq for e in chosen] == sorted(state.free)[:value]
+            else:
+                assert len(chosen) % 2 == 0
+            state.lease(f"l{now}", "r", chosen, now + 3)
+        elif kind == "ack" and state.leases:
+            lease = state.ack(sorted(state.leases)[value % len(state.leases)])
+            used += len(lease.entries) if lease else 0
+        elif kind == "lapse":
+            state.lapse(now)
+            assert (state.next_lapse() or now + 1) > now
+        elif kind == "declare":
+            evicted += len(state.declare(value, 2))
+            assert not any(state.is_stale(e) for e in state.free.values())
+        held = [s for lease in state.leases.values() for s in lease.entries]
+        assert len(held) == len(set(held))
+        assert not set(held) & set(state.free)
+        assert len(state) == len(state.free) + state.num_leased <= 5
+        assert seq == len(state) + evicted + used

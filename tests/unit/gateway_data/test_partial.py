@@ -1,0 +1,184 @@
+"""The partial-response pool: order, durability within its bound, and what a killed process leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gateway.core.types import SamplingParams, Segment, SessionId, TurnId, TurnRequest
+from gateway.data import Database, PartialResponsePool
+from gateway.data import partial as partial_module
+from protos.errors import NotFound, Unavailable
+
+
+def request(turn: str, session: str = "s1", index: int = 0) -> TurnRequest:
+    sampling = SamplingParams(max_tokens=8, stop=("\n",), seed=3)
+    return TurnRequest(TurnId(turn), SessionId(session), index, (1, 2, 3), sampling)
+
+
+def segment(start: int, engine: str = "e0", cause: str = "start") -> Segment:
+    return Segment(
+        turn=0,
+        engine=engine,
+        incarnation="i",
+        version=4,
+        start=start,
+        end=start,
+        cause=cause,  # type: ignore[arg-type]
+        started_unix_s=1.0,
+        ended_unix_s=1.0,
+    )
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[PartialResponsePool]:
+    async with Database(tmp_path / "gateway.sqlite") as database:
+        pool = PartialResponsePool(database, flush_interval_s=0.01)
+        await pool.open()
+        yield pool
+        await pool.close()
+
+
+async def test_a_turn_is_read_back_as_it_was_appended(pool: PartialResponsePool) -> None:
+    await pool.begin(request("t1"))
+    pool.open_segment(TurnId("t1"), segment(0))
+    pool.append(TurnId("t1"), [10, 11], [-0.1, -0.2])
+    await pool.flush()
+    pool.append(TurnId("t1"), [12], [-0.3])
+    pool.open_segment(TurnId("t1"), segment(3, "e1", "cut"))
+    pool.append(TurnId("t1"), [13], [-0.123456789012345])
+    [record] = await pool.in_flight()
+    assert record.request == request("t1")
+    assert record.token_ids == [10, 11, 12, 13]
+    assert record.logprobs == [-0.1, -0.2, -0.3, -0.123456789012345]
+    assert [(s.engine, s.start, s.end) for s in record.segments] == [("e0", 0, 3), ("e1", 3, 4)]
+    assert record.finish_reason is None
+
+
+async def test_appends_reach_the_disk_by_themselves(pool: PartialResponsePool) -> None:
+    await pool.begin(request("t1"))
+    for token in range(50):
+        pool.append(TurnId("t1"), [token], [0.0])
+    assert pool.statistics().buffered_tokens == 50
+    async with asyncio.timeout(5):
+        while not pool.statistics().flushes:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    assert pool.statistics().buffered_tokens == 0
+    assert pool.statistics().flushes == 1  # fifty appends, one transaction
+
+
+async def test_an_ended_turn_is_not_in_flight_and_stays_until_its_session_goes(pool: PartialResponsePool) -> None:
+    await pool.begin(request("t1"))
+    pool.append(TurnId("t1"), [10], [-1.0])
+    await pool.end(TurnId("t1"), "stop")
+    await pool.begin(request("t2", index=1))
+    await pool.begin(request("other", session="s2"))
+    assert [r.request.turn_id for r in await pool.in_flight()] == ["t2", "other"]
+    [first, _] = await pool.session_turns(SessionId("s1"))
+    assert (first.token_ids, first.finish_reason) == ([10], "stop")
+    await pool.forget_session(SessionId("s1"))
+    assert await pool.session_turns(SessionId("s1")) == []
+    assert [r.request.turn_id for r in await pool.in_flight()] == ["other"]
+    with pytest.raises(NotFound, match="t2"):
+        pool.append(TurnId("t2"), [1], [0.0])
+
+
+async def test_an_unknown_or_ended_turn_is_refused(pool: PartialResponsePool) -> None:
+    with pytest.raises(NotFound, match="nobody"):
+        pool.append(TurnId("nobody"), [1], [0.0])
+    await pool.begin(request("t1"))
+    await pool.end(TurnId("t1"), "aborted")
+    with pytest.raises(NotFound, match="t1"):
+        await pool.end(TurnId("t1"), "stop")
+
+
+async def test_drain_holds_the_appender_back_while_the_disk_lags(
+    pool: PartialResponsePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_module, "BUFFERED_TOKENS_MAX", 10)
+    await pool.begin(request("t1"))
+    pool.append(TurnId("t1"), list(range(10)), [0.0] * 10)
+    await asyncio.wait_for(pool.drain(), 1)
+    pool.append(TurnId("t1"), [10], [0.0])
+    held = asyncio.create_task(pool.drain())
+    await asyncio.sleep(0)
+    assert not held.done()
+    await asyncio.wait_for(held, 5)  # released by the regular flush
+    assert pool.statistics().buffered_tokens == 0
+
+
+async def test_a_failing_disk_is_told_to_every_later_caller(tmp_path: Path) -> None:
+    async with Database(tmp_path / "gateway.sqlite") as database:
+        pool = PartialResponsePool(database)
+        await pool.open()
+        await pool.begin(request("t1"))
+        await database.run(lambda connection: connection.execute("DROP TABLE turn_parts") and None)
+        pool.append(TurnId("t1"), [1], [0.0])
+        with pytest.raises(Unavailable, match="turn_parts"):
+            await pool.flush()
+        with pytest.raises(Unavailable, match="turn_parts"):
+            await pool.drain()
+        with pytest.raises(Unavailable, match="turn_parts"):
+            await pool.close()
+
+
+CHILD = textwrap.dedent(
+    """
+    import asyncio, sys
+    from pathlib import Path
+    from gateway.core.types import SamplingParams, SessionId, TurnId, TurnRequest
+    from gateway.data import Database, PartialResponsePool
+
+    async def main() -> None:
+        database = Database(Path(sys.argv[1]))
+        await database.open()
+        pool = PartialResponsePool(database, flush_interval_s=0.005)
+        await pool.open()
+        await pool.begin(TurnRequest(TurnId("t"), SessionId("s"), 0, (1,), SamplingParams(max_tokens=8)))
+        for token in range(10**9):
+            pool.append(TurnId("t"), [token], [float(token)])
+            if token % 100 == 0:
+                await pool.flush()
+                print(token, flush=True)
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    """
+)
+
+
+def test_what_was_flushed_survives_kill_9(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    promised = max(int(child.stdout.readline()) for _ in range(20))
+    os.kill(child.pid, signal.SIGKILL)
+    promised = max([promised, *(int(line) for line in child.stdout.read().splitlines() if line.endswith("00"))])
+    child.stdout.close()
+    assert child.wait() == -signal.SIGKILL
+    asyncio.run(_check_what_is_left(path, promised))
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+
+
+async def _check_what_is_left(path: Path, promised: int) -> None:
+    async with Database(path) as database:
+        pool = PartialResponsePool(database)
+        await pool.open()
+        [record] = await pool.in_flight()
+        assert len(record.token_ids) > promised
+        assert record.token_ids == list(range(len(record.token_ids)))  # each once, in order, none torn
+        assert record.logprobs == [float(token) for token in record.token_ids]
+        pool.append(TurnId("t"), [7], [7.0])  # and the turn goes on where it was
+        await pool.end(TurnId("t"), "length")
+        await pool.close()
