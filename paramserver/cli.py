@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import click
 
-from paramserver.client import RelayClient
 from paramserver.config import RelayConfig, parse_bytes
 from paramserver.membership import LocalEtcd
+from paramserver.relay_client import RelayClient
 from protos.errors import InvalidRequest, LaminarError
 from protos.process import setup_logging, write_ready_file
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType[int]):
     """Bytes, as "512MiB" or a plain number."""
 
     name = "size"
@@ -43,7 +43,7 @@ class _Size(click.ParamType):
             self.fail(str(error), param, context)
 
 
-class _Address(click.ParamType):
+class _Address(click.ParamType[str]):
     """HOST:PORT."""
 
     name = "host:port"

@@ -11,8 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from paramserver.client import RelayStatus, SealedVersion
 from paramserver.config import show_bytes
+from paramserver.relay_client import RelayStatus, SealedVersion
 
 
 def show_status(status: RelayStatus, *, as_json: bool) -> None:

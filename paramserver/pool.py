@@ -144,8 +144,7 @@ class Pool:
                 raise OutOfCapacity(f"{sum(sizes)} bytes wanted, {self._available_bytes()} available in the pool")
             taken: list[PoolFile] = []
             try:
-                for size in sizes:
-                    taken.append(self._take_one(size))
+                taken.extend(self._take_one(size) for size in sizes)
             except (OSError, OutOfCapacity):
                 self._free.extend(taken)
                 self._used.difference_update(taken)

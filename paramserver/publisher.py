@@ -16,17 +16,15 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paramserver.core.layout import FileLayout, TensorSpec, plan_layout
 from paramserver.core.records import Epoch, FileSpec, Manifest, check_model_name, version_root
 from paramserver.data.publish import Image, write_mapped, write_tcp
 from paramserver.data.wire import Greeting
+from paramserver.relay_client import RelayClient
+from paramserver.ticket import Ticket
 from protos.errors import LaminarError, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
-
-if TYPE_CHECKING:
-    from paramserver.client import RelayClient, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +93,6 @@ async def _publish_once(
     *,
     force_tcp: bool,
 ) -> Ticket:
-    from paramserver.client import Ticket
-
     master = await relay.master_of(request.model)
     await master.hold_run(request.model, request.run, f"{socket.gethostname()}:{os.getpid()}")
     timeout_s = request.wait_room_s + master.timeout_s

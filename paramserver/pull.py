@@ -19,13 +19,13 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from paramserver.client import Lease, RelayClient
 from paramserver.config import show_bytes
 from paramserver.core.records import DIGEST_BYTES, ChunkMap, Manifest, digest, version_root
 from paramserver.data.fetch import Fetch
 from paramserver.data.tcp import TcpLink, dialer
 from paramserver.data.transport import Source
 from paramserver.data.wire import Greeting
+from paramserver.relay_client import Lease, RelayClient
 from protos.errors import Conflict, Corrupt
 
 JOURNAL = ".laminar-pull"

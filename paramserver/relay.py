@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 WATCHER_EVENTS_MAX = 256  # a watcher that falls further behind is cut off and starts again from the state
 HOUSEKEEPING_S = 0.25
-FETCH_PATIENCE_S = 15.0  # without a byte from anybody for this long, a fetch lets a newer version go first
+IDLE_S = 2.0  # a fetch without a byte for this long makes way for a newer sealed version
 SERVED_RECENTLY_S = 2.0  # a version that somebody downstream still reads is not retired under it
 
 
@@ -70,6 +70,7 @@ class Relay:
         self.pins = Pins()
         self.models: dict[str, ModelVersions] = {}
         self.changed = asyncio.Condition()
+        self.closing = False
         self._watchers: set[_Watcher] = set()
         self._running: dict[tuple[str, int], _Running] = {}
         self._no_room: set[tuple[str, int]] = set()
@@ -87,6 +88,8 @@ class Relay:
         async for facts in self.seat.follow():
             for fact in facts:
                 self.take_fact(fact)
+            for model in list(self.models):
+                self.tidy(model)
             await self._notify()
 
     async def housekeep(self) -> None:
@@ -100,12 +103,17 @@ class Relay:
                 self.tidy(model)
             await self._notify()
 
-    async def close(self) -> None:
-        """Ends fetches and watchers."""
-        for running in self._running.values():
-            running.fetch.cancel()
+    async def dismiss(self) -> None:
+        """Ends the streams that would otherwise wait for ever: watchers, runs, tickets."""
+        self.closing = True
         for watcher in self._watchers:
             _offer(watcher, None)
+        await self._notify()
+
+    async def close(self) -> None:
+        """Ends fetches and what runs in the background."""
+        for running in self._running.values():
+            running.fetch.cancel()
         tasks = [running.task for running in self._running.values()] + list(self._background)
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -196,7 +204,7 @@ class Relay:
             case VersionFact(model, version, record):
                 self.record(model, version, record)
             case HolderFact(model, version, relay, present):
-                self.apply(model, self.of(model).holder(version, relay, present=present))
+                self.of(model).holder(version, relay, present=present)
             case MasterFact(model, seen):
                 log.info("%s: master is %s", model, seen.master.name if seen else "nobody")
             case MemberFact(name, member):
@@ -235,7 +243,14 @@ class Relay:
             if snapshot is not None and time.monotonic() - snapshot.served_at < SERVED_RECENTLY_S:
                 pins[record.version] += 1
         self.apply(model, versions.retire(pins))
-        self.apply(model, versions.retry())
+        self._cancel_overtaken(model)
+        self.apply(model, versions.next_fetch())
+
+    def _cancel_overtaken(self, model: str) -> None:
+        """A fetch that gets no bytes makes way for a newer sealed version; others keep what they have and wait."""
+        for (of, version), running in self._running.items():
+            if of == model and running.fetch.idle_s > IDLE_S and self.of(model).overtaken(version):
+                running.fetch.cancel()
 
     def _show(self, sealed: Sealed) -> None:
         snapshot = self.store.get(sealed.model, sealed.version)
@@ -302,7 +317,6 @@ class Relay:
             lambda: self._sources(announced),
             tcp.dialer(self.config.silence_s),
             num_stripes=self.config.num_stripes,
-            patience_s=FETCH_PATIENCE_S,
         )
         task = asyncio.ensure_future(self._fetch(fetch, snapshot))
         self._running[manifest.model, manifest.version] = _Running(fetch, snapshot, task)
@@ -347,6 +361,7 @@ class Relay:
         elif state.stage == "filling":
             await self._remove(snapshot, "its bytes could not be had", after=None)
             versions.gave_up(manifest.version)
+        self.tidy(manifest.model)
         await self._notify()
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -33,6 +34,7 @@ from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
 log = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
+SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
 SOCKET_PATH_MAX = 100  # the kernel takes 107
 SERVICE = relay_pb2.DESCRIPTOR.services_by_name["Relay"].full_name
 
@@ -64,18 +66,19 @@ async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None])
         on_ready(addresses)
         log.info("relay %s serves gRPC on %s, bytes on %s", config.name, addresses["grpc"], addresses["data"])
         stop = _stop_event()
-        waiting = asyncio.ensure_future(stop.wait())
-        await asyncio.wait([waiting, failed], return_when=asyncio.FIRST_COMPLETED)
+        failed.add_done_callback(lambda _: stop.set())
+        await stop.wait()
         if failed.done():
-            waiting.cancel()
             failed.result()
 
 
 @contextlib.asynccontextmanager
 async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, str], asyncio.Future[None]]]:
     """A relay, serving; yields its addresses and the task in which it lives (done only when it broke)."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    grpc_address = _bind(server, config)
     async with contextlib.AsyncExitStack() as stack:
-        # Closing runs in the reverse order: control stops taking calls, fetches end, the seat is given up,
+        # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the seat is given up,
         # the data port closes, and last the memory goes.
         registry = await EtcdRegistry.connect(config.etcd)
         stack.push_async_callback(registry.close)
@@ -91,8 +94,6 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         socket_path = _socket_path(config.pool_dir)
         data.listen_unix(socket_path)
 
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)])
-        grpc_address = _bind(server, config)
         member = Member(config.name, secrets.token_hex(8), grpc_address, data_address, config.publish_host, config.zone)
         seat = Seat(registry, member, ttl_s=config.lease_ttl_s)
         await seat.take()
@@ -109,6 +110,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         )
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
+        stack.push_async_callback(relay.dismiss)
         yield {"grpc": grpc_address, "data": data_address, "name": config.name}, life
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+import grpc.aio
 
 from paramserver.core.layout import TensorSpec
 from paramserver.core.records import Epoch, Sealed
@@ -158,7 +159,9 @@ class RelayService(pb_grpc.RelayServicer):
         try:
             yield pb.HoldRunReply(epoch=_epoch(self._relay.seat.epoch(request.model)))
             async with self._relay.changed:
-                await self._relay.changed.wait_for(lambda: not self._relay.seat.is_master(request.model))
+                await self._relay.changed.wait_for(
+                    lambda: self._relay.closing or not self._relay.seat.is_master(request.model)
+                )
         finally:
             self._publishing.unclaim(request.model, claim)
 
@@ -204,7 +207,9 @@ class RelayService(pb_grpc.RelayServicer):
         if not _reached(reply, request):
             try:
                 async with asyncio.timeout(min(request.wait_s, STAGE_WAIT_MAX_S)), self._relay.changed:
-                    await self._relay.changed.wait_for(lambda: _reached(self._stage(request), request))
+                    await self._relay.changed.wait_for(
+                        lambda: self._relay.closing or _reached(self._stage(request), request)
+                    )
             except TimeoutError:
                 pass
             reply = self._stage(request)

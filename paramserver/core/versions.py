@@ -110,14 +110,14 @@ class ModelVersions:
 
     def announced(self, record: Announced) -> list[Effect]:
         self._state(record.manifest.version).announced = record
-        return self._next_fetch()
+        return []
 
     def sealed(self, record: Sealed) -> list[Effect]:
         state = self._state(record.version)
         if state.sealed is not None or state.ended is not None:
             return []
         state.sealed = record
-        return [Tell("sealed", record), *self._show(record.version), *self._next_fetch()]
+        return [Tell("sealed", record), *self._show(record.version)]
 
     def ended(self, version: int, record: Ended) -> list[Effect]:
         state = self._state(version)
@@ -129,12 +129,12 @@ class ModelVersions:
         effects: list[Effect] = [Drop(version, f"{record.why}: {record.reason}")] if here else []
         if state.sealed is not None:
             effects.append(Tell("lost", state.sealed))
-        return [*effects, *self._next_fetch()]
+        return effects
 
-    def holder(self, version: int, relay: str, *, present: bool) -> list[Effect]:
+    def holder(self, version: int, relay: str, *, present: bool) -> None:
+        """Another relay (or this one) is known to hold the version, or no longer is."""
         state = self._state(version)
         (state.holders.add if present else state.holders.discard)(relay)
-        return self._next_fetch() if present else []
 
     # ---- events from this relay
 
@@ -149,14 +149,11 @@ class ModelVersions:
         state = self._state(version)
         state.root = root
         self._move(state, "complete")
-        return [*self._show(version), *self._next_fetch()]
+        return self._show(version)
 
     def gave_up(self, version: int) -> None:
-        """The bytes could not be had now; the owner calls `retry` when it may go better."""
+        """The bytes could not be had, or nobody needs them any more; `next_fetch` decides what follows."""
         self._move(self._state(version), "known")
-
-    def retry(self) -> list[Effect]:
-        return self._next_fetch()
 
     def withdrawn(self, version: int, reason: str) -> list[Effect]:
         """This relay's own bytes of a version turned out bad; others may still hold it."""
@@ -165,7 +162,7 @@ class ModelVersions:
             return []
         told: list[Effect] = [Tell("lost", state.sealed)] if state.stage == "shown" and state.sealed else []
         self._move(state, "ended")
-        return [Drop(version, reason), *told, *self._next_fetch()]
+        return [Drop(version, reason), *told]
 
     def retire(self, pins: Mapping[int, int]) -> list[Effect]:
         """Versions beyond the newest `retain` shown that nobody pins (`pins`: version to number of pins)."""
@@ -177,6 +174,24 @@ class ModelVersions:
         return effects
 
     # ---- decisions
+
+    def next_fetch(self) -> list[Effect]:
+        """What to bring here next. Ask after a whole batch of events: the first of them alone may mislead."""
+        if any(state.stage == "filling" for state in self._versions.values()):
+            return []
+        for version, state in self.items():
+            if state.stage != "known" or state.announced is None:
+                continue
+            if self.overtaken(version):
+                self._move(state, "skipped")
+                continue
+            return [Fetch(state.announced)]
+        return []
+
+    def overtaken(self, version: int) -> bool:
+        """Whether a newer version is sealed."""
+        newest = self.newest_sealed
+        return newest is not None and newest > version
 
     def _state(self, version: int) -> VersionState:
         return self._versions.setdefault(version, VersionState())
@@ -195,19 +210,3 @@ class ModelVersions:
             return [Drop(version, state.ended.reason)]
         self._move(state, "shown")
         return [Show(state.sealed), Tell("available", state.sealed)]
-
-    def _next_fetch(self) -> list[Effect]:
-        if any(state.stage == "filling" for state in self._versions.values()):
-            return []
-        for version, state in self.items():
-            if state.stage != "known" or state.announced is None:
-                continue
-            if self._overtaken(version):
-                self._move(state, "skipped")
-                continue
-            return [Fetch(state.announced)]
-        return []
-
-    def _overtaken(self, version: int) -> bool:
-        newest = self.newest_sealed
-        return newest is not None and newest > version

@@ -78,6 +78,11 @@ class Fetch:
     def bytes_done(self) -> int:
         return self._state.bytes_done
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last byte came."""
+        return time.monotonic() - self._progress_at
+
     def bypassed(self) -> set[str]:
         """Sources left alone right now."""
         now = time.monotonic()

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import TypeVar
 
 import grpc
+import grpc.aio
 from etcd3aio import Etcd3Client, EtcdError
 from etcd3aio.kv import KVService, prefix_range_end
 
@@ -95,7 +96,7 @@ class EtcdRegistry:
         try:
             async with asyncio.timeout(self._timeout_s):
                 reply = await stream.read()
-            return bool(reply != grpc.aio.EOF and reply.TTL > 0)
+            return bool(getattr(reply, "TTL", 0) > 0)  # EOF: the server ended the stream
         finally:
             stream.cancel()
 

@@ -1,0 +1,329 @@
+"""A client of one relay: status, versions, watch, acquire, and what publishing builds on.
+
+Invariants:
+- only sealed versions that the relay holds complete are ever shown or acquired;
+- a lease that lapsed is never quietly taken for one that was held: `release` raises NotFound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from paramserver.data.publish import Mappings
+from protos import grpc_errors
+from protos.errors import StaleEpoch, Unavailable
+from protos.laminar.v1 import relay_pb2 as pb
+from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+T = TypeVar("T")
+
+EventKind = Literal["sealed", "available", "retired", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class SealedVersion:
+    """A sealed version as one relay sees it."""
+
+    model: str
+    version: int
+    step: int
+    run: str
+    root_digest: str
+    size_bytes: int
+    sealed_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class VersionEvent:
+    """What happened to a version; `available` means sealed and held complete by the watched relay."""
+
+    kind: EventKind
+    version: SealedVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A pin on the local relay: until `ttl_s` after the last renewal, `path` is not retired."""
+
+    lease_id: str
+    model: str
+    version: int
+    path: Path
+    root_digest: str
+    step: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatus:
+    """One version on its way into a relay."""
+
+    model: str
+    version: int
+    upstream: str
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinStatus:
+    """One pin on a relay's snapshot."""
+
+    model: str
+    version: int
+    holder: str
+    expires_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """What a relay knows of one model: its master, the chain of the newest plan, the versions held here."""
+
+    model: str
+    master: str
+    epoch: str
+    plan: int
+    chain: tuple[str, ...]
+    versions: tuple[int, ...]
+    newest_sealed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatus:
+    """One relay's own view of itself and of its models."""
+
+    relay: str
+    instance: str
+    members: tuple[str, ...]
+    models: tuple[ModelStatus, ...]
+    transfers: tuple[TransferStatus, ...]
+    pins: tuple[PinStatus, ...]
+    pool_bytes: int
+    used_bytes: int
+    quarantined_bytes: int
+    cut_off: tuple[str, ...]
+    registry_reachable: bool
+    data_address: str
+
+    @property
+    def held(self) -> dict[str, tuple[int, ...]]:
+        """Versions held complete and sealed, per model."""
+        return {model.model: model.versions for model in self.models}
+
+
+class RelayClient:
+    """A connection to one relay's gRPC port, "host:port". Every call has `timeout_s` as its deadline."""
+
+    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self._channel: grpc.aio.Channel | None = None
+        self._peers: dict[str, RelayClient] = {}
+        self._claims: dict[tuple[str, str], RunHold] = {}
+        self.mappings = Mappings()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Gives up the runs claimed through this client, and its connections."""
+        for hold in self._claims.values():
+            await hold.close()
+        self._claims.clear()
+        for peer in self._peers.values():
+            await peer.close()
+        self._peers.clear()
+        self.mappings.close()
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def status(self) -> RelayStatus:
+        return _status(await self.call(self.stub.Status(pb.StatusRequest(), timeout=self.timeout_s)))
+
+    async def versions(self, model: str) -> list[SealedVersion]:
+        """Sealed versions that this relay holds complete, ascending. UnknownModel names those that exist."""
+        reply = await self.call(self.stub.Versions(pb.VersionsRequest(model=model), timeout=self.timeout_s))
+        return [_sealed(version) for version in reply.versions]
+
+    async def newest(self, model: str) -> SealedVersion | None:
+        """The newest of `versions`; None while there is none."""
+        held = await self.versions(model)
+        return held[-1] if held else None
+
+    async def watch(self, model: str) -> AsyncIterator[VersionEvent]:
+        """The current state, then every change. Reconnects by itself; the state then comes again, without repeats."""
+        seen: dict[int, EventKind] = {}
+        attempt = 0
+        while True:
+            try:
+                async for message in self.stub.Watch(pb.WatchRequest(model=model), wait_for_ready=True):
+                    attempt = 0
+                    event = VersionEvent(cast(EventKind, message.kind), _sealed(message.version))
+                    if seen.get(event.version.version) != event.kind:
+                        seen[event.version.version] = event.kind
+                        yield event
+            except grpc.aio.AioRpcError as error:
+                found = grpc_errors.from_rpc_error(error, self.address)
+                if not isinstance(found, Unavailable):
+                    raise found from error
+                log.info("watch on %s at %s ended, watching again: %s", model, self.address, found)
+            await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
+            attempt += 1
+
+    async def acquire(self, model: str, version: int | None = None, *, holder: str, ttl_s: float = 60.0) -> Lease:
+        """Pins `version` (None: the newest). NotFound when this relay does not hold it sealed and complete."""
+        request = pb.AcquireRequest(model=model, version=version, holder=holder, ttl_s=ttl_s)
+        lease = await self.call(self.stub.Acquire(request, timeout=self.timeout_s))
+        return Lease(
+            lease.lease_id, lease.model, lease.version, Path(lease.path), lease.root_digest, lease.step, lease.ttl_s
+        )
+
+    async def renew(self, lease: Lease) -> None:
+        """The pin holds for another `ttl_s` from now. NotFound when it had lapsed."""
+        await self.call(self.stub.Renew(pb.LeaseRequest(lease_id=lease.lease_id), timeout=self.timeout_s))
+
+    async def release(self, lease: Lease) -> None:
+        """Ends the pin. NotFound when it had lapsed: what was loaded under it does not count."""
+        await self.call(self.stub.Release(pb.LeaseRequest(lease_id=lease.lease_id), timeout=self.timeout_s))
+
+    # ---- what the publisher and the CLI build on
+
+    @property
+    def stub(self) -> pb_grpc.RelayAsyncStub:
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return pb_grpc.RelayStub(self._channel)
+
+    async def call(self, reply: Awaitable[T]) -> T:
+        """Awaits an RPC; its failure in the error vocabulary."""
+        try:
+            return await reply
+        except grpc.aio.AioRpcError as error:
+            raise grpc_errors.from_rpc_error(error, self.address) from error
+
+    async def master_of(self, model: str) -> RelayClient:
+        """A client of the model's master relay; this one, when it is the master itself."""
+        timeout_s = max(self.timeout_s, 15.0)  # an election may have to run first
+        reply = await self.call(self.stub.Locate(pb.LocateRequest(model=model), timeout=timeout_s))
+        if reply.grpc_address == self.address:
+            return self
+        if reply.grpc_address not in self._peers:
+            self._peers[reply.grpc_address] = RelayClient(reply.grpc_address, timeout_s=self.timeout_s)
+        return self._peers[reply.grpc_address]
+
+    async def hold_run(self, model: str, run: str, publisher: str) -> None:
+        """Claims the model for `run` until this client closes. Conflict when another publisher is connected."""
+        hold = self._claims.get((model, run))
+        if hold is not None and hold.alive:
+            return
+        self._claims[model, run] = await RunHold.open(self, model, run, publisher)
+
+
+class RunHold:
+    """A claim on a model for one run; it lives as long as its stream."""
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task = task
+
+    @classmethod
+    async def open(cls, relay: RelayClient, model: str, run: str, publisher: str) -> RunHold:
+        call = relay.stub.HoldRun(pb.HoldRunRequest(model=model, run=run, publisher=publisher))
+        stream = aiter(call)
+        await relay.call(_first(stream, relay.timeout_s))
+        return cls(asyncio.create_task(_drain(stream)))
+
+    @property
+    def alive(self) -> bool:
+        return not self._task.done()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def _first(stream: AsyncIterator[pb.HoldRunReply], timeout_s: float) -> pb.HoldRunReply:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(stream)
+    except TimeoutError as error:
+        raise Unavailable(f"the relay did not grant the run within {timeout_s} s") from error
+    except StopAsyncIteration as error:
+        raise StaleEpoch("the relay is not master any more") from error
+
+
+async def _drain(stream: AsyncIterator[pb.HoldRunReply]) -> None:
+    """Returns when the relay ends the claim or goes away; cancelling ends the stream."""
+    try:
+        async for _ in stream:
+            pass
+    except grpc.aio.AioRpcError as error:
+        log.info("the claim on a run ended: %s", error.details())
+
+
+def _sealed(message: pb.SealedVersion) -> SealedVersion:
+    return SealedVersion(
+        message.model,
+        message.version,
+        message.step,
+        message.run,
+        message.root_digest,
+        message.size_bytes,
+        message.sealed_unix_s,
+    )
+
+
+def _status(reply: pb.StatusReply) -> RelayStatus:
+    return RelayStatus(
+        relay=reply.relay,
+        instance=reply.instance,
+        members=tuple(reply.members),
+        models=tuple(_model_status(model) for model in reply.models),
+        transfers=tuple(
+            TransferStatus(t.model, t.version, t.upstream, t.bytes_done, t.bytes_total) for t in reply.transfers
+        ),
+        pins=tuple(PinStatus(p.model, p.version, p.holder, p.expires_in_s) for p in reply.pins),
+        pool_bytes=reply.pool_bytes,
+        used_bytes=reply.used_bytes,
+        quarantined_bytes=reply.quarantined_bytes,
+        cut_off=tuple(reply.cut_off),
+        registry_reachable=reply.registry_reachable,
+        data_address=reply.data_address,
+    )
+
+
+def _model_status(model: pb.ModelStatus) -> ModelStatus:
+    return ModelStatus(
+        model=model.model,
+        master=model.master,
+        epoch=f"{model.epoch.store_id}/{model.epoch.revision}",
+        plan=model.plan,
+        chain=tuple(model.chain),
+        versions=tuple(model.versions),
+        newest_sealed=model.newest_sealed if model.HasField("newest_sealed") else None,
+    )

@@ -1,0 +1,70 @@
+"""Relay processes for tests, as a pytest plugin."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.support.processes import Daemon, start
+
+T = TypeVar("T")
+
+
+class Relays:
+    """Starts relays against one etcd; each has a small pool in shared memory and a short lease."""
+
+    def __init__(self, etcd: str, directory: Path) -> None:
+        self.etcd = etcd
+        self.directory = directory
+        self.pools = Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm"))
+        self.daemons: list[Daemon] = []
+
+    def start(self, name: str, *flags: str, pool_bytes: str = "64MiB") -> Daemon:
+        daemon = start(
+            f"relay-{name}-{len(self.daemons)}",
+            [
+                "paramserver",
+                "serve",
+                *("--name", name),
+                *("--etcd", self.etcd),
+                *("--pool-dir", str(self.pools / f"{name}-{len(self.daemons)}")),
+                *("--pool-bytes", pool_bytes),
+                *("--lease-ttl-s", "2"),
+                *flags,
+            ],
+            self.directory,
+        )
+        self.daemons.append(daemon)
+        return daemon
+
+    def close(self) -> None:
+        """Ends those that still live, and fails when one does not end cleanly."""
+        codes = {daemon.name: daemon.stop() for daemon in self.daemons if daemon.process.poll() is None}
+        shutil.rmtree(self.pools)
+        assert not any(codes.values()), codes
+
+
+@pytest.fixture
+def relays(etcd: str, tmp_path: Path) -> Iterator[Relays]:
+    """A factory of relay processes, all ended with the test."""
+    found = Relays(etcd, tmp_path)
+    yield found
+    found.close()
+
+
+async def until(condition: Callable[[], Awaitable[T]], what: str, timeout_s: float = 20.0) -> T:
+    """Polls until `condition` gives something true; fails naming `what`."""
+
+    deadline = time.monotonic() + timeout_s
+    while not (found := await condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        await asyncio.sleep(0.02)
+    return found

@@ -1,0 +1,64 @@
+"""Chunk numbering and roots."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.core.records import ChunkMap, Epoch, FileSpec, Manifest, check_model_name, digest, version_root
+from protos.errors import InvalidRequest
+
+MANIFEST = Manifest("policy", 3, "run", 7, Epoch("store", 5), (FileSpec("a", 5), FileSpec("b", 3)), chunk_bytes=4)
+DIGESTS = [digest(b"one"), digest(b"two"), digest(b"three")]
+
+
+@given(st.lists(st.integers(0, 40), max_size=6), st.integers(1, 9))
+def test_chunks_cover_every_byte_of_every_file_once(sizes: list[int], chunk_bytes: int) -> None:
+    chunks = ChunkMap(sizes, chunk_bytes)
+    seen = [
+        (chunk.file, byte)
+        for chunk in map(chunks.chunk, range(chunks.num_chunks))
+        for byte in range(chunk.offset, chunk.offset + chunk.length)
+    ]
+    assert seen == [(file, byte) for file, size in enumerate(sizes) for byte in range(size)]
+    assert [i for f in range(len(sizes)) for i in chunks.range_of(f)] == list(range(chunks.num_chunks))
+
+
+def test_a_chunk_out_of_range_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="chunk 3 of 3"):
+        ChunkMap.of(MANIFEST).chunk(3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "critic"},
+        {"version": 4},
+        {"epoch": Epoch("store", 6)},
+        {"epoch": Epoch("other", 5)},
+        {"files": (FileSpec("a", 5), FileSpec("c", 3))},
+    ],
+)
+def test_the_root_binds_model_version_epoch_and_layout(other: dict[str, object]) -> None:
+    changed = msgspec.structs.replace(MANIFEST, **other)
+    assert version_root(changed, DIGESTS) != version_root(MANIFEST, DIGESTS)
+
+
+def test_the_root_binds_every_chunk_in_order() -> None:
+    root = version_root(MANIFEST, DIGESTS)
+    assert root == version_root(MANIFEST, list(DIGESTS))
+    assert root != version_root(MANIFEST, [DIGESTS[1], DIGESTS[0], DIGESTS[2]])
+    assert root != version_root(MANIFEST, [*DIGESTS[:2], digest(b"four")])
+
+
+def test_run_and_step_are_labels_that_the_root_does_not_cover() -> None:
+    relabelled = msgspec.structs.replace(MANIFEST, run="other", step=90)
+    assert version_root(relabelled, DIGESTS) == version_root(MANIFEST, DIGESTS)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "-x", "x" * 65, "é"])
+def test_model_names_that_would_break_paths_and_keys_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot name a model"):
+        check_model_name(name)
