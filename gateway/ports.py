@@ -1,0 +1,96 @@
+"""The seam between the HTTP handlers and the machinery behind them: what a handler may ask for, and nothing else.
+
+Errors of every method are LaminarError subclasses; handlers turn them into HTTP answers by their table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from gateway.core.types import Segment, SessionId, TokenDelta, TurnRequest
+
+IdentitySource = Literal["url", "api_key", "header", "body", "none"]
+Message = Mapping[str, Any]
+"""One chat message as OpenAI's API has it: role, content, tool_calls, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionIdentity:
+    """Which session a request names, and where. `None`: the call is a session of its own, gone when it ends."""
+
+    session_id: SessionId | None
+    source: IdentitySource
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model this gateway serves. `context_tokens` bounds prompt and answer together."""
+
+    name: str
+    context_tokens: int
+    created_unix_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session as it stood when the turn opened it.
+
+    `recorded_ids` are all ids of its turns so far (prompts, answers, tool results); the next turn's prompt extends
+    them, or starts the record anew. `recorded_messages` is the history that these ids stand for, answers included.
+    """
+
+    session_id: SessionId
+    turn_index: int
+    recorded_ids: Sequence[int]
+    recorded_messages: Sequence[Message]
+    ephemeral: bool
+    last_finish_reason: str | None = None  # of the last turn: "length" leaves the assistant's message unclosed
+
+
+class TurnRun(Protocol):
+    """One turn under way: an asynchronous context manager and iterator of deltas.
+
+    Leaving the context before the last delta gives the turn up (`aborted`), unless `finish_early` was called.
+    """
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    async def finish_early(self, num_tokens: int) -> None:
+        """A stop string matched: the turn ends with its first `num_tokens` generated tokens, reason "stop"."""
+        ...
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Segments so far; `start` and `end` count the turn's generated tokens."""
+        ...
+
+
+class Turns(Protocol):
+    """What the OpenAI handlers need of the gateway."""
+
+    def models(self) -> Sequence[ModelInfo]: ...
+
+    def session_of_key(self, api_key: str) -> SessionId | None:
+        """The session whose key this is; None for any other key."""
+        ...
+
+    async def open_session(self, identity: SessionIdentity) -> SessionView:
+        """Gets or makes the session. Raises Conflict while another turn of it runs or when it has ended."""
+        ...
+
+    def start(self, request: TurnRequest) -> TurnRun:
+        """The turn, not yet started: entering the context places it. OutOfCapacity when every queue is full."""
+        ...
+
+    async def record_turn(self, request: TurnRequest, messages: Sequence[Message]) -> None:
+        """The turn's whole history, the answer included, for the next turn to extend."""
+        ...
