@@ -256,5 +256,5 @@ def _read_turn(connection: sqlite3.Connection, turn_id: str, request: bytes, out
 
 def _close_segments(segments: list[Segment], num_tokens: int) -> list[Segment]:
     """Each segment ends where the next begins; the last one with the tokens that are known."""
-    ends = [*(later.start for later in segments[1:]), num_tokens]
+    ends = [*(later.start for later in segments[1:]), num_tokens][: len(segments)]
     return [msgspec.structs.replace(segment, end=end) for segment, end in zip(segments, ends, strict=True)]
