@@ -18,6 +18,7 @@ TurnId = NewType("TurnId", str)
 EngineName = NewType("EngineName", str)
 Version = NewType("Version", int)
 """A weight version; 0 is what an engine was started with, before any published one."""
+NO_VERSION = Version(0)
 
 FinishReason = Literal["stop", "length"]
 SegmentCause = Literal["start", "move", "cut"]

@@ -1,0 +1,204 @@
+"""The fleet as the gateway knows it: engines, their intake, and when one may load a newer version. Pure.
+
+Invariants:
+- only the transitions of `TRANSITIONS` happen; an illegal one raises and changes nothing;
+- turns run only on `serving` engines; an engine refreshes only when it is empty;
+- the last engine of a version does not leave it while a live session needs it, until `version_hold_s` has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version
+
+EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
+
+TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
+    "joining": frozenset({"serving", "refreshing", "dead"}),  # answers, but may hold no wanted version
+    "serving": frozenset({"refreshing", "dead", "joining"}),
+    "refreshing": frozenset({"serving", "fenced", "dead"}),
+    "fenced": frozenset({"refreshing", "dead", "joining"}),  # a load failed: it never serves before one succeeds
+    "dead": frozenset({"joining"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """The knobs of intake, refresh and capacity. Times in seconds."""
+
+    max_running: int = 64  # B: turns of one engine at once
+    kv_max: float = 0.9  # C_max: share of an engine's KV tokens that plans and admission may fill
+    intake_batch: int = 64  # sessions admitted before the intake closes
+    intake_age_s: float = 600.0
+    intake_min_batch: int = 1  # sessions admitted before a newer version closes the intake
+    version_hold_s: float = 120.0
+    drain_max_s: float = 60.0
+    min_util: float = 0.25
+    staleness_max: int = 4
+
+
+@dataclass(slots=True)
+class TurnLoad:
+    """A turn in flight on an engine; `tokens` grows as they come."""
+
+    turn_id: TurnId
+    session_id: SessionId
+    tokens: int
+    tokens_max: int  # prompt and the most it may still generate
+
+
+@dataclass(slots=True)
+class EngineState:
+    name: EngineName
+    kind: str
+    url: str
+    status: EngineStatus = "dead"
+    version: Version = NO_VERSION
+    incarnation: str = ""
+    kv_capacity_tokens: int = 0
+    context_tokens: int = 0
+    kv_usage: float = 0.0  # as the engine reports it, 0..1
+    running_reported: int = 0
+    waiting_reported: int = 0
+    intake_open: bool = False
+    intake_opened_at: float = 0.0
+    intake_closed_at: float = 0.0
+    admitted: int = 0  # sessions of the present intake
+    turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
+    available: Version = NO_VERSION  # newest version that its host's relay holds
+    last_error: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """KV tokens of its turns in flight, by the gateway's own count."""
+        return sum(turn.tokens for turn in self.turns.values())
+
+    def to(self, status: EngineStatus) -> None:
+        if status not in TRANSITIONS[self.status]:
+            raise ValueError(f"engine {self.name}: no way from {self.status} to {status}")
+        self.status = status
+        if status != "serving":
+            self.intake_open = False
+
+    def open_intake(self, now: float) -> None:
+        self.intake_open, self.intake_opened_at, self.admitted = True, now, 0
+
+    def close_intake(self, now: float) -> None:
+        self.intake_open, self.intake_closed_at = False, now
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeChange:
+    engine: EngineName
+    open: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshDecision:
+    engine: EngineName
+    to_version: Version
+    reason: str
+    forced_sessions: tuple[SessionId, ...] = ()  # live sessions that lose their version by it
+
+
+@dataclass(slots=True)
+class FleetState:
+    """Every engine, and which version each live session is on."""
+
+    config: FleetConfig
+    engines: dict[EngineName, EngineState] = field(default_factory=dict)
+    session_versions: dict[SessionId, Version] = field(default_factory=dict)
+    group_versions: dict[GroupId, Version] = field(default_factory=dict)
+    newest: Version = NO_VERSION  # newest sealed
+
+    def sorted_engines(self) -> list[EngineState]:
+        return [self.engines[name] for name in sorted(self.engines)]
+
+    def serving(self, version: Version) -> list[EngineState]:
+        return [e for e in self.sorted_engines() if e.status == "serving" and e.version == version]
+
+    def live_sessions(self, version: Version) -> tuple[SessionId, ...]:
+        return tuple(sorted(s for s, v in self.session_versions.items() if v == version))
+
+    # -- intake
+
+    def intake_changes(self, now: float) -> list[IntakeChange]:
+        """Applies and returns what has to open or close now."""
+        changes = [
+            c for engine in self.sorted_engines() if engine.status == "serving" for c in self._intake(engine, now)
+        ]
+        for change in changes:
+            engine = self.engines[change.engine]
+            engine.open_intake(now) if change.open else engine.close_intake(now)
+        return changes
+
+    def _intake(self, engine: EngineState, now: float) -> Iterable[IntakeChange]:
+        c = self.config
+        newer = engine.available > engine.version
+        if engine.intake_open:
+            if newer and engine.admitted >= c.intake_min_batch:
+                yield IntakeChange(
+                    engine.name, False, f"version {engine.available} is here; {engine.admitted} admitted"
+                )
+            elif newer and not engine.turns:
+                yield IntakeChange(engine.name, False, f"version {engine.available} is here and nothing runs")
+            elif engine.admitted >= c.intake_batch:
+                yield IntakeChange(engine.name, False, f"batch of {c.intake_batch} admitted")
+            elif now - engine.intake_opened_at >= c.intake_age_s and engine.admitted:
+                yield IntakeChange(engine.name, False, f"open for {c.intake_age_s:g} s")
+        elif not newer and len(engine.turns) < c.max_running:
+            yield IntakeChange(engine.name, True, f"nothing newer than version {engine.version}")
+        elif newer and self._straggling(engine, now):
+            yield IntakeChange(
+                engine.name, True, f"stragglers held it for {c.drain_max_s:g} s; within the staleness bound"
+            )
+
+    def _straggling(self, engine: EngineState, now: float) -> bool:
+        """Kept from its refresh for too long by few turns, and still fresh enough for another batch."""
+        c = self.config
+        return (
+            0 < len(engine.turns) < c.min_util * c.max_running
+            and now - engine.intake_closed_at >= c.drain_max_s
+            and self.newest - engine.version < c.staleness_max
+        )
+
+    # -- refresh
+
+    def refresh_decisions(self, now: float) -> list[RefreshDecision]:
+        """Engines that may load their host's newest version now. Each is marked `refreshing`."""
+        decisions: list[RefreshDecision] = []
+        for engine in self.sorted_engines():
+            decision = self._refresh(engine, now)
+            if decision is not None:
+                engine.to("refreshing")
+                decisions.append(decision)
+        return decisions
+
+    def _refresh(self, engine: EngineState, now: float) -> RefreshDecision | None:
+        if engine.available == 0:
+            return None
+        if engine.status in ("joining", "fenced"):
+            if engine.status == "joining" and engine.version == engine.available:
+                return None
+            return RefreshDecision(engine.name, engine.available, f"{engine.status}: needs a wanted version")
+        if engine.status != "serving" or engine.version >= engine.available or engine.intake_open or engine.turns:
+            return None
+        stranded = self.live_sessions(engine.version) if len(self.serving(engine.version)) == 1 else ()
+        if not stranded:
+            return RefreshDecision(engine.name, engine.available, "empty")
+        if now - engine.intake_closed_at < self.config.version_hold_s:
+            return None
+        reason = f"held version {engine.version} for {self.config.version_hold_s:g} s for {len(stranded)} sessions"
+        return RefreshDecision(engine.name, engine.available, reason, stranded)
+
+
+def staleness_histogram(versions: Iterable[Version], newest: Version) -> Mapping[int, int]:
+    """How many of `versions` lie how far behind `newest`."""
+    counts: dict[int, int] = {}
+    for version in versions:
+        counts[max(0, newest - version)] = counts.get(max(0, newest - version), 0) + 1
+    return dict(sorted(counts.items()))

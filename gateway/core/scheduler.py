@@ -1,0 +1,122 @@
+"""Which engine runs a turn: the session's version first, then the engine that holds its prefix, then load. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.core.fleet import EngineState, FleetState
+from gateway.core.sessions import SessionState
+from gateway.core.types import EngineName, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`version_changed`: the session's version is gone, and it goes on under this engine's."""
+
+    engine: EngineName
+    reason: str
+    version_changed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No engine may take it now."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a turn needs of an engine."""
+
+    session: SessionState
+    prompt_tokens: int
+    avoid: frozenset[EngineName] = frozenset()  # engines that just cut it
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """New sessions against what the trainer will use: (bound + 1) batches, running or buffered."""
+
+    running: int
+    buffered: int
+    reader_batch: int | None  # trajectories per batch, once a reader declared it
+    staleness_max: int
+
+    @property
+    def full(self) -> bool:
+        if self.reader_batch is None:
+            return False
+        return self.running + self.buffered >= (self.staleness_max + 1) * self.reader_batch
+
+
+def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
+    if engine.status != "serving" or len(engine.turns) >= fleet.config.max_running:
+        return False
+    if not engine.turns or not engine.kv_capacity_tokens:
+        return True
+    return engine.tokens + prompt_tokens <= fleet.config.kv_max * engine.kv_capacity_tokens
+
+
+def place(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait:
+    """The engine for this turn, or why it has to wait."""
+    if demand.session.version is not None:
+        return _place_known(demand, fleet, demand.session.version)
+    return _place_new(demand, fleet, admission)
+
+
+def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
+    """Books a placement: the session's version, its group's, and the engine's intake."""
+    engine, session = fleet.engines[placement.engine], demand.session
+    if session.version is None:
+        group = session.spec.group_id
+        if group not in fleet.group_versions:
+            fleet.group_versions[group] = engine.version
+            engine.admitted += session.spec.group_size
+    session.version = engine.version
+    session.engine = engine.name
+    if not session.spec.ephemeral:
+        fleet.session_versions[session.session_id] = engine.version
+
+
+def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait:
+    same = fleet.serving(version)
+    usable = [e for e in same if e.name not in demand.avoid] or same
+    if usable:
+        chosen = _choose(usable, demand, fleet)
+        return chosen or Wait(f"engines of version {version} are full")
+    lost = f"no engine serves version {version} any more"
+    others = [e for e in fleet.sorted_engines() if e.status == "serving"]
+    for newest in sorted({e.version for e in others}, reverse=True):
+        chosen = _choose([e for e in others if e.version == newest], demand, fleet)
+        if chosen is not None:
+            return Placement(chosen.engine, f"{lost}; going on under version {newest}", version_changed=True)
+    return Wait(f"{lost}, and no other engine has room" if others else "no engine serves")
+
+
+def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait:
+    group_version = fleet.group_versions.get(demand.session.spec.group_id)
+    if group_version is not None and fleet.serving(group_version):
+        chosen = _choose(fleet.serving(group_version), demand, fleet)
+        return chosen or Wait(f"engines of its group's version {group_version} are full")
+    if admission.full and demand.session.spec.split == "train" and demand.session.spec.train:
+        return Wait(f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer")
+    open_ = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open]
+    for version in sorted({e.version for e in open_}, reverse=True):
+        chosen = _choose([e for e in open_ if e.version == version], demand, fleet)
+        if chosen is not None:
+            return chosen
+    return Wait("open intakes are full" if open_ else "every intake is closed")
+
+
+def _choose(engines: Sequence[EngineState], demand: Demand, fleet: FleetState) -> Placement | None:
+    """Among engines of one version: the prefix's holder if it has room, else the least loaded."""
+    roomy = [e for e in engines if has_room(e, fleet, demand.prompt_tokens)]
+    if not roomy:
+        return None
+    for engine in roomy:
+        if engine.name == demand.session.engine:
+            return Placement(engine.name, "holds its prefix")
+    least = min(roomy, key=lambda e: (len(e.turns), e.tokens, e.name))
+    return Placement(least.name, f"least loaded of {len(roomy)}")
