@@ -1,0 +1,293 @@
+"""The tokenizer and chat template of one model directory: everything between messages, text and token ids.
+
+Tokenises as the engines do: `tokenizer.json` through `tokenizers`, chat prompts without added special tokens (the
+template writes them itself). Reads no weights and needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gateway.tokens import bridge as bridging
+from gateway.tokens.bridge import Branch, Bridged
+from gateway.tokens.bytes import is_byte_level, token_bytes
+from gateway.tokens.stream import ByteLevelDetokenizer, Detokenizer, StreamDecoder, WindowDetokenizer
+from gateway.tokens.template import ChatTemplate, Message
+from gateway.tokens.toolcalls import MARKERS, PYTHON_TAG, ToolFormat
+from protos.errors import InvalidRequest, UnsupportedField
+
+Tool = Mapping[str, Any]
+"""An OpenAI tool: {"type": "function", "function": {...}}."""
+
+TOOL_PROMPT = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""Qwen2.5's words, put in the system message for models whose template knows no tools (SmolLM2)."""
+
+
+class Codec:
+    """Immutable once made; safe to share."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: ChatTemplate | None,
+        eos_ids: frozenset[int],
+        eos_token: str | None,
+        context_tokens: int | None,
+        vocab_size: int,
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self.template = template
+        self.eos_ids = eos_ids
+        self.context_tokens = context_tokens
+        self.vocab_size = vocab_size
+        self._eos_token = eos_token
+        added = tokenizer.get_added_tokens_decoder()
+        special = {token_id for token_id, token in added.items() if token.special}
+        self.hidden_ids = frozenset(special | eos_ids)
+        self._hidden_for_tools = frozenset(
+            i for i in self.hidden_ids if i not in added or added[i].content not in MARKERS
+        )
+        self._byte_level = is_byte_level(tokenizer)
+
+    @classmethod
+    def load(cls, directory: Path | str) -> Codec:
+        """Reads tokenizer.json, and what there is of the configs and templates beside it. Raises InvalidRequest."""
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise InvalidRequest(
+                f"no tokenizer.json in {directory}", hint="give a Hugging Face model directory with a fast tokenizer"
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as e:
+            raise InvalidRequest(f"{path} cannot be read: {e}") from e
+        tokenizer_config = _read(directory / "tokenizer_config.json")
+        config, generation = _read(directory / "config.json"), _read(directory / "generation_config.json")
+        constants = _special_tokens(tokenizer_config)
+        source = _template_source(directory, tokenizer_config)
+        return cls(
+            tokenizer,
+            template=None if source is None else ChatTemplate(source, constants),
+            eos_ids=_eos_ids(tokenizer, constants.get("eos_token"), config, generation),
+            eos_token=constants.get("eos_token"),
+            context_tokens=config.get("max_position_embeddings"),
+            vocab_size=max(
+                tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values()), config.get("vocab_size", 0)
+            ),
+        )
+
+    # text
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Everything, special tokens included."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token says by itself."""
+        return self._bytes[token_id]
+
+    def stream_decoder(
+        self,
+        prompt_ids: Sequence[int] = (),
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        show_special: bool = False,
+        tools: bool = False,
+    ) -> StreamDecoder:
+        """Text of a generation after `prompt_ids`. With `tools`, markers of tool calls are shown even if special."""
+        return StreamDecoder(self._detokenizer(prompt_ids, show_special, tools), stop, min_tokens=min_tokens)
+
+    def _detokenizer(self, prompt_ids: Sequence[int], show_special: bool, tools: bool) -> Detokenizer:
+        if self._byte_level:
+            return ByteLevelDetokenizer(
+                self._bytes if show_special else self._tool_bytes if tools else self._visible_bytes
+            )
+        hidden = frozenset[int]() if show_special else self._hidden_for_tools if tools else self.hidden_ids
+        return WindowDetokenizer(self.tokenizer, hidden, prompt_ids[-5:])
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        if self._byte_level:
+            return token_bytes(self.tokenizer, self.vocab_size)
+        return [
+            self.tokenizer.decode([token_id], skip_special_tokens=False).encode() for token_id in range(self.vocab_size)
+        ]
+
+    @cached_property
+    def _visible_bytes(self) -> list[bytes]:
+        return _without(self._bytes, self.hidden_ids)
+
+    @cached_property
+    def _tool_bytes(self) -> list[bytes]:
+        return _without(self._bytes, self._hidden_for_tools)
+
+    # chat
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How this model writes tool calls: as its template teaches; Hermes' way where the template knows no tools."""
+        if self.template is None:
+            return "none"
+        if not self.template.knows_tools or "<tool_call>" in self.template.source:
+            return "hermes"
+        return "llama" if PYTHON_TAG in self.template.source or '"parameters"' in self.template.source else "none"
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation through the chat template."""
+        text = self.render_text(
+            messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
+        return self.encode(text)
+
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        prepared = self._prepare(messages, tools)
+        return self._render_prepared(prepared, tools, add_generation_prompt, template_kwargs)
+
+    def bridge(
+        self,
+        recorded_ids: Sequence[int],
+        recorded_messages: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Bridged | Branch:
+        """The next prompt: the record, then only what `messages` (the whole history) adds to `recorded_messages`.
+
+        `tools` and `template_kwargs` must be those of the recorded turns: the record's head was written with them.
+        """
+        added = bridging.new_messages(recorded_messages, messages)
+        if isinstance(added, Branch):
+            return added
+        marked = bridging.marked(recorded_messages, added)
+        rendered = self._render_prepared(self._prepare(marked, tools), tools, True, template_kwargs)
+        return bridging.join(recorded_ids, self.encode(bridging.after_mark(rendered)), self.turn_end_ids)
+
+    @cached_property
+    def turn_end_ids(self) -> frozenset[int]:
+        """The end-of-sequence tokens that the template itself writes at the end of a turn."""
+        if self.template is None:
+            return frozenset()
+        source = self.template.source
+        named = {i for i in self.eos_ids if (token := self.tokenizer.id_to_token(i)) is not None and token in source}
+        if "eos_token" in self.template.variables and self._eos_token is not None:
+            named |= {i for i in [self.tokenizer.token_to_id(self._eos_token)] if i is not None}
+        return frozenset(named)
+
+    def _prepare(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+        if self.template is None:
+            raise UnsupportedField(
+                "this model's tokenizer has no chat template", hint="use /v1/completions, or add chat_template.jinja"
+            )
+        knows_tools = self.template.knows_tools
+        prepared = bridging.template_messages(messages, knows_tools=knows_tools)
+        return prepared if knows_tools or not tools else _with_tool_prompt(prepared, tools)
+
+    def _render_prepared(
+        self,
+        prepared: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        assert self.template is not None
+        return self.template.render(
+            prepared,
+            tools=tools if self.template.knows_tools else None,
+            add_generation_prompt=add_generation_prompt,
+            kwargs=template_kwargs,
+        )
+
+
+def _with_tool_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    prompt = TOOL_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{prompt}"}, *messages[1:]]
+    return [{"role": "system", "content": prompt}, *messages]
+
+
+def _without(table: list[bytes], hidden: frozenset[int]) -> list[bytes]:
+    return [b"" if token_id in hidden else text for token_id, text in enumerate(table)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise InvalidRequest(f"{path} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{path} must hold a JSON object")
+    return value
+
+
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like, as text; older configs write them as objects."""
+    found = {}
+    for name, value in tokenizer_config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _template_source(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = tokenizer_config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _eos_ids(tokenizer: Tokenizer, eos_token: str | None, *configs: Mapping[str, Any]) -> frozenset[int]:
+    found: set[int] = set()
+    for config in configs:
+        ids = config.get("eos_token_id")
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    if eos_token is not None and (token_id := tokenizer.token_to_id(eos_token)) is not None:
+        found.add(token_id)
+    return frozenset(found)

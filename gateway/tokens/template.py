@@ -1,0 +1,99 @@
+"""Chat templates, rendered as `transformers` renders them (its `_compile_jinja_template`), without importing it.
+
+Templates come with models from anywhere: they run in jinja2's immutable sandbox and see only what is passed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from protos.errors import InvalidRequest
+
+Message = Mapping[str, Any]
+"""One chat message as the API has it, with tool arguments already as objects."""
+
+NOT_TEMPLATE_KWARGS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what a model wrote, for training masks; the gateway knows that from its records."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class ChatTemplate:
+    """`source` compiled once; `constants` are the tokenizer's special tokens that templates may name."""
+
+    def __init__(self, source: str, constants: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        self._constants = dict(constants)
+        try:
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        except jinja2.TemplateSyntaxError as e:
+            raise InvalidRequest(f"the chat template does not parse: line {e.lineno}: {e.message}") from e
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.variables
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Raises InvalidRequest with the template's own words when it refuses the messages."""
+        try:
+            return self._template.render(
+                **{
+                    **self._constants,
+                    **(kwargs or {}),
+                    "messages": messages,
+                    "tools": tools or None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as e:
+            raise InvalidRequest(f"the model's chat template cannot render these messages: {e}") from e
