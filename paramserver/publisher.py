@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ from protos.laminar.v1 import relay_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 4  # announcing again after a master's death; each waits for an election
+MASTER_WAIT_S = 30.0  # announcing again after a master's death: its lease runs out, then there is an election
+RETRY_S = 0.3
 WAIT_ROOM_S = 30.0
 
 
@@ -74,26 +76,27 @@ async def publish(
         metadata=metadata,
         wait_room_s=wait_room_s,
     )
-    for attempt in range(1, ATTEMPTS + 1):
+    deadline = time.monotonic() + MASTER_WAIT_S
+    while True:
+        master = await relay.master_of(model)
         try:
-            return await _publish_once(relay, request, files, reads, force_tcp=force_tcp)
+            return await _publish_once(relay, master, request, files, reads, force_tcp=force_tcp)
         except (StaleEpoch, Unavailable) as error:
-            if attempt == ATTEMPTS:
+            if time.monotonic() > deadline:
                 raise
-            log.warning("publishing %s again, the master went away: %s", model, error)
-            await asyncio.sleep(0.3 * attempt)
-    raise AssertionError("unreachable")
+            log.warning("publishing %s again, the master at %s went away: %s", model, master.address, error)
+            await asyncio.sleep(RETRY_S)
 
 
 async def _publish_once(
     relay: RelayClient,
+    master: RelayClient,
     request: pb.AnnounceRequest,
     files: Sequence[FileLayout],
     reads: dict[str, Callable[[], memoryview]],
     *,
     force_tcp: bool,
 ) -> Ticket:
-    master = await relay.master_of(request.model)
     await master.hold_run(request.model, request.run, f"{socket.gethostname()}:{os.getpid()}")
     timeout_s = request.wait_room_s + master.timeout_s
     opened = await master.call(master.stub.Announce(request, timeout=timeout_s))

@@ -114,8 +114,8 @@ class Relay:
         """Ends fetches and what runs in the background."""
         for running in self._running.values():
             running.fetch.cancel()
-        tasks = [running.task for running in self._running.values()] + list(self._background)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [*(running.task for running in self._running.values()), *self._background]:
+            await asyncio.wait(tasks)
 
     # ---- readers
 
@@ -236,6 +236,8 @@ class Relay:
 
     def tidy(self, model: str) -> None:
         """Retires what retention no longer wants and nobody uses; tries postponed fetches again."""
+        if self.closing:
+            return
         versions = self.of(model)
         pins = self.pins.counts(model)
         for record in versions.shown():

@@ -44,6 +44,11 @@ class TransferState:
     def complete(self) -> bool:
         return self.num_done == self.chunks.num_chunks
 
+    @property
+    def bytes_here(self) -> int:
+        """Bytes in place, those not yet verified included."""
+        return self.bytes_done + sum(self._received.values())
+
     def take(self, stripe: str) -> Want | None:
         """The next wanted chunk for `stripe`; None when nothing is left to ask for."""
         index = self._pop()

@@ -76,7 +76,9 @@ class Fetch:
 
     @property
     def bytes_done(self) -> int:
-        return self._state.bytes_done
+        """Bytes in place, those not yet verified included."""
+        with self._mutex:
+            return self._state.bytes_here
 
     @property
     def idle_s(self) -> float:

@@ -56,8 +56,8 @@ class Pacer:
             return
         with self._mutex:
             start = max(self._free_at, time.monotonic())
-            self._free_at = start + num_bytes / self.rate_bytes_s
-        time.sleep(max(0.0, self._free_at - time.monotonic()))
+            self._free_at = free_at = start + num_bytes / self.rate_bytes_s
+        time.sleep(max(0.0, free_at - time.monotonic()))
 
 
 class DataServer:

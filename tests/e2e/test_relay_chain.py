@@ -6,11 +6,9 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -20,35 +18,7 @@ from paramserver.client import RelayClient, TensorSource, publish
 from protos.errors import Conflict, NotFound, OutOfCapacity, TooLarge, Unavailable, UnknownModel, UnsupportedField
 from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
-
-NUMPY_DTYPES = {"float32": "F32", "float16": "F16", "int64": "I64", "uint8": "U8", "bool": "BOOL"}
-
-
-def weights(seed: int, scale: int = 1) -> dict[str, np.ndarray]:
-    """Several dtypes, an odd size, an empty and a scalar tensor: about 4 MiB times `scale`."""
-    rng = np.random.default_rng(seed)
-    return {
-        "model.embed.weight": rng.random((512, 1024 * scale), np.float32),
-        "model.layers.0.w": rng.random((333, 1001 * scale)).astype(np.float16),
-        "model.layers.1.w": rng.random((701, 1001 * scale), np.float32)[:, ::1],
-        "ids": rng.integers(0, 1 << 40, 17),
-        "mask": rng.integers(0, 2, (5, 3)).astype(bool),
-        "bytes": rng.integers(0, 255, 12345).astype(np.uint8),
-        "empty": np.zeros((0, 4), np.float32),
-        "scalar": np.array(3.5, np.float32),
-    }
-
-
-def source_of(tensors: Mapping[str, np.ndarray]) -> list[TensorSource]:
-    return [
-        TensorSource(
-            name,
-            NUMPY_DTYPES[array.dtype.name],
-            array.shape,
-            lambda array=array: memoryview(array.reshape(-1).view(np.uint8)),
-        )
-        for name, array in tensors.items()
-    ]
+from tests.support.weights import source_of, weights
 
 
 def chain_of_three(relays: Relays, *flags: str) -> list[Daemon]:
