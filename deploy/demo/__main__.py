@@ -1,0 +1,5 @@
+"""`python -m deploy.demo`."""
+
+from deploy.demo.cli import main
+
+main()

@@ -1,0 +1,142 @@
+"""The demo's command line.
+
+Exit status: 0 when no turn was lost and every process ended cleanly, 1 when not, 2 wrong usage, 130 stopped on request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from deploy.demo.display import choose_display
+from deploy.demo.model import ModelUnavailable, ensure_model
+from deploy.demo.outcome import write_report
+from deploy.demo.plan import RELAYS, Plan, Settings
+from deploy.demo.processes import DemoError
+from deploy.demo.recording import Recording
+from deploy.demo.run import Outcome, Run
+
+INTERRUPTED_STATUS = 130
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--seed", default=1, help="of the tasks, of sampling and of training")
+@click.option("--steps", default=8, type=click.IntRange(min=1), help="of the trainer; each publishes a version")
+@click.option(
+    "--report",
+    "report_dir",
+    default="demo-report",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="where report.html, summary.json and logs/ go; what an earlier run left there is replaced",
+)
+@click.option("--deadline-s", default=360.0, type=click.FloatRange(min=1.0), help="after the set-up")
+@click.option("--open/--no-open", "open_page", default=True, help="open the report in a browser, where there is one")
+@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+def main(seed: int, steps: int, report_dir: Path, deadline_s: float, open_page: bool, log_level: str) -> None:
+    """Trains a small real model by reinforcement learning on this machine, everything real and everything shown.
+
+    Runs etcd, 3 relays in a chain, 3 inference engines, the gateway, a GRPO trainer and two agent environments as
+    separate processes; kills one engine on purpose; ends by itself and leaves a report.
+    """
+    try:
+        model_dir = ensure_model(click.echo)
+        with scratch_directories() as scratch:
+            settings = Settings(
+                model_dir=model_dir,
+                report_dir=report_dir.resolve(),
+                data_dir=scratch.data,
+                pool_dir=scratch.pools,
+                seed=seed,
+                steps=steps,
+                deadline_s=deadline_s,
+                log_level=log_level,
+            )
+            check_memory(settings)
+            prepare_report(settings)
+            recording = Recording()
+            outcome = asyncio.run(_run(settings, recording))
+    except (DemoError, ModelUnavailable) as error:
+        click.echo(f"demo: {error}", err=True)
+        sys.exit(1)
+    sys.exit(_finish(settings, recording, outcome, open_page))
+
+
+async def _run(settings: Settings, recording: Recording) -> Outcome:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return await Run(Plan(settings), recording, choose_display(), stop).run()
+
+
+def _finish(settings: Settings, recording: Recording, outcome: Outcome, open_page: bool) -> int:
+    """Writes the report, says what came of the run, and returns the exit status."""
+    if outcome.wall_s == 0.0:
+        click.echo(f"demo: {outcome.problem}\nLogs: {settings.logs}", err=True)
+        return INTERRUPTED_STATUS if outcome.interrupted else 1
+    ok, why, page = write_report(settings, recording, outcome)
+    click.echo((settings.report_dir / "summary.json").read_text().rstrip())
+    click.echo(f"demo: {'ok' if ok else 'FAILED'}: {why}", err=not ok)
+    if outcome.problem is not None:
+        click.echo(outcome.problem, err=True)
+    click.echo(f"Report: {page}\nLogs:   {settings.logs}")
+    if open_page and has_screen():
+        webbrowser.open(page.as_uri())
+    if outcome.interrupted:
+        return INTERRUPTED_STATUS
+    return 0 if ok else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Directories that are gone after the run."""
+
+    data: Path
+    pools: Path
+
+
+@contextmanager
+def scratch_directories() -> Iterator[Scratch]:
+    """The gateway's store on disk, the relays' pools in shared memory."""
+    if not SHARED_MEMORY.is_dir():
+        raise DemoError(f"there is no {SHARED_MEMORY}: the relays keep weights in shared memory (Linux)")
+    with (
+        tempfile.TemporaryDirectory(prefix="laminar-demo-") as data,
+        tempfile.TemporaryDirectory(prefix="laminar-demo-", dir=SHARED_MEMORY) as pools,
+    ):
+        yield Scratch(Path(data), Path(pools))
+
+
+def check_memory(settings: Settings) -> None:
+    """The relays' pools must fit into shared memory."""
+    needed = len(RELAYS) * settings.pool_bytes
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < needed:
+        raise DemoError(
+            f"{SHARED_MEMORY} has {free >> 20} MiB free, and the relays' pools need {needed >> 20} MiB "
+            "(in a container: start it with a larger --shm-size)"
+        )
+
+
+def prepare_report(settings: Settings) -> None:
+    """An empty place for this run's report; only what the demo itself makes is removed."""
+    for name in ("report.html", "summary.json", "recording.jsonl"):
+        (settings.report_dir / name).unlink(missing_ok=True)
+    shutil.rmtree(settings.logs, ignore_errors=True)
+    settings.logs.mkdir(parents=True)
+
+
+def has_screen() -> bool:
+    """Whether a browser could show anything to anybody."""
+    return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,31 @@
+"""Which engine to kill, and when. Pure: the last status in, a choice with its reason out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deploy.demo.recording import GatewayStatus
+
+RUNNING_MIN = 2
+"""With fewer turns in flight they may all end between the look and the kill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`engine` is None while it is not time yet."""
+
+    engine: str | None
+    reason: str
+
+
+def choose_victim(status: GatewayStatus | None, steps_done: int, steps: int) -> Choice:
+    """After a third of the steps, the serving engine with the most turns in flight."""
+    if steps_done < max(1, steps // 3):
+        return Choice(None, f"{steps_done} of {steps} steps done: not a third yet")
+    serving = [] if status is None else [engine for engine in status.engines if engine.state == "serving"]
+    if len(serving) < 2:
+        return Choice(None, "fewer than two engines serve: nobody could go on with the turns")
+    victim = min(serving, key=lambda engine: (-engine.running, engine.name))
+    if victim.running < RUNNING_MIN:
+        return Choice(None, f"no engine runs {RUNNING_MIN} turns right now")
+    return Choice(victim.name, f"{victim.running} turns in mid-generation, more than on the others")

@@ -1,0 +1,142 @@
+"""The demo's processes as command lines. Pure: settings and the addresses known so far in, commands out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.demo.processes import Command
+
+MODEL = "policy"
+RELAYS = ("relay-1", "relay-2", "relay-3")
+ENGINES = ("engine-1", "engine-2", "engine-3")
+ENVIRONMENTS = ("tool-chain", "reasoning")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run of the demo. The machine has two cores, so everything here is small."""
+
+    model_dir: Path
+    report_dir: Path
+    data_dir: Path  # the gateway's store; gone after the run
+    pool_dir: Path  # the relays' memory; gone after the run
+    seed: int = 1
+    steps: int = 8
+    groups: int = 4  # prompts per step
+    group_size: int = 8
+    deadline_s: float = 360.0  # after the set-up
+    slots: int = 8  # sequences an engine runs at once
+    kv_tokens: int = 8192
+    max_model_len: int = 1024
+    pool_bytes: int = 1536 << 20  # per relay: five times the 269 MB of a version, and some room
+    concurrency: Mapping[str, int] = field(default_factory=lambda: {"tool-chain": 24, "reasoning": 8})
+    log_level: str = "info"
+
+    @property
+    def logs(self) -> Path:
+        return self.report_dir / "logs"
+
+    @property
+    def trainer_events(self) -> Path:
+        return self.logs / "trainer.events.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The command of every process."""
+
+    settings: Settings
+
+    def etcd(self) -> Command:
+        return Command("etcd", _module("paramserver", "etcd", port=0))
+
+    def relay(self, name: str, etcd_address: str) -> Command:
+        """The first relay takes the trainer's versions, the others follow it in the chain."""
+        options = {"name": name, "etcd": etcd_address, "port": 0, "data_port": 0, "log_level": self.settings.log_level}
+        pool = {"pool_dir": self.settings.pool_dir / name, "pool_bytes": self.settings.pool_bytes}
+        publish = "--publish-host" if name == RELAYS[0] else "--no-publish-host"
+        return Command(name, (*_module("paramserver", "serve", **options, **pool), publish))
+
+    def engine(self, name: str, port: int = 0) -> Command:
+        """`port` is 0 but for an engine that comes back: the gateway knows it by its address."""
+        argv = _module(
+            "gateway",
+            "engine",
+            model=self.settings.model_dir,
+            served_model_name=MODEL,
+            dtype="bfloat16",
+            max_num_seqs=self.settings.slots,
+            kv_cache_tokens=self.settings.kv_tokens,
+            max_model_len=self.settings.max_model_len,
+            threads=1,
+            weight_version=0,
+            logprobs_mode="processed_logprobs",
+            port=port,
+            log_level=self.settings.log_level,
+        )
+        # Nice: what steers the engines answers sooner than what they compute.
+        return Command(name, argv, ready_timeout_s=120.0, niceness=5)
+
+    def gateway(self, engines: Mapping[str, str], relays: Sequence[str]) -> Command:
+        """Engine n loads from relay n, as if each pair shared a host."""
+        argv = _module(
+            "gateway",
+            "serve",
+            model=MODEL,
+            tokenizer=self.settings.model_dir,
+            engine=[f"{name}=vllm={url}@{relay}" for (name, url), relay in zip(engines.items(), relays, strict=True)],
+            data=self.settings.data_dir,
+            mode="repack",
+            intake_batch=16,
+            intake_age_s=25,
+            intake_min_batch=8,
+            max_running=self.settings.slots,
+            kv_max=0.9,
+            repack_interval_s=1,
+            staleness_max=4,
+            port=0,
+            log_level=self.settings.log_level,
+        )
+        return Command("gateway", argv)
+
+    def trainer(self, relay_address: str, gateway_url: str) -> Command:
+        """Ready once version 1 is out; ends by itself after its steps."""
+        argv = _module(
+            "deploy.demo.trainer",
+            relay=relay_address,
+            gateway=gateway_url,
+            model=MODEL,
+            model_dir=self.settings.model_dir,
+            steps=self.settings.steps,
+            seed=self.settings.seed,
+            groups=self.settings.groups,
+            group_size=self.settings.group_size,
+            threads=1,
+            out=self.settings.trainer_events,
+            log_level=self.settings.log_level,
+        )
+        return Command("trainer", argv, ready_timeout_s=120.0, ends_by_itself=True, niceness=5)
+
+    def runner(self, environment: str, gateway_url: str) -> Command:
+        """Rolls out until it is told to stop."""
+        argv = _module(
+            "agents_env",
+            "run",
+            environment,
+            gateway=gateway_url,
+            concurrency=self.settings.concurrency[environment],
+            group_size=self.settings.group_size,
+            seed=self.settings.seed,
+        )
+        return Command(f"agents-{environment}", argv, ready_timeout_s=None)
+
+
+def _module(*words: str, **options: object) -> tuple[str, ...]:
+    """`python -m <words> --option value ...`; a list repeats its option."""
+    argv = ["-m", *words]
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            argv += [f"--{name.replace('_', '-')}", str(one)]
+    return tuple(argv)

@@ -1,0 +1,76 @@
+"""The numbers of one run. Pure: a recording and the wall time in, numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from deploy.demo.recording import GatewayStatus, Publish, Recording, SessionChange, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """summary.json. Counts are of the whole run; seconds are means over versions unless said otherwise."""
+
+    versions_published: int  # sealed; the starting weights (version 1) among them
+    publish_stall_s: float  # how long training stood still for a publish
+    broadcast_s: float  # from the begin of publish until every relay held the version
+    trajectories: int  # finished, whether or not a step used them
+    turns_cut: int
+    turns_resumed: int
+    turns_lost: int
+    turns_mixed_version: int
+    moves: int
+    repacks: int
+    staleness_max: int  # over the tokens that steps used
+    reward_first_third: float
+    reward_last_third: float
+    tokens_per_s: float  # generated, over the wall time
+    wall_s: float  # from the end of the set-up to the end of the trainer's work
+
+
+def summarise(recording: Recording, wall_s: float) -> Summary:
+    """Rewards are means over the finished training trajectories, first and last third in order of their ends."""
+    status = recording.last(GatewayStatus) or GatewayStatus()
+    published = recording.of(Publish)
+    broadcasts = [seen.broadcast_s for seen in published if seen.broadcast_s is not None]
+    steps = recording.of(Step)
+    rewards = finished_rewards(recording)
+    first, last = thirds([reward for _, _, reward in rewards])
+    return Summary(
+        versions_published=len({seen.version for seen in published}),
+        publish_stall_s=_mean([seen.stall_s for seen in published]),
+        broadcast_s=_mean(broadcasts),
+        trajectories=max(status.counter("trajectories_finished"), len(rewards)),
+        turns_cut=status.counter("turns_cut"),
+        turns_resumed=status.counter("turns_resumed"),
+        turns_lost=status.counter("turns_lost"),
+        turns_mixed_version=status.counter("turns_mixed_version"),
+        moves=status.counter("moves"),
+        repacks=status.counter("repacks"),
+        staleness_max=max((step.staleness_max for step in steps), default=0),
+        reward_first_third=first,
+        reward_last_third=last,
+        tokens_per_s=round(status.counter("tokens_generated") / wall_s, 2) if wall_s > 0 else 0.0,
+        wall_s=round(wall_s, 2),
+    )
+
+
+def finished_rewards(recording: Recording) -> list[tuple[float, str, float]]:
+    """(unix time, environment, reward) of every finished training trajectory, in order of their ends."""
+    return sorted(
+        (seen.t_unix_s, seen.env, seen.reward)
+        for seen in recording.of(SessionChange)
+        if seen.state == "finished" and seen.reward is not None and seen.train
+    )
+
+
+def thirds(values: Sequence[float]) -> tuple[float, float]:
+    """Means of the first and of the last third; 0 when there are fewer than three values."""
+    size = len(values) // 3
+    return (_mean(values[:size]), _mean(values[-size:])) if size else (0.0, 0.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(fmean(values), 4) if values else 0.0

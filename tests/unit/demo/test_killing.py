@@ -1,0 +1,43 @@
+"""When and whom to kill."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.demo.killing import choose_victim
+from deploy.demo.recording import EngineStatus, GatewayStatus
+
+
+def status(*running: int, state: str = "serving") -> GatewayStatus:
+    engines = (EngineStatus(name=f"engine-{i}", state=state, running=n) for i, n in enumerate(running, start=1))
+    return GatewayStatus(engines=tuple(engines))
+
+
+def test_the_busiest_serving_engine_after_a_third() -> None:
+    choice = choose_victim(status(3, 7, 5), steps_done=2, steps=8)
+    assert choice.engine == "engine-2"
+    assert choice.reason == "7 turns in mid-generation, more than on the others"
+
+
+def test_the_first_of_equals() -> None:
+    assert choose_victim(status(4, 4, 1), steps_done=3, steps=8).engine == "engine-1"
+
+
+@pytest.mark.parametrize(
+    ("seen", "steps_done", "reason"),
+    [
+        (status(8, 8), 1, "1 of 8 steps done: not a third yet"),
+        (None, 2, "fewer than two engines serve"),
+        (status(8), 2, "fewer than two engines serve"),
+        (status(8, 8, state="refreshing"), 2, "fewer than two engines serve"),
+        (status(1, 0, 1), 2, "no engine runs 2 turns right now"),
+    ],
+)
+def test_reasons_to_wait(seen: GatewayStatus | None, steps_done: int, reason: str) -> None:
+    choice = choose_victim(seen, steps_done, steps=8)
+    assert choice.engine is None
+    assert choice.reason.startswith(reason)
+
+
+def test_a_run_of_one_step_still_sees_a_kill() -> None:
+    assert choose_victim(status(2, 2), steps_done=1, steps=1).engine == "engine-1"
