@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from types import TracebackType
@@ -76,6 +77,7 @@ class AsyncPublisher:
         self._wait: Wait = wait
         self._force_tcp = force_tcp
         self._reached = False
+        self._turn = asyncio.Lock()  # versions of one run are numbered in the order in which they were handed over
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,18 +107,19 @@ class AsyncPublisher:
         _check_wait(target)
         sources = sources_of(tensors)
         tied = {f"tied:{name}": owner for name, owner in sources.tied.items()}
-        if not self._reached:  # a wrong address is told at once; a relay lost later is waited for
-            await self._relay.status()
-            self._reached = True
-        ticket = await publish(
-            self._relay,
-            self.model,
-            sources.tensors,
-            step=step,
-            run=self.run,
-            metadata={**FORMAT, **tied},
-            force_tcp=self._force_tcp,
-        )
+        async with self._turn:
+            if not self._reached:  # a wrong address is told at once; a relay lost later is waited for
+                await self._relay.status()
+                self._reached = True
+            ticket = await publish(
+                self._relay,
+                self.model,
+                sources.tensors,
+                step=step,
+                run=self.run,
+                metadata={**FORMAT, **tied},
+                force_tcp=self._force_tcp,
+            )
         await wait_for(ticket, target, timeout_s)
         return ticket
 
@@ -166,16 +169,8 @@ class Publisher:
         force_tcp: bool = False,
         timeout_s: float = 10.0,
     ) -> None:
+        self._twin = AsyncPublisher(relay, model, run=run, wait=wait, force_tcp=force_tcp, timeout_s=timeout_s)
         self._loop = LoopThread("laminar-publisher")
-
-        async def connect() -> AsyncPublisher:  # grpc.aio binds its channel to the loop it is made on
-            return AsyncPublisher(relay, model, run=run, wait=wait, force_tcp=force_tcp, timeout_s=timeout_s)
-
-        try:
-            self._twin = self._loop.run(connect())
-        except BaseException:
-            self._loop.close()
-            raise
         self.model, self.run = self._twin.model, self._twin.run
 
     def publish(

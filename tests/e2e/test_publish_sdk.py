@@ -145,6 +145,25 @@ async def test_the_asynchronous_face_publishes_concurrently_for_two_models(tier:
     assert (await _read(tier.address(1), "actor", tickets[0].version)).tensors["a"].tolist() == [1.0] * 3
 
 
+async def test_publishes_of_one_run_take_turns(tier: Tier) -> None:
+    async with AsyncPublisher(tier.address(0), "turns") as publisher:
+        tickets = await asyncio.gather(*(publisher.publish({"w": torch.full((4,), n)}, step=n) for n in range(4)))
+        assert [ticket.step for ticket in sorted(tickets, key=lambda ticket: ticket.version)] == [0, 1, 2, 3]
+        await tickets[3].wait_all(30)
+    assert (await _read(tier.address(1), "turns", tickets[3].version)).tensors["w"].tolist() == [3] * 4
+
+
+def test_a_ticket_of_a_closed_publisher_says_so(tier: Tier) -> None:
+    with Publisher(tier.address(0), "closed", run="run-7") as publisher:
+        ticket = publisher.publish({"w": torch.ones(2)}, step=5)
+    assert repr(ticket) == f"Ticket(closed version {ticket.version}, step 5, run run-7)"
+    with pytest.raises(Conflict, match="closed"):
+        ticket.stage()
+    with pytest.raises(Conflict, match="closed"):
+        publisher.publish({"w": torch.ones(2)}, step=6)
+    publisher.close()
+
+
 def test_a_second_publisher_of_a_model_is_refused_until_the_first_closes(tier: Tier) -> None:
     tensors = {"w": torch.ones(2)}
     with Publisher(tier.address(0), "owned") as first, Publisher(tier.address(1), "owned") as second:
