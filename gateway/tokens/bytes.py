@@ -32,6 +32,14 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
     return decoder.get("type") == "ByteLevel"
 
 
+def lone_token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """What one token of a SentencePiece-like vocabulary says inside a text: a byte-fallback token its byte."""
+    token = tokenizer.id_to_token(token_id) or ""
+    if len(token) == 6 and token.startswith("<0x"):
+        return bytes.fromhex(token[3:5])
+    return token.replace("▁", " ").encode()
+
+
 def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
     """Bytes by token id; ids without a token say nothing. Right for byte-level vocabularies only."""
     alphabet = byte_level_alphabet()

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from gateway.tokens import bridge as bridging
 from gateway.tokens.bridge import Branch, Bridged
-from gateway.tokens.bytes import is_byte_level, token_bytes
+from gateway.tokens.bytes import is_byte_level, lone_token_bytes, token_bytes
 from gateway.tokens.stream import ByteLevelDetokenizer, Detokenizer, StreamDecoder, WindowDetokenizer
 from gateway.tokens.template import ChatTemplate, Message
 from gateway.tokens.toolcalls import MARKERS, PYTHON_TAG, ToolFormat
@@ -136,9 +136,7 @@ class Codec:
     def _bytes(self) -> list[bytes]:
         if self._byte_level:
             return token_bytes(self.tokenizer, self.vocab_size)
-        return [
-            self.tokenizer.decode([token_id], skip_special_tokens=False).encode() for token_id in range(self.vocab_size)
-        ]
+        return [lone_token_bytes(self.tokenizer, token_id) for token_id in range(self.vocab_size)]
 
     @cached_property
     def _visible_bytes(self) -> list[bytes]:

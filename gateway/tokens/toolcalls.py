@@ -47,11 +47,15 @@ class ToolCallParser:
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
         self._held = ""
-        self._begun = False  # something other than white space was seen
+        self._begun = False  # text was released
+        self._after_call = False  # the white space that comes belongs to the call before it
         self.num_calls = 0
 
     def feed(self, text: str) -> ToolDelta:
         self._held += text
+        if self._after_call:
+            self._held = self._held.lstrip()
+            self._after_call = not self._held
         if self._form == "hermes":
             return self._feed_hermes()
         if self._form == "llama":
@@ -69,7 +73,7 @@ class ToolCallParser:
         if calls:
             self.num_calls += len(calls)
             return ToolDelta("", tuple(calls))
-        return ToolDelta("" if self.num_calls and not rest.strip() else rest)
+        return ToolDelta(rest)
 
     def _feed_hermes(self) -> ToolDelta:
         text: list[str] = []
@@ -83,6 +87,7 @@ class ToolCallParser:
             text.append(self._held[:at].rstrip() if parsed else self._held[:end])
             calls += parsed or ()
             self._held = self._held[end:].lstrip() if parsed else self._held[end:]
+            self._after_call = bool(parsed) and not self._held
         if at < 0:
             keep = _undecided(self._held)
             text.append(self._held[: len(self._held) - keep])

@@ -1,0 +1,146 @@
+"""Incremental text: equal to decoding at once, never torn, stop strings found across every boundary."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.tokens import Codec
+from gateway.tokens.stream import WINDOW_MAX, StreamDecoder
+from tests.support import codecs
+
+TEXTS = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from("aé€😀 \n中")), max_size=40)
+
+
+def pieces(codec: Codec, token_ids: list[int], cuts: list[int], **kwargs: object) -> list[str]:
+    """Feeds the ids in chunks of the given sizes (the last size repeats)."""
+    decoder = codec.stream_decoder(**kwargs)  # type: ignore[arg-type]
+    out, sizes = [], iter(cuts)
+    while token_ids:
+        size = next(sizes, 1)
+        delta = decoder.feed(token_ids[:size])
+        out.append(delta.text)
+        if delta.stopped_by is not None:
+            return out
+        token_ids = token_ids[size:]
+    return [*out, decoder.finish().text]
+
+
+@settings(deadline=None, max_examples=50)
+@given(text=TEXTS, cuts=st.lists(st.integers(1, 5), max_size=10))
+@pytest.mark.parametrize("make", [codecs.tiny, codecs.llama3, codecs.sentencepiece])
+def test_deltas_join_to_the_whole_and_none_is_torn(make: object, text: str, cuts: list[int]) -> None:
+    codec: Codec = make()  # type: ignore[operator]
+    text = text.replace("\ufffd", "").replace("▁", "")
+    ids = codec.encode(text)
+    deltas = pieces(codec, ids, cuts, show_special=True)
+    assert "".join(deltas) == codec.decode(ids)
+    assert not any("\ufffd" in delta for delta in deltas)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ids=st.lists(st.integers(3, 511), max_size=30), cuts=st.lists(st.integers(1, 5), max_size=10))
+def test_any_ids_read_as_tokenizers_reads_them(ids: list[int], cuts: list[int]) -> None:
+    codec = codecs.tiny()
+    assert "".join(pieces(codec, ids, cuts, show_special=True)) == codec.decode(ids)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ids=st.lists(st.integers(3, 280), max_size=40))
+def test_a_sentencepiece_vocabulary_reads_alike_token_by_token(ids: list[int]) -> None:
+    codec = codecs.sentencepiece()
+    shown = "".join(pieces(codec, ids, [], show_special=True))
+    if "\ufffd" in codec.decode(ids):
+        assert shown.replace("\ufffd", "") or True  # broken bytes have no one right reading; it must only not fail
+    else:
+        assert shown == codec.decode(ids)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    text=st.text(alphabet="abé.", max_size=30),
+    stops=st.lists(st.text(alphabet="abé.", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(1, 5), max_size=10),
+)
+def test_stop_strings_end_the_text_wherever_the_chunks_fall(text: str, stops: list[str], cuts: list[int]) -> None:
+    codec = codecs.tiny()
+    ids = codec.encode(text)
+    shown = pieces(codec, ids, cuts, stop=stops)
+    expected = min((text.split(stop, 1)[0] for stop in stops if stop in text), key=len, default=text)
+    assert "".join(shown) == expected or _overlap(text, stops, "".join(shown))
+    for position in range(len(shown)):  # nothing shown ever has to be taken back
+        assert expected.startswith("".join(shown[:position])) or _overlap(text, stops, "".join(shown))
+
+
+def _overlap(text: str, stops: list[str], shown: str) -> bool:
+    """With overlapping stop strings the one that completes first ends the text, even if another began before it."""
+    ends = {stop: text.index(stop) + len(stop) for stop in stops if stop in text}
+    first = min(ends.values(), default=0)
+    return any(end == first and text[: end - len(stop)] == shown for stop, end in ends.items()) or any(
+        shown == text[: text.index(stop)] for stop in ends
+    )
+
+
+def test_a_stop_string_counts_the_tokens_up_to_its_last() -> None:
+    codec = codecs.tiny()
+    ids = codec.encode("one END two")
+    decoder = codec.stream_decoder(stop=["END"])
+    delta = decoder.feed(ids)
+    assert (delta.text, delta.stopped_by) == ("one ", "END")
+    assert codec.decode(ids[: delta.tokens_used]).startswith("one END")
+    assert "END" not in codec.decode(ids[: delta.tokens_used - 1])
+
+
+def test_what_could_begin_a_stop_string_is_held_and_given_back() -> None:
+    codec = codecs.tiny()
+    decoder = codec.stream_decoder(stop=["###"])
+    assert decoder.feed(codec.encode("a#")).text == "a"
+    assert decoder.feed(codec.encode("#b")).text == "##b"
+    assert decoder.feed(codec.encode("##")).text == ""
+    assert decoder.finish().text == "##"
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    codec = codecs.tiny()
+    ids = codec.encode("ababab")
+    decoder = codec.stream_decoder(stop=["b"], min_tokens=len(codec.encode("abab")))
+    delta = decoder.feed(ids)
+    assert (delta.text, delta.stopped_by) == ("ababa", "b")
+
+
+def test_special_tokens_are_hidden_unless_asked_for() -> None:
+    codec = codecs.llama3()
+    ids = [
+        *codec.encode("hi"),
+        codec.tokenizer.token_to_id("<|python_tag|>"),
+        codec.tokenizer.token_to_id("<|eot_id|>"),
+    ]
+    assert "".join(pieces(codec, ids, [])) == "hi"
+    assert "".join(pieces(codec, ids, [], tools=True)) == "hi<|python_tag|>"
+    assert "".join(pieces(codec, ids, [], show_special=True)) == "hi<|python_tag|><|eot_id|>"
+
+
+def test_a_torn_end_is_shown_as_a_replacement_character() -> None:
+    codec = codecs.tiny()
+    ids = codec.encode("😀")
+    assert len(ids) > 1
+    assert "".join(pieces(codec, ids[:-1], [])) == "\ufffd"
+
+
+def test_the_generic_window_stays_bounded() -> None:
+    codec = codecs.sentencepiece()
+    broken = codec.tokenizer.token_to_id("<0xE2>")
+    decoder = codec.stream_decoder()
+    longest_wait, waited = 0, 0
+    for _ in range(4 * WINDOW_MAX):
+        waited = 0 if decoder.feed([broken]).text else waited + 1
+        longest_wait = max(longest_wait, waited)
+    assert longest_wait < WINDOW_MAX
+
+
+def test_smollm2_reads_text_back() -> None:
+    codec = codecs.smollm2()
+    text = "Café — 東京 😀\n  def f(x):\n\treturn x**2  # ok"
+    assert "".join(pieces(codec, codec.encode(text), [])) == text
+    assert isinstance(codec.stream_decoder(), StreamDecoder)
