@@ -26,6 +26,7 @@ from paramserver.membership.registry import (
     Changed,
     Created,
     Delete,
+    Event,
     Guard,
     Put,
     Registry,
@@ -61,7 +62,7 @@ class Seat:
 
     async def take(self) -> None:
         """Registers. Waits for an earlier life's lease to run out; Conflict when the name is really in use."""
-        await self._check_store()
+        await self.check_store()
         deadline = time.monotonic() + 2 * self._ttl_s + 1.0
         while not await self._register():
             if time.monotonic() > deadline:
@@ -77,7 +78,8 @@ class Seat:
         except Unavailable as error:
             log.warning("the lease runs out by itself: %s", error)
 
-    async def _check_store(self) -> None:
+    async def check_store(self) -> None:
+        """Remembers which store this is. Unavailable when it is another one than before."""
         proposal = secrets.token_hex(8)
         await self._registry.transact([Absent(keys.STORE)], [Put(keys.STORE, proposal.encode())])
         state = await self._registry.list(keys.STORE)
@@ -112,7 +114,7 @@ class Seat:
             try:
                 if not await self._registry.keep_alive(self._lease):
                     log.warning("the lease was lost; registering again")
-                    await self._check_store()
+                    await self.check_store()
                     await self._register()
                 self.reachable = True
             except Unavailable as error:
@@ -123,6 +125,9 @@ class Seat:
     async def follow(self) -> AsyncIterator[list[Fact]]:
         """The registry's state and changes as facts, in order, for ever."""
         async for event in self._registry.watch(keys.ROOT):
+            if self._is_foreign(event):
+                yield []
+                continue
             match event:
                 case State(entries, _):
                     facts = self.view.replace([(e.key, e.value, e.created) for e in entries])
@@ -131,6 +136,15 @@ class Seat:
                 case Removed(key):
                     facts = self.view.remove(key)
             yield facts
+
+    def _is_foreign(self, event: Event) -> bool:
+        """Whether the watch speaks for another store. A state without a store id is one that was wiped."""
+        if isinstance(event, State) and self._store_id:
+            found = next((e.value.decode() for e in event.entries if e.key == keys.STORE), "none")
+            if found != self._store_id and found != self.foreign_store:
+                log.error("the registry is another store now (%s); restart the relay to join it", found)
+            self.foreign_store = "" if found == self._store_id else found
+        return bool(self.foreign_store)
 
     async def tell_holdings(self) -> None:
         """Writes which versions this relay holds, as they come and go."""
@@ -220,4 +234,6 @@ class Seat:
     async def refresh(self) -> list[Fact]:
         """Reads the whole registry now, without waiting for the watch."""
         state = await self._registry.list(keys.ROOT)
+        if self._is_foreign(state):
+            return []
         return self.view.replace([(e.key, e.value, e.created) for e in state.entries])

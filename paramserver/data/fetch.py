@@ -70,6 +70,7 @@ class Fetch:
         self._bypassed: dict[str, _Bypass] = {}
         self._cancelled = threading.Event()
         self._failure: BaseException | None = None
+        self._last_error: LaminarError | None = None
         self._progress_at = time.monotonic()
         self.upstream = ""
         self.num_bypasses = 0
@@ -123,17 +124,16 @@ class Fetch:
         return self._state.complete or self._cancelled.is_set()
 
     def _stripe(self, stripe: str) -> None:
-        last_error: LaminarError | None = None
         while not self._over():
             source = self._pick()
             if source is None:
-                self._give_up_if_impatient(last_error)
+                self._give_up_if_impatient()
                 self._cancelled.wait(HEARTBEAT_S)
                 continue
             try:
                 self._use(source, stripe)
             except LaminarError as error:
-                last_error = error
+                self._last_error = error
                 self._bypass(source, stripe, error)
 
     def _use(self, source: Source, stripe: str) -> None:
@@ -200,6 +200,7 @@ class Fetch:
         where = ", ".join(f"chunk {want.index} from byte {want.from_byte}" for want in back)
         log.info("bypassing %s: %s; asking elsewhere for %s", source.name, error, where or "nothing in flight")
 
-    def _give_up_if_impatient(self, last_error: LaminarError | None) -> None:
+    def _give_up_if_impatient(self) -> None:
         if self._patience_s is not None and time.monotonic() - self._progress_at > self._patience_s:
-            raise Unavailable(f"no byte came for {self._patience_s} s; last: {last_error}") from last_error
+            last = self._last_error
+            raise Unavailable(f"no byte came for {self._patience_s} s; last: {last}") from last

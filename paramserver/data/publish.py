@@ -94,6 +94,10 @@ class Mappings:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], tuple[int, mmap.mmap]] = {}
 
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
     def map(self, fd: int) -> memoryview:
         """A writable view of the file behind `fd`, which this object owns from now on."""
         self._prune()

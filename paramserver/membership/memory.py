@@ -112,9 +112,8 @@ class MemoryRegistry:
         self._open().end_lease(lease)
 
     async def watch(self, prefix: str) -> AsyncIterator[Event]:
-        state = await self.list(prefix)
+        state, position = await self.list(prefix), len(self._store.log)
         yield state
-        position = len(self._store.log)
         while True:
             changed = self._store.changed
             for _, event in self._store.log[position:]:

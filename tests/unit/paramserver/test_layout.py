@@ -33,7 +33,9 @@ NUMPY = {
 specs = st.lists(
     st.builds(
         TensorSpec,
-        name=st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12).filter(lambda name: name != "__metadata__"),
+        name=st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12).filter(
+            lambda name: name != "__metadata__"
+        ),
         dtype=st.sampled_from(sorted(NUMPY)),
         shape=st.lists(st.integers(0, 4), max_size=3).map(tuple),
     ),

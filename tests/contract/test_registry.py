@@ -1,0 +1,165 @@
+"""What every registry must do; the real etcd and the one in memory pass the same suite."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from paramserver.membership import EtcdRegistry, LocalEtcd, MemoryRegistry, MemoryStore, Registry
+from paramserver.membership.registry import Absent, Changed, Created, Delete, Event, Put, Removed, State
+from protos.errors import Unavailable
+
+MakeRegistry = Callable[[], Awaitable[Registry]]
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[MakeRegistry]:
+    """Makes connections to one store."""
+    opened: list[Registry] = []
+    store = MemoryStore(time.monotonic)
+    endpoint = request.getfixturevalue("shared_etcd") if request.param == "etcd" else ""
+
+    async def make() -> Registry:
+        opened.append(await EtcdRegistry.connect(endpoint) if endpoint else MemoryRegistry(store))
+        return opened[-1]
+
+    yield make
+    for registry in opened:
+        await registry.close()
+
+
+@pytest.fixture
+async def registry(connect: MakeRegistry) -> Registry:
+    return await connect()
+
+
+@pytest.fixture
+def root() -> str:
+    """A prefix of this test's own: the etcd is shared."""
+    return f"/test/{uuid.uuid4().hex}/"
+
+
+async def values(registry: Registry, root: str) -> dict[str, bytes]:
+    return {entry.key.removeprefix(root): entry.value for entry in (await registry.list(root)).entries}
+
+
+async def test_what_is_put_is_listed_in_order_and_only_below_the_prefix(registry: Registry, root: str) -> None:
+    await registry.transact([], [Put(root + "b", b"2"), Put(root + "a", b"1"), Put(root[:-1] + "x", b"3")])
+    assert list((await values(registry, root)).items()) == [("a", b"1"), ("b", b"2")]
+
+
+async def test_a_transaction_whose_guard_fails_changes_nothing(registry: Registry, root: str) -> None:
+    assert (await registry.transact([Absent(root + "a")], [Put(root + "a", b"1")])).succeeded
+    refused = await registry.transact(
+        [Absent(root + "b"), Absent(root + "a")], [Put(root + "b", b"2"), Delete(root + "a")]
+    )
+    assert not refused.succeeded
+    assert await values(registry, root) == {"a": b"1"}
+
+
+async def test_a_key_taken_anew_is_not_the_key_it_was(registry: Registry, root: str) -> None:
+    key = root + "master"
+    first = await registry.transact([Absent(key)], [Put(key, b"a")])
+    assert (await registry.transact([Created(key, first.revision)], [Put(root + "x", b"by a")])).succeeded
+    await registry.transact([], [Put(key, b"a again")])  # rewriting keeps the key
+    assert (await registry.transact([Created(key, first.revision)], [])).succeeded
+    await registry.transact([], [Delete(key)])
+    second = await registry.transact([Absent(key)], [Put(key, b"b")])
+    assert second.revision > first.revision
+    assert not (await registry.transact([Created(key, first.revision)], [Put(root + "x", b"by a")])).succeeded
+    assert (await registry.list(key)).entries[0].created == second.revision
+
+
+async def test_leased_keys_go_together_when_the_lease_is_revoked(registry: Registry, root: str) -> None:
+    lease = await registry.grant(30.0)
+    await registry.transact([], [Put(root + "a", b"1", lease), Put(root + "b", b"2", lease), Put(root + "c", b"3")])
+    assert await registry.keep_alive(lease)
+    await registry.revoke(lease)
+    assert await values(registry, root) == {"c": b"3"}
+    assert not await registry.keep_alive(lease)
+
+
+@pytest.mark.slow
+async def test_a_lease_that_is_not_kept_alive_runs_out(registry: Registry, root: str) -> None:
+    kept, left = await registry.grant(2.0), await registry.grant(2.0)
+    await registry.transact([], [Put(root + "kept", b"", kept), Put(root + "left", b"", left)])
+    deadline = time.monotonic() + 15.0
+    while "left" in await values(registry, root):
+        assert time.monotonic() < deadline
+        assert await registry.keep_alive(kept)
+        await asyncio.sleep(0.2)
+    assert await values(registry, root) == {"kept": b""}
+
+
+async def next_of(events: AsyncIterator[Event]) -> Event:
+    async with asyncio.timeout(10.0):
+        return await anext(events)
+
+
+async def test_a_watch_gives_the_state_then_every_change_in_order(connect: MakeRegistry, root: str) -> None:
+    writer, reader = await connect(), await connect()
+    before = await writer.transact([], [Put(root + "a", b"1")])
+    events = reader.watch(root)
+    state = await next_of(events)
+    assert isinstance(state, State)
+    assert [(entry.key, entry.value, entry.created) for entry in state.entries] == [(root + "a", b"1", before.revision)]
+    assert state.revision >= before.revision
+    await writer.transact([], [Put(root + "b", b"2"), Put(root[:-1] + "x", b"elsewhere")])
+    await writer.transact([], [Put(root + "a", b"3")])
+    await writer.transact([], [Delete(root + "b")])
+    found = [await next_of(events) for _ in range(3)]
+    assert [(e.entry.key, e.entry.value) for e in found[:2] if isinstance(e, Changed)] == [
+        (root + "b", b"2"),
+        (root + "a", b"3"),
+    ]
+    assert found[2] == Removed(root + "b")
+    await events.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_watch_sees_leased_keys_go(connect: MakeRegistry, root: str) -> None:
+    registry, other = await connect(), await connect()
+    lease = await registry.grant(30.0)
+    await registry.transact([], [Put(root + "a", b"1", lease)])
+    events = other.watch(root)
+    await next_of(events)
+    await registry.revoke(lease)
+    assert await next_of(events) == Removed(root + "a")
+    await events.aclose()  # type: ignore[attr-defined]
+
+
+async def test_an_outage_in_memory_looks_like_one_of_etcd() -> None:
+    store = MemoryStore(time.monotonic)
+    registry = MemoryRegistry(store)
+    store.reachable = False
+    with pytest.raises(Unavailable):
+        await registry.list("/")
+
+
+async def test_nothing_at_the_address_is_said_in_one_line() -> None:
+    with pytest.raises(Unavailable, match=r"no etcd answers at 127.0.0.1:1 .*paramserver etcd"):
+        await EtcdRegistry.connect("127.0.0.1:1")
+
+
+@pytest.mark.slow
+async def test_a_watch_on_etcd_outlives_its_death_and_return() -> None:
+    async with LocalEtcd() as etcd:
+        registry = await EtcdRegistry.connect(etcd.endpoint)
+        events = registry.watch("/test/")
+        await next_of(events)
+        await etcd.kill()
+        with pytest.raises(Unavailable, match="did not answer"):
+            await registry.list("/test/")
+        await etcd.start()
+        writer = await EtcdRegistry.connect(etcd.endpoint)
+        await writer.transact([], [Put("/test/after", b"1")])
+        async with asyncio.timeout(20.0):
+            async for event in events:
+                if isinstance(event, Changed) or (isinstance(event, State) and event.entries):
+                    break
+        await events.aclose()  # type: ignore[attr-defined]
+        await writer.close()
+        await registry.close()

@@ -1,0 +1,336 @@
+"""The data port and the fetch over real loopback sockets: resume, bypass, digests, publishing both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paramserver.core.layout import TensorSpec, plan_layout
+from paramserver.core.records import ChunkMap, Epoch, FileSpec, Manifest, digest, version_root
+from paramserver.core.transfer import Want
+from paramserver.data import tcp, wire
+from paramserver.data.fetch import Fetch
+from paramserver.data.publish import Image, Mappings, write_mapped, write_tcp
+from paramserver.data.server import DataServer
+from paramserver.data.transport import Arrived, Source
+from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
+from paramserver.pool import Pool
+from paramserver.store import Snapshot, Store
+from protos.errors import Conflict, Corrupt, InvalidRequest, NotFound, StaleEpoch, Unavailable
+
+EPOCH = Epoch("store", 1)
+CHUNK = 4096
+CONTENT = bytes(range(256)) * 100 + b"tail"
+FETCH = Greeting("fetch", "policy", 1, "test", EPOCH)
+
+
+def manifest(*sizes: int) -> Manifest:
+    files = tuple(FileSpec(f"f{i}", size) for i, size in enumerate(sizes))
+    return Manifest("policy", 1, "run", 0, EPOCH, files, CHUNK)
+
+
+class Host:
+    """A store with its data port, as one relay has them."""
+
+    def __init__(self, directory: Path, *sizes: int) -> None:
+        self.store = Store(Pool(directory, 8 << 20))
+        self.snapshot: Snapshot = self.store.open(manifest(*sizes))
+        self.withdrawn: list[str] = []
+        self.server = DataServer(self)
+        self.source = Source(directory.name, self.server.listen_tcp("127.0.0.1", 0))
+        self.socket = directory / "publish.sock"
+        self.server.listen_unix(self.socket)
+
+    def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
+        if model != "policy":
+            raise NotFound(f"no {model} here")
+        return self.store.wait(model, version, timeout_s)
+
+    def writable(self, model: str, version: int, token: str) -> Snapshot:
+        if token != "token":
+            raise Conflict("a wrong token")
+        return self.snapshot
+
+    def chunk_is_bad(self, snapshot: Snapshot, error: Corrupt) -> None:
+        self.withdrawn.append(str(error))
+
+    def fill(self, upto: int | None = None) -> None:
+        for index in self.snapshot.missing()[:upto]:
+            chunk = self.snapshot.chunks.chunk(index)
+            place = self.snapshot.place(index)
+            place[:] = CONTENT[chunk.offset : chunk.offset + chunk.length]
+            self.snapshot.present(index, digest(place))
+
+    def content(self) -> bytes:
+        return bytes(self.snapshot.files[0].view()[: len(CONTENT)])
+
+    def close(self) -> None:
+        self.server.close()
+        self.store.close()
+
+
+MakeHost = Callable[..., Host]
+
+
+@pytest.fixture
+def make_host() -> Iterator[MakeHost]:
+    directory = Path(tempfile.mkdtemp(prefix="laminar-data-", dir="/dev/shm"))
+    hosts: list[Host] = []
+
+    def make(*sizes: int) -> Host:
+        hosts.append(Host(directory / f"host{len(hosts)}", *(sizes or (len(CONTENT),))))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.close()
+    shutil.rmtree(directory)
+
+
+def fetch(into: Host, *sources: Host, patience_s: float = 5.0) -> Fetch:
+    return Fetch(into.snapshot, FETCH, lambda: [s.source for s in sources], tcp.dialer(), patience_s=patience_s)
+
+
+def test_a_version_comes_over_while_it_is_still_being_written(make_host: MakeHost) -> None:
+    upstream, downstream = make_host(), make_host()
+    upstream.fill(2)
+    running = fetch(downstream, upstream)
+    result: list[bool] = []
+    thread = threading.Thread(target=lambda: result.append(running.run()))
+    thread.start()
+    assert downstream.snapshot.wait_chunk(1, 5.0) is not None
+    assert downstream.snapshot.wait_chunk(2, 1.3 * wire.SILENCE_S) is None, (
+        "longer than the silence that counts as death"
+    )
+    upstream.fill()
+    thread.join(5.0)
+    assert result == [True]
+    assert downstream.content() == CONTENT
+    assert downstream.snapshot.root() == upstream.snapshot.root()
+    assert running.num_bypasses == 0
+
+
+def test_a_source_that_is_away_is_bypassed(make_host: MakeHost) -> None:
+    gone, upstream, downstream = make_host(), make_host(), make_host()
+    gone.server.close()
+    upstream.fill()
+    running = fetch(downstream, gone, upstream)
+    assert running.run()
+    assert downstream.content() == CONTENT
+    assert gone.source.name in running.bypassed()
+
+
+def test_without_any_source_it_gives_up_and_says_why(make_host: MakeHost) -> None:
+    gone, downstream = make_host(), make_host()
+    gone.server.close()
+    with pytest.raises(Unavailable, match="cannot connect"):
+        fetch(downstream, gone, patience_s=0.3).run()
+
+
+def test_a_cancelled_fetch_ends_without_an_error(make_host: MakeHost) -> None:
+    upstream, downstream = make_host(), make_host()
+    running = fetch(downstream, upstream)
+    result: list[bool] = []
+    thread = threading.Thread(target=lambda: result.append(running.run()))
+    thread.start()
+    running.cancel()
+    thread.join(5.0)
+    assert result == [False]
+
+
+def test_memory_that_went_bad_at_the_sender_is_found_withdrawn_and_had_elsewhere(make_host: MakeHost) -> None:
+    bad, good, downstream = make_host(), make_host(), make_host()
+    bad.fill()
+    good.fill()
+    bad.snapshot.place(3)[5:6] = b"\xff"
+    assert fetch(downstream, bad, good).run()
+    assert downstream.content() == CONTENT
+    with tcp_link(bad.source) as link:
+        link.ask(Want(3, 0, suspect=True))
+        with pytest.raises(Corrupt, match="changed in memory"):
+            link.receive(downstream.snapshot.place, lambda index, upto: None)
+    assert "chunk 3" in bad.withdrawn[0]
+
+
+class tcp_link:  # noqa: N801  (reads as a function)
+    """A link as a context manager."""
+
+    def __init__(self, source: Source, greeting: Greeting = FETCH) -> None:
+        self.link = tcp.TcpLink(source, greeting)
+
+    def __enter__(self) -> tcp.TcpLink:
+        return self.link
+
+    def __exit__(self, *_: object) -> None:
+        self.link.close()
+
+
+def test_a_request_may_start_in_the_middle_of_a_chunk(make_host: MakeHost) -> None:
+    upstream, downstream = make_host(), make_host()
+    upstream.fill()
+    progress: list[int] = []
+    with tcp_link(upstream.source) as link:
+        link.ask(Want(1, 1000))
+        arrived = link.receive(downstream.snapshot.place, lambda index, upto: progress.append(upto))
+    assert arrived == Arrived(1, digest(CONTENT[CHUNK : 2 * CHUNK]))
+    assert bytes(downstream.snapshot.place(1)) == bytes(1000) + CONTENT[CHUNK + 1000 : 2 * CHUNK]
+    assert progress[-1] == CHUNK
+
+
+@pytest.mark.parametrize(
+    ("greeting", "error", "words"),
+    [
+        (Greeting("fetch", "policy", 1, "t", Epoch("store", 2)), StaleEpoch, "begun in epoch store/1"),
+        (Greeting("fetch", "critic", 1, "t"), NotFound, "no critic here"),
+        (Greeting("write", "policy", 1, "t", token="guess"), Conflict, "a wrong token"),
+        (Greeting("map", "policy", 1, "t", token="token"), Conflict, "only over the unix socket"),
+    ],
+)
+def test_what_is_not_to_be_had_is_refused_in_words(
+    make_host: MakeHost, greeting: Greeting, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        tcp.TcpLink(make_host().source, greeting)
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"LMN1\xff\xff\xff\xff", b"LMN1\x00\x00\x00\x02{}"])
+def test_garbage_ends_its_own_connection_and_no_other(make_host: MakeHost, garbage: bytes) -> None:
+    host = make_host()
+    host.fill()
+    with wire.connect(host.source.address, 5.0) as sock:
+        sock.sendall(garbage)
+        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    downstream = make_host()
+    assert fetch(downstream, host).run()
+
+
+class FakeLink:
+    """A link in memory that breaks after a given number of answers, each time in mid-chunk."""
+
+    def __init__(self, content: bytes, answers: int) -> None:
+        self._content = content
+        self._answers = answers
+        self.asked: list[Want] = []
+
+    def ask(self, want: Want) -> None:
+        self.asked.append(want)
+
+    def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
+        want = self.asked.pop(0)
+        start = want.index * CHUNK
+        whole = self._content[start : start + CHUNK]
+        if self._answers == 0:
+            half = (want.from_byte + len(whole)) // 2
+            place(want.index)[want.from_byte : half] = whole[want.from_byte : half]
+            received(want.index, half)
+            raise LinkBroken("cut")
+        self._answers -= 1
+        place(want.index)[want.from_byte :] = whole[want.from_byte :]
+        received(want.index, len(whole))
+        return Arrived(want.index, digest(whole))
+
+    def alive(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_every_break_resumes_where_the_bytes_stopped(make_host: MakeHost) -> None:
+    downstream = make_host()
+    resumed: list[Want] = []
+
+    class Noting(FakeLink):
+        def ask(self, want: Want) -> None:
+            if want.from_byte:
+                resumed.append(want)
+            super().ask(want)
+
+    sources = [Source(f"s{i}", "") for i in range(8)]
+    running = Fetch(
+        downstream.snapshot, FETCH, lambda: sources, lambda source, _: Noting(CONTENT, 2), num_stripes=1, patience_s=5.0
+    )
+    assert running.run()
+    assert downstream.content() == CONTENT
+    assert resumed[0] == Want(2, CHUNK // 2)
+    assert len(resumed) == running.num_bypasses == 3
+
+
+def image_of(*tensors: tuple[str, bytes]) -> tuple[Image, Manifest, bytes]:
+    specs = [TensorSpec(name, "U8", (len(data),)) for name, data in tensors]
+    files = plan_layout(specs)
+    reads = {name: (lambda data=data: memoryview(data)) for name, data in tensors}  # type: ignore[misc]
+    expected = files[0].head + b"".join(data for _, data in sorted(tensors))
+    return Image(files, reads, CHUNK), manifest(files[0].size_bytes), expected
+
+
+TENSORS = (("b", CONTENT), ("a", b"x" * 5000), ("empty", b""))
+
+
+def test_a_publisher_writes_through_the_passed_descriptors(make_host: MakeHost) -> None:
+    image, found, expected = image_of(*TENSORS)
+    host = make_host(found.size_bytes)
+    mappings = Mappings()
+    digests = write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+    mappings.close()
+    assert bytes(host.snapshot.files[0].view()) == expected
+    assert host.snapshot.complete
+    assert version_root(found, digests) == host.snapshot.root()
+
+
+def test_a_publisher_streams_and_sends_only_what_is_missing(make_host: MakeHost) -> None:
+    image, found, expected = image_of(*TENSORS)
+    host = make_host(found.size_bytes)
+    greeting = Greeting("write", "policy", 1, "t", token="token")
+    digests = write_tcp(host.source.address, greeting, image)
+    assert bytes(host.snapshot.files[0].view()) == expected
+    assert version_root(found, digests) == host.snapshot.root()
+
+
+def test_a_chunk_that_arrives_broken_is_refused(make_host: MakeHost) -> None:
+    host = make_host()
+    with wire.connect(host.source.address, 5.0) as sock:
+        wire.send_greeting(sock, Greeting("write", "policy", 1, "t", token="token"))
+        wire.receive_welcome(sock, silence_s=5.0)
+        wire.send_all(sock, Header(Kind.DATA, 0, 0, CHUNK, bytes(16)).pack() + bytes(CHUNK))
+        header = wire.receive_header(sock)
+        with pytest.raises(Corrupt, match="chunk 0 of version 1 of policy arrived with a wrong digest"):
+            raise wire.receive_refusal(sock, header)
+    assert host.snapshot.missing()[0] == 0
+
+
+def test_a_tensor_that_gives_too_few_bytes_is_named() -> None:
+    specs = [TensorSpec("w", "F32", (10,))]
+    image = Image(plan_layout(specs), {"w": lambda: memoryview(b"short")}, CHUNK)
+    with pytest.raises(InvalidRequest, match="'w' gave 5 bytes, its shape and dtype say 40"):
+        image.fill(image.chunks.chunk(0), memoryview(bytearray(CHUNK)))
+
+
+def test_kept_mappings_are_reused_and_dropped_when_the_file_is_destroyed(tmp_path: Path) -> None:
+    mappings = Mappings()
+    path = tmp_path / "file"
+    path.write_bytes(b"1234")
+    first = mappings.map(os.open(path, os.O_RDWR))
+    first[0:1] = b"x"
+    assert bytes(mappings.map(os.open(path, os.O_RDWR))) == b"x234"
+    assert mappings.num_kept == 1
+    path.unlink()
+    other = tmp_path / "other"
+    other.write_bytes(b"5678")
+    assert bytes(mappings.map(os.open(other, os.O_RDWR))) == b"5678"
+    assert mappings.num_kept == 1
+    mappings.close()
+
+
+def test_ranges() -> None:
+    assert wire.ranges([]) == []
+    assert wire.ranges([0, 1, 2, 5, 7, 8]) == [(0, 3), (5, 6), (7, 9)]
+    assert ChunkMap([0, 0], 4).num_chunks == 0

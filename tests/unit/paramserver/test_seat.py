@@ -1,0 +1,164 @@
+"""A relay's seat, elections and fencing, on the registry in memory with a clock of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from paramserver.core import view as keys
+from paramserver.core.records import Member
+from paramserver.membership import MemoryRegistry, MemoryStore
+from paramserver.membership.registry import Put
+from paramserver.seat import Seat
+from protos.errors import Conflict, StaleEpoch, Unavailable
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """One registry and the seats at it."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.store = MemoryStore(self.clock)
+
+    async def seat(self, name: str, *, instance: str = "", ttl_s: float = 0.05) -> Seat:
+        member = Member(name, instance or f"instance-{name}", "h:1", "h:2")
+        seat = Seat(MemoryRegistry(self.store), member, ttl_s=ttl_s)
+        await seat.take()
+        await seat.refresh()
+        return seat
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_two_live_relays_cannot_have_one_name(world: World) -> None:
+    await world.seat("a")
+    with pytest.raises(Conflict, match="a relay named 'a' is alive already"):
+        await world.seat("a", instance="other")
+
+
+async def test_a_name_is_free_again_when_its_seat_was_left_or_its_lease_ran_out(world: World) -> None:
+    await (await world.seat("a")).leave()
+    await world.seat("a", instance="second")
+    world.clock.now += 1.0
+    await world.seat("a", instance="third")
+
+
+async def test_only_one_wins_an_election_and_the_next_has_a_higher_epoch(world: World) -> None:
+    a, b = await world.seat("a"), await world.seat("b", ttl_s=10.0)
+    assert await a.campaign("policy")
+    assert not await b.campaign("policy")
+    await a.refresh()
+    first = a.epoch("policy")
+    assert first is not None
+    world.clock.now += 1.0
+    assert await b.campaign("policy")
+    await b.refresh()
+    second = b.epoch("policy")
+    assert second is not None
+    assert (second.store_id, second.revision > first.revision) == (first.store_id, True)
+
+
+async def test_a_stale_master_cannot_write(world: World) -> None:
+    a, b = await world.seat("a"), await world.seat("b", ttl_s=10.0)
+    await a.campaign("policy")
+    await a.refresh()
+    epoch = a.epoch("policy")
+    assert epoch is not None
+    assert await a.as_master(epoch, "policy", [], [Put("/laminar/x", b"1")])
+    world.clock.now += 1.0
+    await b.campaign("policy")
+    assert not await a.as_master(epoch, "policy", [], [Put("/laminar/x", b"2")]), "the registry refuses it"
+    await a.refresh()
+    with pytest.raises(StaleEpoch, match="no longer master"):
+        await a.as_master(epoch, "policy", [], [Put("/laminar/x", b"3")])
+    assert world.store.keys["/laminar/x"].value == b"1"
+
+
+async def test_the_best_candidate_stands_first_and_the_next_after_a_delay(world: World) -> None:
+    a, b = await world.seat("a", ttl_s=10.0), await world.seat("b", ttl_s=10.0)
+    await a.want("policy")
+    for seat in (a, b):
+        await seat.refresh()
+    holders = {"policy": {"b"}}
+    assert await a.stand(holders, now=0.0) == []
+    assert await b.stand(holders, now=0.0) == ["policy"]
+    assert await a.stand(holders, now=10.0) == [], "the key is taken"
+
+
+async def test_a_relay_without_a_seat_cannot_be_elected(world: World) -> None:
+    a = await world.seat("a")
+    world.clock.now += 1.0
+    assert not await a.campaign("policy")
+
+
+async def test_holdings_are_written_and_written_again_after_a_lost_lease(world: World) -> None:
+    a = await world.seat("a")
+    tasks = [asyncio.create_task(a.tell_holdings()), asyncio.create_task(a.keep())]
+    key = keys.holder_key("policy", 3, "a")
+    a.hold("policy", 3)
+    await _until(lambda: key in world.store.keys)
+    world.clock.now += 1.0
+    world.store.expire()
+    assert key not in world.store.keys
+    await _until(lambda: key in world.store.keys)
+    a.unhold("policy", 3)
+    await _until(lambda: key not in world.store.keys)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_outage_leaves_the_last_view(world: World) -> None:
+    a = await world.seat("a")
+    keeping = asyncio.create_task(a.keep())
+    world.store.reachable = False
+    await _until(lambda: not a.reachable)
+    assert set(a.view.members) == {"a"}
+    world.store.reachable = True
+    await _until(lambda: a.reachable)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_another_store_is_not_taken_for_the_one_it_began_with(world: World) -> None:
+    a = await world.seat("a")
+    following = asyncio.create_task(_follow(a))
+    await _until(lambda: "policy" in a.view.models or not following.done())
+    other = MemoryStore(world.clock)
+    await MemoryRegistry(other).transact([], [Put(keys.STORE, b"wiped"), Put(keys.wanted_key("policy"), b"")])
+    world.store.keys, world.store.leases = other.keys, {}
+    with pytest.raises(Unavailable, match="another store"):
+        await a.check_store()
+    assert a.foreign_store == "wiped"
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    async for facts in a.follow():
+        assert facts == [], "nothing that a foreign store says is believed"
+        break
+    assert set(a.view.members) == {"a"}
+
+
+async def _follow(seat: Seat) -> None:
+    async for _ in seat.follow():
+        pass
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)

@@ -1,0 +1,188 @@
+"""The life of versions on one relay: stories as event lists, and random ones that keep the invariants."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paramserver.core.records import Announced, Ended, Epoch, FileSpec, Manifest, Plan, Sealed
+from paramserver.core.versions import TRANSITIONS, Drop, Fetch, ModelVersions, Show, Tell
+
+EPOCH = Epoch("store", 1)
+
+
+def announced(version: int) -> Announced:
+    manifest = Manifest("policy", version, "run", version * 10, EPOCH, (FileSpec("f", 4),))
+    return Announced(manifest, Plan(EPOCH, 1, ("a", "b")))
+
+
+def sealed(version: int, root: str = "root") -> Sealed:
+    return Sealed("policy", version, version * 10, "run", root, 4, 0.0)
+
+
+def versions(retain: int = 2) -> ModelVersions:
+    return ModelVersions("policy", retain=retain)
+
+
+def bring(model: ModelVersions, version: int) -> None:
+    """The whole good life up to shown."""
+    model.announced(announced(version))
+    assert model.next_fetch() == [Fetch(announced(version))]
+    model.opened(announced(version))
+    model.filled(version, "root")
+    model.sealed(sealed(version))
+
+
+def test_a_version_is_shown_only_when_it_is_complete_and_sealed() -> None:
+    model = versions()
+    model.announced(announced(1))
+    model.opened(announced(1))
+    assert model.filled(1, "root") == []
+    assert model.shown() == []
+    assert model.sealed(sealed(1)) == [Tell("sealed", sealed(1)), Show(sealed(1)), Tell("available", sealed(1))]
+    assert model.shown() == [sealed(1)]
+
+
+def test_the_seal_may_come_before_the_last_byte() -> None:
+    model = versions()
+    model.announced(announced(1))
+    model.opened(announced(1))
+    assert model.sealed(sealed(1)) == [Tell("sealed", sealed(1))]
+    assert model.filled(1, "root") == [Show(sealed(1)), Tell("available", sealed(1))]
+
+
+def test_bytes_that_do_not_match_the_sealed_root_are_never_shown() -> None:
+    model = versions()
+    model.opened(announced(1))
+    model.sealed(sealed(1, root="other"))
+    (drop,) = model.filled(1, "root")
+    assert isinstance(drop, Drop)
+    assert model.shown() == []
+    assert model.next_fetch() == []
+
+
+def test_one_version_is_fetched_at_a_time_oldest_first() -> None:
+    model = versions()
+    model.announced(announced(2))
+    model.announced(announced(1))
+    assert model.next_fetch() == [Fetch(announced(1))]
+    model.opened(announced(1))
+    assert model.next_fetch() == []
+    model.filled(1, "root")
+    assert model.next_fetch() == [Fetch(announced(2))]
+
+
+def test_a_version_that_nobody_needs_any_more_is_skipped() -> None:
+    model = versions()
+    for version in (1, 2, 3):
+        model.announced(announced(version))
+        model.sealed(sealed(version))
+    assert model.next_fetch() == [Fetch(announced(3))]
+    assert [(version, state.stage) for version, state in model.items()] == [
+        (1, "skipped"),
+        (2, "skipped"),
+        (3, "known"),
+    ]
+
+
+def test_a_fetch_that_failed_is_tried_again_unless_overtaken() -> None:
+    model = versions()
+    model.announced(announced(1))
+    model.opened(announced(1))
+    model.gave_up(1)
+    assert model.next_fetch() == [Fetch(announced(1))]
+    model.sealed(sealed(2))
+    assert model.next_fetch() == []
+
+
+def test_retention_keeps_the_newest_and_what_is_pinned() -> None:
+    model = versions(retain=2)
+    for version in (1, 2, 3, 4):
+        bring(model, version)
+    assert model.retire({1: 1}) == [Drop(2, "retention"), Tell("retired", sealed(2))]
+    assert [record.version for record in model.shown()] == [1, 3, 4]
+    assert model.retire({1: 1}) == []
+    assert model.retire({}) == [Drop(1, "retention"), Tell("retired", sealed(1))]
+
+
+def test_an_aborted_version_is_dropped_and_only_a_sealed_one_is_told_as_lost() -> None:
+    model = versions()
+    model.opened(announced(1))
+    assert model.ended(1, Ended("aborted", "publisher left")) == [Drop(1, "aborted: publisher left")]
+    bring(model, 2)
+    assert model.ended(2, Ended("lost", "gone")) == [Drop(2, "lost: gone"), Tell("lost", sealed(2))]
+    assert model.newest_sealed is None
+    assert model.newest_known == 2
+
+
+def test_bad_memory_withdraws_this_relay_only() -> None:
+    model = versions()
+    bring(model, 1)
+    assert model.withdrawn(1, "bit flip") == [Drop(1, "bit flip"), Tell("lost", sealed(1))]
+    assert model.withdrawn(1, "again") == []
+    assert model.newest_sealed == 1
+
+
+def test_events_that_come_twice_change_nothing() -> None:
+    model = versions()
+    bring(model, 1)
+    assert model.sealed(sealed(1)) == []
+    assert model.announced(announced(1)) == []
+    model.ended(1, Ended("lost", "gone"))
+    assert model.ended(1, Ended("lost", "gone")) == []
+    assert model.sealed(sealed(1)) == []
+
+
+def test_every_stage_has_a_row_and_ended_is_final() -> None:
+    assert {stage for row in TRANSITIONS.values() for stage in row} | {"known"} == set(TRANSITIONS)
+    assert TRANSITIONS["ended"] == frozenset()
+
+
+def test_retain_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="retain is 0"):
+        versions(retain=0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_comes_in_whatever_order_the_invariants_hold(seed: int) -> None:
+    rng = random.Random(seed)
+    model = versions(retain=rng.randint(1, 3))
+    dropped: set[int] = set()
+    for _ in range(300):
+        version = rng.randint(1, 12)
+        state = model.get(version)
+        effects = []
+        match rng.choice(["announced", "sealed", "ended", "fetch", "filled", "gave_up", "retire"]):
+            case "announced":
+                effects = model.announced(announced(version))
+            case "sealed":
+                effects = model.sealed(sealed(version, rng.choice(["root"] * 5 + ["bad"])))
+            case "ended" if rng.random() < 0.1:
+                effects = model.ended(version, Ended("lost", "x"))
+            case "fetch":
+                for effect in model.next_fetch():
+                    assert isinstance(effect, Fetch)
+                    model.opened(effect.announced)
+            case "filled" if state is not None and state.stage == "filling":
+                effects = model.filled(version, "root")
+            case "gave_up" if state is not None and state.stage == "filling":
+                model.gave_up(version)
+            case "retire":
+                effects = model.retire({rng.randint(1, 12): 1})
+        for effect in effects:
+            if isinstance(effect, Drop):
+                assert effect.version not in dropped, "memory goes back once"
+                dropped.add(effect.version)
+        check_invariants(model, dropped)
+
+
+def check_invariants(model: ModelVersions, dropped: set[int]) -> None:
+    stages = [state.stage for _, state in model.items()]
+    assert stages.count("filling") <= 1
+    for record in model.shown():
+        state = model.get(record.version)
+        assert state is not None
+        assert state.root == record.root_digest
+        assert state.ended is None
+        assert record.version not in dropped

@@ -1,0 +1,70 @@
+"""The registry's keys and what a relay reads from them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paramserver.core import view as keys
+from paramserver.core.records import Ended, Epoch, Master, Member, Plan
+from paramserver.core.view import HolderFact, MasterFact, MasterSeen, MemberFact, VersionFact, View
+
+MEMBER = Member("a", "instance", "h:1", "h:2")
+MASTER = Master("a", "instance")
+ENDED = Ended("lost", "gone")
+STATE = [
+    (keys.STORE, b"store", 1),
+    (keys.member_key("a"), msgspec.json.encode(MEMBER), 2),
+    (keys.wanted_key("policy"), b"", 3),
+    (keys.master_key("policy"), msgspec.json.encode(MASTER), 4),
+    (keys.plan_key("policy"), msgspec.json.encode(Plan(Epoch("store", 4), 1, ("a",))), 5),
+    (keys.version_key("policy", 12, "ended"), msgspec.json.encode(ENDED), 6),
+    (keys.holder_key("policy", 12, "a"), b"", 7),
+]
+
+
+def test_the_whole_state_becomes_facts() -> None:
+    view = View()
+    assert view.replace(STATE) == [
+        MemberFact("a", MEMBER),
+        MasterFact("policy", MasterSeen(MASTER, 4)),
+        VersionFact("policy", 12, ENDED),
+        HolderFact("policy", 12, "a", present=True),
+    ]
+    assert view.epoch("policy") == Epoch("store", 4)
+    assert view.plans["policy"].order == ("a",)
+    assert view.models == {"policy"}
+
+
+def test_the_same_state_again_is_no_news() -> None:
+    view = View()
+    view.replace(STATE)
+    assert view.replace(STATE) == []
+
+
+def test_what_is_missing_from_a_new_state_was_removed() -> None:
+    view = View()
+    view.replace(STATE)
+    assert view.replace(STATE[:1]) == [
+        HolderFact("policy", 12, "a", present=False),
+        MemberFact("a", None),
+        MasterFact("policy", None),
+    ]
+    assert view.epoch("policy") is None
+    assert view.models == {"policy"}
+
+
+def test_a_new_election_is_news_though_the_same_relay_won_it() -> None:
+    view = View()
+    view.replace(STATE)
+    assert view.put(keys.master_key("policy"), msgspec.json.encode(MASTER), 9) == [
+        MasterFact("policy", MasterSeen(MASTER, 9))
+    ]
+    assert view.epoch("policy") == Epoch("store", 9)
+
+
+def test_removing_what_was_never_there_is_no_news() -> None:
+    assert View().remove(keys.member_key("a")) == []
+
+
+def test_keys_that_others_put_below_ours_are_left_alone() -> None:
+    assert View().put(keys.ROOT + "notes", b"hello", 1) == []
