@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -155,12 +156,12 @@ def weights(family: Family, dtype: Dtype, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        noise = torch.randn(shape, generator=generator)
+        noise: torch.Tensor = torch.randn(shape, generator=generator)
         if "norm" in name:
-            return 1.0 + 0.1 * noise
+            return noise.mul(0.1).add(1.0)
         if len(shape) == 1 or "embed_tokens" in name:
             return 0.3 * noise
-        return noise * (1.5 / shape[1] ** 0.5)
+        return noise * (1.5 / math.sqrt(shape[1]))
 
     return {name: draw(name, shape).to(getattr(torch, dtype)) for name, shape in tensor_shapes(family).items()}
 

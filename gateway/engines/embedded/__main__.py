@@ -1,0 +1,4 @@
+from gateway.engines.embedded.cli import engine
+
+if __name__ == "__main__":
+    engine(prog_name="gateway engine")

@@ -1,0 +1,116 @@
+"""`gateway engine`: the embedded engine as a daemon. torch is imported only once it really starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gateway.engines.embedded.config import EngineConfig
+from protos.errors import LaminarError
+from protos.process import setup_logging, write_ready_file
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_TIMEOUT_S = 5.0
+
+
+@click.command()
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Model directory (Llama or Qwen2 family): config.json, *.safetensors, tokenizer.json.",
+)
+@click.option("--served-model-name", default="policy", show_default=True, help="Name that requests use.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="bfloat16",
+    show_default=True,
+    help="float32 gives the greedy output of transformers; bfloat16 is faster.",
+)
+@click.option(
+    "--batch-invariant",
+    is_flag=True,
+    help="A token's result depends on its own sequence alone, so a moved turn equals the unmoved one exactly. Slower.",
+)
+@click.option("--max-num-seqs", default=8, show_default=True, help="Sequences that decode together.")
+@click.option("--kv-cache-tokens", default=16384, show_default=True, help="Size of the KV pool, in tokens.")
+@click.option("--max-model-len", default=2048, show_default=True, help="Prompt plus generated tokens of a request.")
+@click.option("--max-batched-tokens", default=256, show_default=True, help="Tokens computed in one step.")
+@click.option("--max-waiting", default=256, show_default=True, help="Requests that may queue; beyond: 429.")
+@click.option("--threads", default=1, show_default=True, help="Processor threads of the model.")
+@click.option("--weight-version", default="default", show_default=True, help="Label of the weights in --model.")
+@click.option(
+    "--logprobs-mode",
+    type=click.Choice(["processed_logprobs", "raw_logprobs"]),
+    default="processed_logprobs",
+    show_default=True,
+    help="Processed: after temperature, top-k and top-p, the distribution really sampled from.",
+)
+@click.option("--device", default="auto", show_default=True, help="auto (the GPU when there is one), cpu or cuda.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option("--ready-file", type=click.Path(path_type=Path), help='Written as {"url": ...} once it serves.')
+@click.option("--log-level", default="info", show_default=True)
+def engine(host: str, port: int, ready_file: Path | None, log_level: str, **options: Any) -> None:
+    """Run one inference engine that speaks vLLM's HTTP dialect, without vLLM.
+
+    \b
+    Try it:
+      gateway engine --model ~/models/smollm2 --port 8100
+      curl localhost:8100/v1/completions -d '{"prompt": "The sum of 2 and 3 is", "max_tokens": 8}'
+    """
+    setup_logging(log_level)
+    config = EngineConfig(**options)
+    log.info("%s", config)
+    try:
+        asyncio.run(_serve(config, host, port, ready_file))
+    except LaminarError as e:
+        click.echo(f"gateway engine: {e}", err=True)
+        sys.exit(1)
+    except OSError as e:
+        click.echo(f"gateway engine: cannot serve on {host}:{port}: {e}", err=True)
+        sys.exit(1)
+
+
+async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | None) -> None:
+    from aiohttp import web
+
+    from gateway.engines.embedded.engine import Engine
+    from gateway.engines.embedded.server import make_app
+    from gateway.engines.embedded.service import EngineService
+    from gateway.engines.embedded.text import Text
+
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    config.check()
+    text = Text(config.model)
+    service = EngineService(Engine(config))
+    service.loop.start()
+    # handler_cancellation: a client that goes away cancels its handler, which aborts its request.
+    runner = web.AppRunner(
+        make_app(service, text), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        bound = runner.addresses[0]
+        url = f"http://{bound[0]}:{bound[1]}"
+        write_ready_file(ready_file, {"url": url})
+        log.info("serving %s on %s", config.served_model_name, url)
+        await stop.wait()
+        log.info("stopping")
+        await site.stop()  # 1. no new connections
+        service.loop.abort(None)  # 2. requests in flight end with finish_reason "abort"
+    finally:
+        await runner.cleanup()  # 3. their last bytes go out
+        service.loop.stop()  # 4. the model's thread ends

@@ -1,0 +1,250 @@
+"""The forward pass of the Llama and Qwen2 families, over fused and packed weights.
+
+Configuration and rotary tables come from `transformers`; the layers are our own because `transformers`' loop spends
+most of a small model's step outside the matrix products. Rounding follows `transformers`: norms in float32,
+rotary tables in the model's dtype.
+
+Names follow the checkpoint: `layout` lists every tensor that a snapshot must hold, with its shape, and `load` takes
+them by those names, layer by layer, so that at most one layer is alive twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from gateway.engines.embedded.attention import AttentionPlan, Span
+from gateway.engines.embedded.kv import KvMemory
+from gateway.engines.embedded.linear import Linear
+from protos.errors import InvalidRequest
+
+FAMILIES = ("llama", "qwen2")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary scalings whose tables do not depend on the length in use."""
+
+Tensors = Callable[[str], torch.Tensor]
+"""Gives a checkpoint tensor by name, in any float dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of config.json the forward pass needs."""
+
+    family: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    context: int
+    """max_position_embeddings."""
+    eos_ids: frozenset[int]
+    hf_config: Any = field(repr=False, compare=False)
+
+    @property
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of a checkpoint."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+
+        def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+            shapes[f"{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{name}.bias"] = (rows,)
+
+        for layer in range(self.num_layers):
+            at = f"model.layers.{layer}"
+            shapes[f"{at}.input_layernorm.weight"] = (self.hidden,)
+            linear(f"{at}.self_attn.q_proj", q, self.hidden, self.qkv_bias)
+            linear(f"{at}.self_attn.k_proj", kv, self.hidden, self.qkv_bias)
+            linear(f"{at}.self_attn.v_proj", kv, self.hidden, self.qkv_bias)
+            linear(f"{at}.self_attn.o_proj", self.hidden, q, self.o_bias)
+            shapes[f"{at}.post_attention_layernorm.weight"] = (self.hidden,)
+            linear(f"{at}.mlp.gate_proj", self.intermediate, self.hidden, self.mlp_bias)
+            linear(f"{at}.mlp.up_proj", self.intermediate, self.hidden, self.mlp_bias)
+            linear(f"{at}.mlp.down_proj", self.hidden, self.intermediate, self.mlp_bias)
+        shapes["model.norm.weight"] = (self.hidden,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return shapes
+
+
+def read_shape(directory: Path) -> ModelShape:
+    """The shape that `directory`'s config.json describes; InvalidRequest when we cannot run it."""
+    from transformers import AutoConfig, GenerationConfig
+
+    if not (directory / "config.json").is_file():
+        raise InvalidRequest(
+            f"{directory} is not a model directory: it has no config.json",
+            hint="give a directory with config.json, *.safetensors and tokenizer.json, as save_pretrained writes it",
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as e:
+        raise InvalidRequest(f"{directory}/config.json cannot be read: {e}") from e
+    _refuse_unsupported(config)
+    eos = config.eos_token_id
+    if (directory / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+    llama = config.model_type == "llama"
+    return ModelShape(
+        family=config.model_type,
+        vocab=config.vocab_size,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        norm_eps=config.rms_norm_eps,
+        tied=config.tie_word_embeddings,
+        qkv_bias=config.attention_bias if llama else True,
+        o_bias=config.attention_bias if llama else False,
+        mlp_bias=config.mlp_bias if llama else False,
+        context=config.max_position_embeddings,
+        eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        hf_config=config,
+    )
+
+
+def _refuse_unsupported(config: Any) -> None:
+    if config.model_type not in FAMILIES:
+        raise InvalidRequest(
+            f"model_type {config.model_type!r} is not supported by the embedded engine",
+            hint=f"it runs {' and '.join(FAMILIES)}; serve others with vLLM or SGLang",
+        )
+    if config.hidden_act != "silu":
+        raise InvalidRequest(f"hidden_act {config.hidden_act!r} is not supported", hint="only silu is")
+    if getattr(config, "use_sliding_window", False):
+        raise InvalidRequest("sliding-window attention is not supported", hint="set use_sliding_window to false")
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise InvalidRequest(f"rope_type {rope_type!r} is not supported", hint=f"one of {', '.join(ROPE_TYPES)} is")
+
+
+@dataclass(slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class DecoderModel:
+    """Weights of one model and its forward pass; not thread-safe, owned by the model loop."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, context: int) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self._layers: list[_Layer] = []
+        self._embed = torch.empty(0)
+        self._norm = torch.empty(0)
+        self._head: Linear | None = None
+        self._cos, self._sin = self._rotary_tables(context)
+        self._num_qk_heads = shape.num_heads + shape.num_kv_heads
+        # Queries are scaled through their rotary table: one multiplication less in every layer.
+        scale = torch.ones(self._num_qk_heads, 1)
+        scale[: shape.num_heads] = shape.head_dim**-0.5
+        self._head_scale = scale.to(device, dtype)
+
+    def _rotary_tables(self, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        rotary = LlamaRotaryEmbedding(self.shape.hf_config)
+        cos, sin = rotary(torch.empty(0, dtype=torch.float32), torch.arange(context)[None])
+        half = self.shape.head_dim // 2
+        sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)  # signs of rotate_half, folded in
+        return cos[0].to(self.device, self.dtype), sin.to(self.device, self.dtype)
+
+    @torch.inference_mode()
+    def load(self, tensors: Tensors) -> None:
+        """Takes every weight anew; afterwards nothing refers to memory behind `tensors`."""
+
+        def get(name: str) -> torch.Tensor:
+            return tensors(name).to(self.device, self.dtype, copy=True)
+
+        self._embed = get("model.embed_tokens.weight")
+        self._head = _renewed(self._head, self._embed if self.shape.tied else get("lm_head.weight"), None)
+        for index in range(self.shape.num_layers):
+            old = self._layers[index] if index < len(self._layers) else None
+            layer = self._load_layer(f"model.layers.{index}", get, old)
+            if old is None:
+                self._layers.append(layer)
+            else:
+                self._layers[index] = layer
+        self._norm = get("model.norm.weight")
+
+    def _load_layer(self, at: str, get: Tensors, old: _Layer | None) -> _Layer:
+        def fused(field: str, bias: bool, *names: str) -> Linear:
+            weight = torch.cat([get(f"{at}.{name}.weight") for name in names])
+            biases = torch.cat([get(f"{at}.{name}.bias") for name in names]) if bias else None
+            return _renewed(None if old is None else getattr(old, field), weight, biases)
+
+        s = self.shape
+        return _Layer(
+            input_norm=get(f"{at}.input_layernorm.weight"),
+            qkv=fused("qkv", s.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            o=fused("o", s.o_bias, "self_attn.o_proj"),
+            post_norm=get(f"{at}.post_attention_layernorm.weight"),
+            gate_up=fused("gate_up", s.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+            down=fused("down", s.mlp_bias, "mlp.down_proj"),
+        )
+
+    @torch.inference_mode()
+    def forward(self, kv: KvMemory, token_ids: list[int], spans: list[Span], *, by_row: bool) -> torch.Tensor:
+        """Stores the KV of `token_ids` (the spans' tokens, in order; spans of one token first) and returns the
+        hidden states before the head, `[T, hidden]`."""
+        s = self.shape
+        num_tokens = len(token_ids)
+        positions = torch.tensor([p for span in spans for p in range(span.start, span.start + span.count)])
+        rows = torch.tensor([span.slot for span in spans for _ in range(span.count)])
+        positions, rows = positions.to(self.device), rows.to(self.device)
+        write = kv.write_index(rows, positions)
+        cos = self._cos[positions][:, None] * self._head_scale
+        sin = self._sin[positions][:, None] * self._head_scale
+        real = [span for span in spans if span.slot != kv.padding_row]
+        attention = AttentionPlan(kv, real, s.num_heads, self.dtype, by_row=by_row)
+        qk_size = self._num_qk_heads * s.head_dim
+        half = s.head_dim // 2
+        attended = torch.zeros(num_tokens, s.num_heads * s.head_dim, dtype=self.dtype, device=self.device)
+
+        x = F.embedding(torch.tensor(token_ids, device=self.device), self._embed)
+        for index, layer in enumerate(self._layers):
+            normed = F.rms_norm(x, (s.hidden,), layer.input_norm, s.norm_eps)
+            qkv = layer.qkv(normed)
+            qk = qkv[:, :qk_size].view(num_tokens, self._num_qk_heads, s.head_dim)
+            qk = torch.addcmul(qk * cos, torch.roll(qk, half, -1), sin)
+            kv.k_flat[index].index_copy_(0, write, qk[:, s.num_heads :].reshape(-1, s.head_dim))
+            kv.v_flat[index].index_copy_(0, write, qkv[:, qk_size:].reshape(-1, s.head_dim))
+            attention.attend(index, qk[:, : s.num_heads], attended)
+            x = x + layer.o(attended)
+            normed = F.rms_norm(x, (s.hidden,), layer.post_norm, s.norm_eps)
+            gate_up = layer.gate_up(normed)
+            x = x + layer.down(F.silu(gate_up[:, : s.intermediate]) * gate_up[:, s.intermediate :])
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Vocabulary logits of some hidden states, `[R, vocab]`, in the model's dtype."""
+        assert self._head is not None, "load() comes first"
+        return self._head(F.rms_norm(hidden, (self.shape.hidden,), self._norm, self.shape.norm_eps))
+
+
+def _renewed(old: Linear | None, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    if old is None:
+        return Linear(weight, bias)
+    old.set(weight, bias)
+    return old

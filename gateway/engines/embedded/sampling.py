@@ -1,0 +1,117 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, with the behaviour policy's logprobs.
+
+Each row is drawn by inverting its own cumulative distribution at one uniform number that is a function of (seed,
+absolute position) alone: a row's token depends neither on the batch around it nor on where its turn was cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from gateway.engines.embedded.sequence import SamplingParams, Token
+
+_MASK = (1 << 64) - 1
+TOP_P_CANDIDATES = 1024
+"""Nucleus sampling first looks among this many best tokens; it sorts the vocabulary only when they are too few."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    params: SamplingParams
+    position: int
+    """Absolute position of the token to be drawn."""
+    forbidden_ids: Seq[int] = ()
+    """End tokens while fewer than `min_tokens` are generated."""
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from (seed, position), by two rounds of splitmix64."""
+    z = _mix((_mix(seed & _MASK) + position * 0x9E3779B97F4A7C15) & _MASK)
+    return (z >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z = (z + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Seq[SamplingRow], *, processed_logprobs: bool = True) -> list[Token]:
+    """One token for each row of `logits` [R, vocab] (changed in place when a row forbids tokens)."""
+    for i, row in enumerate(rows):
+        if row.forbidden_ids:
+            logits[i, list(row.forbidden_ids)] = float("-inf")
+    if all(row.params.greedy and row.params.logprobs is None for row in rows):
+        return [Token(id) for id in logits.argmax(-1).tolist()]
+    logits = logits.float()
+    scaled = _process(logits, rows)
+    probs = torch.softmax(scaled, -1)
+    ids = _draw(logits, probs, rows)
+    reported = probs if processed_logprobs else torch.softmax(logits, -1)
+    chosen = reported.gather(1, torch.tensor(ids, device=reported.device)[:, None])[:, 0].log().tolist()
+    return [
+        _token(id, logprob, reported[i], rows[i].params)
+        for i, (id, logprob) in enumerate(zip(ids, chosen, strict=True))
+    ]
+
+
+def _process(logits: torch.Tensor, rows: Seq[SamplingRow]) -> torch.Tensor:
+    """Logits after temperature and truncation; greedy rows stay as they are."""
+    temperatures = [1.0 if row.params.greedy else row.params.temperature for row in rows]
+    scaled = logits
+    if any(t != 1.0 for t in temperatures):
+        scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+    for i, row in enumerate(rows):
+        if row.params.truncated:
+            scaled = scaled.clone() if scaled is logits else scaled
+            scaled[i] = _truncate(scaled[i], row.params.top_k, row.params.top_p)
+    return scaled
+
+
+def _truncate(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Keeps the `top_k` most likely tokens, then the smallest set of those that holds `top_p` of their mass."""
+    if 0 < top_k < logits.shape[0]:
+        logits = _keep(logits, *logits.topk(top_k))
+    if top_p >= 1.0:
+        return logits
+    total = torch.logsumexp(logits, 0)
+    for candidates in (min(TOP_P_CANDIDATES, logits.shape[0]), logits.shape[0]):
+        values, ids = logits.topk(candidates)
+        mass = (values - total).exp()
+        inside = mass.cumsum(0) - mass < top_p  # the first is always inside
+        if not bool(inside[-1]):
+            break
+    return _keep(logits, values[inside], ids[inside])
+
+
+def _keep(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(logits, -math.inf).index_copy_(0, ids, values)
+
+
+def _draw(logits: torch.Tensor, probs: torch.Tensor, rows: Seq[SamplingRow]) -> list[int]:
+    if all(row.params.greedy for row in rows):
+        drawn: list[int] = logits.argmax(-1).tolist()
+        return drawn
+    cumulative = probs.cumsum(-1)
+    noise = [0.0 if row.params.greedy else uniform(row.params.seed, row.position) for row in rows]
+    # Against the row's own total, not 1: rounding must not leave a gap at the end of the vocabulary.
+    targets = torch.tensor(noise, device=probs.device) * cumulative[:, -1]
+    ids = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+    greedy = torch.tensor([row.params.greedy for row in rows], device=probs.device)
+    result: list[int] = torch.where(greedy, logits.argmax(-1), ids).tolist()
+    return result
+
+
+def _token(id: int, logprob: float, probs: torch.Tensor, params: SamplingParams) -> Token:
+    if params.logprobs is None:
+        return Token(id)
+    if params.logprobs == 0:
+        return Token(id, logprob)
+    values, ids = probs.topk(params.logprobs)
+    return Token(id, logprob, tuple(zip(ids.tolist(), values.log().tolist(), strict=True)))

@@ -1,0 +1,266 @@
+"""HTTP in vLLM's dialect: handlers that check, hand over to the engine service, and shape the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from gateway.engines.embedded import wire
+from gateway.engines.embedded.answers import Answer
+from gateway.engines.embedded.metrics import EngineMetrics
+from gateway.engines.embedded.service import DeltaStream, EngineService
+from gateway.engines.embedded.text import Text
+from protos.errors import InvalidRequest, LaminarError, OutOfCapacity
+
+log = logging.getLogger(__name__)
+
+VERSION = "laminar-embedded-0.1.0"
+BODY_BYTES_MAX = 16 << 20
+"""A prompt of a million token ids fits."""
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(service: EngineService, text: Text) -> web.Application:
+    """The application over a running service."""
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors_as_json])
+    api = EngineApi(service, text)
+    app.add_routes(
+        [
+            web.post("/v1/completions", api.completions),
+            web.get("/v1/models", api.models),
+            web.get("/health", api.health),
+            web.route("*", "/ping", api.health),
+            web.get("/version", api.version),
+            web.get("/load", api.load),
+            web.get("/metrics", api.metrics_text),
+            web.post("/pause", api.pause),
+            web.post("/resume", api.resume),
+            web.get("/is_paused", api.is_paused),
+            web.post("/abort_requests", api.abort_requests),
+            web.post("/init_weight_transfer_engine", api.init_transfer),
+            web.post("/start_weight_update", api.start_update),
+            web.post("/update_weights", api.update_weights),
+            web.post("/finish_weight_update", api.finish_update),
+            web.post("/update_weight_version", api.update_weight_version),
+            web.get("/weight_info", api.weight_info),
+            web.post("/reset_prefix_cache", api.reset_prefix_cache),
+            web.get("/get_world_size", api.world_size),
+            web.post("/collective_rpc", api.collective_rpc),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except LaminarError as e:
+        if e.http_status >= 500:
+            log.warning("%s %s: %s", request.method, request.path, e)
+        headers = {"Retry-After": str(max(1, round(e.retry_after_s)))} if isinstance(e, OutOfCapacity) else {}
+        return _json(_error_body(e), status=e.http_status, headers=headers)
+    except web.HTTPException as e:
+        if e.status < 400:
+            raise
+        known = ", ".join(sorted({r.resource.canonical for r in request.app.router.routes() if r.resource is not None}))
+        hint = f"routes: {known}" if e.status == 404 else e.reason
+        body = {"message": f"{request.method} {request.path}: {e.reason} ({hint})", "type": "HTTPException"}
+        return _json({"error": {**body, "param": None, "code": e.status}}, status=e.status)
+
+
+def _error_body(error: LaminarError) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": type(error).__name__, "param": None, "code": error.code}}
+
+
+def _json(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json", headers=headers
+    )
+
+
+async def _done(future: Future[T]) -> T:
+    return await asyncio.wrap_future(future)
+
+
+class EngineApi:
+    """One handler per route."""
+
+    def __init__(self, service: EngineService, text: Text) -> None:
+        self._service, self._loop, self._text = service, service.loop, text
+        config = service.config
+        self._model = config.served_model_name
+        self._limits = wire.Limits(self._model, config.max_model_len, service.shape.vocab)
+        self._metrics = EngineMetrics(config, lambda: service.loop.statistics)
+        self._started = int(time.time())
+
+    # -- generation --
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = wire.decode(await request.read(), wire.CompletionBody)
+        request_id = body.request_id or request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        generation = wire.to_request(body, request_id, self._limits, self._text.encode)
+        answer = Answer(body, generation, self._model, self._text)
+        async with self._service.generate(generation) as stream:
+            chunks = self._chunks(stream, answer)
+            if body.stream:
+                return await self._stream(request, body, answer, chunks)
+            return await self._whole(answer, chunks)
+
+    async def _chunks(self, stream: DeltaStream, answer: Answer) -> AsyncIterator[None]:
+        """Feeds the answer as deltas arrive; yields when a chunk is due."""
+        last = time.monotonic()
+        first = True
+        while not stream.finished:
+            answer.add(await stream.take())
+            now = time.monotonic()
+            (self._metrics.first_token if first else self._metrics.next_token)(now - last)
+            last, first = now, False
+            if answer.due:
+                yield
+        self._metrics.request_ended(answer.finish_reason or "abort")
+
+    async def _whole(self, answer: Answer, chunks: AsyncIterator[None]) -> web.Response:
+        async for _ in chunks:
+            pass
+        return _json({**answer.take(), "usage": answer.usage()})
+
+    async def _stream(
+        self, request: web.Request, body: wire.CompletionBody, answer: Answer, chunks: AsyncIterator[None]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            async for _ in chunks:
+                await response.write(_event(answer.take()))
+        except LaminarError as e:  # the status line is out: the error is the stream's last event, and no [DONE]
+            await response.write(_event(_error_body(e)))
+            return response
+        if body.stream_options is not None and body.stream_options.include_usage:
+            await response.write(_event(answer.usage_chunk()))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def abort_requests(self, request: web.Request) -> web.Response:
+        body = wire.decode(await request.read(), wire.AbortBody)
+        aborted = await _done(self._loop.abort(body.request_ids or None))
+        return _json({"status": "aborted", "aborted": aborted})
+
+    # -- what it is and how it is --
+
+    async def models(self, _: web.Request) -> web.Response:
+        card = {
+            "id": self._model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "laminar",
+            "root": str(self._service.config.model),
+            "parent": None,
+            "max_model_len": self._service.config.max_model_len,
+        }
+        return _json({"object": "list", "data": [card]})
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._loop.failed is None else 503)
+
+    async def version(self, _: web.Request) -> web.Response:
+        return _json({"version": VERSION})
+
+    async def load(self, _: web.Request) -> web.Response:
+        return _json({"server_load": self._service.num_open})
+
+    async def metrics_text(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(), content_type="text/plain", charset="utf-8")
+
+    async def world_size(self, _: web.Request) -> web.Response:
+        return _json({"world_size": 1})
+
+    # -- pause --
+
+    async def pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            raise InvalidRequest(f"pause mode {mode!r} is unknown", hint="abort, wait or keep")
+        clear = _flag(request, "clear_cache", default=True)
+        await _done(self._loop.pause(mode, clear_cache=clear))  # type: ignore[arg-type]
+        return _json({"status": "paused"})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        await _done(self._loop.resume())
+        return _json({"status": "resumed"})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return _json({"is_paused": await _done(self._loop.is_paused())})
+
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        await _done(self._loop.reset_prefix_cache())
+        return _json({"success": True})
+
+    # -- weights --
+
+    async def init_transfer(self, request: web.Request) -> web.Response:
+        wire.decode(await request.read(), wire.InitBody)
+        with self._timed("init"):
+            await _done(self._loop.init_transfer())
+        return _json({"message": "Weight transfer initialized"})
+
+    async def start_update(self, _: web.Request) -> web.Response:
+        with self._timed("start"):
+            await _done(self._loop.start_update())
+        return _json({"message": "Weight update started"})
+
+    async def update_weights(self, request: web.Request) -> web.Response:
+        body = wire.decode(await request.read(), wire.UpdateBody)
+        with self._timed("update"):
+            await _done(self._loop.update_weights(Path(body.update_info.path)))
+        return _json({"message": "Weights updated"})
+
+    async def finish_update(self, request: web.Request) -> web.Response:
+        body = wire.decode(await request.read(), wire.FinishBody)
+        with self._timed("finish"):
+            await _done(self._loop.finish_update(body.weight_version))
+        return _json({"message": "Weight update finished"})
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        body = wire.decode(await request.read(), wire.LabelBody)
+        await _done(self._loop.set_label(body.new_version))
+        return _json({"success": True, "new_version": body.new_version})
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        return _json({"weight_version": await _done(self._loop.weight_version())})
+
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        body = wire.decode(await request.read(), wire.RpcBody)
+        await _done(self._loop.reload_weights(Path(body.kwargs.weights_path)))
+        return _json({"results": [None]})
+
+    @contextmanager
+    def _timed(self, operation: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._metrics.update_operation(operation, time.monotonic() - started)
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _flag(request: web.Request, name: str, *, default: bool) -> bool:
+    value = request.query.get(name)
+    if value is None:
+        return default
+    if value.lower() not in ("true", "false", "1", "0"):
+        raise InvalidRequest(f"{name}={value!r} is not a boolean", hint="true or false")
+    return value.lower() in ("true", "1")
