@@ -25,8 +25,8 @@ from paramserver.core import view as keys
 from paramserver.core.chain import next_plan
 from paramserver.core.layout import TensorSpec, plan_layout
 from paramserver.core.records import Announced, Ended, Epoch, FileSpec, Manifest, Plan, Sealed, check_model_name
-from paramserver.membership.registry import Absent, Put
-from paramserver.relay import Relay
+from paramserver.membership.registry import Absent, Delete, Put
+from paramserver.relay import VERSIONS_KEPT, Relay
 from paramserver.seat import RETRY_S
 from paramserver.store import Snapshot
 from protos.errors import Conflict, InvalidRequest, OutOfCapacity, StaleEpoch, Unavailable, VersionLost
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 ROOM_POLL_S = 0.05
 WAIT_ROOM_MAX_S = 600.0
 LOST_GRACE_S = 10.0  # holders whose lease lapsed in an outage get this long to register again
-RECORDS_KEPT = 64  # registry records of old versions beyond this many are deleted by the master
 
 DraftState = Literal["writing", "committed", "sealed", "failed"]
 
@@ -87,6 +86,7 @@ class Publishing:
                     await self._settle(model)
                 for model in self._mastered():
                     await self._note_lost(model)
+                    await self._prune(model)
             except Unavailable as error:
                 log.debug("as master: %s", error)
             except StaleEpoch as error:
@@ -369,6 +369,15 @@ class Publishing:
         if time.monotonic() - since > LOST_GRACE_S:
             await self._end(model, newest, epoch, Ended("lost", "no verified holder is left"))
 
+    async def _prune(self, model: str) -> None:
+        """Deletes the registry's records of versions long past, so that it does not grow without bound."""
+        epoch = self._relay.seat.epoch(model)
+        old = self._relay.of(model).forget(VERSIONS_KEPT)
+        if epoch is None or not old:
+            return
+        writes = [Delete(keys.version_key(model, v, what)) for v in old for what in ("announced", "sealed", "ended")]
+        await self._relay.seat.as_master(epoch, model, [], writes)
+
     def _newest_holders(self) -> dict[str, set[str]]:
         found = {}
         for model, versions in self._relay.models.items():
@@ -401,5 +410,5 @@ class Publishing:
 
     def _forget_old(self, model: str) -> None:
         mine = sorted(version for m, version in self._drafts if m == model)
-        for version in mine[:-RECORDS_KEPT]:
+        for version in mine[:-VERSIONS_KEPT]:
             del self._drafts[model, version]

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 WATCHER_EVENTS_MAX = 256  # a watcher that falls further behind is cut off and starts again from the state
 HOUSEKEEPING_S = 0.25
+VERSIONS_KEPT = 64  # numbers of old versions remembered, for tickets and late questions
 IDLE_S = 2.0  # a fetch without a byte for this long makes way for a newer sealed version
 SERVED_RECENTLY_S = 2.0  # a version that somebody downstream still reads is not retired under it
 
@@ -245,6 +246,8 @@ class Relay:
             if snapshot is not None and time.monotonic() - snapshot.served_at < SERVED_RECENTLY_S:
                 pins[record.version] += 1
         self.apply(model, versions.retire(pins))
+        if not self.seat.is_master(model):  # the master forgets when it deletes the records
+            versions.forget(2 * VERSIONS_KEPT)
         self._cancel_overtaken(model)
         self.apply(model, versions.next_fetch())
 

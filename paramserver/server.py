@@ -22,6 +22,7 @@ from paramserver.config import RelayConfig
 from paramserver.core.records import Member
 from paramserver.data.server import DataServer
 from paramserver.membership.etcd import EtcdRegistry
+from paramserver.metrics import serve_metrics
 from paramserver.pool import Pool
 from paramserver.publishing import Publishing
 from paramserver.relay import Relay
@@ -108,10 +109,14 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         await _add_services(
             server, RelayService(relay, publishing, data_address=data_address, publish_socket=socket_path)
         )
+        addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
+        if config.metrics_port is not None:
+            addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, relay, data)
+            stack.push_async_callback(asyncio.to_thread, stop_metrics)
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
         stack.push_async_callback(relay.dismiss)
-        yield {"grpc": grpc_address, "data": data_address, "name": config.name}, life
+        yield addresses, life
 
 
 async def _live(relay: Relay, publishing: Publishing) -> None:

@@ -173,6 +173,14 @@ class ModelVersions:
                 effects += [Drop(record.version, "retention"), Tell("retired", record)]
         return effects
 
+    def forget(self, keep: int) -> list[int]:
+        """Forgets all but the newest `keep` numbers, as far as nothing of them is left here; returns the forgotten."""
+        gone = ("known", "skipped", "retired", "ended")
+        old = [version for version, state in self.items()[:-keep] if state.stage in gone]
+        for version in old:
+            del self._versions[version]
+        return old
+
     # ---- decisions
 
     def next_fetch(self) -> list[Effect]:

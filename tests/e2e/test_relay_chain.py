@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import grpc
@@ -206,6 +207,27 @@ async def test_health_and_reflection_answer(relays: Relays) -> None:
         answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
         services = [service.name async for answer in answers for service in answer.list_services_response.service]
     assert "laminar.v1.Relay" in services
+
+
+async def test_metrics_show_age_versions_and_memory(relays: Relays) -> None:
+    daemon = relays.start("a", "--metrics-port", "0")
+    async with RelayClient(daemon.ready["grpc"]) as relay:
+        await (await publish(relay, "policy", source_of(weights(0)), step=1, run="r")).wait_sealed(10.0)
+        await relay.acquire("policy", holder="engine")
+        text = await asyncio.to_thread(scrape, daemon.ready["metrics"])
+        lines = [line.split() for line in text.splitlines() if line.startswith("laminar_relay_")]
+        found = {name.split("{")[0]: float(value) for name, value in lines}
+        assert found["laminar_relay_pins"] == 1
+        assert found["laminar_relay_newest_version"] == 1
+        assert 0 <= found["laminar_relay_newest_version_age_seconds"] < 60
+        assert found["laminar_relay_pool_bytes"] == 64 << 20
+        assert found["laminar_relay_pool_used_bytes"] == (await relay.newest("policy")).size_bytes
+
+
+def scrape(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10.0) as reply:
+        text: str = reply.read().decode()
+        return text
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

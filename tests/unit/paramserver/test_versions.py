@@ -124,6 +124,16 @@ def test_bad_memory_withdraws_this_relay_only() -> None:
     assert model.newest_sealed == 1
 
 
+def test_old_numbers_are_forgotten_but_never_what_is_still_here() -> None:
+    model = versions(retain=1)
+    for version in range(1, 7):
+        bring(model, version)
+    model.retire({2: 1})
+    assert model.forget(2) == [1, 3, 4]
+    assert [record.version for record in model.shown()] == [2, 6]
+    assert model.newest_known == 6
+
+
 def test_events_that_come_twice_change_nothing() -> None:
     model = versions()
     bring(model, 1)
