@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ from typing import Any, Literal, Self
 
 READY_POLL_S = 0.03
 LOG_TAIL_CHARS = 1500
-PR_SET_PDEATHSIG = 1
+TIED = str(Path(__file__).with_name("tied.py"))
 
 Ending = Literal["running", "by itself", "asked", "killed on purpose", "unexpected", "killed: ignored SIGTERM"]
 
@@ -181,8 +180,8 @@ class Supervisor:
         log_path = self._directory / f"{command.name}.log"
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *command.argv,
+                *(sys.executable, "-I", "-S", TIED),
+                *(sys.executable, *command.argv),
                 *ready,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -190,7 +189,6 @@ class Supervisor:
                 cwd=self._cwd,
                 env=self._env,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
         if command.niceness:
             os.setpriority(os.PRIO_PROCESS, process.pid, command.niceness)
@@ -227,12 +225,3 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
     ready: dict[str, Any] = json.loads(path.read_text())
     return ready
-
-
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    """Runs in the child between fork and exec: allocates nothing, imports nothing."""
-    if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -27,6 +27,7 @@ RELAYS = ("relay-1", "relay-2", "relay-3")
 ENGINES = ("engine-1", "engine-2", "engine-3")
 STEP_S = 30.0
 KILL_S = 95.0
+AWAY_S = 25.0
 REPACK_S = 150.0
 
 
@@ -105,6 +106,8 @@ class Made:
     def turn(self, session: str, turn: int, engine: str, t: float, seconds: float) -> float:
         """One turn; killed or repacked ones go on at another engine. Returns its end."""
         end = t + seconds
+        if engine == "engine-2" and KILL_S <= t < KILL_S + AWAY_S:
+            engine = "engine-1"
         for when, cause, source in ((KILL_S, "cut", "engine-2"), (REPACK_S, "move", "engine-3")):
             if engine == source and t < when < end:
                 self._segment(session, turn, engine, t, when, "start", "cut" if cause == "cut" else "moved")
@@ -163,8 +166,10 @@ def _rollouts(made: Made) -> None:
             ends = [_session(made, f"group-{made.segments}-{slot}", engine, begin + slot * 0.05) for slot in range(8)]
             version = 1 + int(max(ends) // STEP_S)
             begin = max(ends) + 1.0
-            if engine == "engine-2" and KILL_S - 20 < begin < KILL_S + 25:
-                begin = KILL_S + 25
+            if engine == "engine-2" and KILL_S - 30 < begin < KILL_S:
+                begin = KILL_S - 2.0  # so that the kill finds turns in flight
+            elif engine == "engine-2" and KILL_S < begin < KILL_S + AWAY_S:
+                begin = KILL_S + AWAY_S
             if version > made.versions[engine]:
                 made.refresh(engine, version, begin)
 

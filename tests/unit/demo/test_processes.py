@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,8 +104,35 @@ async def test_a_process_without_ready_file_gets_no_such_option(tmp_path: Path) 
 
 
 async def test_nothing_outlives_the_supervisor(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="on the way"):
-        async with Supervisor(tmp_path) as processes:
-            child = await processes.start(command("daemon", STUBBORN))
-            raise RuntimeError("on the way")
+    async with Supervisor(tmp_path) as processes:
+        child = await processes.start(command("daemon", STUBBORN))
     assert child.process.returncode == -signal.SIGKILL
+
+
+def test_a_killed_supervisor_takes_its_children_along(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, os, signal, pathlib
+from deploy.demo.processes import Command, Supervisor
+async def main():
+    async with Supervisor(pathlib.Path({str(tmp_path)!r})) as processes:
+        child = await processes.start(Command("daemon", ("-c", {STUBBORN!r})))
+        print(child.process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline and _runs(pid):
+        time.sleep(0.01)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    """Whether it is there and no zombie."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,163 @@
+"""A whole run over stand-ins: how it ends, in what order, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deploy.demo import run as run_module
+from deploy.demo.display import PlainDisplay
+from deploy.demo.outcome import verdict, write_report
+from deploy.demo.plan import ENGINES, RELAYS, Plan, Settings
+from deploy.demo.processes import Command
+from deploy.demo.recording import EngineChange, GatewayStatus, Note, Recording, Step
+from deploy.demo.report import summarise
+from deploy.demo.run import Outcome, Run
+
+STAND_IN = str(Path(__file__).with_name("standin.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class StandInPlan(Plan):
+    """The plan of a run whose processes are stand-ins. `trainer_does` is "train", "fail" or "stall"."""
+
+    trainer_does: str = "train"
+
+    def etcd(self) -> Command:
+        return _daemon("etcd", etcd="127.0.0.1:1")
+
+    def relay(self, name: str, etcd_address: str) -> Command:
+        return _daemon(name, grpc="127.0.0.1:1")
+
+    def engine(self, name: str, port: int = 0) -> Command:
+        return _daemon(name, url=f"http://127.0.0.1:{port or 1}")
+
+    def gateway(self, engines: Mapping[str, str], relays: Sequence[str]) -> Command:
+        return Command("gateway", ("-S", STAND_IN, "gateway"))
+
+    def trainer(self, relay_address: str, gateway_url: str) -> Command:
+        steps, out = str(self.settings.steps), str(self.settings.trainer_events)
+        return Command("trainer", ("-S", STAND_IN, "trainer", self.trainer_does, steps, out), ends_by_itself=True)
+
+    def runner(self, environment: str, gateway_url: str) -> Command:
+        return _daemon(f"agents-{environment}")
+
+
+def _daemon(name: str, **announced: str) -> Command:
+    return Command(name, ("-S", STAND_IN, "daemon", json.dumps(announced)))
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    plan: StandInPlan
+    outcome: Outcome
+    recording: Recording
+
+
+async def play(plan: StandInPlan, recording: Recording, stop: asyncio.Event | None = None) -> Played:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "AWAY_S", 0.05)
+        outcome = await Run(plan, recording, PlainDisplay(), stop or asyncio.Event()).run()
+    return Played(plan, outcome, recording)
+
+
+def settings(directory: Path, **options: object) -> Settings:
+    made = Settings(
+        model_dir=directory,
+        report_dir=directory / "report",
+        data_dir=directory / "data",
+        pool_dir=directory / "pools",
+        **{"steps": 3, "deadline_s": 30.0, **options},  # type: ignore[arg-type]
+    )
+    made.logs.mkdir(parents=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """One run to its end, which several tests look at."""
+    return asyncio.run(play(StandInPlan(settings(tmp_path_factory.mktemp("whole"))), Recording()))
+
+
+def test_a_run_kills_an_engine_brings_it_back_and_ends_by_itself(whole: Played) -> None:
+    outcome, recording = whole.outcome, whole.recording
+    assert outcome.problem is None
+    killed = [(exit.name, exit.status) for exit in outcome.exits if exit.ending == "killed on purpose"]
+    assert killed == [("engine-1", -signal.SIGKILL)]
+    assert all(exit.clean for exit in outcome.exits)
+    assert [note.kind for note in recording.of(Note) if note.engine] == ["kill", "restart", "restart"]
+    assert len(recording.of(Step)) == 3
+    assert len(recording.of(EngineChange)) == 1  # asked for on every poll, recorded once
+    assert recording.last(GatewayStatus) is not None
+
+
+def test_processes_end_consumers_first(whole: Played) -> None:
+    order = [exit.name for exit in whole.outcome.exits if exit.ending == "asked"]
+    ranks = {"agents-tool-chain": 1, "agents-reasoning": 1, "gateway": 2, "etcd": 5}
+    ranks |= dict.fromkeys(ENGINES, 3) | dict.fromkeys(RELAYS, 4)
+    assert [ranks[name] for name in order] == sorted(ranks.values())
+
+
+def test_a_report_of_the_run_is_left(whole: Played) -> None:
+    directory = whole.plan.settings.report_dir
+    ok, why, page = write_report(whole.plan.settings, whole.recording, whole.outcome)
+    assert (ok, why) == (True, f"no turn was lost, and all {len(whole.outcome.exits)} processes ended cleanly")
+    assert page.read_text().startswith("<!doctype html>")
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["turns_lost"], summary["wall_s"]) == (0, round(whole.outcome.wall_s, 2))
+    again = Recording.from_json((directory / "recording.jsonl").read_bytes())
+    assert list(again) == list(whole.recording)
+    assert (directory / "logs" / "trainer.log").exists()
+
+
+async def test_a_process_that_fails_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+    outcome = (await play(StandInPlan(settings(tmp_path), trainer_does="fail"), Recording())).outcome
+    assert outcome.problem is not None
+    assert "trainer" in outcome.problem
+    assert "fails as it was told to" in outcome.problem
+    assert [exit.status for exit in outcome.exits if exit.name == "trainer"] == [1]
+
+
+async def test_the_deadline_ends_the_run_with_a_reason(tmp_path: Path) -> None:
+    plan = StandInPlan(settings(tmp_path, deadline_s=0.3), trainer_does="stall")
+    outcome = (await play(plan, Recording())).outcome
+    assert outcome.problem is not None
+    assert outcome.problem.startswith("0 of 3 steps were done in 0 s: this machine is slower")
+    assert all(exit.clean for exit in outcome.exits)
+
+
+async def test_a_request_to_stop_ends_everything_cleanly(tmp_path: Path) -> None:
+    stop, recording = asyncio.Event(), Recording()
+    running = asyncio.create_task(play(StandInPlan(settings(tmp_path), trainer_does="stall"), recording, stop))
+    async with asyncio.timeout(20.0):
+        while not recording.of(Note)[-1:] or "set-up took" not in recording.of(Note)[-1].text:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    stop.set()
+    outcome = (await running).outcome
+    assert outcome.interrupted
+    assert len(outcome.exits) == 11
+    assert {exit.status for exit in outcome.exits} == {0}
+
+
+async def test_no_kill_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.demo.killing.RUNNING_MIN", 99)
+    played = await play(StandInPlan(settings(tmp_path, steps=1)), Recording())
+    outcome, recording = played.outcome, played.recording
+    assert outcome.problem is not None
+    assert "none was killed" in outcome.problem
+    ok, why = verdict(outcome, summarise(recording, outcome.wall_s))
+    assert not ok
+    assert "none was killed" in why
+
+
+@pytest.mark.parametrize(("lost", "ok"), [(0, True), (1, False)])
+def test_a_lost_turn_fails_the_run(lost: int, ok: bool) -> None:
+    recording = Recording([GatewayStatus(counters={"turns_lost": lost})])
+    outcome = Outcome(None, interrupted=False, exits=(), zero_unix_s=0.0, setup_s=1.0, wall_s=10.0)
+    assert verdict(outcome, summarise(recording, 10.0))[0] is ok
