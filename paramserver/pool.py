@@ -218,10 +218,15 @@ class Pool:
         return exact
 
     def _make_room(self, size: int) -> None:
-        """Destroys free files, smallest first, until `size` more bytes fit in the pool."""
-        self._free.sort(key=lambda file: file.size_bytes, reverse=True)
-        while self._free and self._available_bytes() - self._free_bytes() < size:
-            self._free.pop().destroy()
+        """Cuts from the largest free file, or destroys small ones, until `size` more bytes fit in the pool."""
+        while self._free and (missing := size - (self._available_bytes() - self._free_bytes())) > 0:
+            largest = max(self._free, key=lambda file: file.size_bytes)
+            if largest.size_bytes - missing >= SMALL_BYTES:
+                largest.shrink(largest.size_bytes - missing)
+            else:
+                smallest = min(self._free, key=lambda file: file.size_bytes)
+                self._free.remove(smallest)
+                smallest.destroy()
 
     def _free_bytes(self) -> int:
         return sum(file.size_bytes for file in self._free)

@@ -77,15 +77,17 @@ async def publish(
         wait_room_s=wait_room_s,
     )
     deadline = time.monotonic() + MASTER_WAIT_S
+    master = await relay.master_of(model)  # a wrong address fails here, at once
     while True:
-        master = await relay.master_of(model)
         try:
             return await _publish_once(relay, master, request, files, reads, force_tcp=force_tcp)
         except (StaleEpoch, Unavailable) as error:
             if time.monotonic() > deadline:
                 raise
             log.warning("publishing %s again, the master at %s went away: %s", model, master.address, error)
-            await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(RETRY_S)
+        with contextlib.suppress(Unavailable):  # the relay may come back until the deadline
+            master = await relay.master_of(model)
 
 
 async def _publish_once(

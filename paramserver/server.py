@@ -35,7 +35,14 @@ from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
 log = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
-SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a port that is taken must be refused, not shared
+    ("grpc.max_receive_message_length", 64 << 20),  # an announcement names every tensor
+    ("grpc.keepalive_time_ms", 10_000),  # a publisher whose host vanished must not hold its run for ever
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # the clients' keepalive on idle watches is welcome
+    ("grpc.http2.max_ping_strikes", 0),
+]
 SOCKET_PATH_MAX = 100  # the kernel takes 107
 SERVICE = relay_pb2.DESCRIPTOR.services_by_name["Relay"].full_name
 

@@ -52,6 +52,7 @@ async def test_every_relay_holds_what_safetensors_writes(relays: Relays, tmp_pat
                     assert await bytes_at(relay) == {"model.safetensors": expected}
 
 
+@pytest.mark.slow
 async def test_torch_tensors_in_several_files_equal_save_file(relays: Relays, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
@@ -76,6 +77,7 @@ async def test_torch_tensors_in_several_files_equal_save_file(relays: Relays, tm
         await tail.release(lease)
 
 
+@pytest.mark.slow
 async def test_watch_acquire_and_retire(relays: Relays) -> None:
     daemons = chain_of_three(relays)
     events: list[tuple[str, int]] = []
@@ -133,6 +135,7 @@ async def test_a_lapsed_pin_is_not_taken_for_a_held_one(relays: Relays) -> None:
                 await use(lease)
 
 
+@pytest.mark.slow
 async def test_a_late_joiner_catches_up(relays: Relays) -> None:
     head = relays.start("a")
     async with RelayClient(head.ready["grpc"]) as relay:
@@ -177,6 +180,7 @@ async def test_bad_input_is_refused_by_name_and_leaves_no_trace(relays: Relays) 
         assert (await first.newest("policy")).version == ticket.version
 
 
+@pytest.mark.slow
 async def test_a_run_ends_with_its_publisher_and_the_next_continues_the_numbers(relays: Relays) -> None:
     daemon = relays.start("a")
     async with RelayClient(daemon.ready["grpc"]) as relay:
@@ -209,6 +213,7 @@ async def test_health_and_reflection_answer(relays: Relays) -> None:
     assert "laminar.v1.Relay" in services
 
 
+@pytest.mark.slow
 async def test_metrics_show_age_versions_and_memory(relays: Relays) -> None:
     daemon = relays.start("a", "--metrics-port", "0")
     async with RelayClient(daemon.ready["grpc"]) as relay:
@@ -236,6 +241,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 async def test_the_command_line_shows_lists_and_pulls(relays: Relays, tmp_path: Path) -> None:
     daemons = chain_of_three(relays)
     tensors = weights(0)
@@ -256,6 +262,7 @@ async def test_the_command_line_shows_lists_and_pulls(relays: Relays, tmp_path: 
     assert (again.returncode, "exists" in again.stderr) == (1, True)
 
 
+@pytest.mark.slow
 def test_wrong_addresses_give_one_clear_line(etcd: str, tmp_path: Path) -> None:
     cases = [
         (["status", "--relay", "127.0.0.1:1"], 1, "no relay answers at 127.0.0.1:1"),

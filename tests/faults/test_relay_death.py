@@ -23,6 +23,7 @@ from tests.support.weights import source_of, weights
 
 HEAD_RATE, MIDDLE_RATE = "32MiB", "5MiB"  # bytes per second: the tail takes two seconds for a version of 11 MiB
 MODEL = "policy"
+pytestmark = pytest.mark.slow
 MIB = 1 << 20
 
 

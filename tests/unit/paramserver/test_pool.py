@@ -63,6 +63,13 @@ def test_it_never_gives_out_more_than_it_has(pool: Pool) -> None:
     pool.give_back(pool.take([16 * MIB]))
 
 
+def test_a_small_file_costs_no_more_warm_memory_than_its_size(pool: Pool) -> None:
+    (small,) = pool.take([1000])
+    files = pool.take([3 * MIB] * 4)
+    assert pool.statistics().free_bytes == 16 * MIB - 12 * MIB - 1000
+    pool.give_back([small, *files])
+
+
 def test_files_have_exactly_the_size_asked_for_whatever_was_cut_before(pool: Pool) -> None:
     sizes = [3 * MIB + 1, 0, 17, MIB, 5 * MIB - 3]
     for _ in range(4):
