@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -125,7 +125,7 @@ class AsyncExperienceReader:
         """Ends the lease of a batch that was used. NotFound when it had ended: others may sample it again."""
         await self._post("/experience/ack", {"lease_id": batch.lease_id}, timeout_s=self._timeout_s)
 
-    async def batches(self, **wanted: Unpack[Wanted]) -> AsyncIterator[Batch]:
+    async def batches(self, **wanted: Unpack[Wanted]) -> AsyncGenerator[Batch, None]:
         """Batches without end, none empty; each is acknowledged when the loop comes back for the next."""
         while True:
             batch = await self.sample(**wanted)
@@ -188,15 +188,15 @@ class ExperienceReader:
         """As `AsyncExperienceReader.ack`."""
         self._loop.run(self._twin.ack(batch))
 
-    def batches(self, **wanted: Unpack[Wanted]) -> Iterator[Batch]:
+    def batches(self, **wanted: Unpack[Wanted]) -> Generator[Batch, None, None]:
         """As `AsyncExperienceReader.batches`."""
         source = self._twin.batches(**wanted)
         try:
             while True:
-                yield self._loop.run(anext(source))  # type: ignore[arg-type]
+                yield self._loop.run(anext(source))
         finally:
             if not self._loop.closed:
-                self._loop.run(source.aclose())  # type: ignore[attr-defined]
+                self._loop.run(source.aclose())
 
     def close(self) -> None:
         if not self._loop.closed:

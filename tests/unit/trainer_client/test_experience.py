@@ -78,7 +78,7 @@ async def test_empty_answers_are_asked_again_and_never_yielded(
 ) -> None:
     gateway.stock = []
     batches = reader.batches(trajectories=1, wait_s=0.01)
-    pending = asyncio.ensure_future(anext(batches))  # type: ignore[arg-type]
+    pending = asyncio.ensure_future(anext(batches))
     async with asyncio.timeout(10):
         for _ in range(3):
             await gateway.asked.acquire()
