@@ -1,0 +1,117 @@
+"""Where trainers read: `POST /experience/sample` leases finished trajectories, `POST /experience/ack` uses them up.
+
+Trajectories go out as msgpack where the client accepts it (`application/msgpack`), else as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.openai_errors import BadField, answers_errors
+from gateway.api.openai_requests import decode, in_range
+from gateway.core.types import Trajectory
+from gateway.data.experience import LEASE_S, WAIT_S_MAX, ExperienceBuffer
+
+MSGPACK = "application/msgpack"
+TRAJECTORIES_MAX = 4096
+"""In one answer: at a few KB to a few MB each, more would be better read in pieces."""
+
+
+class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Either `trajectories`, or `groups` of `group_size`. `trainer_version`: the newest that the trainer published."""
+
+    reader: str
+    trainer_version: int
+    trajectories: int | None = None
+    groups: int | None = None
+    group_size: int | None = None
+    wait_s: float = 0.0
+    staleness_max: int | None = None
+    lease_s: float = LEASE_S
+
+
+class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
+    lease_id: str
+
+
+class SampleAnswer(msgspec.Struct):
+    lease_id: str
+    trajectories: Sequence[Trajectory]
+
+
+Used = Callable[[SampleRequest, Sequence[Trajectory]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceDeps:
+    """`asked` hears of every request before it waits; `used` of what was given out, to measure staleness at use.
+
+    `staleness_max` is the gateway's bound, for readers that name none.
+    """
+
+    buffer: ExperienceBuffer
+    staleness_max: int | None = None
+    asked: Callable[[SampleRequest], None] | None = None
+    used: Used | None = None
+
+
+def add_experience_routes(app: web.Application, deps: ExperienceDeps) -> None:
+    handlers = _Handlers(deps)
+    app.router.add_post("/experience/sample", answers_errors(handlers.sample))
+    app.router.add_post("/experience/ack", answers_errors(handlers.ack))
+
+
+class _Handlers:
+    def __init__(self, deps: ExperienceDeps) -> None:
+        self._deps = deps
+
+    async def sample(self, request: web.Request) -> web.Response:
+        wanted = _checked(decode(_sample, await request.read()))
+        if self._deps.asked is not None:
+            self._deps.asked(wanted)
+        bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
+        lease_id, trajectories = await self._deps.buffer.sample(
+            wanted.reader,
+            trainer_version=wanted.trainer_version,
+            trajectories=wanted.trajectories,
+            groups=wanted.groups,
+            group_size=wanted.group_size,
+            wait_s=wanted.wait_s,
+            staleness_max=bound,
+            lease_s=wanted.lease_s,
+        )
+        if self._deps.used is not None:
+            self._deps.used(wanted, trajectories)
+        answer = SampleAnswer(lease_id, trajectories)
+        if MSGPACK in request.headers.get("Accept", ""):
+            return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+    async def ack(self, request: web.Request) -> web.Response:
+        used = await self._deps.buffer.ack(decode(_ack, await request.read()).lease_id)
+        return web.json_response({"acknowledged": used})
+
+
+_sample = msgspec.json.Decoder(SampleRequest)
+_ack = msgspec.json.Decoder(AckRequest)
+
+
+def _checked(wanted: SampleRequest) -> SampleRequest:
+    asked = in_range("trajectories", wanted.trajectories, 1, TRAJECTORIES_MAX)
+    groups = in_range("groups", wanted.groups, 1, TRAJECTORIES_MAX)
+    size = in_range("group_size", wanted.group_size, 1, TRAJECTORIES_MAX)
+    if (asked or (groups or 0) * (size or 0)) > TRAJECTORIES_MAX:
+        raise BadField(
+            "groups", f"{groups} groups of {size} in one answer", hint=f"at most {TRAJECTORIES_MAX} trajectories"
+        )
+    in_range("wait_s", wanted.wait_s, 0.0, WAIT_S_MAX)
+    in_range("lease_s", wanted.lease_s, 0.001, 86_400.0)
+    in_range("trainer_version", wanted.trainer_version, 0, None)
+    in_range("staleness_max", wanted.staleness_max, 0, None)
+    if not wanted.reader:
+        raise BadField("reader", "`reader` is empty", hint="name who reads, such as 'trainer'")
+    return wanted

@@ -1,0 +1,47 @@
+"""Which session a request belongs to. The first that names one wins: URL, per-session API key, header, body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.openai_errors import BadField
+from gateway.core.types import SessionId
+from gateway.ports import SessionIdentity, Turns
+
+SESSION_HEADERS = (
+    "X-Session-ID",
+    "X-SMG-Routing-Key",
+    "X-Dynamo-Session-ID",
+    "X-Claude-Code-Session-Id",
+    "Session-Id",
+    "Thread-Id",
+)
+SESSION_ID_MAX = 256
+
+
+def identify(
+    request: web.Request, turns: Turns, *, metadata: Mapping[str, Any] | None, session_id: str | None, user: str | None
+) -> SessionIdentity:
+    """`metadata`, `session_id` and `user` are the body's fields."""
+    if (sid := request.match_info.get("sid")) is not None:
+        return SessionIdentity(_checked(sid, "session id in the URL"), "url")
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and (of_key := turns.session_of_key(key.strip())) is not None:
+        return SessionIdentity(of_key, "api_key")
+    for header in SESSION_HEADERS:
+        if (value := request.headers.get(header)) is not None:
+            return SessionIdentity(_checked(value, header), "header")
+    named = (metadata or {}).get("session_id")
+    for value, field in ((named, "metadata.session_id"), (session_id, "session_id"), (user, "user")):
+        if value is not None:
+            return SessionIdentity(_checked(value, field), "body")
+    return SessionIdentity(None, "none")
+
+
+def _checked(value: Any, where: str) -> SessionId:
+    if not isinstance(value, str) or not 1 <= len(value) <= SESSION_ID_MAX or not value.isprintable():
+        raise BadField(where, f"{where} is not a session id: {value!r:.80}", hint=f"1 to {SESSION_ID_MAX} characters")
+    return SessionId(value)

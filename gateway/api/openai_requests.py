@@ -1,0 +1,280 @@
+"""From a request's body to what is to be done: decoding, validation and defaults. Nothing here waits or keeps state.
+
+Raises BadField and RefusedField, which name the field and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.api.openai_errors import BadField, RefusedField
+from gateway.api.openai_types import (
+    NEUTRAL_CHAT,
+    NEUTRAL_COMPLETION,
+    WHAT_TO_DO,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    _Common,
+)
+from gateway.core.types import SamplingParams
+from gateway.ports import Message, ModelInfo
+from gateway.tokens import ToolFormat
+from protos.errors import InvalidRequest, TooLarge, UnknownModel
+
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
+S = TypeVar("S", bound=msgspec.Struct)
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's and vLLM's default for /v1/completions. Chat defaults to what the context has left."""
+LOGPROBS_MAX = 20
+STOPS_MAX = 16
+STOP_LENGTH_MAX = 256
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+_AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """How the client wants the answer. `logprobs` None: none; else alternatives beside the sampled token."""
+
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+    token_ids: bool
+    weight_versions: bool
+
+
+def decode_chat(raw: bytes) -> ChatRequest:
+    return _check_neutral(decode(_chat, raw), NEUTRAL_CHAT)
+
+
+def decode_completion(raw: bytes) -> CompletionRequest:
+    return _check_neutral(decode(_completion, raw), NEUTRAL_COMPLETION)
+
+
+def decode(decoder: msgspec.json.Decoder[S], raw: bytes) -> S:
+    """A body as its struct; what does not fit is named by its path."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as e:
+        raise _explain(str(e), decoder.type) from e
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise InvalidRequest(f"the body is not JSON: {e}", hint="send a JSON object") from e
+
+
+def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
+    """msgspec's words with the field's path, and a near name for a misspelt field."""
+    at = _AT.search(message)
+    path = at["path"] if at else ""
+    what = message[: at.start()] if at else message
+    if unknown := _UNKNOWN.search(what):
+        known = kind.__struct_fields__ if not path else ()
+        near = difflib.get_close_matches(unknown["name"], known, n=1)
+        param = f"{path}.{unknown['name']}" if path else unknown["name"]
+        return RefusedField(
+            param, f"unknown field `{param}`", hint=f"did you mean `{near[0]}`?" if near else "leave it out"
+        )
+    if missing := _MISSING.search(what):
+        param = f"{path}.{missing['name']}" if path else missing["name"]
+        return BadField(param, f"the required field `{param}` is missing")
+    return BadField(path, f"`{path}`: {what[0].lower()}{what[1:]}" if path else what)
+
+
+def _check_neutral(body: Body, neutral: dict[str, tuple[Any, ...]]) -> Body:
+    for name, allowed in neutral.items():
+        value = getattr(body, name)
+        if value not in allowed:
+            raise RefusedField(name, f"`{name}`={value!r} is not supported", hint=WHAT_TO_DO.get(name, "leave it out"))
+    return body
+
+
+def find_model(name: str, models: Sequence[ModelInfo]) -> ModelInfo:
+    for model in models:
+        if model.name == name:
+            return model
+    served = ", ".join(sorted(repr(model.name) for model in models)) or "none"
+    raise UnknownModel(f"no model {name!r} here", hint=f"served: {served}")
+
+
+def chat_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Plain messages for templates and records, checked. `developer` is OpenAI's newer word for `system`."""
+    if not messages:
+        raise BadField("messages", "`messages` is empty", hint="send at least one message")
+    return [_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _chat_message(message: ChatMessage, path: str) -> Message:
+    if message.role not in ROLES:
+        raise BadField(f"{path}.role", f"unknown role {message.role!r}", hint=f"one of {', '.join(ROLES)}")
+    for name in ("refusal", "audio", "function_call"):
+        if getattr(message, name):
+            raise RefusedField(f"{path}.{name}", f"`{path}.{name}` is not supported", hint="leave it out")
+    if message.tool_calls and message.role != "assistant":
+        raise BadField(f"{path}.tool_calls", f"a {message.role} message cannot have tool_calls")
+    if message.content is None and not message.tool_calls and message.role != "assistant":
+        raise BadField(f"{path}.content", f"a {message.role} message needs content")
+    _check_parts(message.content, f"{path}.content")
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    plain["role"] = "system" if message.role == "developer" else message.role
+    plain.setdefault("content", None)
+    for name in ("annotations", "refusal", "audio", "function_call"):
+        plain.pop(name, None)
+    return plain
+
+
+def _check_parts(content: str | list[dict[str, Any]] | None, path: str) -> None:
+    if not isinstance(content, list):
+        return
+    for index, part in enumerate(content):
+        if part.get("type") != "text":
+            raise RefusedField(
+                f"{path}[{index}].type", f"content of type {part.get('type')!r} is not supported", hint="only 'text' is"
+            )
+        if not isinstance(part.get("text"), str):
+            raise BadField(f"{path}[{index}].text", "a text part needs a string `text`")
+
+
+def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | None:
+    """The tools to render, and whose calls to look for; None for no tools."""
+    _check_tool_choice(body)
+    if not body.tools:
+        return None
+    for index, tool in enumerate(body.tools):
+        if tool.type != "function":
+            raise RefusedField(f"tools[{index}].type", f"tools of type {tool.type!r} are not supported")
+    if form == "none":
+        raise RefusedField(
+            "tools",
+            "this model's chat template writes tool calls in a way the gateway cannot parse",
+            hint="leave it out",
+        )
+    return [msgspec.to_builtins(tool) for tool in body.tools]
+
+
+def _check_tool_choice(body: ChatRequest) -> None:
+    choice = body.tool_choice
+    if choice in (None, "auto", "none"):
+        return
+    if choice == "required" or isinstance(choice, dict):
+        raise RefusedField(
+            "tool_choice",
+            f"`tool_choice`={choice!r} is not supported: answers are never constrained",
+            hint="use 'auto'",
+        )
+    raise BadField("tool_choice", f"unknown `tool_choice` {choice!r}", hint="'auto' or 'none'")
+
+
+def completion_prompt(body: CompletionRequest) -> str | list[int]:
+    """The one prompt, as text or as token ids."""
+    prompt = body.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if prompt and all(isinstance(item, str | list) for item in prompt):
+        raise RefusedField("prompt", f"{len(prompt)} prompts in one request are not supported", hint=WHAT_TO_DO["n"])
+    if not prompt or not all(type(item) is int and item >= 0 for item in prompt):
+        raise BadField("prompt", "`prompt` must be a string or a list of token ids that is not empty")
+    return prompt
+
+
+def chat_shape(body: ChatRequest) -> AnswerShape:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BadField("top_logprobs", "`top_logprobs` needs `logprobs`: true")
+    wanted = (body.top_logprobs or 0) if body.logprobs else None
+    return _shape(body, in_range("top_logprobs", wanted, 0, LOGPROBS_MAX))
+
+
+def completion_shape(body: CompletionRequest) -> AnswerShape:
+    return _shape(body, in_range("logprobs", body.logprobs, 0, LOGPROBS_MAX))
+
+
+def _shape(body: _Common, logprobs: int | None) -> AnswerShape:
+    if body.stream_options is not None and not body.stream:
+        raise BadField("stream_options", "`stream_options` needs `stream`: true")
+    return AnswerShape(
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        logprobs=logprobs,
+        token_ids=body.return_token_ids,
+        weight_versions=body.return_weight_versions,
+    )
+
+
+def sampling(
+    body: ChatRequest | CompletionRequest, *, prompt_tokens: int, model: ModelInfo, top: int
+) -> SamplingParams:
+    """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
+    room = model.context_tokens - prompt_tokens
+    if room < 1:
+        raise TooLarge(
+            f"the prompt has {prompt_tokens} tokens, the context of {model.name!r} {model.context_tokens}",
+            hint=f"at most {model.context_tokens - 1} tokens of prompt leave room for an answer",
+        )
+    max_tokens = min(room, _max_tokens(body, room))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=in_range("min_tokens", body.min_tokens, 0, max_tokens) or 0,
+        temperature=_default(in_range("temperature", body.temperature, 0.0, 2.0), 1.0),
+        top_p=_top_p(body.top_p),
+        top_k=max(0, in_range("top_k", body.top_k, -1, 1 << 30) or 0),
+        seed=in_range("seed", body.seed, -(1 << 63), (1 << 63) - 1),
+        stop=_stops(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        top_logprobs=top,
+    )
+
+
+def _max_tokens(body: ChatRequest | CompletionRequest, room: int) -> int:
+    name, value, default = "max_tokens", body.max_tokens, COMPLETION_MAX_TOKENS
+    if isinstance(body, ChatRequest):
+        default = room
+        if body.max_completion_tokens is not None:
+            if value is not None and value != body.max_completion_tokens:
+                raise BadField("max_tokens", "`max_tokens` and `max_completion_tokens` differ", hint="send only one")
+            name, value = "max_completion_tokens", body.max_completion_tokens
+    return _default(in_range(name, value, 1, None), default)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > STOPS_MAX:
+        raise BadField("stop", f"{len(stops)} stop strings", hint=f"at most {STOPS_MAX}")
+    for text in stops:
+        if not 1 <= len(text) <= STOP_LENGTH_MAX:
+            raise BadField("stop", f"a stop string of {len(text)} characters", hint=f"1 to {STOP_LENGTH_MAX}")
+    return stops
+
+
+def _top_p(value: float | None) -> float:
+    if value is not None and not 0.0 < value <= 1.0:
+        raise BadField("top_p", f"`top_p`={value} is out of range", hint="above 0, at most 1")
+    return 1.0 if value is None else value
+
+
+Number = TypeVar("Number", int, float)
+
+
+def in_range(name: str, value: Number | None, low: Number, high: Number | None) -> Number | None:
+    """The value, if it is absent or in range; else BadField with the range."""
+    if value is not None and (not value >= low or (high is not None and value > high)):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise BadField(name, f"`{name}`={value} is out of range", hint=allowed)
+    return value
+
+
+def _default(value: Number | None, default: Number) -> Number:
+    return default if value is None else value

@@ -1,0 +1,207 @@
+"""Answers and stream chunks, to the letter of OpenAI's API (checked with its official client), plus what was asked for.
+
+The streaming side is the gateway's hot path: a chunk of plain text is a prefix made once per answer, the text as JSON,
+and a suffix. Extra fields (ours or vLLM's) appear only when the request asked for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.api.openai_requests import AnswerShape
+from gateway.api.openai_turn import Answer, Piece, tool_call_body
+from gateway.core.types import Segment, TopLogprob
+from gateway.tokens import Codec
+
+Api = Literal["chat", "completion"]
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""An SSE comment: every client skips it, and proxies see a living connection."""
+
+_json = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk of an answer, or the one body, begins with."""
+
+    api: Api
+    turn_id: str
+    session_id: str
+    model: str
+    shape: AnswerShape
+    prompt_ids: Sequence[int]
+    history: str
+    created_unix_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def answer_id(self) -> str:
+        return f"{'chatcmpl' if self.api == 'chat' else 'cmpl'}-{self.turn_id}"
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
+
+
+def body(codec: Codec, head: AnswerHead, answer: Answer, segments: Sequence[Segment]) -> bytes:
+    """The whole answer of a request without `stream`."""
+    shape = head.shape
+    out = head.fields("chat.completion" if head.api == "chat" else "text_completion")
+    choice: dict[str, Any] = {"index": 0}
+    if head.api == "chat":
+        choice["message"] = {**answer.message(), "refusal": None}
+    else:
+        choice["text"] = answer.text
+    choice["logprobs"] = _logprobs(codec, head, answer.token_ids, answer.logprobs, answer.top_logprobs, 0)
+    choice["finish_reason"] = finish_reason(answer)
+    choice["stop_reason"] = answer.stop_reason
+    if shape.token_ids:
+        choice["token_ids"] = answer.token_ids
+        out["prompt_token_ids"] = head.prompt_ids
+    if shape.weight_versions:
+        choice["weight_versions"] = answer.spans
+    out["choices"] = [choice]
+    out["usage"] = usage(head, answer)
+    if shape.token_ids or shape.weight_versions:
+        out["laminar"] = laminar(head, segments)
+    return _json(out)
+
+
+class Chunks:
+    """The chunks of one streamed answer, as SSE events."""
+
+    def __init__(self, codec: Codec, head: AnswerHead) -> None:
+        self._codec = codec
+        self._head = head
+        self._chat = head.api == "chat"
+        fields = _json(head.fields("chat.completion.chunk" if self._chat else "text_completion"))
+        self._prefix = b"data: " + fields[:-1] + b',"choices":[{"index":0,'
+        self._suffix = b'],"usage":null}\n\n' if head.shape.include_usage else b"]}\n\n"
+        self._plain = b',"logprobs":null,"finish_reason":null}' + self._suffix
+        self._carries_tokens = head.shape.logprobs is not None or head.shape.token_ids
+        self._calls = 0
+        self._characters = 0  # of token texts so far: completions' text_offset
+
+    def first(self) -> bytes:
+        """Before any text: the role, and the prompt's ids if asked for. Empty if there is nothing to say."""
+        ids = b""
+        if self._head.shape.token_ids:
+            ids = b',"prompt_token_ids":' + _json(self._head.prompt_ids)
+        if not self._chat and not ids:
+            return b""
+        said = b'"delta":{"role":"assistant","content":"","refusal":null}' if self._chat else b'"text":""'
+        return self._prefix + said + self._plain[: -len(self._suffix)] + b"]" + ids + self._suffix[1:]
+
+    def piece(self, piece: Piece) -> bytes:
+        """One or more chunks; empty when the piece shows nothing that was asked for."""
+        if not self._carries_tokens and not piece.calls:
+            if not piece.text:
+                return b""
+            if self._chat:
+                return b"".join((self._prefix, b'"delta":{"content":', _json(piece.text), b"}", self._plain))
+            return b"".join((self._prefix, b'"text":', _json(piece.text), self._plain))
+        return self._full_piece(piece)
+
+    def last(self, answer: Answer, segments: Sequence[Segment]) -> bytes:
+        """The finish, the usage if asked for, and the end mark."""
+        shape = self._head.shape
+        choice: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        choice |= {"logprobs": None, "finish_reason": finish_reason(answer), "stop_reason": answer.stop_reason}
+        if shape.token_ids:
+            choice["token_ids"] = []
+        if shape.weight_versions:
+            choice["weight_versions"] = answer.spans
+        root = b""
+        if shape.token_ids or shape.weight_versions:
+            root = b',"laminar":' + _json(laminar(self._head, segments))
+        out = self._prefix + _json(choice)[1:] + b"]" + root + self._suffix[1:]
+        if shape.include_usage:
+            fields = self._head.fields("chat.completion.chunk" if self._chat else "text_completion")
+            out += b"data: " + _json({**fields, "choices": [], "usage": usage(self._head, answer)}) + b"\n\n"
+        return out + DONE
+
+    def _full_piece(self, piece: Piece) -> bytes:
+        choice: dict[str, Any] = {"delta": self._delta(piece)} if self._chat else {"text": piece.text}
+        choice["logprobs"] = _logprobs(
+            self._codec, self._head, piece.token_ids, piece.logprobs, piece.top_logprobs, self._characters
+        )
+        choice["finish_reason"] = None
+        if self._head.shape.token_ids:
+            choice["token_ids"] = piece.token_ids
+        if not self._chat and self._head.shape.logprobs is not None:
+            self._characters += sum(len(token_text(self._codec, token_id)) for token_id in piece.token_ids)
+        return self._prefix + _json(choice)[1:] + self._suffix
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.calls:
+            delta["tool_calls"] = [
+                {"index": index, **tool_call_body(call)} for index, call in enumerate(piece.calls, self._calls)
+            ]
+            self._calls += len(piece.calls)
+        return delta
+
+
+def finish_reason(answer: Answer) -> str | None:
+    return "tool_calls" if answer.calls and answer.finish_reason == "stop" else answer.finish_reason
+
+
+def usage(head: AnswerHead, answer: Answer) -> dict[str, int]:
+    prompt, completion = len(head.prompt_ids), len(answer.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def laminar(head: AnswerHead, segments: Sequence[Segment]) -> dict[str, Any]:
+    """How the answer came about."""
+    return {
+        "session_id": head.session_id,
+        "history": head.history,
+        "moves": sum(segment.cause == "move" for segment in segments),
+        "segments": segments,
+    }
+
+
+def token_text(codec: Codec, token_id: int) -> str:
+    return codec.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _logprobs(
+    codec: Codec,
+    head: AnswerHead,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    top: Sequence[Sequence[TopLogprob]] | None,
+    offset: int,
+) -> dict[str, Any] | None:
+    if head.shape.logprobs is None:
+        return None
+    alternatives = [row[: head.shape.logprobs] for row in top] if top else [()] * len(token_ids)
+    if head.api == "chat":
+        content = [
+            {
+                **_chat_token(codec, token_id, logprob),
+                "top_logprobs": [_chat_token(codec, t.token_id, t.logprob) for t in row],
+            }
+            for token_id, logprob, row in zip(token_ids, logprobs, alternatives, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+    texts = [token_text(codec, token_id) for token_id in token_ids]
+    offsets = [offset]
+    for text in texts[:-1]:
+        offsets.append(offsets[-1] + len(text))
+    return {
+        "tokens": texts,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": [{token_text(codec, t.token_id): t.logprob for t in row} for row in alternatives],
+        "text_offset": offsets[: len(texts)],
+    }
+
+
+def _chat_token(codec: Codec, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = codec.token_bytes(token_id)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}

@@ -1,0 +1,113 @@
+"""One turn's tokens made into what an answer shows: text, tool calls, logprobs, spans.
+
+Invariants:
+- pieces keep the order of tokens; the ids of all pieces are the turn's record, cut where a stop string completed;
+- text may lag behind ids (torn characters, possible stop strings, unparsed calls), never lead them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.core.types import FinishReason, TokenDelta, TopLogprob
+from gateway.ports import TurnRun
+from gateway.tokens import StreamDecoder, ToolCall, ToolCallParser
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one delta adds. `finish_reason` is set on the last piece only."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a turn has said so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)  # version, engine, start, end of generated tokens
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None  # the stop string that ended it
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def message(self) -> dict[str, Any]:
+        """As the assistant's message of a chat: content is null where only calls were made."""
+        text = self.text
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not self.calls else None}
+        if self.calls:
+            message["tool_calls"] = [tool_call_body(call) for call in self.calls]
+        return message
+
+    def take(self, piece: Piece, delta: TokenDelta) -> None:
+        start = len(self.token_ids)
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        if piece.top_logprobs is not None:
+            self.top_logprobs += piece.top_logprobs
+        if piece.text:
+            self.texts.append(piece.text)
+        self.calls += piece.calls
+        if piece.token_ids:
+            self._extend_span(delta, start)
+        self.finish_reason = piece.finish_reason
+
+    def _extend_span(self, delta: TokenDelta, start: int) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last["version"] == str(delta.version) and last["engine"] == delta.engine:
+            last["end"] = len(self.token_ids)
+        else:
+            span = {"version": str(delta.version), "start": start, "end": len(self.token_ids), "engine": delta.engine}
+            self.spans.append(span)
+
+
+def tool_call_body(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+async def pieces(
+    run: TurnRun, decoder: StreamDecoder, parser: ToolCallParser | None, answer: Answer
+) -> AsyncGenerator[Piece, None]:
+    """Reads the run to its end, or to a stop string, into `answer`; yields each piece as it comes."""
+    async for delta in run:
+        piece = _piece(delta, decoder, parser, answer)
+        answer.take(piece, delta)
+        if answer.stop_reason is not None:
+            await run.finish_early(len(answer.token_ids))
+        yield piece
+        if piece.finish_reason is not None:
+            return
+
+
+def _piece(delta: TokenDelta, decoder: StreamDecoder, parser: ToolCallParser | None, answer: Answer) -> Piece:
+    fed = decoder.feed(delta.token_ids)
+    text, finish, stopped_by = fed.text, delta.finish_reason, fed.stopped_by
+    if stopped_by is None and finish is not None:
+        rest = decoder.finish()
+        text, stopped_by = text + rest.text, rest.stopped_by
+    if stopped_by is not None:
+        answer.stop_reason, finish = stopped_by, "stop"
+    calls: tuple[ToolCall, ...] = ()
+    if parser is not None:
+        parsed = parser.feed(text)
+        text, calls = parsed.text, parsed.calls
+        if finish is not None:
+            end = parser.finish()
+            text, calls = text + end.text, calls + end.calls
+    used = fed.tokens_used
+    top = None if delta.top_logprobs is None else delta.top_logprobs[:used]
+    return Piece(text, calls, delta.token_ids[:used], delta.logprobs[:used], top, finish)

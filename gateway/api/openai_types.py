@@ -1,0 +1,164 @@
+"""The request bodies that the OpenAI endpoints take, field by field.
+
+Invariants:
+- a body decodes into these structs or is refused: an unknown field by its name, a wrong type by its path;
+- a field of OpenAI's API that is here but not supported may only have a value that changes nothing
+  (`NEUTRAL_CHAT`, `NEUTRAL_COMPLETION`); any other value is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+Metadata = dict[str, Any]
+
+
+class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+    index: int | None = None  # left by clients that join streamed deltas
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A message as clients send it, or send back what an answer held. Nulls are as good as absent."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    function: FunctionSpec
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both endpoints take. The second half is ours or vLLM's, for training clients."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    user: str | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    top_k: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_weight_versions: bool = False
+    session_id: str | None = None
+    metadata: Metadata | None = None
+
+
+class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    store: bool | None = None
+    service_tier: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+    functions: Any = None
+    function_call: Any = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+}
+NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+    **_NEUTRAL,
+    "parallel_tool_calls": (None, True),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "functions": (None,),
+    "function_call": (None,),
+}
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **_NEUTRAL,
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+}
+
+WHAT_TO_DO: dict[str, str] = {
+    "n": "send one request for each sample, each with its own session",
+    "best_of": "sample several sessions and choose yourself",
+    "presence_penalty": "penalties would change the policy that is trained on; leave it out",
+    "frequency_penalty": "penalties would change the policy that is trained on; leave it out",
+    "logit_bias": "biases would change the policy that is trained on; leave it out",
+    "functions": "use `tools`",
+    "function_call": "use `tool_choice`",
+    "parallel_tool_calls": "leave it out; more than one call may come in an answer",
+    "response_format": "leave it out, or use {'type': 'text'}: answers are never constrained",
+    "reasoning_effort": "use `chat_template_kwargs` with what the model's template knows",
+    "echo": "prepend the prompt yourself, or ask for `return_token_ids`",
+}

@@ -1,0 +1,182 @@
+"""The machinery behind the HTTP handlers, scripted: sessions as the real one keeps them, answers chosen by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from gateway.api.openai_routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
+from gateway.core.types import (
+    EngineName,
+    FinishReason,
+    Segment,
+    SessionId,
+    TokenDelta,
+    TopLogprob,
+    TurnRequest,
+    Version,
+)
+from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
+from gateway.tokens import Codec
+from protos.errors import Conflict, LaminarError
+
+
+@dataclass
+class Script:
+    """What a turn answers: ids (end-of-sequence token included where the model would write it), or an error.
+
+    `gate`: awaited before each delta after the first `free` ones. `fails_after`: raises `error` after so many deltas.
+    """
+
+    token_ids: Sequence[int]
+    finish: FinishReason = "stop"
+    chunk: int = 1
+    error: LaminarError | None = None
+    fails_after: int = 0
+    gate: asyncio.Event | None = None
+    free: int = 0
+    versions: Sequence[int] = (7,)  # the answer is divided evenly among them
+
+
+@dataclass
+class Kept:
+    session_id: str
+    ids: list[int] = field(default_factory=list)
+    messages: Sequence[Message] = ()
+    turns: int = 0
+    running: bool = False
+
+
+@dataclass
+class ScriptedTurns:
+    """Implements `gateway.ports.Turns`. `requests` and `outcomes` tell what happened."""
+
+    script: Callable[[TurnRequest], Script]
+    context_tokens: int = 2048
+    keys: dict[str, str] = field(default_factory=dict)
+    sessions: dict[str, Kept] = field(default_factory=dict)
+    requests: list[TurnRequest] = field(default_factory=list)
+    identities: list[SessionIdentity] = field(default_factory=list)
+    outcomes: list[str] = field(default_factory=list)
+    early: list[int] = field(default_factory=list)
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo("policy", self.context_tokens, 1_700_000_000)]
+
+    def session_of_key(self, api_key: str) -> SessionId | None:
+        return SessionId(self.keys[api_key]) if api_key in self.keys else None
+
+    async def open_session(self, identity: SessionIdentity) -> SessionView:
+        self.identities.append(identity)
+        name = identity.session_id or f"own-{len(self.identities)}"
+        kept = self.sessions.setdefault(name, Kept(name))
+        if kept.running:
+            raise Conflict(f"session {name} has a turn under way")
+        return SessionView(SessionId(name), kept.turns, kept.ids, kept.messages, identity.session_id is None)
+
+    def start(self, request: TurnRequest) -> ScriptedRun:
+        self.requests.append(request)
+        return ScriptedRun(self, request, self.script(request))
+
+    async def record_turn(self, request: TurnRequest, messages: Sequence[Message]) -> None:
+        assert not self.sessions[request.session_id].running, "recorded while the turn still held its session"
+        self.sessions[request.session_id].messages = messages
+
+
+class ScriptedRun:
+    def __init__(self, turns: ScriptedTurns, request: TurnRequest, script: Script) -> None:
+        self._turns, self._request, self._script = turns, request, script
+        self._kept = turns.sessions[request.session_id]
+        self._sent: list[int] = []
+        self._outcome = "aborted"
+
+    async def __aenter__(self) -> Self:
+        if self._script.error is not None and not self._script.fails_after:
+            raise self._script.error
+        self._kept.running = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kept.running = False
+        self._turns.outcomes.append(self._outcome)
+        if self._outcome != "aborted":
+            self._kept.ids = [*self._request.prompt_ids, *self._sent]
+            self._kept.turns += 1
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        ids = list(self._script.token_ids)[: self._request.sampling.max_tokens]
+        cut_short = len(ids) < len(self._script.token_ids)
+        starts = range(0, max(1, len(ids)), self._script.chunk)
+        for number, start in enumerate(starts):
+            if self._script.gate is not None and number >= self._script.free:
+                await self._script.gate.wait()
+            if self._script.error is not None and number == self._script.fails_after:
+                raise self._script.error
+            part = tuple(ids[start : start + self._script.chunk])
+            self._sent += part
+            last = number == len(starts) - 1
+            finish: FinishReason | None = ("length" if cut_short else self._script.finish) if last else None
+            if finish is not None:
+                self._outcome = finish
+            yield self._delta(part, start, len(ids), finish)
+
+    def _delta(self, part: tuple[int, ...], start: int, total: int, finish: FinishReason | None) -> TokenDelta:
+        which = min(len(self._script.versions) * start // max(1, total), len(self._script.versions) - 1)
+        top = self._request.sampling.top_logprobs
+        return TokenDelta(
+            token_ids=part,
+            logprobs=tuple(-0.5 - token / 1024 for token in part),
+            version=Version(self._script.versions[which]),
+            engine=EngineName(f"e{which}"),
+            segment=which,
+            top_logprobs=tuple(tuple(TopLogprob(5 + k, -1.0 - k) for k in range(top)) for _ in part) if top else None,
+            finish_reason=finish,
+        )
+
+    async def finish_early(self, num_tokens: int) -> None:
+        self._turns.early.append(num_tokens)
+        del self._sent[num_tokens:]
+        self._outcome = "stop"
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        return [
+            Segment(
+                turn=self._request.turn_index,
+                engine="e0",
+                incarnation="i",
+                version=7,
+                start=0,
+                end=len(self._sent),
+                cause="start",
+                started_unix_s=0.0,
+                ended_unix_s=1.0,
+            )
+        ]
+
+
+@contextlib.asynccontextmanager
+async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
+    """The OpenAI routes on a free port; yields the base URL without `/v1`."""
+    app = web.Application(client_max_size=BODY_BYTES_MAX)
+    add_openai_routes(app, OpenAIDeps(turns, codec))
+    async with serving_app(app) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def serving_app(app: web.Application) -> AsyncIterator[str]:
+    """Any application on a free port."""
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
