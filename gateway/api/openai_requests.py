@@ -176,8 +176,8 @@ def _check_tool_choice(body: ChatRequest) -> None:
     raise BadField("tool_choice", f"unknown `tool_choice` {choice!r}", hint="'auto' or 'none'")
 
 
-def completion_prompt(body: CompletionRequest) -> str | list[int]:
-    """The one prompt, as text or as token ids."""
+def completion_prompt(body: CompletionRequest, vocab_size: int) -> str | list[int]:
+    """The one prompt, as text or as token ids of the vocabulary."""
     prompt = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -187,6 +187,8 @@ def completion_prompt(body: CompletionRequest) -> str | list[int]:
         raise RefusedField("prompt", f"{len(prompt)} prompts in one request are not supported", hint=WHAT_TO_DO["n"])
     if not prompt or not all(type(item) is int and item >= 0 for item in prompt):
         raise BadField("prompt", "`prompt` must be a string or a list of token ids that is not empty")
+    if (largest := max(prompt)) >= vocab_size:
+        raise BadField("prompt", f"token id {largest} is not in the vocabulary", hint=f"ids are below {vocab_size}")
     return prompt
 
 

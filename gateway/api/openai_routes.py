@@ -113,7 +113,7 @@ class _Handlers:
         body = requests.decode_completion(raw)
         model = requests.find_model(body.model, self._turns.models())
         shape = requests.completion_shape(body)
-        text = requests.completion_prompt(body)
+        text = requests.completion_prompt(body, self._codec.vocab_size)
         view = await self._open(request, body)
         prompt = await _off_loop_if_long(
             raw, lambda: history.completion_prompt(self._codec, view, text, add_special_tokens=body.add_special_tokens)

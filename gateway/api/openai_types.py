@@ -108,8 +108,11 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     web_search_options: Any = None
     functions: Any = None
     function_call: Any = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_key: str | None = None  # a routing hint, which sessions already are
+    safety_identifier: str | None = None  # names an end user to OpenAI; nothing here reads it
 
 
 class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
@@ -139,6 +142,9 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,),
     "verbosity": (None,),
     "web_search_options": (None,),
+    "moderation": (None,),
+    "prompt_cache_options": (None,),
+    "prompt_cache_retention": (None,),
     "functions": (None,),
     "function_call": (None,),
 }

@@ -35,9 +35,11 @@ def says(text: str, **more: Any) -> Callable[[TurnRequest], Script]:
 async def client_of(
     turns: ScriptedTurns, codec: Codec | None = None, path: str = "/v1"
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with serving(turns, codec or codecs.tiny()) as url:
-        async with openai.AsyncOpenAI(base_url=url + path, api_key="any", max_retries=0) as client:
-            yield client
+    async with (
+        serving(turns, codec or codecs.tiny()) as url,
+        openai.AsyncOpenAI(base_url=url + path, api_key="any", max_retries=0) as client,
+    ):
+        yield client
 
 
 async def test_a_whole_answer() -> None:

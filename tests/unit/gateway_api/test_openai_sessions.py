@@ -20,9 +20,11 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters
 
 @contextlib.asynccontextmanager
 async def session_client(turns: ScriptedTurns, path: str = "/sessions/s1/v1") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with serving(turns, codecs.tiny()) as url:
-        async with openai.AsyncOpenAI(base_url=url + path, api_key="any", max_retries=0) as client:
-            yield client
+    async with (
+        serving(turns, codecs.tiny()) as url,
+        openai.AsyncOpenAI(base_url=url + path, api_key="any", max_retries=0) as client,
+    ):
+        yield client
 
 
 def answering(*texts: str, end: bool = True) -> ScriptedTurns:

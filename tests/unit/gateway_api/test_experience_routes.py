@@ -1,0 +1,115 @@
+"""The trainer's door, opened with the SDK's own reader and with plain HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
+from gateway.core.types import Trajectory
+from gateway.data import Database, ExperienceBuffer
+from protos.errors import NotFound
+from tests.support.turns import serving_app
+from trainer_client import AsyncExperienceReader
+
+
+def trajectory(name: str, version: int = 1) -> Trajectory:
+    return Trajectory(
+        session_id=name,
+        group_id="g",
+        sample_index=0,
+        reward=1.0,
+        status="completed",
+        mixed=False,
+        split="train",
+        token_ids=[1, 2],
+        logprobs=[0.0, -0.5],
+        loss_mask=[0, 1],
+        versions=[-1, version],
+        turns=1,
+        segments=[],
+        started_unix_s=0.0,
+        finished_unix_s=1.0,
+    )
+
+
+class Door:
+    def __init__(self, buffer: ExperienceBuffer) -> None:
+        self.buffer = buffer
+        self.url = ""
+        self.used: list[tuple[SampleRequest, int]] = []
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    async with Database(None) as database:
+        buffer = ExperienceBuffer(database)
+        await buffer.open()
+        door = Door(buffer)
+        app = web.Application()
+        deps = ExperienceDeps(buffer, staleness_max=3, used=lambda asked, got: door.used.append((asked, len(got))))
+        add_experience_routes(app, deps)
+        async with serving_app(app) as door.url:
+            yield door
+
+
+async def test_the_sdks_reader_samples_and_acknowledges(door: Door) -> None:
+    for name in "abc":
+        await door.buffer.add(trajectory(name))
+    async with AsyncExperienceReader(door.url, trainer_version=2) as reader:
+        batch = await reader.sample(trajectories=2, wait_s=0)
+        assert [t.session_id for t in batch.trajectories] == ["a", "b"]
+        assert batch.trajectories[0].logprobs == [0.0, -0.5]
+        await reader.ack(batch)
+        with pytest.raises(NotFound):
+            await reader.ack(batch)
+        assert len(await reader.sample(trajectories=9, wait_s=0)) == 1
+        assert len(await reader.sample(trajectories=9, wait_s=0)) == 0
+    assert [(asked.trainer_version, got) for asked, got in door.used] == [(2, 2), (2, 1), (2, 0)]
+
+
+async def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as answer:
+        return answer.status, json.loads(await answer.read())
+
+
+async def test_json_for_who_does_not_ask_for_msgpack(door: Door) -> None:
+    await door.buffer.add(trajectory("a"))
+    status, body = await post(door.url, "/experience/sample", {"reader": "r", "trainer_version": 1, "trajectories": 1})
+    assert status == 200
+    assert body["trajectories"][0]["session_id"] == "a"
+    assert (await post(door.url, "/experience/ack", {"lease_id": body["lease_id"]})) == (200, {"acknowledged": 1})
+
+
+async def test_the_gateways_staleness_bound_holds_unless_the_reader_names_one(door: Door) -> None:
+    await door.buffer.add(trajectory("old", version=1))
+    await door.buffer.add(trajectory("new", version=9))
+    sample = {"reader": "r", "trainer_version": 9, "trajectories": 2}
+    _, body = await post(door.url, "/experience/sample", {**sample, "staleness_max": 8, "lease_s": 0.001})
+    assert len(body["trajectories"]) == 2
+    _, body = await post(door.url, "/experience/sample", sample)
+    assert [t["session_id"] for t in body["trajectories"]] == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"trainer_version": 1, "trajectories": 1}, "reader"),
+        ({"reader": "", "trainer_version": 1, "trajectories": 1}, "reader"),
+        ({"reader": "r", "trajectories": 1}, "trainer_version"),
+        ({"reader": "r", "trainer_version": 1, "trajectories": 0}, "trajectories"),
+        ({"reader": "r", "trainer_version": 1, "groups": 1000, "group_size": 1000}, "groups"),
+        ({"reader": "r", "trainer_version": 1, "trajectories": 1, "wait_s": 1e9}, "wait_s"),
+        ({"reader": "r", "trainer_version": -1, "trajectories": 1}, "trainer_version"),
+        ({"reader": "r", "trainer_version": 1, "trajectories": 1, "count": 3}, "count"),
+        ({"reader": "r", "trainer_version": 1}, None),
+    ],
+)
+async def test_bad_requests_are_named(door: Door, body: dict[str, Any], param: str | None) -> None:
+    status, answer = await post(door.url, "/experience/sample", body)
+    assert (status, answer["error"]["param"]) == (400, param)

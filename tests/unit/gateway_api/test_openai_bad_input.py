@@ -1,0 +1,184 @@
+"""Everything wrong with a request is named, with what would be right; nothing runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.api.openai_requests import decode_chat, decode_completion, sampling
+from gateway.api.openai_types import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
+from gateway.ports import ModelInfo
+from protos.errors import InvalidRequest, TooLarge
+from tests.support import codecs
+from tests.support.turns import Script, ScriptedTurns, serving
+
+USER = {"role": "user", "content": "x"}
+CHAT = {"model": "policy", "messages": [USER]}
+TEXT = {"model": "policy", "prompt": "x"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture
+def turns() -> ScriptedTurns:
+    return ScriptedTurns(lambda request: Script([2]))
+
+
+@pytest.fixture
+async def url(turns: ScriptedTurns) -> AsyncIterator[str]:
+    async with serving(turns, codecs.tiny()) as url:
+        yield url
+
+
+async def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any], aiohttp.ClientResponse]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with aiohttp.ClientSession() as session, session.post(url + path, data=data) as answer:
+        return answer.status, json.loads(await answer.text())["error"], answer
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"model": "gpt"}, None, "no model 'gpt' here (served: 'policy')"),
+        ({"messages": []}, "messages", "`messages` is empty"),
+        ({"messages": "hello"}, "messages", "`messages`: expected `array`, got `str`"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "required field `messages[0].role` is missing"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "one of system, developer, user"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "a user message needs content"),
+        ({"messages": [{**USER, "colour": 1}]}, "messages[0].colour", "unknown field `messages[0].colour`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            "'image_url' is not supported",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "string"),
+        ({"messages": [{**USER, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls", "cannot"),
+        ({"messages": [{**USER, "function_call": {"name": "f"}}]}, "messages[0].function_call", "not supported"),
+        ({"temprature": 1}, "temprature", "did you mean `temperature`?"),
+        ({"best_of": 2}, "best_of", "unknown field `best_of`"),
+        ({"max_tokens": "many"}, "max_tokens", "`max_tokens`: expected `int | null`, got `str`"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "at least 1"),
+        ({"temperature": 2.5}, "temperature", "0.0 to 2.0"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_k": -2}, "top_k", "out of range"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "0 to 5"),
+        ({"n": 2}, "n", "send one request for each sample"),
+        ({"stop": [""]}, "stop", "1 to 256"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs `stream`"),
+        ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x", "unknown field"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "the policy"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "never constrained"),
+        ({"tool_choice": "required", "tools": [FUNCTION]}, "tool_choice", "'auto'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not supported"),
+        ({"tool_choice": "maybe"}, "tool_choice", "unknown"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "'retrieval'"),
+        ({"functions": []}, "functions", "use `tools`"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
+    ],
+)
+async def test_chat(url: str, turns: ScriptedTurns, change: dict[str, Any], param: str | None, message: str) -> None:
+    status, error, answer = await post(url, "/v1/chat/completions", {**CHAT, **change})
+    assert status == (404 if "model" in change else 400)
+    assert message in error["message"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] in ("invalid_request", "unsupported_field", "model_not_found")
+    assert answer.headers["x-should-retry"] == "false"
+    assert turns.requests == []
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"prompt": []}, "prompt", "not empty"),
+        ({"prompt": [1, "a"]}, "prompt", "token ids"),
+        ({"prompt": [True]}, "prompt", "token ids"),
+        ({"prompt": [-1]}, "prompt", "token ids"),
+        ({"prompt": ["a", "b"]}, "prompt", "2 prompts"),
+        ({"prompt": [[1], [2]]}, "prompt", "2 prompts"),
+        ({"prompt": [999_999]}, "prompt", "999999"),
+        ({"echo": True}, "echo", "prepend the prompt"),
+        ({"best_of": 2}, "best_of", "sample several"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"logprobs": 21}, "logprobs", "0 to 20"),
+        ({"logprobs": True}, "logprobs", "expected `int | null`, got `bool`"),
+        ({"messages": []}, "messages", "unknown field"),
+    ],
+)
+async def test_completions(url: str, turns: ScriptedTurns, change: dict[str, Any], param: str, message: str) -> None:
+    status, error, _ = await post(url, "/v1/completions", {**TEXT, **change})
+    assert (status, error["param"]) == (400, param)
+    assert message in error["message"]
+    assert turns.requests == []
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b'{"model": "\xff"}'])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/s/x/v1/completions"])
+async def test_malformed_bodies(url: str, path: str, body: bytes) -> None:
+    status, error, _ = await post(url, path, body)
+    assert (status, error["code"]) == (400, "invalid_request")
+    assert "JSON" in error["message"] or "object" in error["message"]
+
+
+async def test_a_prompt_longer_than_the_context_names_both_lengths(url: str, turns: ScriptedTurns) -> None:
+    turns.context_tokens = 50
+    status, error, _ = await post(url, "/v1/completions", {**TEXT, "prompt": [5] * 50})
+    assert (status, error["code"]) == (400, "too_large")
+    assert "50 tokens" in error["message"]
+    assert "at most 49" in error["message"]
+    assert turns.requests == []
+
+
+def test_max_tokens_are_bounded_by_the_context() -> None:
+    model = ModelInfo("policy", 100, 0)
+    chat = ChatRequest(model="policy", messages=[])
+    assert sampling(chat, prompt_tokens=60, model=model, top=0).max_tokens == 40
+    chat = ChatRequest(model="policy", messages=[], max_completion_tokens=99, temperature=0.0, top_k=-1, stop="x")
+    found = sampling(chat, prompt_tokens=60, model=model, top=3)
+    assert (found.max_tokens, found.temperature, found.top_k, found.stop) == (40, 0.0, 0, ("x",))
+    text = CompletionRequest(model="policy", prompt="x")
+    assert sampling(text, prompt_tokens=1, model=model, top=0).max_tokens == 16
+    with pytest.raises(TooLarge, match=r"100 tokens.* 100"):
+        sampling(text, prompt_tokens=100, model=model, top=0)
+
+
+def test_every_neutral_value_is_taken_and_every_field_of_the_table_exists() -> None:
+    for base, decode, table in ((CHAT, decode_chat, NEUTRAL_CHAT), (TEXT, decode_completion, NEUTRAL_COMPLETION)):
+        for name, allowed in table.items():
+            for value in allowed:
+                decode(json.dumps({**base, name: value}).encode())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_no_field_of_the_official_client_is_unknown(kind: type) -> None:
+    """Each parameter of the SDK is supported or refused for a reason, never as a misspelling."""
+    import inspect
+
+    from openai.resources import Completions
+    from openai.resources.chat import Completions as ChatCompletions
+
+    create = ChatCompletions.create if kind is ChatRequest else Completions.create
+    theirs = set(inspect.signature(create).parameters) - {
+        "self",
+        "extra_headers",
+        "extra_query",
+        "extra_body",
+        "timeout",
+    }
+    assert theirs - set(kind.__struct_fields__) == set()  # type: ignore[attr-defined]
+
+
+def test_a_body_over_msgpack_depth_or_a_huge_number_is_refused() -> None:
+    deep = b'{"model":"policy","messages":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    for raw in (deep, b'{"model":"policy","messages":[],"seed":1e400}', b'{"model":"policy","prompt":1}'):
+        with pytest.raises(InvalidRequest):
+            decode_chat(raw)
