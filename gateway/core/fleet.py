@@ -69,6 +69,7 @@ class EngineState:
     admitted: int = 0  # sessions of the present intake
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
     available: Version = NO_VERSION  # newest version that its host's relay holds
+    refresh_not_before: float = 0.0  # a load failed: the next try waits
     last_error: str = ""
 
     @property
@@ -179,7 +180,7 @@ class FleetState:
         return decisions
 
     def _refresh(self, engine: EngineState, now: float) -> RefreshDecision | None:
-        if engine.available == 0:
+        if engine.available == 0 or now < engine.refresh_not_before:
             return None
         if engine.status in ("joining", "fenced"):
             if engine.status == "joining" and engine.version == engine.available:

@@ -1,0 +1,66 @@
+"""The gateway's configuration: one frozen value per process, resolved once by the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gateway.core.fleet import FleetConfig
+from protos.errors import InvalidRequest, UnsupportedField
+
+Mode = Literal["drain", "repack"]
+MODES_TO_COME = ("inflight", "barrier")
+ENGINE_KINDS = ("vllm",)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Where an engine is, and the relay on its host (None: its weights are not refreshed)."""
+
+    name: str
+    kind: str
+    url: str
+    relay: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    model: str
+    tokenizer: Path
+    data: Path | None  # None: in memory, gone with the process
+    engines: tuple[EngineSpec, ...]
+    mode: Mode = "repack"
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    host: str = "127.0.0.1"
+    port: int = 0
+    repack_interval_s: float = 5.0
+    poll_interval_s: float = 1.0
+    dead_after_polls: int = 3
+    stall_timeout_s: float = 60.0
+    placement_timeout_s: float = 120.0  # a turn that was cut waits so long for an engine before it is lost
+    queue_timeout_s: float = 60.0  # a new session waits so long for an intake before 429
+    queue_max: int = 1024  # turns that wait for an engine at once
+    session_idle_s: float = 1800.0
+    sessions_max: int = 100_000
+    body_bytes_max: int = 64 << 20
+    prefill_tokens_per_s: float = 1000.0
+    seed: int = 0
+
+
+def parse_engine(text: str, default_relay: str | None) -> EngineSpec:
+    """`NAME=KIND=URL[@RELAY]`, as `--engine` takes it. Raises InvalidRequest naming what is wrong."""
+    name, _, rest = text.partition("=")
+    kind, _, address = rest.partition("=")
+    url, _, relay = address.partition("@")
+    if not (name and kind and url.startswith(("http://", "https://"))):
+        raise InvalidRequest(
+            f"--engine {text!r} is not NAME=KIND=URL[@RELAY]",
+            hint="such as e0=vllm=http://127.0.0.1:8000@127.0.0.1:7070",
+        )
+    if kind not in ENGINE_KINDS:
+        raise UnsupportedField(
+            f"--engine {text!r}: no adapter for {kind!r}",
+            hint=f"known kinds: {', '.join(ENGINE_KINDS)}; the embedded engine speaks vllm's dialect",
+        )
+    return EngineSpec(name, kind, url, relay or default_relay)

@@ -1,0 +1,95 @@
+"""The seam for engines: what the gateway needs of any inference server. One adapter per dialect, one contract suite.
+
+Every method has a deadline inside; none retries: that is the gateway's decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from gateway.core.types import FinishReason, SamplingParams, TopLogprob
+from protos.errors import LaminarError
+
+CutReason = Literal["refused", "reset", "early_end", "abort", "server_error", "stalled", "protocol"]
+
+
+class StreamCut(LaminarError):
+    """The engine's stream ended without completing the turn. What was received before stands."""
+
+    code = "stream_cut"
+    http_status = 502
+
+    def __init__(self, reason: CutReason, message: str) -> None:
+        super().__init__(message)
+        self.reason: CutReason = reason
+
+
+class EngineFailed(LaminarError):
+    """A control call failed; for a weight load this means the engine must stay fenced."""
+
+    code = "engine_failed"
+    http_status = 502
+
+
+class RequestRefused(LaminarError):
+    """The engine says that this request can never work (HTTP 4xx): no other engine is asked."""
+
+    code = "request_refused"
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChunk:
+    """Tokens that one event brought. `versions` are the engine's own labels for its spans, when it tells them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None = None
+    finish_reason: FinishReason | None = None
+    versions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """One look at an engine. `incarnation` differs after a restart."""
+
+    incarnation: str
+    kv_usage: float  # 0..1
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine can hold; read when an incarnation is first met."""
+
+    context_tokens: int
+    kv_capacity_tokens: int
+    weight_version: str
+
+
+class EngineAdapter(Protocol):
+    """One engine."""
+
+    def generate(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
+    ) -> AbstractAsyncContextManager[AsyncIterator[EngineChunk]]:
+        """Streams the turn. Leaving the context early aborts it upstream. Raises StreamCut or RequestRefused."""
+        ...
+
+    async def report(self) -> EngineReport:
+        """Raises EngineFailed when it does not answer in time or says it is broken."""
+        ...
+
+    async def limits(self) -> EngineLimits: ...
+
+    async def load(self, path: Path, version: int, digest: str) -> float:
+        """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced."""
+        ...
+
+    async def close(self) -> None: ...

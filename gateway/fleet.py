@@ -1,0 +1,377 @@
+"""The shell around `core.fleet`: looks at engines, watches relays, refreshes, and gives turns their places.
+
+Owner of `FleetState`: everything here runs on one event loop, and state changes only between awaits.
+- one watcher task per engine (reports, death, return, refresh) and one per relay (which versions are there);
+- turns that must wait stand in one bounded queue, served in order whenever anything changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from gateway.config import EngineSpec, GatewayConfig
+from gateway.core.fleet import EngineState, EngineStatus, FleetState, RefreshDecision, TurnLoad
+from gateway.core.scheduler import Admission, Demand, Placement, Wait, admit, place
+from gateway.core.types import EngineName, TurnId, Version
+from gateway.data import Timeline
+from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport
+from gateway.engines.vllm import VllmEngine
+from paramserver.client import Lease, RelayClient
+from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable
+
+log = logging.getLogger(__name__)
+
+LEASE_TTL_S = 60.0
+RETRY_S = 1.0
+RETRY_MAX_S = 30.0
+
+
+@dataclass(slots=True)
+class Waiter:
+    """A turn in the queue. `resumed` ones are served before new ones: their clients have waited already."""
+
+    demand: Demand
+    resumed: bool
+    placed: asyncio.Future[Placement]
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine with what the shell holds for it."""
+
+    spec: EngineSpec
+    adapter: EngineAdapter
+    state: EngineState
+    look: asyncio.Event = field(default_factory=asyncio.Event)
+    failed_polls: int = 0
+    refresh_failures: int = 0
+    watcher: asyncio.Task[None] | None = None
+    refresher: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatistics:
+    refreshes: int
+    refresh_failures: int
+    queued: int
+
+
+class Fleet:
+    """`async with Fleet(...)`. `place` and `leave` frame every turn's stay on an engine."""
+
+    def __init__(self, config: GatewayConfig, timeline: Timeline, admission: Callable[[], Admission]) -> None:
+        self.config = config
+        self.state = FleetState(config.fleet)
+        self.members: dict[EngineName, Member] = {}
+        self.version_sealed = asyncio.Event()  # wakes the repack loop
+        self._timeline = timeline
+        self._admission = admission
+        self._queue: deque[Waiter] = deque()
+        self._relays: dict[str, RelayClient] = {}
+        self._relays_seen: set[str] = set()
+        self._relay_watchers: dict[str, asyncio.Task[None]] = {}
+        self._refreshes = 0
+        self._refresh_failures = 0
+        self._stack = AsyncExitStack()
+        self._tasks: asyncio.TaskGroup
+
+    async def __aenter__(self) -> Fleet:
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        for spec in self.config.engines:
+            self.add(spec)
+        self._ticker = self._tasks.create_task(self._tick(), name="fleet-tick")
+        return self
+
+    async def close(self) -> None:
+        """Stops looking, fails whoever still waits, and closes every connection."""
+        for waiter in self._queue:
+            if not waiter.placed.done():
+                waiter.placed.set_exception(Unavailable("the gateway is shutting down", hint="ask again soon"))
+        self._queue.clear()
+        self._ticker.cancel()
+        for name in list(self.members):
+            await self.remove(name)
+        for task in self._relay_watchers.values():
+            task.cancel()
+        await self._stack.aclose()
+        for relay in self._relays.values():
+            await relay.close()
+
+    # -- members
+
+    def add(self, spec: EngineSpec) -> None:
+        """Raises Conflict for a name that is taken."""
+        name = EngineName(spec.name)
+        if name in self.members:
+            raise Conflict(
+                f"there is already an engine named {name!r}", hint=f"taken: {', '.join(sorted(self.members))}"
+            )
+        adapter = VllmEngine(spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
+        state = EngineState(name, spec.kind, spec.url)
+        member = self.members[name] = Member(spec, adapter, state)
+        self.state.engines[name] = state
+        member.watcher = self._tasks.create_task(self._watch_engine(member), name=f"watch-{name}")
+        if spec.relay is not None and spec.relay not in self._relays:
+            self._relays[spec.relay] = RelayClient(spec.relay)
+            watcher = self._tasks.create_task(self._watch_relay(spec.relay), name=f"watch-relay-{spec.relay}")
+            self._relay_watchers[spec.relay] = watcher
+
+    async def remove(self, name: EngineName) -> None:
+        """Takes an engine out at once; its turns are cut and go on elsewhere. NotFound for an unknown name."""
+        member = self.members.pop(name, None)
+        if member is None:
+            raise NotFound(f"no engine named {name!r}", hint=f"there are: {', '.join(sorted(self.members)) or 'none'}")
+        del self.state.engines[name]
+        for task in (member.watcher, member.refresher):
+            if task is not None:
+                task.cancel()
+        await asyncio.wait([t for t in (member.watcher, member.refresher) if t is not None])
+        await member.adapter.close()
+        self.changed()
+
+    # -- places for turns
+
+    async def place(self, demand: Demand, *, resumed: bool, timeout_s: float) -> Placement:
+        """An engine for the turn, booked. Waits in the queue; OutOfCapacity when it is full or the wait too long."""
+        if not self._queue or resumed:
+            outcome = place(demand, self.state, self._admission())
+            if isinstance(outcome, Placement):
+                self._book(outcome, demand)
+                return outcome
+        if len(self._queue) >= self.config.queue_max and not resumed:
+            raise OutOfCapacity(f"{len(self._queue)} turns wait for an engine already", retry_after_s=2.0)
+        waiter = Waiter(demand, resumed, asyncio.get_running_loop().create_future())
+        self._queue.append(waiter)
+        self.changed()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await waiter.placed
+        except TimeoutError:
+            raise OutOfCapacity(
+                f"no engine took the turn within {timeout_s:g} s: {waiter.reason}", retry_after_s=5.0
+            ) from None
+        finally:
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+
+    def enter(self, engine: EngineName, load: TurnLoad) -> None:
+        """The turn runs on `engine` from now on."""
+        self.state.engines[engine].turns[load.turn_id] = load
+
+    def leave(self, engine: EngineName, turn_id: TurnId) -> None:
+        """The turn no longer runs on `engine`."""
+        state = self.state.engines.get(engine)
+        if state is not None:
+            state.turns.pop(turn_id, None)
+        self.changed()
+
+    def suspect(self, engine: EngineName) -> None:
+        """A stream of it broke: look now rather than at the next poll."""
+        member = self.members.get(engine)
+        if member is not None:
+            member.look.set()
+
+    def changed(self) -> None:
+        """Opens and closes intakes, starts refreshes that became possible, serves the queue."""
+        now = time.monotonic()
+        for change in self.state.intake_changes(now):
+            state = "intake open" if change.open else "intake closed"
+            self._timeline.add("engine", engine=change.engine, state=state, reason=change.reason)
+        self._start_refreshes(now)
+        self._serve_queue()
+
+    def statistics(self) -> FleetStatistics:
+        return FleetStatistics(self._refreshes, self._refresh_failures, len(self._queue))
+
+    def _serve_queue(self) -> None:
+        for resumed in (True, False):
+            for waiter in [w for w in self._queue if w.resumed == resumed and not w.placed.done()]:
+                outcome = place(waiter.demand, self.state, self._admission())
+                if isinstance(outcome, Wait):
+                    waiter.reason = outcome.reason
+                    continue
+                self._book(outcome, waiter.demand)
+                waiter.placed.set_result(outcome)
+                self._queue.remove(waiter)
+
+    def _book(self, placement: Placement, demand: Demand) -> None:
+        admit(placement, demand, self.state)
+        # A place counts from now on, not from when the turn's task comes to run: others are placed meanwhile.
+        turn_id = demand.session.running
+        if turn_id is not None:
+            load = TurnLoad(turn_id, demand.session.session_id, demand.prompt_tokens, demand.prompt_tokens)
+            self.state.engines[placement.engine].turns[turn_id] = load
+
+    # -- looking at engines
+
+    async def _watch_engine(self, member: Member) -> None:
+        while True:
+            try:
+                report = await member.adapter.report()
+                await self._alive(member, report)
+            except EngineFailed as e:
+                self._unreachable(member, e)
+            member.look.clear()
+            try:
+                async with asyncio.timeout(self.config.poll_interval_s):
+                    await member.look.wait()
+            except TimeoutError:
+                continue
+
+    async def _alive(self, member: Member, report: EngineReport) -> None:
+        state = member.state
+        member.failed_polls = 0
+        state.kv_usage, state.running_reported = report.kv_usage, report.running
+        state.waiting_reported = report.waiting
+        restarted = state.incarnation != report.incarnation
+        if state.status != "dead" and not restarted:
+            return
+        limits = await member.adapter.limits()
+        if state.status == "refreshing":
+            return  # its refresh fails by itself and fences it; the next look goes on from there
+        if restarted and state.status not in ("dead", "joining"):
+            self._set(member, "dead", "it was restarted")
+        state.incarnation = report.incarnation
+        state.context_tokens, state.kv_capacity_tokens = limits.context_tokens, limits.kv_capacity_tokens
+        state.version = Version(int(limits.weight_version)) if limits.weight_version.isdigit() else Version(0)
+        if state.status == "dead":
+            self._set(member, "joining", f"answers; holds version {state.version}")
+        self._settle(member)
+
+    def _settle(self, member: Member) -> None:
+        """A joining engine serves once it holds a wanted version: its host's newest, or any while there is none."""
+        state = member.state
+        if state.status == "joining" and state.version >= state.available and self._relay_seen(member):
+            self._set(member, "serving", f"version {state.version}")
+        self.changed()
+
+    def _relay_seen(self, member: Member) -> bool:
+        """Whether its relay has told what it holds: before that nobody knows which version is wanted."""
+        return member.spec.relay is None or member.spec.relay in self._relays_seen
+
+    def _unreachable(self, member: Member, error: EngineFailed) -> None:
+        member.failed_polls += 1
+        member.state.last_error = error.message
+        if member.state.status != "dead" and member.failed_polls >= self.config.dead_after_polls:
+            self._set(member, "dead", error.message)
+            member.state.incarnation = ""
+            self.changed()
+        elif member.state.status != "dead":
+            asyncio.get_running_loop().call_later(RETRY_S / 5, member.look.set)
+
+    def _set(self, member: Member, status: EngineStatus, reason: str) -> None:
+        member.state.to(status)
+        self._timeline.add("engine", engine=member.state.name, state=status, reason=reason)
+        log.info("engine %s: %s: %s", member.state.name, status, reason)
+
+    # -- versions
+
+    async def _watch_relay(self, address: str) -> None:
+        newest = await self._newest(address)
+        self._relays_seen.add(address)
+        self._available(address, newest)
+        for member in self.members.values():
+            self._settle(member)
+        async for event in self._relays[address].watch(self.config.model):
+            if event.kind == "available":
+                self._available(address, Version(event.version.version))
+
+    async def _newest(self, address: str) -> Version:
+        """What the relay holds now; asks until it answers, since nothing can be decided before."""
+        while True:
+            try:
+                newest = await self._relays[address].newest(self.config.model)
+                return Version(newest.version if newest is not None else 0)
+            except LaminarError as e:
+                log.warning("relay %s does not answer yet: %s", address, e)
+                await asyncio.sleep(RETRY_S)
+
+    def _available(self, address: str, version: Version) -> None:
+        if version > self.state.newest:
+            self.state.newest = version
+            self._timeline.add("version", version=version, relay=address)
+            self.version_sealed.set()
+        for member in self.members.values():
+            if member.spec.relay == address:
+                member.state.available = max(member.state.available, version)
+        self.changed()
+
+    # -- refresh
+
+    def _start_refreshes(self, now: float) -> None:
+        for decision in self.state.refresh_decisions(now):
+            member = self.members[decision.engine]
+            member.refresher = self._tasks.create_task(
+                self._refresh(member, decision), name=f"refresh-{decision.engine}"
+            )
+
+    async def _refresh(self, member: Member, decision: RefreshDecision) -> None:
+        """Acquire, fence, load, verify, label, unfence, release. On any error the engine stays fenced."""
+        state, before = member.state, member.state.version
+        started = time.monotonic()
+        try:
+            version, fenced_s = await self._load(member)
+        except LaminarError as e:
+            self._refresh_failed(member, e)
+            return
+        state.version = version
+        member.refresh_failures, state.refresh_not_before = 0, 0.0
+        self._refreshes += 1
+        seconds = time.monotonic() - started
+        self._timeline.add(
+            "refresh",
+            engine=state.name,
+            from_version=before,
+            to_version=version,
+            seconds=seconds,
+            pause_s=fenced_s,
+            reason=decision.reason,
+        )
+        if state.status == "refreshing":
+            self._set(member, "serving", f"version {version}")
+            state.open_intake(time.monotonic())
+        self.changed()
+
+    async def _load(self, member: Member) -> tuple[Version, float]:
+        assert member.spec.relay is not None
+        relay = self._relays[member.spec.relay]
+        lease = await relay.acquire(self.config.model, holder=f"gateway/{member.spec.name}", ttl_s=LEASE_TTL_S)
+        renewing = asyncio.create_task(_keep(relay, lease), name=f"renew-{member.spec.name}")
+        try:
+            fenced_s = await member.adapter.load(lease.path, lease.version, lease.root_digest)
+        finally:
+            renewing.cancel()
+            await asyncio.wait([renewing])
+            await relay.release(lease)  # a pin that lapsed raises: then the load does not count
+        return Version(lease.version), fenced_s
+
+    def _refresh_failed(self, member: Member, error: LaminarError) -> None:
+        member.refresh_failures += 1
+        self._refresh_failures += 1
+        wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** (member.refresh_failures - 1))
+        member.state.refresh_not_before = time.monotonic() + wait_s
+        member.state.last_error = str(error)
+        log.warning("engine %s stays fenced, next try in %.0f s: %s", member.state.name, wait_s, error)
+        if member.state.status == "refreshing":
+            self._set(member, "fenced", str(error))
+        member.look.set()
+        self.changed()
+
+    async def _tick(self) -> None:
+        """Ages and holds run out by the clock, without any event."""
+        while True:
+            await asyncio.sleep(0.5)
+            self.changed()
+
+
+async def _keep(relay: RelayClient, lease: Lease) -> None:
+    while True:
+        await asyncio.sleep(lease.ttl_s / 3)
+        await relay.renew(lease)
