@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ from gateway.api.openai_requests import AnswerShape
 from gateway.api.openai_shapes import AnswerHead, Api
 from gateway.api.openai_turn import Answer, pieces
 from gateway.api.openai_types import ChatRequest, CompletionRequest
-from gateway.core.types import TurnId, TurnRequest
+from gateway.core.types import SessionId, TurnId, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionView, TurnRun, Turns
 from gateway.tokens import Codec, StreamDecoder, ToolCallParser
 from protos.errors import LaminarError
@@ -51,17 +51,37 @@ class OpenAIDeps:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    """A turn ready to run: what to ask, how to read it, how to answer. `messages`: None where no chat is recorded."""
+class _Call:
+    """A request that was found right: what to do, before its session is known.
 
+    `messages` is empty for a completion: no chat can extend its record.
+    """
+
+    api: Api
+    body: ChatRequest | CompletionRequest
+    model: ModelInfo
+    shape: AnswerShape
+    record_head: Message
+    messages: Sequence[Message]
+    parses_tools: bool
+    make_prompt: Callable[[SessionView], Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn ready to run, and how to read and answer it."""
+
+    call: _Call
     request: TurnRequest
     head: AnswerHead
     prompt: Prompt
     decoder: StreamDecoder
     parser: ToolCallParser | None
-    record_head: Message
-    messages: Sequence[Message]
     ephemeral: bool
+
+
+NOBODY = SessionView(SessionId(""), 0, (), (), ephemeral=True)
+"""What a call without a session extends: nothing."""
 
 
 def add_openai_routes(app: web.Application, deps: OpenAIDeps) -> None:
@@ -88,89 +108,73 @@ class _Handlers:
         raw = await request.read()
         body = requests.decode_chat(raw)
         model = requests.find_model(body.model, self._turns.models())
-        shape = requests.chat_shape(body)
         messages = requests.chat_messages(body.messages)
         tools = requests.chat_tools(body, self._codec.tool_format)
-        view = await self._open(request, body)
         kwargs = body.chat_template_kwargs
-        prompt = await _off_loop_if_long(raw, history.chat_prompt, self._codec, view, messages, tools, kwargs)
-        parses = tools is not None and body.tool_choice != "none"
-        turn = self._turn(
+        call = _Call(
             "chat",
             body,
-            view,
             model,
-            shape,
-            prompt,
-            tools=parses,
+            requests.chat_shape(body),
             record_head=history.head(api="chat", tools=tools, template_kwargs=kwargs),
             messages=messages,
+            parses_tools=tools is not None and body.tool_choice != "none",
+            make_prompt=lambda view: history.chat_prompt(self._codec, view, messages, tools, kwargs),
         )
-        return await self._answer(request, turn)
+        return await self._answer(request, await self._prepare(request, raw, call))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         body = requests.decode_completion(raw)
         model = requests.find_model(body.model, self._turns.models())
-        shape = requests.completion_shape(body)
         text = requests.completion_prompt(body, self._codec.vocab_size)
-        view = await self._open(request, body)
-        prompt = await _off_loop_if_long(
-            raw, lambda: history.completion_prompt(self._codec, view, text, add_special_tokens=body.add_special_tokens)
-        )
-        turn = self._turn(
+        special = body.add_special_tokens
+        call = _Call(
             "completion",
             body,
-            view,
             model,
-            shape,
-            prompt,
-            tools=False,
+            requests.completion_shape(body),
             record_head=history.head(api="completion"),
-            messages=[],
+            messages=(),
+            parses_tools=False,
+            make_prompt=lambda view: history.completion_prompt(self._codec, view, text, add_special_tokens=special),
         )
-        return await self._answer(request, turn)
+        return await self._answer(request, await self._prepare(request, raw, call))
 
-    async def _open(self, request: web.Request, body: ChatRequest | CompletionRequest) -> SessionView:
+    async def _prepare(self, request: web.Request, raw: bytes, call: _Call) -> _Turn:
+        """Session, prompt and sampling. A call without a session gets its own last: refused, it leaves none behind."""
+        body = call.body
         identity = identify(request, self._turns, metadata=body.metadata, session_id=body.session_id, user=body.user)
-        return await self._turns.open_session(identity)
-
-    def _turn(
-        self,
-        api: Api,
-        body: ChatRequest | CompletionRequest,
-        view: SessionView,
-        model: ModelInfo,
-        shape: AnswerShape,
-        prompt: Prompt,
-        *,
-        tools: bool,
-        record_head: Message,
-        messages: Sequence[Message],
-    ) -> _Turn:
-        ids = prompt.token_ids
-        sampling = requests.sampling(body, prompt_tokens=len(ids), model=model, top=shape.logprobs or 0)
+        named = identity.session_id is not None
+        view = await self._turns.open_session(identity) if named else NOBODY
+        if len(raw) > LONG_BODY_BYTES:
+            prompt = await asyncio.to_thread(call.make_prompt, view)
+        else:
+            prompt = call.make_prompt(view)
+        ids, top = prompt.token_ids, call.shape.logprobs or 0
+        sampling = requests.sampling(body, prompt_tokens=len(ids), model=call.model, top=top)
+        if not named:
+            view = await self._turns.open_session(identity)
         turn_id = TurnId(secrets.token_hex(12))
         return _Turn(
+            call=call,
             request=TurnRequest(turn_id, view.session_id, view.turn_index, tuple(ids), sampling),
-            head=AnswerHead(api, turn_id, view.session_id, model.name, shape, ids, prompt.history),
+            head=AnswerHead(call.api, turn_id, view.session_id, call.model.name, call.shape, ids, prompt.history),
             prompt=prompt,
             decoder=self._codec.stream_decoder(
                 ids,
                 stop=sampling.stop,
                 min_tokens=sampling.min_tokens,
                 show_special=not body.skip_special_tokens,
-                tools=tools,
+                tools=call.parses_tools,
             ),
-            parser=ToolCallParser(self._codec.tool_format) if tools else None,
-            record_head=record_head,
-            messages=messages,
+            parser=ToolCallParser(self._codec.tool_format) if call.parses_tools else None,
             ephemeral=view.ephemeral,
         )
 
     async def _answer(self, request: web.Request, turn: _Turn) -> web.StreamResponse:
         run = self._turns.start(turn.request)
-        if turn.head.shape.stream:
+        if turn.call.shape.stream:
             return await self._stream(request, turn, run)
         return await self._whole(request, turn, run)
 
@@ -215,13 +219,8 @@ class _Handlers:
     async def _record(self, turn: _Turn, answer: Answer) -> None:
         if turn.ephemeral:
             return
-        said = [*turn.messages, answer.message()] if turn.messages else []
-        await self._turns.record_turn(turn.request, [turn.record_head, *said])
-
-
-async def _off_loop_if_long(raw: bytes, make: Any, *args: Any) -> Prompt:
-    prompt: Prompt = await asyncio.to_thread(make, *args) if len(raw) > LONG_BODY_BYTES else make(*args)
-    return prompt
+        said = [*turn.call.messages, answer.message()] if turn.call.messages else []
+        await self._turns.record_turn(turn.request, [turn.call.record_head, *said])
 
 
 def _headers(turn: _Turn) -> dict[str, str]:
@@ -243,6 +242,3 @@ def _model_body(model: ModelInfo) -> Mapping[str, Any]:
         "owned_by": "laminar",
         "max_model_len": model.context_tokens,
     }
-
-
-__all__ = ["BODY_BYTES_MAX", "OpenAIDeps", "add_openai_routes"]

@@ -136,6 +136,7 @@ async def test_a_prompt_longer_than_the_context_names_both_lengths(url: str, tur
     assert "50 tokens" in error["message"]
     assert "at most 49" in error["message"]
     assert turns.requests == []
+    assert turns.sessions == {}  # a refused call leaves no session behind
 
 
 def test_max_tokens_are_bounded_by_the_context() -> None:
