@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from gateway.api.openai_history import Prompt
 from gateway.api.openai_identity import identify
 from gateway.api.openai_requests import AnswerShape
 from gateway.api.openai_shapes import AnswerHead, Api
-from gateway.api.openai_turn import Answer, pieces
+from gateway.api.openai_turn import Answer, Piece, pieces
 from gateway.api.openai_types import ChatRequest, CompletionRequest
 from gateway.core.types import SessionId, TurnId, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionView, TurnRun, Turns
@@ -180,7 +180,7 @@ class _Handlers:
 
     async def _whole(self, request: web.Request, turn: _Turn, run: TurnRun) -> web.Response:
         answer = Answer()
-        async with run, aclosing(pieces(run, turn.decoder, turn.parser, answer)) as reading:
+        async with run, aclosing(_pieces(run, turn, answer)) as reading:
             async for _ in reading:
                 if request.transport is None or request.transport.is_closing():
                     return web.Response(status=499)  # nobody reads it; leaving gives the turn up
@@ -208,7 +208,7 @@ class _Handlers:
         self, events: EventStream, turn: _Turn, run: TurnRun, answer: Answer, chunks: shapes.Chunks
     ) -> None:
         first = True
-        async with run, aclosing(pieces(run, turn.decoder, turn.parser, answer)) as reading:
+        async with run, aclosing(_pieces(run, turn, answer)) as reading:
             async for piece in reading:
                 event = chunks.piece(piece)
                 if first:
@@ -221,6 +221,10 @@ class _Handlers:
             return
         said = [*turn.call.messages, answer.message()] if turn.call.messages else []
         await self._turns.record_turn(turn.request, [turn.call.record_head, *said])
+
+
+def _pieces(run: TurnRun, turn: _Turn, answer: Answer) -> AsyncGenerator[Piece, None]:
+    return pieces(run, turn.decoder, turn.parser, answer, turn.request.sampling.stop_token_ids)
 
 
 def _headers(turn: _Turn) -> dict[str, str]:

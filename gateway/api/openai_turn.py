@@ -7,13 +7,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.core.types import FinishReason, TokenDelta, TopLogprob
 from gateway.ports import TurnRun
-from gateway.tokens import StreamDecoder, ToolCall, ToolCallParser
+from gateway.tokens import StreamDecoder, TextDelta, ToolCall, ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,20 @@ def tool_call_body(call: ToolCall) -> dict[str, Any]:
 
 
 async def pieces(
-    run: TurnRun, decoder: StreamDecoder, parser: ToolCallParser | None, answer: Answer
+    run: TurnRun,
+    decoder: StreamDecoder,
+    parser: ToolCallParser | None,
+    answer: Answer,
+    stop_token_ids: Sequence[int] = (),
 ) -> AsyncGenerator[Piece, None]:
-    """Reads the run to its end, or to a stop string, into `answer`; yields each piece as it comes."""
+    """Reads the run to its end, or to a stop string, into `answer`; yields each piece as it comes.
+
+    A stop token that ended the turn stays in the ids and is not shown, like an end-of-sequence token.
+    """
     async for delta in run:
-        piece = _piece(delta, decoder, parser, answer)
+        silent = delta.finish_reason == "stop" and delta.token_ids[-1:] and delta.token_ids[-1] in stop_token_ids
+        fed = decoder.feed(delta.token_ids[:-1] if silent else delta.token_ids)
+        piece = _piece(delta, fed, decoder, parser, answer)
         answer.take(piece, delta)
         if answer.stop_reason is not None:
             await run.finish_early(len(answer.token_ids))
@@ -93,8 +102,9 @@ async def pieces(
             return
 
 
-def _piece(delta: TokenDelta, decoder: StreamDecoder, parser: ToolCallParser | None, answer: Answer) -> Piece:
-    fed = decoder.feed(delta.token_ids)
+def _piece(
+    delta: TokenDelta, fed: TextDelta, decoder: StreamDecoder, parser: ToolCallParser | None, answer: Answer
+) -> Piece:
     text, finish, stopped_by = fed.text, delta.finish_reason, fed.stopped_by
     if stopped_by is None and finish is not None:
         rest = decoder.finish()
@@ -108,6 +118,6 @@ def _piece(delta: TokenDelta, decoder: StreamDecoder, parser: ToolCallParser | N
         if finish is not None:
             end = parser.finish()
             text, calls = text + end.text, calls + end.calls
-    used = fed.tokens_used
+    used = len(delta.token_ids) if fed.stopped_by is None else fed.tokens_used
     top = None if delta.top_logprobs is None else delta.top_logprobs[:used]
     return Piece(text, calls, delta.token_ids[:used], delta.logprobs[:used], top, finish)

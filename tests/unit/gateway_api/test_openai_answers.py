@@ -180,6 +180,15 @@ async def test_stop_strings_cut_the_text_and_the_record(stream: bool, chunk: int
     assert turns.outcomes == ["stop"]
 
 
+async def test_a_stop_token_stays_in_the_ids_and_is_not_shown() -> None:
+    ids = codecs.tiny().encode("one two")
+    extra = {"stop_token_ids": ids[-1:], "return_token_ids": True}
+    async with client_of(ScriptedTurns(lambda request: Script(ids, chunk=2))) as client:
+        answer: Any = await client.chat.completions.create(model="policy", messages=HELLO, extra_body=extra)
+    assert answer.choices[0].message.content == codecs.tiny().decode(ids[:-1])
+    assert answer.choices[0].token_ids == ids
+
+
 async def test_length_is_told() -> None:
     async with client_of(ScriptedTurns(says("one two three four"))) as client:
         short = await client.chat.completions.create(model="policy", messages=HELLO, max_completion_tokens=2)
