@@ -1,14 +1,14 @@
-"""Attention over the dense KV workspace, for a batch of rows prepared once per step.
+"""Attention over the tiled KV workspace, planned once per forward pass and carried out in every layer.
 
-Three ways, the same mathematics:
-- `decode`: all decoding rows in two batched products over one strided view, padded to a common length and masked;
-- `prefill`: the tokens of one sequence together, through torch's fused kernel;
-- `by row`: each token alone, at a padded length that depends on nothing but its own position, with the same products
-  in the same shapes in prefill and decode. That is what batch-invariant mode uses; and decode uses it where rows are
-  so unequal that padding would cost more than it saves.
+Two ways, the same mathematics:
+- `tiled`: each token alone against the tiles of its row, any number of tokens in one batched product. Every matrix in
+  the batch has the same shape (64 keys of one head, the queries of its group), whatever the token's position and
+  whoever else is in the batch; sums over tiles are ours, in order, and tiles beyond a token's length add exact zeros.
+  So a token's result depends on its own sequence alone. Decoding always uses it; prefill only in batch-invariant mode;
+- `prefill`: the tokens of one sequence together, through torch's fused kernel: faster, but rounded otherwise.
 
 Keys times queries (not queries times keys) and probabilities times values: in bf16 these two orientations let oneDNN
-read the cache as it lies, twice as fast as torch's fused kernel for one query per row.
+read the cache as it lies, at twice the speed of torch's fused kernel for one query per row.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from gateway.engines.embedded.kv import KvMemory
-
-LENGTH_STEP = 64
-"""Key lengths are padded to multiples of this: few kernel shapes, and in by-row attention a shape fixed by position."""
+from gateway.engines.embedded.kv import TILE, KvMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +31,29 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class _Decode:
-    slots: torch.Tensor | None
-    """None when input row i belongs to workspace row i."""
-    num_rows: int
-    height: int
-    """Workspace rows in the view."""
+class _Token:
+    row: int
+    slot: int
     length: int
+    """Keys that it sees."""
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.length // TILE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiled:
+    """Tokens that attend in one batched product, padded to a common number of tiles."""
+
+    rows: torch.Tensor | None
+    """Input rows; None: the first `num_tokens`."""
+    num_tokens: int
+    num_tiles: int
+    gather: torch.Tensor | None
+    """Which workspace tiles, [num_tiles * num_tokens]; None: the first `num_tiles` of all rows, as they lie."""
     mask: torch.Tensor
-    """[height, 1, 1, length]: 0 or -inf."""
+    """[num_tokens, 1, 1, num_tiles * 64]: 0 or -inf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,123 +66,108 @@ class _Prefill:
     """[1, 1, groups * count, length]."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    row: int
-    slot: int
-    length: int
-    mask: torch.Tensor
-    """[1, 1, length]."""
-
-
 class AttentionPlan:
     """How each input row of one forward pass attends; the same plan serves every layer."""
 
-    def __init__(self, kv: KvMemory, spans: list[Span], num_heads: int, dtype: torch.dtype, *, by_row: bool) -> None:
+    def __init__(self, kv: KvMemory, spans: list[Span], num_heads: int, *, by_token: bool) -> None:
         self._kv = kv
         self._groups = num_heads // kv.num_kv_heads
-        self._dtype = dtype
-        self._decode: _Decode | None = None
         self._prefills: list[_Prefill] = []
-        self._rows: list[_Row] = []
-        decoding = 0
-        while decoding < len(spans) and spans[decoding].count == 1:
-            decoding += 1
-        if by_row or _too_uneven(spans[:decoding], kv.max_len):
-            self._rows = [row for i, span in enumerate(spans[:decoding]) for row in self._span_rows(i, span)]
-        elif decoding:
-            self._decode = self._plan_decode(spans[:decoding])
-        first = decoding
-        for span in spans[decoding:]:
-            if by_row:
-                self._rows += self._span_rows(first, span)
+        tokens: list[_Token] = []
+        row = 0
+        for span in spans:
+            if by_token or span.count == 1:
+                tokens += [_Token(row + i, span.slot, span.start + i + 1) for i in range(span.count)]
             else:
-                self._prefills.append(self._plan_prefill(first, span))
-            first += span.count
+                self._prefills.append(self._plan_prefill(row, span))
+            row += span.count
+        self._tiled = [self._plan_tiled(group) for group in _by_length(tokens)]
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         """`q` [T, heads, head_dim], scaled; writes `out` [T, heads * head_dim]. KV of the inputs is already stored."""
-        k, v = self._kv.k[layer], self._kv.v[layer]
-        if self._decode is not None:
-            self._attend_decode(self._decode, k, v, q, out)
+        for tiled in self._tiled:
+            self._attend_tiled(tiled, layer, q, out)
         for prefill in self._prefills:
-            self._attend_prefill(prefill, k, v, q, out)
-        for row in self._rows:
-            self._attend_row(row, k, v, q, out)
+            self._attend_prefill(prefill, layer, q, out)
 
-    def _plan_decode(self, spans: list[Span]) -> _Decode:
-        slots = [span.slot for span in spans]
-        height = max(slots) + 1
-        lengths = torch.zeros(height, dtype=torch.long)
-        lengths[slots] = torch.tensor([span.start + 1 for span in spans])
-        length = _padded(int(lengths.max()), self._kv.max_len)
-        hidden = torch.arange(length)[None, :] >= lengths.clamp(min=1)[:, None]
-        mask = self._additive(hidden)[:, None, None, :]
-        dense = slots == list(range(height))
-        return _Decode(None if dense else torch.tensor(slots).to(mask.device), len(spans), height, length, mask)
+    def _plan_tiled(self, tokens: list[_Token]) -> _Tiled:
+        num_tiles = max(token.num_tiles for token in tokens)
+        rows, slots = [token.row for token in tokens], [token.slot for token in tokens]
+        lengths = torch.tensor([token.length for token in tokens])
+        hidden = torch.arange(num_tiles * TILE)[None, :] >= lengths[:, None]
+        in_order = rows == list(range(len(tokens)))
+        whole = slots == list(range(self._kv.num_rows))
+        gather = None
+        if not whole:
+            gather = (torch.arange(num_tiles)[:, None] * self._kv.num_rows + torch.tensor(slots)).reshape(-1)
+        device = self._kv.tiles.device
+        return _Tiled(
+            None if in_order else torch.tensor(rows, device=device),
+            len(tokens),
+            num_tiles,
+            None if gather is None else gather.to(device),
+            self._additive(hidden)[:, None, None, :],
+        )
 
     def _plan_prefill(self, first: int, span: Span) -> _Prefill:
         length = span.start + span.count
-        positions = torch.arange(span.start, length)
-        hidden = torch.arange(length)[None, :] > positions[:, None]
-        return _Prefill(
-            first, span.count, span.slot, length, self._additive(hidden).repeat(self._groups, 1)[None, None]
-        )
-
-    def _span_rows(self, first: int, span: Span) -> list[_Row]:
-        rows = []
-        for offset in range(span.count):
-            position = span.start + offset
-            length = _padded(position + 1, self._kv.max_len)
-            mask = self._additive(torch.arange(length) > position)[None, None]
-            rows.append(_Row(first + offset, span.slot, length, mask))
-        return rows
+        hidden = torch.arange(length)[None, :] > torch.arange(span.start, length)[:, None]
+        mask = self._additive(hidden).repeat(self._groups, 1)[None, None]
+        return _Prefill(first, span.count, span.slot, length, mask)
 
     def _additive(self, hidden: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-        return mask.to(self._kv.k.device)
+        mask = torch.zeros(hidden.shape, dtype=self._kv.tiles.dtype).masked_fill_(hidden, float("-inf"))
+        return mask.to(self._kv.tiles.device)
 
-    def _attend_decode(
-        self, plan: _Decode, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        kv_heads, head_dim, groups = self._kv.num_kv_heads, self._kv.head_dim, self._groups
-        rows = q[: plan.num_rows]
-        if plan.slots is not None:
-            rows = rows.new_zeros((plan.height, *rows.shape[1:])).index_copy_(0, plan.slots, rows)
-        keys = k[: plan.height, :, : plan.length].flatten(0, 1)
-        values = v[: plan.height, :, : plan.length].flatten(0, 1)
-        queries = rows.reshape(plan.height * kv_heads, groups, head_dim)
-        scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2).contiguous()
-        scores.view(plan.height, kv_heads, groups, plan.length).add_(plan.mask)
-        attended = torch.bmm(torch.softmax(scores, -1), values).view(plan.height, -1)
-        out[: plan.num_rows] = attended if plan.slots is None else attended[plan.slots]
+    def _attend_tiled(self, plan: _Tiled, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        heads, dim, groups = self._kv.num_kv_heads, self._kv.head_dim, self._groups
+        tokens, tiles = plan.num_tokens, plan.num_tiles
+        keys, values = self._tiles(plan, 0, layer), self._tiles(plan, 1, layer)
+        rows = q[:tokens] if plan.rows is None else q[plan.rows]
+        queries = rows.reshape(1, tokens * heads, groups, dim).expand(tiles, -1, -1, -1).reshape(-1, groups, dim)
+        scores = torch.bmm(keys, queries.transpose(1, 2)).view(tiles, tokens, heads, TILE, groups)
+        scores = scores.permute(1, 2, 4, 0, 3).reshape(tokens, heads, groups, tiles * TILE).add_(plan.mask)
+        weights = torch.softmax(scores, -1).view(tokens * heads, groups, tiles, TILE)
+        attended = torch.bmm(weights.permute(2, 0, 1, 3).reshape(-1, groups, TILE), values).view(tiles, tokens, -1)
+        result = attended[0] if tiles == 1 else attended.sum(0)
+        if plan.rows is None:
+            out[:tokens] = result
+        else:
+            out[plan.rows] = result
 
-    def _attend_prefill(
-        self, plan: _Prefill, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        kv_heads, head_dim, groups = self._kv.num_kv_heads, self._kv.head_dim, self._groups
-        rows = q[plan.first : plan.first + plan.count].view(plan.count, kv_heads, groups, head_dim)
-        queries = rows.permute(1, 2, 0, 3).reshape(1, kv_heads, groups * plan.count, head_dim)
-        at = slice(plan.slot, plan.slot + 1)
-        attended = F.scaled_dot_product_attention(
-            queries, k[at, :, : plan.length], v[at, :, : plan.length], attn_mask=plan.mask, scale=1.0
-        )
-        tokens = attended.view(kv_heads, groups, plan.count, head_dim).permute(2, 0, 1, 3)
-        out[plan.first : plan.first + plan.count] = tokens.reshape(plan.count, -1)
+    def _tiles(self, plan: _Tiled, kind: int, layer: int) -> torch.Tensor:
+        tiles = self._kv.tiles[kind, layer]
+        chosen = tiles[: plan.num_tiles] if plan.gather is None else tiles.flatten(0, 1)[plan.gather]
+        return chosen.reshape(-1, TILE, self._kv.head_dim)
 
-    def _attend_row(self, row: _Row, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-        queries = q[row.row].view(self._kv.num_kv_heads, self._groups, self._kv.head_dim)
-        keys, values = k[row.slot, :, : row.length], v[row.slot, :, : row.length]
-        scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2).contiguous().add_(row.mask)
-        out[row.row] = torch.bmm(torch.softmax(scores, -1), values).view(-1)
+    def _attend_prefill(self, plan: _Prefill, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        heads, dim, groups = self._kv.num_kv_heads, self._kv.head_dim, self._groups
+        at = slice(plan.first, plan.first + plan.count)
+        queries = q[at].view(plan.count, heads, groups, dim).permute(1, 2, 0, 3).reshape(1, heads, -1, dim)
+        keys, values = (self._row(kind, layer, plan) for kind in (0, 1))
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=plan.mask, scale=1.0)
+        out[at] = attended.view(heads, groups, plan.count, dim).permute(2, 0, 1, 3).reshape(plan.count, -1)
 
-
-def _padded(length: int, length_max: int) -> int:
-    return min(-(-length // LENGTH_STEP) * LENGTH_STEP, length_max)
+    def _row(self, kind: int, layer: int, plan: _Prefill) -> torch.Tensor:
+        """Keys or values of one workspace row, [1, kv_heads, length, head_dim]."""
+        tiles = self._kv.tiles[kind, layer, : -(-plan.length // TILE), plan.slot]
+        return tiles.permute(1, 0, 2, 3).flatten(1, 2)[None, :, : plan.length]
 
 
-def _too_uneven(spans: list[Span], length_max: int) -> bool:
-    """Whether one batch padded to the longest would read more than twice the keys that there are."""
-    lengths = [_padded(span.start + 1, length_max) for span in spans]
-    height = max((span.slot for span in spans), default=0) + 1
-    return bool(lengths) and max(lengths) * height > 2 * sum(lengths) + 1024
+def _by_length(tokens: list[_Token]) -> list[list[_Token]]:
+    """Groups in which the longest has at most twice the tiles of the shortest, so that padding costs little.
+
+    One group, in order, as long as that holds for all of them.
+    """
+    if not tokens:
+        return []
+    counts = [token.num_tiles for token in tokens]
+    if max(counts) <= 2 * min(counts):
+        return [tokens]
+    groups: list[list[_Token]] = []
+    for token in sorted(tokens, key=lambda t: (t.num_tiles, t.row)):
+        if groups and token.num_tiles <= 2 * groups[-1][0].num_tiles:
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+    return groups

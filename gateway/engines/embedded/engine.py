@@ -1,8 +1,8 @@
 """One engine, synchronous: requests in, steps that yield deltas out. The model loop owns it; nothing here waits.
 
 A step: the scheduler's KV copies, then one or more forward passes over its segments, then sampling. In
-batch-invariant mode every forward pass, and the head after it, has exactly INVARIANT_ROWS rows and attention goes row
-by row, so that no kernel ever sees a shape that depends on the rest of the batch; then what a sequence gets is a
+batch-invariant mode every forward pass, and the head after it, has exactly INVARIANT_ROWS rows and attention goes token
+by token, so that no kernel ever sees a shape that depends on the rest of the batch; then what a sequence gets is a
 function of its own tokens, and a turn cut anywhere and resumed from its ids goes on exactly as it would have.
 """
 
@@ -201,7 +201,7 @@ class Engine:
         if padding:
             spans.append(Span(self._kv.padding_row, 0, padding))
             token_ids += [0] * padding
-        hidden = self._model.forward(self._kv, token_ids, spans, by_row=invariant)
+        hidden = self._model.forward(self._kv, token_ids, spans, by_token=invariant)
         last_row: dict[int, Sequence] = {}
         row = -1
         for sequence, span in batch:

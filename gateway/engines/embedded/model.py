@@ -204,7 +204,7 @@ class DecoderModel:
         )
 
     @torch.inference_mode()
-    def forward(self, kv: KvMemory, token_ids: list[int], spans: list[Span], *, by_row: bool) -> torch.Tensor:
+    def forward(self, kv: KvMemory, token_ids: list[int], spans: list[Span], *, by_token: bool) -> torch.Tensor:
         """Stores the KV of `token_ids` (the spans' tokens, in order; spans of one token first) and returns the
         hidden states before the head, `[T, hidden]`."""
         s = self.shape
@@ -216,7 +216,7 @@ class DecoderModel:
         cos = self._cos[positions][:, None] * self._head_scale
         sin = self._sin[positions][:, None] * self._head_scale
         real = [span for span in spans if span.slot != kv.padding_row]
-        attention = AttentionPlan(kv, real, s.num_heads, self.dtype, by_row=by_row)
+        attention = AttentionPlan(kv, real, s.num_heads, by_token=by_token)
         qk_size = self._num_qk_heads * s.head_dim
         half = s.head_dim // 2
         attended = torch.zeros(num_tokens, s.num_heads * s.head_dim, dtype=self.dtype, device=self.device)
@@ -227,8 +227,9 @@ class DecoderModel:
             qkv = layer.qkv(normed)
             qk = qkv[:, :qk_size].view(num_tokens, self._num_qk_heads, s.head_dim)
             qk = torch.addcmul(qk * cos, torch.roll(qk, half, -1), sin)
-            kv.k_flat[index].index_copy_(0, write, qk[:, s.num_heads :].reshape(-1, s.head_dim))
-            kv.v_flat[index].index_copy_(0, write, qkv[:, qk_size:].reshape(-1, s.head_dim))
+            keys, values = kv.flat[index]
+            keys.index_copy_(0, write, qk[:, s.num_heads :].reshape(-1, s.head_dim))
+            values.index_copy_(0, write, qkv[:, qk_size:].reshape(-1, s.head_dim))
             attention.attend(index, qk[:, : s.num_heads], attended)
             x = x + layer.o(attended)
             normed = F.rms_norm(x, (s.hidden,), layer.post_norm, s.norm_eps)

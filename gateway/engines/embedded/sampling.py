@@ -49,11 +49,9 @@ def sample(logits: torch.Tensor, rows: Seq[SamplingRow], *, processed_logprobs: 
             logits[i, list(row.forbidden_ids)] = float("-inf")
     if all(row.params.greedy and row.params.logprobs is None for row in rows):
         return [Token(id) for id in logits.argmax(-1).tolist()]
-    logits = logits.float()
-    scaled = _process(logits, rows)
-    probs = torch.softmax(scaled, -1)
+    probs = torch.softmax(_process(logits, rows), -1, dtype=torch.float32)
     ids = _draw(logits, probs, rows)
-    reported = probs if processed_logprobs else torch.softmax(logits, -1)
+    reported = probs if processed_logprobs else torch.softmax(logits, -1, dtype=torch.float32)
     chosen = reported.gather(1, torch.tensor(ids, device=reported.device)[:, None])[:, 0].log().tolist()
     return [
         _token(id, logprob, reported[i], rows[i].params)
@@ -66,10 +64,10 @@ def _process(logits: torch.Tensor, rows: Seq[SamplingRow]) -> torch.Tensor:
     temperatures = [1.0 if row.params.greedy else row.params.temperature for row in rows]
     scaled = logits
     if any(t != 1.0 for t in temperatures):
-        scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+        scaled = logits.float() / torch.tensor(temperatures, device=logits.device)[:, None]
     for i, row in enumerate(rows):
         if row.params.truncated:
-            scaled = scaled.clone() if scaled is logits else scaled
+            scaled = scaled.float() if scaled.dtype != torch.float32 else scaled.clone() if scaled is logits else scaled
             scaled[i] = _truncate(scaled[i], row.params.top_k, row.params.top_p)
     return scaled
 
@@ -95,16 +93,41 @@ def _keep(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> torc
 
 
 def _draw(logits: torch.Tensor, probs: torch.Tensor, rows: Seq[SamplingRow]) -> list[int]:
-    if all(row.params.greedy for row in rows):
-        drawn: list[int] = logits.argmax(-1).tolist()
-        return drawn
-    cumulative = probs.cumsum(-1)
-    noise = [0.0 if row.params.greedy else uniform(row.params.seed, row.position) for row in rows]
+    ids = [0] * len(rows)
+    greedy = [i for i, row in enumerate(rows) if row.params.greedy]
+    if greedy:
+        for i, id in zip(greedy, logits[greedy].argmax(-1).tolist(), strict=True):
+            ids[i] = id
+    random = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if random:
+        noise = [uniform(rows[i].params.seed, rows[i].position) for i in random]
+        for i, id in zip(random, _invert(probs if len(random) == len(rows) else probs[random], noise), strict=True):
+            ids[i] = id
+    return ids
+
+
+def _invert(probs: torch.Tensor, noise: list[float]) -> list[int]:
+    """For each row the token at which its cumulative distribution passes its noise.
+
+    In two levels, blocks of tokens and then tokens of the block: summing a block is fast, a cumulative sum is not.
+    """
+    num_rows, vocab = probs.shape
+    block = math.gcd(vocab, 256)
+    blocks = probs.view(num_rows, -1, block)
+    masses = blocks.sum(-1).double()
+    cumulative = masses.cumsum(-1)
     # Against the row's own total, not 1: rounding must not leave a gap at the end of the vocabulary.
-    targets = torch.tensor(noise, device=probs.device) * cumulative[:, -1]
-    ids = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
-    greedy = torch.tensor([row.params.greedy for row in rows], device=probs.device)
-    result: list[int] = torch.where(greedy, logits.argmax(-1), ids).tolist()
+    targets = torch.tensor(noise, dtype=torch.float64, device=probs.device)[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, targets, right=True).clamp_(max=cumulative.shape[1] - 1)
+    before = (cumulative - masses).gather(1, chosen)
+    inside = blocks.gather(1, chosen[:, :, None].expand(-1, -1, block))[:, 0].double().cumsum(-1)
+    within = torch.searchsorted(inside, (targets - before).clamp_(min=0.0), right=True).clamp_(max=block - 1)
+    ids: torch.Tensor = (chosen * block + within)[:, 0]
+    # A target within rounding of a block's end may fall past its last possible token: take the likeliest then.
+    possible = probs.gather(1, ids[:, None])[:, 0] > 0
+    if not bool(possible.all()):
+        ids = torch.where(possible, ids, probs.argmax(-1))
+    result: list[int] = ids.tolist()
     return result
 
 
