@@ -188,7 +188,7 @@ class Publishing:
             except OutOfCapacity as error:
                 if time.monotonic() > deadline:
                     raise self._no_room(model, manifest, error) from error
-            relay.tidy(model)
+            relay.retire(model, need_room=True)
             await asyncio.sleep(ROOM_POLL_S)
         announced = Announced(manifest, self._plan(model, epoch))
         versions.opened(announced)

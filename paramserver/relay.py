@@ -43,7 +43,6 @@ WATCHER_EVENTS_MAX = 256  # a watcher that falls further behind is cut off and s
 HOUSEKEEPING_S = 0.25
 VERSIONS_KEPT = 64  # numbers of old versions remembered, for tickets and late questions
 IDLE_S = 2.0  # a fetch without a byte for this long makes way for a newer sealed version
-SERVED_RECENTLY_S = 2.0  # a version that somebody downstream still reads is not retired under it
 
 
 @dataclass(eq=False)
@@ -236,20 +235,25 @@ class Relay:
                     self._tell(model, effect)
 
     def tidy(self, model: str) -> None:
-        """Retires what retention no longer wants and nobody uses; tries postponed fetches again."""
+        """Retires what retention no longer wants and nobody uses; starts the fetch that is due."""
         if self.closing:
             return
         versions = self.of(model)
-        pins = self.pins.counts(model)
-        for record in versions.shown():
-            snapshot = self.store.get(model, record.version)
-            if snapshot is not None and time.monotonic() - snapshot.served_at < SERVED_RECENTLY_S:
-                pins[record.version] += 1
-        self.apply(model, versions.retire(pins))
+        self.retire(model)
         if not self.seat.is_master(model):  # the master forgets when it deletes the records
             versions.forget(2 * VERSIONS_KEPT)
         self._cancel_overtaken(model)
         self.apply(model, versions.next_fetch())
+
+    def retire(self, model: str, *, need_room: bool = False) -> None:
+        """A version that a peer is fetching stays, unless `need_room`: the peer then asks others, or skips it."""
+        versions = self.of(model)
+        pins = self.pins.counts(model)
+        for record in versions.shown():
+            snapshot = self.store.get(model, record.version)
+            if snapshot is not None and snapshot.num_links and not need_room:
+                pins[record.version] += 1
+        self.apply(model, versions.retire(pins))
 
     def _cancel_overtaken(self, model: str) -> None:
         """A fetch that gets no bytes makes way for a newer sealed version; others keep what they have and wait."""
@@ -280,6 +284,7 @@ class Relay:
             self.store.remove, snapshot, why, reuse=not (snapshot.written_elsewhere and not snapshot.complete)
         )
         log.info("dropped %s (%s), quarantined %s", snapshot, why, show_bytes(quarantined))
+        self.tidy(snapshot.manifest.model)
         await self._notify()
 
     def _tell(self, model: str, event: Tell) -> None:
@@ -313,6 +318,7 @@ class Relay:
             snapshot = self.store.open(manifest)
         except (OutOfCapacity, TooLarge) as error:
             self._say_no_room(manifest.model, manifest.version, error)
+            self.retire(manifest.model, need_room=True)
             return
         versions = self.of(manifest.model)
         versions.opened(announced)

@@ -29,7 +29,7 @@ class Snapshot:
         self.files = files
         self.directory = directory
         self.written_elsewhere = False  # a publisher got the descriptors
-        self.served_at = float("-inf")  # monotonic time of the last chunk that somebody read here
+        self.num_links = 0  # peers connected to fetch it
         self._digests: list[bytes | None] = [None] * self.chunks.num_chunks
         self._num_present = 0
         self._bytes_present = 0
@@ -97,6 +97,17 @@ class Snapshot:
             with self._changed:
                 self._num_readers -= 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def linked(self) -> Iterator[None]:
+        """A peer is fetching: a reason to keep the version a little, but no hold on its memory."""
+        with self._changed:
+            self.num_links += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.num_links -= 1
 
     def close(self, why: str, timeout_s: float = 30.0) -> None:
         """Turns new readers away and waits until those inside are out (they look at it between chunks)."""

@@ -6,6 +6,7 @@ import urllib.parse
 from typing import NoReturn
 
 import grpc
+import grpc.aio
 
 from protos.errors import BY_CODE, LaminarError, OutOfCapacity, Unavailable
 

@@ -166,13 +166,17 @@ class DataServer:
         snapshot = self._find(sock, greeting)
         _check_epoch(snapshot, greeting.epoch)
         wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
-        while True:
-            kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(sock, wire.REQUEST.size))
-            if kind == Kind.GET:
-                with snapshot.reading():
-                    self._answer(sock, snapshot, index, from_byte, suspect=bool(flags & wire.FLAG_SUSPECT))
-            elif kind != Kind.ALIVE:
-                raise LinkBroken(f"the peer sent a request of unknown kind {kind}")
+        with snapshot.linked():
+            while True:
+                self._serve_request(sock, snapshot)
+
+    def _serve_request(self, sock: socket.socket, snapshot: Snapshot) -> None:
+        kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(sock, wire.REQUEST.size))
+        if kind == Kind.GET:
+            with snapshot.reading():
+                self._answer(sock, snapshot, index, from_byte, suspect=bool(flags & wire.FLAG_SUSPECT))
+        elif kind != Kind.ALIVE:
+            raise LinkBroken(f"the peer sent a request of unknown kind {kind}")
 
     def _find(self, sock: socket.socket, greeting: Greeting) -> Snapshot:
         deadline = time.monotonic() + OPEN_WAIT_S
@@ -196,7 +200,6 @@ class DataServer:
                 self._provider.chunk_is_bad(snapshot, error)
                 raise
         rest = place[from_byte:]
-        snapshot.served_at = time.monotonic()
         header = Header(Kind.DATA, index, from_byte, len(rest), chunk_digest)
         wire.send_all(sock, header.pack(), socket.MSG_MORE)
         self._send(sock, rest)
