@@ -219,6 +219,8 @@ def sampling(
     body: ChatRequest | CompletionRequest, *, prompt_tokens: int, model: ModelInfo, top: int
 ) -> SamplingParams:
     """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
+    if prompt_tokens < 1:
+        raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
     room = model.context_tokens - prompt_tokens
     if room < 1:
         raise TooLarge(

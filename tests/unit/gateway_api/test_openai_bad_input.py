@@ -100,6 +100,7 @@ async def test_chat(url: str, turns: ScriptedTurns, change: dict[str, Any], para
     ("change", "param", "message"),
     [
         ({"prompt": []}, "prompt", "not empty"),
+        ({"prompt": ""}, None, "the prompt is empty"),
         ({"prompt": [1, "a"]}, "prompt", "token ids"),
         ({"prompt": [True]}, "prompt", "token ids"),
         ({"prompt": [-1]}, "prompt", "token ids"),
@@ -114,7 +115,9 @@ async def test_chat(url: str, turns: ScriptedTurns, change: dict[str, Any], para
         ({"messages": []}, "messages", "unknown field"),
     ],
 )
-async def test_completions(url: str, turns: ScriptedTurns, change: dict[str, Any], param: str, message: str) -> None:
+async def test_completions(
+    url: str, turns: ScriptedTurns, change: dict[str, Any], param: str | None, message: str
+) -> None:
     status, error, _ = await post(url, "/v1/completions", {**TEXT, **change})
     assert (status, error["param"]) == (400, param)
     assert message in error["message"]
