@@ -1,0 +1,300 @@
+"""The sessions of this gateway: makes them, runs their turns, ends them into the experience buffer.
+
+Implements `gateway.ports.Turns`. Owner of every `SessionState`; one event loop, no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.config import GatewayConfig
+from gateway.core.fleet import FleetState, staleness_histogram
+from gateway.core.scheduler import Admission
+from gateway.core.sessions import SessionSpec, SessionState
+from gateway.core.types import GroupId, SessionId, Trajectory, TurnId, TurnRequest, Version
+from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.fleet import Fleet
+from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
+from gateway.turns import Counters, Run
+from protos.errors import Conflict, NotFound, OutOfCapacity
+
+log = logging.getLogger(__name__)
+
+ENDED_MAX = 10_000
+"""Ended sessions remembered, so that a second finish is told what happened."""
+GROUPS_MAX = 10_000
+EXPIRY_INTERVAL_S = 5.0
+
+
+@dataclass(slots=True)
+class Staleness:
+    """Tokens (generation) and trajectories (finish, use) by how many versions they were behind."""
+
+    generation: dict[int, int] = field(default_factory=dict)
+    finish: dict[int, int] = field(default_factory=dict)
+    use: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Reader:
+    """What the trainer last told by sampling."""
+
+    batch: int | None = None
+    trainer_version: int = 0
+    staleness_max: int | None = None
+
+
+class Sessions:
+    """`fleet` is given after construction, since both need each other."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        pool: PartialResponsePool,
+        buffer: ExperienceBuffer,
+        timeline: Timeline,
+        context_tokens: Callable[[], int],
+    ) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.staleness = Staleness()
+        self.reader = Reader()
+        self.runs: dict[TurnId, Run] = {}
+        self.fleet: Fleet
+        self._pool, self._buffer, self._timeline = pool, buffer, timeline
+        self._context_tokens = context_tokens
+        self._live: dict[SessionId, SessionState] = {}
+        self._keys: dict[str, SessionId] = {}
+        self._ended: OrderedDict[SessionId, str] = OrderedDict()
+        self._groups_done: OrderedDict[GroupId, int] = OrderedDict()
+        self._started_unix_s = int(time.time())
+
+    # -- gateway.ports.Turns
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo(self.config.model, self._context_tokens(), self._started_unix_s)]
+
+    def session_of_key(self, api_key: str) -> SessionId | None:
+        return self._keys.get(api_key)
+
+    async def open_session(self, identity: SessionIdentity) -> SessionView:
+        state = self._find_or_make(identity)
+        state.check_open()
+        return SessionView(
+            state.session_id,
+            state.turns,
+            state.token_ids,
+            state.messages,
+            state.spec.ephemeral,
+            state.last_finish_reason,
+        )
+
+    def start(self, request: TurnRequest) -> Run:
+        return Run(request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline)
+
+    async def record_turn(self, request: TurnRequest, messages: Sequence[Message]) -> None:
+        state = self._live.get(request.session_id)
+        if state is not None:
+            state.messages = tuple(messages)
+
+    # -- gateway.turns.TurnOwner
+
+    def turn_began(self, run: Run) -> SessionState:
+        state = self._get(run.request.session_id)
+        state.begin_turn(run.request, time.time())
+        self.runs[run.request.turn_id] = run
+        self.counters.turns_started += 1
+        return state
+
+    def turn_ended(self, run: Run) -> None:
+        del self.runs[run.request.turn_id]
+        run.session.end_turn(run.record, time.time())
+        self.counters.turns_completed += 1
+        versions = {segment.version for segment in run.record.segments if segment.end > segment.start}
+        self.counters.turns_mixed_version += len(versions) > 1
+        newest = self.fleet.state.newest
+        for segment in run.record.segments:
+            _count(self.staleness.generation, max(0, newest - segment.version), segment.end - segment.start)
+        if run.session.spec.ephemeral:
+            self._forget(run.session)
+
+    def turn_dropped(self, run: Run) -> None:
+        self.runs.pop(run.request.turn_id, None)
+        run.session.drop_turn(time.time())
+        if run.session.spec.ephemeral:
+            self._forget(run.session)
+
+    # -- making and ending
+
+    def create(self, spec: SessionSpec) -> tuple[SessionState, str]:
+        """A new session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`."""
+        if spec.session_id in self._live or spec.session_id in self._ended:
+            raise Conflict(
+                f"there was already a session {spec.session_id!r}", hint="leave session_id out to get a new one"
+            )
+        if len(self._live) >= self.config.sessions_max:
+            raise OutOfCapacity(
+                f"{len(self._live)} sessions are live", hint="finish or abandon some", retry_after_s=5.0
+            )
+        now = time.time()
+        state = self._live[spec.session_id] = SessionState(spec, now, now)
+        key = f"sk-session-{secrets.token_hex(12)}"
+        if not spec.ephemeral:
+            self._keys[key] = spec.session_id
+            self._timeline.add(
+                "session", session_id=spec.session_id, group_id=spec.group_id, state="started", **_env(spec)
+            )
+        return state, key
+
+    def get(self, session_id: SessionId) -> SessionState:
+        return self._get(session_id)
+
+    async def finish(
+        self, session_id: SessionId, reward: float, status: str, metrics: Mapping[str, float]
+    ) -> Trajectory:
+        """Ends the session; its trajectory is on disk in the experience buffer when this returns."""
+        state = self._get(session_id)
+        if not state.token_ids:
+            raise Conflict(f"session {session_id} has no turn to reward", hint="abandon it instead")
+        state.end("finished")
+        trajectory = state.trajectory(reward, status, metrics, time.time())
+        self._close(state, "finished", reward=reward)
+        if state.spec.train and state.spec.split == "train":
+            await self._buffer.add(trajectory)
+        self.counters.trajectories_finished += 1
+        await self._pool.forget_session(session_id)
+        self.fleet.changed()
+        return trajectory
+
+    async def abandon(self, session_id: SessionId, reason: str) -> None:
+        """Ends the session without a trajectory; a running turn of it is aborted."""
+        state = self._get(session_id)
+        state.end("abandoned")
+        self._close(state, "abandoned", reason=reason)
+        self.counters.sessions_abandoned += 1
+        await self._pool.forget_session(session_id)
+        self.fleet.changed()
+
+    async def expire(self) -> None:
+        """Abandons sessions that nobody touched for `session_idle_s`; runs until cancelled."""
+        while True:
+            await asyncio.sleep(EXPIRY_INTERVAL_S)
+            limit = time.time() - self.config.session_idle_s
+            for state in [s for s in self._live.values() if s.running is None and s.touched_unix_s < limit]:
+                await self.abandon(state.session_id, f"idle for {self.config.session_idle_s:g} s")
+
+    # -- what others ask
+
+    def admission(self) -> Admission:
+        statistics = self._buffer.statistics()
+        running = sum(1 for s in self._live.values() if s.version is not None and s.spec.train)
+        bound = self.reader.staleness_max
+        return Admission(
+            running,
+            statistics.trajectories,
+            self.reader.batch,
+            self.config.fleet.staleness_max if bound is None else bound,
+        )
+
+    def heard(self, batch: int, trainer_version: int, staleness_max: int | None) -> None:
+        """A reader asked for a batch."""
+        self.reader.batch, self.reader.staleness_max = batch, staleness_max
+        self.reader.trainer_version = max(self.reader.trainer_version, trainer_version)
+        self.fleet.changed()
+
+    def used(self, trainer_version: int, trajectories: Sequence[Trajectory]) -> None:
+        """A reader got trajectories: staleness at use, by each one's oldest version."""
+        for trajectory in trajectories:
+            oldest = min((v for v in trajectory.versions if v >= 0), default=trainer_version)
+            _count(self.staleness.use, max(0, trainer_version - oldest))
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def idle_tokens(self, engine: str, state: FleetState) -> int:
+        """Tokens of sessions that wait for a tool and will come back to this engine."""
+        version = state.engines[engine].version  # type: ignore[index]  # EngineName is a str
+        return sum(
+            len(s.token_ids)
+            for s in self._live.values()
+            if s.engine == engine and s.running is None and s.version == version
+        )
+
+    def _find_or_make(self, identity: SessionIdentity) -> SessionState:
+        if identity.session_id is None:
+            name = SessionId(f"call-{secrets.token_hex(8)}")
+            return self.create(SessionSpec(name, GroupId(name), ephemeral=True, train=False))[0]
+        if identity.session_id not in self._live and identity.session_id not in self._ended:
+            return self.create(SessionSpec(identity.session_id, GroupId(identity.session_id)))[0]
+        return self._get(identity.session_id)
+
+    def _get(self, session_id: SessionId) -> SessionState:
+        state = self._live.get(session_id)
+        if state is not None:
+            return state
+        if session_id in self._ended:
+            raise Conflict(
+                f"session {session_id} is already {self._ended[session_id]}", hint="make a new one with POST /sessions"
+            )
+        raise NotFound(f"no session {session_id!r}", hint="make it with POST /sessions")
+
+    def _close(self, state: SessionState, how: Literal["finished", "abandoned"], **fields: object) -> None:
+        newest = self.fleet.state.newest
+        oldest = min(state.sampled_versions, default=int(newest))
+        if how == "finished":
+            _count(self.staleness.finish, max(0, newest - oldest))
+        self._timeline.add(
+            "session",
+            session_id=state.session_id,
+            group_id=state.spec.group_id,
+            state=how,
+            versions=list(state.sampled_versions),
+            staleness=max(0, newest - oldest),
+            turns=state.turns,
+            moves=state.moves,
+            **_env(state.spec),
+            **fields,
+        )
+        self._ended[state.session_id] = how
+        while len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+        self._forget(state)
+        self._forget_group(state.spec)
+
+    def _forget(self, state: SessionState) -> None:
+        self._live.pop(state.session_id, None)
+        self.fleet.state.session_versions.pop(state.session_id, None)
+        if state.spec.ephemeral:
+            self.fleet.state.group_versions.pop(state.spec.group_id, None)
+        for key in [k for k, s in self._keys.items() if s == state.session_id]:
+            del self._keys[key]
+
+    def _forget_group(self, spec: SessionSpec) -> None:
+        done = self._groups_done[spec.group_id] = self._groups_done.get(spec.group_id, 0) + 1
+        if done >= spec.group_size:
+            del self._groups_done[spec.group_id]
+            self.fleet.state.group_versions.pop(spec.group_id, None)
+        while len(self._groups_done) > GROUPS_MAX:
+            oldest, _ = self._groups_done.popitem(last=False)
+            self.fleet.state.group_versions.pop(oldest, None)
+
+    def version_histogram(self) -> Mapping[int, int]:
+        versions = self.fleet.state.session_versions.values()
+        return staleness_histogram(versions, Version(self.fleet.state.newest))
+
+
+def _count(histogram: dict[int, int], key: int, by: int = 1) -> None:
+    histogram[key] = histogram.get(key, 0) + by
+
+
+def _env(spec: SessionSpec) -> dict[str, str]:
+    return {"env": spec.tags["env"]} if "env" in spec.tags else {}
