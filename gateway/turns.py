@@ -175,6 +175,11 @@ class Run:
             await self._end()
 
     @property
+    def task(self) -> asyncio.Task[None] | None:
+        """The driver, for a shutdown that waits for running turns."""
+        return self._driver
+
+    @property
     def segments(self) -> Sequence[Segment]:
         return self.record.segments
 

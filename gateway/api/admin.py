@@ -1,0 +1,92 @@
+"""For operators: status, health, metrics, timeline, engines, and what the repacker would do."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from gateway.api.openai_errors import answers_errors
+from gateway.api.openai_requests import decode
+from gateway.config import parse_engine
+from gateway.core.repack import Plan
+from gateway.core.types import EngineName
+from gateway.data.timeline import READ_MAX
+from gateway.status import GatewayStatus
+from protos.errors import InvalidRequest
+
+
+class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    url: str
+    kind: str = "vllm"
+    relay: str | None = None
+
+
+_add = msgspec.json.Decoder(AddEngineRequest)
+
+
+def add_admin_routes(app: web.Application, status: GatewayStatus) -> None:
+    handlers = _Handlers(status)
+    app.router.add_get("/status", answers_errors(handlers.status))
+    app.router.add_get("/healthz", answers_errors(handlers.healthz))
+    app.router.add_get("/metrics", handlers.metrics)
+    app.router.add_get("/admin/timeline", answers_errors(handlers.timeline))
+    app.router.add_post("/admin/engines", answers_errors(handlers.add_engine))
+    app.router.add_delete("/admin/engines/{name}", answers_errors(handlers.remove_engine))
+    app.router.add_get("/admin/repack", answers_errors(handlers.repack))
+
+
+class _Handlers:
+    def __init__(self, status: GatewayStatus) -> None:
+        self._of = status
+
+    async def status(self, request: web.Request) -> web.Response:
+        return web.json_response(self._of.snapshot())
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        """200 while at least one engine serves; 503 tells load balancers to look elsewhere."""
+        serving = [e.name for e in self._of.fleet.state.sorted_engines() if e.status == "serving"]
+        return web.json_response(
+            {"serving_engines": serving, "uptime_s": time.monotonic() - self._of.started},
+            status=200 if serving else 503,
+        )
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._of.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def timeline(self, request: web.Request) -> web.Response:
+        after, limit = _number(request, "after", 0), _number(request, "limit", 1000)
+        next_, events = self._of.timeline.read(after, min(limit, READ_MAX))
+        return web.json_response({"next": next_, "events": [event.flat() for event in events]})
+
+    async def add_engine(self, request: web.Request) -> web.Response:
+        wanted = decode(_add, await request.read())
+        relay = f"@{wanted.relay}" if wanted.relay else ""
+        self._of.fleet.add(parse_engine(f"{wanted.name}={wanted.kind}={wanted.url}{relay}", None))
+        return web.json_response({"name": wanted.name}, status=201)
+
+    async def remove_engine(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        await self._of.fleet.remove(EngineName(name))
+        return web.json_response({"name": name, "removed": True})
+
+    async def repack(self, request: web.Request) -> web.Response:
+        """What the planner would do now, with its reasons; nothing is moved."""
+        plans = self._of.repacker.plan()
+        return web.json_response({"plans": [plan_body(plan) for plan in plans]})
+
+
+def plan_body(plan: Plan) -> dict[str, Any]:
+    return {**asdict(plan), "moves": [asdict(move) for move in plan.moves]}
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, str(default))
+    if not text.isdigit():
+        raise InvalidRequest(f"{name}={text!r} is not a number", hint=f"such as {name}={default}")
+    return int(text)

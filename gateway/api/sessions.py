@@ -1,0 +1,122 @@
+"""Sessions over HTTP: made, looked at, finished with a reward, abandoned."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.openai_errors import answers_errors
+from gateway.api.openai_requests import decode
+from gateway.core.sessions import SessionSpec, SessionState
+from gateway.core.types import GroupId, SessionId, Split
+from gateway.sessions import Sessions
+from protos.errors import InvalidRequest
+
+
+class CreateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    session_id: str | None = None
+    group_id: str | None = None
+    sample_index: int = 0
+    group_size: int = 1
+    split: Split = "train"
+    train: bool = True
+    tags: dict[str, str] = {}
+
+
+class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float
+    status: Literal["completed", "truncated"] = "completed"
+    metrics: dict[str, float] = {}
+
+
+class AbandonRequest(msgspec.Struct, forbid_unknown_fields=True):
+    reason: str = ""
+
+
+_create = msgspec.json.Decoder(CreateRequest)
+_finish = msgspec.json.Decoder(FinishRequest)
+_abandon = msgspec.json.Decoder(AbandonRequest)
+
+
+def add_session_routes(app: web.Application, sessions: Sessions) -> None:
+    handlers = _Handlers(sessions)
+    app.router.add_post("/sessions", answers_errors(handlers.create))
+    app.router.add_get("/sessions/{sid}", answers_errors(handlers.show))
+    app.router.add_post("/sessions/{sid}/finish", answers_errors(handlers.finish))
+    app.router.add_post("/finish_session", answers_errors(handlers.finish))
+    app.router.add_post("/sessions/{sid}/abandon", answers_errors(handlers.abandon))
+
+
+class _Handlers:
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def create(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        wanted = decode(_create, body) if body else CreateRequest()
+        name = SessionId(wanted.session_id or f"s-{secrets.token_hex(8)}")
+        spec = SessionSpec(
+            name,
+            GroupId(wanted.group_id or name),
+            wanted.sample_index,
+            max(1, wanted.group_size),
+            wanted.split,
+            wanted.train,
+            tags=wanted.tags,
+        )
+        _, key = self._sessions.create(spec)
+        base = f"{request.scheme}://{request.host}/sessions/{name}/v1"
+        return web.json_response({"session_id": name, "base_url": base, "api_key": key})
+
+    async def show(self, request: web.Request) -> web.Response:
+        return web.json_response(_summary(self._sessions.get(_session_id(request))))
+
+    async def finish(self, request: web.Request) -> web.Response:
+        wanted = decode(_finish, await request.read())
+        trajectory = await self._sessions.finish(_session_id(request), wanted.reward, wanted.status, wanted.metrics)
+        return web.json_response(
+            {
+                "session_id": trajectory.session_id,
+                "reward": trajectory.reward,
+                "status": trajectory.status,
+                "turns": trajectory.turns,
+                "tokens": len(trajectory.token_ids),
+                "sampled_tokens": sum(trajectory.loss_mask),
+                "mixed": trajectory.mixed,
+            }
+        )
+
+    async def abandon(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        wanted = decode(_abandon, body) if body else AbandonRequest()
+        session_id = _session_id(request)
+        await self._sessions.abandon(session_id, wanted.reason)
+        return web.json_response({"session_id": session_id, "state": "abandoned"})
+
+
+def _session_id(request: web.Request) -> SessionId:
+    name = request.match_info.get("sid") or request.query.get("session_id")
+    if not name:
+        raise InvalidRequest("no session is named", hint="POST /finish_session?session_id=ID")
+    return SessionId(name)
+
+
+def _summary(state: SessionState) -> dict[str, object]:
+    return {
+        "session_id": state.session_id,
+        "group_id": state.spec.group_id,
+        "sample_index": state.spec.sample_index,
+        "state": state.phase,
+        "running": state.running is not None,
+        "version": state.version,
+        "engine": state.engine,
+        "turns": state.turns,
+        "tokens": len(state.token_ids),
+        "sampled_tokens": sum(state.loss_mask),
+        "versions": list(state.sampled_versions),
+        "moves": state.moves,
+        "rebased": state.rebased,
+    }

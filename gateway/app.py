@@ -1,0 +1,116 @@
+"""The gateway assembled: start, serve, drain, close. Shutdown order is numbered in `Gateway.close`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from gateway.api.admin import add_admin_routes
+from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
+from gateway.api.openai_routes import OpenAIDeps, add_openai_routes
+from gateway.api.sessions import add_session_routes
+from gateway.config import GatewayConfig
+from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.fleet import Fleet
+from gateway.repacking import Repacker
+from gateway.sessions import Sessions
+from gateway.status import GatewayStatus
+from gateway.tokens import Codec
+
+log = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 30.0
+DATABASE_NAME = "gateway.sqlite"
+
+
+@dataclass(slots=True)
+class Gateway:
+    """A running gateway. `url` is where it listens."""
+
+    url: str
+    sessions: Sessions
+    fleet: Fleet
+    status: GatewayStatus
+    _runner: web.AppRunner
+    _tasks: list[asyncio.Task[None]]
+    _stack: AsyncExitStack
+
+    async def close(self, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
+        # 1. No new connections; running turns finish, up to the deadline; what is left is cut by closing.
+        await self._drain(drain_timeout_s)
+        await self._runner.cleanup()
+        # 2. Nobody decides any more.
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        # 3. Engines and relays are let go.
+        await self.fleet.close()
+        # 4. What is known goes to disk, then the disk is closed.
+        self.status.close()
+        await self._stack.aclose()
+
+    async def _drain(self, timeout_s: float) -> None:
+        for site in list(self._runner.sites):
+            await site.stop()
+        running = [run.task for run in self.sessions.runs.values() if run.task is not None]
+        if running:
+            await asyncio.wait(running, timeout=timeout_s)
+        if self.sessions.runs:
+            log.warning("%d turns were still running after %g s and are cut", len(self.sessions.runs), timeout_s)
+
+
+async def start(config: GatewayConfig) -> Gateway:
+    """Serves when this returns; engines and relays may still be away. LaminarErrors say what is wrong."""
+    codec = Codec.load(config.tokenizer)
+    async with AsyncExitStack() as stack:
+        path = None if config.data is None else config.data / DATABASE_NAME
+        database = await stack.enter_async_context(Database(path))
+        pool, buffer, timeline = PartialResponsePool(database), ExperienceBuffer(database), Timeline(database)
+        for part in (pool, timeline):
+            await part.open()
+            stack.push_async_callback(part.close)
+        await buffer.open()
+        sessions = Sessions(config, pool=pool, buffer=buffer, timeline=timeline, context_tokens=lambda: _context(fleet))
+        fleet = Fleet(config, timeline, sessions.admission)
+        sessions.fleet = fleet
+        await fleet.__aenter__()
+        repacker = Repacker(config, fleet, sessions, timeline)
+        status = GatewayStatus(
+            config, fleet=fleet, sessions=sessions, repacker=repacker, buffer=buffer, pool=pool, timeline=timeline
+        )
+        app = web.Application(client_max_size=config.body_bytes_max)
+        add_openai_routes(app, OpenAIDeps(sessions, codec))
+        add_session_routes(app, sessions)
+        add_admin_routes(app, status)
+        add_experience_routes(app, _experience(config, sessions, buffer))
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, config.host, config.port)
+        await site.start()
+        port = runner.addresses[0][1]
+        tasks = [asyncio.create_task(sessions.expire(), name="session-expiry")]
+        if config.mode == "repack":
+            tasks.append(asyncio.create_task(repacker.run(), name="repack"))
+        return Gateway(f"http://{config.host}:{port}", sessions, fleet, status, runner, tasks, stack.pop_all())
+
+
+def _context(fleet: Fleet) -> int:
+    """The smallest context of the engines that told theirs, since a turn may have to go on at any of them."""
+    return min((e.context_tokens for e in fleet.state.engines.values() if e.context_tokens), default=0)
+
+
+def _experience(config: GatewayConfig, sessions: Sessions, buffer: ExperienceBuffer) -> ExperienceDeps:
+    def asked(wanted: SampleRequest) -> None:
+        batch = wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0)
+        sessions.heard(batch, wanted.trainer_version, wanted.staleness_max)
+
+    return ExperienceDeps(
+        buffer,
+        config.fleet.staleness_max,
+        asked=asked,
+        used=lambda wanted, trajectories: sessions.used(wanted.trainer_version, trajectories),
+    )

@@ -1,0 +1,143 @@
+"""Commands of the gateway: `serve` and `engine`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import uvloop
+
+from gateway.config import MODES_TO_COME, GatewayConfig, parse_engine
+from gateway.core.fleet import FleetConfig
+from protos.errors import LaminarError
+from protos.process import setup_logging, write_ready_file
+
+log = logging.getLogger("gateway")
+
+LAZY = {"engine": ("gateway.engines.embedded.cli", "The embedded inference engine (needs torch).")}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module only when it is called: `serve` must start without torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *LAZY])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in LAZY:
+            return super().get_command(ctx, cmd_name)
+        module, _ = LAZY[cmd_name]
+        command = getattr(importlib.import_module(module), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+class ModeChoice(click.Choice[str]):
+    """Names the modes that are planned, rather than calling them unknown."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in MODES_TO_COME:
+            self.fail(f"mode {value!r} is not there yet; available: drain, repack", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def cli() -> None:
+    """One OpenAI-compatible door to many inference engines, for reinforcement learning.
+
+    \b
+    Start one engine and the gateway:
+      gateway engine --model DIR --served-model-name policy --port 8000
+      gateway serve --model policy --tokenizer DIR --engine e0=vllm=http://127.0.0.1:8000 --port 8080
+    Then point an OpenAI client at http://127.0.0.1:8080/v1.
+    """
+
+
+@cli.command()
+@click.option("--model", required=True, help="The served model's name, as engines and relays know it.")
+@click.option(
+    "--tokenizer",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory with tokenizer.json and the chat template.",
+)
+@click.option(
+    "--engine", "engines", multiple=True, metavar="NAME=KIND=URL[@RELAY]", help="An engine; repeat for each of them."
+)
+@click.option("--relay", metavar="HOST:PORT", help="Relay of engines that name none: where they load versions from.")
+@click.option("--data", type=click.Path(file_okay=False, path_type=Path), help="Where to keep state; none: in memory.")
+@click.option(
+    "--mode",
+    type=ModeChoice(["drain", "repack"]),
+    default="repack",
+    show_default=True,
+    help="drain: engines empty by themselves; repack: the long tail is packed onto few engines.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=8080, show_default=True, help="0: any free port.")
+@click.option("--max-running", default=64, show_default=True, help="B: turns of one engine at once.")
+@click.option("--kv-max", default=0.9, show_default=True, help="C_max: share of KV that admission and plans fill.")
+@click.option("--intake-batch", default=64, show_default=True, help="Sessions admitted before an intake closes.")
+@click.option("--intake-age-s", default=600.0, show_default=True, help="Age at which an intake closes.")
+@click.option("--intake-min-batch", default=1, show_default=True, help="Sessions before a newer version closes it.")
+@click.option("--version-hold-s", default=120.0, show_default=True, help="How long a version's last engine waits.")
+@click.option("--drain-max-s", default=60.0, show_default=True, help="How long few stragglers may hold an engine.")
+@click.option("--min-util", default=0.25, show_default=True, help="Share of --max-running below which they are few.")
+@click.option("--staleness-max", default=4, show_default=True, help="Versions a trajectory may be behind at use.")
+@click.option("--repack-interval-s", default=5.0, show_default=True)
+@click.option("--prefill-tokens-per-s", default=1000.0, show_default=True, help="Prices moves.")
+@click.option("--poll-interval-s", default=1.0, show_default=True, help="How often engines are looked at.")
+@click.option("--stall-timeout-s", default=60.0, show_default=True, help="Silence that counts as a cut.")
+@click.option("--queue-timeout-s", default=60.0, show_default=True, help="Wait for an engine before 429.")
+@click.option("--queue-max", default=1024, show_default=True, help="Turns that may wait at once.")
+@click.option("--session-idle-s", default=1800.0, show_default=True, help="Idle sessions are abandoned after this.")
+@click.option("--seed", default=0, show_default=True, help="Breaks ties of the planner.")
+@click.option("--log-level", default="info", show_default=True)
+@click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")
+def serve(model: str, tokenizer: Path, engines: tuple[str, ...], relay: str | None, **options: Any) -> None:
+    """Serves the OpenAI API over the engines named."""
+    setup_logging(options.pop("log_level"))
+    ready_file = options.pop("ready_file")
+    fleet_names = FleetConfig.__dataclass_fields__.keys()
+    fleet = FleetConfig(**{name: options.pop(name) for name in list(options) if name in fleet_names})
+    try:
+        config = GatewayConfig(
+            model=model,
+            tokenizer=tokenizer,
+            engines=tuple(parse_engine(text, relay) for text in engines),
+            fleet=fleet,
+            **options,
+        )
+        uvloop.run(_serve(config, ready_file))
+    except LaminarError as e:
+        log.error("%s", e)
+        sys.exit(1)
+    except OSError as e:
+        log.error("cannot listen on %s:%s: %s", options["host"], options["port"], e.strerror)
+        sys.exit(1)
+
+
+async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
+    from gateway.app import start
+
+    gateway = await start(config)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    log.info("%s", config)
+    log.info("serving %s at %s/v1 with %d engines", config.model, gateway.url, len(config.engines))
+    write_ready_file(ready_file, {"url": gateway.url})
+    await stop.wait()
+    log.info("draining")
+    await gateway.close()
+    log.info("closed")
+
+
+def main() -> None:
+    cli(prog_name="gateway")

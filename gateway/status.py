@@ -1,0 +1,149 @@
+"""What the gateway tells of itself: one snapshot that the status page, metrics, demo and tests read."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from gateway.config import GatewayConfig
+from gateway.core.fleet import EngineState
+from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.fleet import Fleet
+from gateway.repacking import Repacker
+from gateway.sessions import Sessions
+
+RATE_WINDOW_S = 10.0
+
+
+class GatewayStatus:
+    """Reads every part's statistics; owns nothing but the token rate's window."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        fleet: Fleet,
+        sessions: Sessions,
+        repacker: Repacker,
+        buffer: ExperienceBuffer,
+        pool: PartialResponsePool,
+        timeline: Timeline,
+    ) -> None:
+        self.config, self.fleet, self.sessions, self.repacker = config, fleet, sessions, repacker
+        self.buffer, self.pool, self.timeline = buffer, pool, timeline
+        self.started = time.monotonic()
+        self.registry: CollectorRegistry = REGISTRY
+        self._rate: deque[tuple[float, int]] = deque(maxlen=256)
+        self._provider = MeterProvider(metric_readers=[PrometheusMetricReader(disable_target_info=True)])
+        self._instruments()
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+    def snapshot(self) -> dict[str, Any]:
+        fleet, sessions = self.fleet, self.sessions
+        return {
+            "model": self.config.model,
+            "mode": self.config.mode,
+            "newest_version": fleet.state.newest,
+            "trainer_version": sessions.reader.trainer_version,
+            "engines": [self._engine(engine) for engine in fleet.state.sorted_engines()],
+            "sessions": {
+                "live": sessions.num_live,
+                "running_turns": len(sessions.runs),
+                "queued": fleet.statistics().queued,
+            },
+            "buffer": asdict(self.buffer.statistics()),
+            "partial_response_pool": asdict(self.pool.statistics()),
+            "counters": {
+                **asdict(sessions.counters),
+                "refreshes": fleet.statistics().refreshes,
+                "refresh_failures": fleet.statistics().refresh_failures,
+            },
+            "tokens_per_s": self._tokens_per_s(),
+            "repack": {
+                "plans": [
+                    {"version": p.version, "moves": len(p.moves), "freed": list(p.freed), "reasons": list(p.reasons)}
+                    for p in self.repacker.last
+                ]
+            },
+            "staleness": asdict(sessions.staleness),
+            "sessions_behind": dict(sessions.version_histogram()),
+        }
+
+    def _engine(self, engine: EngineState) -> dict[str, Any]:
+        capacity = engine.kv_capacity_tokens
+        return {
+            "name": engine.name,
+            "url": engine.url,
+            "kind": engine.kind,
+            "version": engine.version,
+            "available": engine.available,
+            "state": _state(engine),
+            "intake": "open" if engine.intake_open else "closed",
+            "admitted": engine.admitted,
+            "running": len(engine.turns),
+            "waiting": engine.waiting_reported,
+            "kv_usage": engine.kv_usage,
+            "kv_tokens": engine.tokens,
+            "kv_capacity_tokens": capacity,
+            "incarnation": engine.incarnation,
+            "last_error": engine.last_error,
+        }
+
+    def _tokens_per_s(self) -> float:
+        now, total = time.monotonic(), self.sessions.counters.tokens_generated
+        self._rate.append((now, total))
+        while len(self._rate) > 2 and now - self._rate[0][0] > RATE_WINDOW_S:
+            self._rate.popleft()
+        then, before = self._rate[0]
+        return (total - before) / (now - then) if now > then else 0.0
+
+    # -- metrics
+
+    def _instruments(self) -> None:
+        meter = self._provider.get_meter("laminar.gateway")
+        for name, value in self.sessions.counters.__dataclass_fields__.items():
+            if value.type == "int":
+                meter.create_observable_counter(f"laminar_gateway_{name}", [self._counter(name)])
+        meter.create_observable_gauge("laminar_gateway_engine_version", [self._per_engine(lambda e: e.version)])
+        meter.create_observable_gauge("laminar_gateway_engine_running", [self._per_engine(lambda e: len(e.turns))])
+        meter.create_observable_gauge("laminar_gateway_engine_kv_usage", [self._per_engine(lambda e: e.kv_usage)])
+        meter.create_observable_gauge(
+            "laminar_gateway_engine_serving", [self._per_engine(lambda e: int(e.status == "serving"))]
+        )
+        meter.create_observable_gauge("laminar_gateway_newest_version", [_observe(lambda: self.fleet.state.newest)])
+        meter.create_observable_gauge(
+            "laminar_gateway_queued_turns", [_observe(lambda: self.fleet.statistics().queued)]
+        )
+        meter.create_observable_gauge(
+            "laminar_gateway_buffered_trajectories", [_observe(lambda: self.buffer.statistics().trajectories)]
+        )
+
+    def _counter(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        return _observe(lambda: getattr(self.sessions.counters, name))
+
+    def _per_engine(self, read: Callable[[EngineState], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(read(e), {"engine": e.name}) for e in self.fleet.state.sorted_engines()]
+
+        return observe
+
+
+def _observe(read: Callable[[], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    return lambda _: [Observation(read())]
+
+
+def _state(engine: EngineState) -> str:
+    """`draining`: it serves what it has, takes no new sessions, and a newer version waits for it."""
+    if engine.status == "serving" and not engine.intake_open and engine.available > engine.version:
+        return "draining"
+    return engine.status
