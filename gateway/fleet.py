@@ -23,7 +23,7 @@ from gateway.data import Timeline
 from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport
 from gateway.engines.vllm import VllmEngine
 from paramserver.client import Lease, RelayClient
-from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable
+from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable, UnknownModel
 
 log = logging.getLogger(__name__)
 
@@ -289,6 +289,8 @@ class Fleet:
             try:
                 newest = await self._relays[address].newest(self.config.model)
                 return Version(newest.version if newest is not None else 0)
+            except UnknownModel:
+                return Version(0)  # nothing was published yet
             except LaminarError as e:
                 log.warning("relay %s does not answer yet: %s", address, e)
                 await asyncio.sleep(RETRY_S)
