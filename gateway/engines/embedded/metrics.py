@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gateway.engines.embedded.config import BLOCK_TOKENS, EngineConfig
@@ -34,6 +34,7 @@ class EngineMetrics:
         self._values = (config.served_model_name, "0")
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # process_start_time_seconds tells one incarnation from the next
         self._success = Counter(
             "vllm:request_success", "Requests ended, by reason.", (*LABELS, "finished_reason"), registry=self._registry
         )
