@@ -132,8 +132,6 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    sessions: int = 0
-    tokens_per_s: float = 0.0
     last_error: str | None = None
 
 
@@ -142,14 +140,16 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     t: float = 0.0
     newest_version: int | None = None
+    tokens_per_s: float = 0.0
     engines: tuple[EngineStatus, ...] = ()
     sessions: dict[str, int] = {}
     buffer: dict[str, float] = {}
-    counters: dict[str, int] = {}
+    counters: dict[str, Any] = {}
     staleness: dict[str, dict[str, int]] = {}
 
     def counter(self, name: str) -> int:
-        return self.counters.get(name, 0)
+        """One of the gateway's counts; 0 while it has none of that name."""
+        return int(self.counters.get(name, 0))
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -21,6 +22,7 @@ from deploy.demo.recording import (
     Refresh,
     RelaySeen,
     Repack,
+    Segment,
     SessionChange,
     Step,
 )
@@ -28,6 +30,7 @@ from deploy.demo.recording import (
 VERSIONS_SHOWN = 4
 EVENTS_SHOWN = 6
 REWARDS_SHOWN = 64  # the newest finished trajectories, whose mean reward is shown
+RATE_WINDOW_S = 10.0
 BARS = " ▁▂▃▄▅▆▇█"
 STATE_STYLE = {"serving": "green", "draining": "yellow", "refreshing": "cyan", "fenced": "red", "dead": "bold red"}
 
@@ -88,7 +91,7 @@ def _head(recording: Recording, progress: Progress) -> Text:
         f"· {progress.seconds:.0f} of at most {progress.deadline_s:.0f} s · step {done} of {progress.steps}\n",
         f"trajectories {count('trajectories_finished')} · in the buffer {buffered:.0f}"
         f" · sessions {sessions.get('live', 0)} · running turns {sessions.get('running_turns', 0)}"
-        f" · queued {sessions.get('queued', 0)} · {sum(e.tokens_per_s for e in status.engines):.0f} tokens/s\n",
+        f" · queued {sessions.get('queued', 0)} · {status.tokens_per_s:.0f} tokens/s\n",
         f"moves {count('moves')} · repacks {count('repacks')} · refreshes {count('refreshes')}",
         f" · turns cut {count('turns_cut')}, resumed {count('turns_resumed')}, ",
     )
@@ -98,18 +101,28 @@ def _head(recording: Recording, progress: Progress) -> Text:
 
 
 def _engines(recording: Recording) -> Table:
-    table = _table("engine", "version", "state", "intake", "KV use", ">running", ">waiting", ">sessions", ">tokens/s")
+    table = _table("engine", "version", "state", "intake", "KV use", ">running", ">waiting", ">tokens/s")
     status = recording.last(GatewayStatus) or GatewayStatus()
+    rates = tokens_per_s(recording.of(Segment), status.t)
     for engine in status.engines:
-        table.add_row(*_engine_cells(engine))
+        table.add_row(*_engine_cells(engine, rates.get(engine.name, 0.0)))
     return table
 
 
-def _engine_cells(engine: EngineStatus) -> tuple[RenderableType, ...]:
+def tokens_per_s(segments: Sequence[Segment], now_unix_s: float) -> dict[str, float]:
+    """Per engine, over the segments that ended in the last seconds."""
+    recent = [seen for seen in segments if now_unix_s - seen.ended_unix_s <= RATE_WINDOW_S]
+    rates: dict[str, float] = defaultdict(float)
+    for seen in recent:
+        rates[seen.engine] += seen.tokens / RATE_WINDOW_S
+    return rates
+
+
+def _engine_cells(engine: EngineStatus, rate: float) -> tuple[RenderableType, ...]:
     state = Text(engine.state, style=STATE_STYLE.get(engine.state, ""))
     full = round(max(0.0, min(1.0, engine.kv_usage)) * 12)
     kv = Text("█" * full, style="blue") + Text("░" * (12 - full), style="dim") + Text(f" {engine.kv_usage:4.0%}")
-    numbers = (str(engine.running), str(engine.waiting), str(engine.sessions), f"{engine.tokens_per_s:.0f}")
+    numbers = (str(engine.running), str(engine.waiting), f"{rate:.0f}")
     return engine.name, f"v{_show(engine.version)}", state, engine.intake, kv, *numbers
 
 

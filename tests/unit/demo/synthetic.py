@@ -196,7 +196,6 @@ def _status(made: Made, t: float) -> GatewayStatus:
             state="serving",
             running=made.rng.randint(0, 8),
             kv_usage=made.rng.random(),
-            tokens_per_s=made.rng.uniform(0, 80),
         )
         for name in ENGINES
     )
@@ -205,6 +204,7 @@ def _status(made: Made, t: float) -> GatewayStatus:
     histogram = {"0": 9000, "1": 4000, "2": 300}
     return GatewayStatus(
         t=ZERO + t,
+        tokens_per_s=made.rng.uniform(50, 200),
         newest_version=1 + int(t // STEP_S),
         engines=engines,
         sessions={"live": 20, "running_turns": 14, "queued": 2},

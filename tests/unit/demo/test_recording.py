@@ -64,4 +64,4 @@ def test_last_and_of() -> None:
 
 def test_a_counter_that_is_not_there_is_zero() -> None:
     assert GatewayStatus(counters={"moves": 4}).counter("moves") == 4
-    assert GatewayStatus().counter("moves") == 0
+    assert GatewayStatus(counters={"cuts_by_reason": {"reset": 1}}).counter("moves") == 0

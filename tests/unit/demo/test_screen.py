@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from deploy.demo.display import LiveDisplay, PlainDisplay
-from deploy.demo.recording import EngineStatus, GatewayStatus, Note, Recording, RelaySeen, Step
-from deploy.demo.screen import Progress, events, line, screen, spark
+from deploy.demo.recording import EngineStatus, GatewayStatus, Note, Recording, RelaySeen, Segment, Step
+from deploy.demo.screen import Progress, events, line, screen, spark, tokens_per_s
 from tests.unit.demo.synthetic import RELAYS, ZERO, make
 
 PROGRESS = Progress("training", seconds=120.0, deadline_s=360.0, steps=8, relays=RELAYS, zero_unix_s=ZERO)
@@ -60,6 +60,15 @@ def test_events_are_in_order_of_time() -> None:
     times = [t for t, _ in events(make(1))]
     assert times == sorted(times)
     assert len(times) > 20
+
+
+def test_tokens_per_s_counts_what_ended_lately() -> None:
+    seen = [segment for segment in make(1).of(Segment) if segment.engine == "engine-1"]
+    now = ZERO + 200
+    expected = sum(one.tokens for one in seen if now - 10 <= one.ended_unix_s <= now) / 10
+    before = [one for one in seen if one.ended_unix_s <= now]
+    assert tokens_per_s(before, now) == {"engine-1": pytest.approx(expected)}
+    assert tokens_per_s(before, now + 100) == {}
 
 
 def test_spark() -> None:
