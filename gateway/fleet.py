@@ -70,7 +70,7 @@ class Fleet:
         self.config = config
         self.state = FleetState(config.fleet)
         self.members: dict[EngineName, Member] = {}
-        self.version_sealed = asyncio.Event()  # wakes the repack loop
+        self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
         self._timeline = timeline
         self._admission = admission
         self._queue: deque[Waiter] = deque()
@@ -298,11 +298,12 @@ class Fleet:
     def _available(self, address: str, version: Version) -> None:
         if version > self.state.newest:
             self.state.newest = version
-            self._timeline.add("version", version=version, relay=address)
-            self.version_sealed.set()
         for member in self.members.values():
-            if member.spec.relay == address:
-                member.state.available = max(member.state.available, version)
+            if member.spec.relay == address and version > member.state.available:
+                member.state.available = version
+                self.version_available.set()
+        if version:
+            self._timeline.add("version", version=version, relay=address)
         self.changed()
 
     # -- refresh

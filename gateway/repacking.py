@@ -1,4 +1,4 @@
-"""The repack loop: every few seconds, and right after a version is sealed, asks the planner and acts on its plan."""
+"""The repack loop: every few seconds, and right after a version arrives, asks the planner and acts on its plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from gateway.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
-RATE_SMOOTHING = 0.3
-
 
 class Repacker:
     """Owns the history of plans. `last` is the newest plan of each version looked at."""
@@ -31,10 +29,10 @@ class Repacker:
         while True:
             try:
                 async with asyncio.timeout(self._config.repack_interval_s):
-                    await self._fleet.version_sealed.wait()
+                    await self._fleet.version_available.wait()
             except TimeoutError:
                 pass  # the periodic check
-            self._fleet.version_sealed.clear()
+            self._fleet.version_available.clear()
             self.repack()
 
     def plan(self) -> tuple[Plan, ...]:
