@@ -164,14 +164,17 @@ class Run:
     async def finish_early(self, num_tokens: int) -> None:
         await self._stop_driver()
         record = self.record
+        surplus = len(record.token_ids) - num_tokens
         del record.token_ids[num_tokens:], record.logprobs[num_tokens:]
         record.segments = [
             msgspec.structs.replace(segment, end=min(segment.end, num_tokens))
             for segment in record.segments
             if segment.start < num_tokens
         ]
-        if not self._ended:
-            record.finish_reason = "stop"
+        record.finish_reason = "stop"
+        if self._ended:  # the engine was faster than the reader: the session has the whole answer
+            self.session.shorten_turn(surplus)
+        else:
             await self._end()
 
     @property

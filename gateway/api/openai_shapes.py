@@ -180,12 +180,12 @@ def _logprobs(
 ) -> dict[str, Any] | None:
     if head.shape.logprobs is None:
         return None
-    alternatives = [row[: head.shape.logprobs] for row in top] if top else [()] * len(token_ids)
+    alternatives = [sorted(row, key=lambda t: -t.logprob) for row in top] if top else [[]] * len(token_ids)
     if head.api == "chat":
         content = [
             {
                 **_chat_token(codec, token_id, logprob),
-                "top_logprobs": [_chat_token(codec, t.token_id, t.logprob) for t in row],
+                "top_logprobs": [_chat_token(codec, t.token_id, t.logprob) for t in row[: head.shape.logprobs]],
             }
             for token_id, logprob, row in zip(token_ids, logprobs, alternatives, strict=True)
         ]
@@ -197,7 +197,10 @@ def _logprobs(
     return {
         "tokens": texts,
         "token_logprobs": list(logprobs),
-        "top_logprobs": [{token_text(codec, t.token_id): t.logprob for t in row} for row in alternatives],
+        "top_logprobs": [
+            {**{token_text(codec, t.token_id): t.logprob for t in row}, text: logprob}  # the sampled one is always told
+            for text, logprob, row in zip(texts, logprobs, alternatives, strict=True)
+        ],
         "text_offset": offsets[: len(texts)],
     }
 

@@ -114,6 +114,18 @@ class SessionState:
         self.last_finish_reason = record.finish_reason
         self.touched_unix_s = now
 
+    def shorten_turn(self, surplus: int) -> None:
+        """A stop string matched in an answer that was already taken in: its last `surplus` tokens were never said."""
+        keep = len(self.token_ids) - surplus
+        for per_token in (self.token_ids, self.logprobs, self.loss_mask, self.versions):
+            del per_token[keep:]
+        self.segments = [
+            msgspec.structs.replace(segment, end=min(segment.end, keep))
+            for segment in self.segments
+            if segment.start < keep
+        ]
+        self.last_finish_reason = "stop"
+
     def drop_turn(self, now: float) -> None:
         """The running turn came to nothing (given up or lost): its prompt leaves the record again."""
         self.running = None

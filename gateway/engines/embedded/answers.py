@@ -101,7 +101,7 @@ class Answer:
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         if self._request.params.logprobs is None:
             return None
-        names = [self._text.token(token.id) for token in tokens]
+        names = [self._name(token.id) for token in tokens]
         offset, offsets = self._text_length, []
         for name in names:
             offsets.append(offset)
@@ -114,7 +114,10 @@ class Answer:
         }
 
     def _top(self, token: Token, name: str) -> dict[str, float]:
-        return {name: _finite(token.logprob), **{self._text.token(id): _finite(value) for id, value in token.top}}
+        return {name: _finite(token.logprob), **{self._name(id): _finite(value) for id, value in token.top}}
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._body.return_tokens_as_token_ids else self._text.token(token_id)
 
 
 def _finite(logprob: float | None) -> float:

@@ -43,6 +43,7 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     stream_options: StreamOptions | None = None
     stream_interval: int = 1
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # logprobs name tokens "token_id:N", which no text can confuse
     return_weight_versions: bool | None = None
     request_id: str | None = None
     cache_salt: str | None = None

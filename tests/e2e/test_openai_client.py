@@ -1,0 +1,233 @@
+"""The gateway as its users meet it: real processes, driven by the official `openai` client.
+
+One embedded engine on the tiny model answers what the model says; a scripted engine (real HTTP, vLLM's dialect) answers
+what a test says, for tool calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gateway.tokens import Codec
+from tests.support import processes
+from tests.support.processes import Daemon
+from tests.support.tiny_model import tiny_model
+
+pytestmark = pytest.mark.slow
+
+HELLO: list[Any] = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
+
+
+@dataclass
+class Gateway:
+    """The running gateway and what is needed to check it."""
+
+    url: str
+    daemon: Daemon
+    codec: Codec
+
+    def client(self, path: str = "/v1", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + path, api_key="unused", max_retries=0, **options)
+
+    def async_client(self, path: str = "/v1") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url + path, api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    directory = tmp_path_factory.mktemp("openai")
+    model = str(tiny_model())
+    engine = processes.start(
+        "engine",
+        ["gateway", "engine", "--model", model, "--served-model-name", "policy", "--dtype", "float32"],
+        directory,
+    )
+    serve = ["gateway", "serve", "--model", "policy", "--tokenizer", model, "--data", str(directory / "data")]
+    gateway = processes.start("gateway", [*serve, "--engine", f"e0=vllm={engine.ready['url']}"], directory)
+    yield Gateway(gateway.ready["url"], gateway, Codec.load(model))
+    assert gateway.stop() == 0, gateway.log()
+    assert engine.stop() == 0, engine.log()
+
+
+def test_models(gateway: Gateway) -> None:
+    with gateway.client() as client:
+        assert [model.id for model in client.models.list()] == ["policy"]
+        assert client.models.retrieve("policy").owned_by == "laminar"
+
+
+def test_chat_whole_and_streamed_say_the_same(gateway: Gateway) -> None:
+    asked: dict[str, Any] = {"model": "policy", "messages": HELLO, "max_tokens": 24, "temperature": 0}
+    with gateway.client() as client:
+        whole = client.chat.completions.create(**asked)
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert text
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(gateway.codec.render(HELLO))
+    assert whole.usage.completion_tokens == 24
+
+
+async def test_async_clients_side_by_side(gateway: Gateway) -> None:
+    async with gateway.async_client() as client:
+
+        async def streamed(seed: int) -> str:
+            stream = await client.chat.completions.create(
+                model="policy", messages=HELLO, max_tokens=16, seed=seed, stream=True
+            )
+            return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+        async def whole(seed: int) -> str:
+            answer = await client.chat.completions.create(model="policy", messages=HELLO, max_tokens=16, seed=seed)
+            return answer.choices[0].message.content or ""
+
+        texts = await asyncio.gather(*(ask(seed) for seed in range(4) for ask in (streamed, whole)))
+    assert texts[0::2] == texts[1::2]  # the same seed says the same, streamed or not
+    assert len(set(texts)) > 1
+
+
+def test_completions_by_ids_return_ids_logprobs_and_versions(gateway: Gateway) -> None:
+    prompt = gateway.codec.encode("The trainer makes new weights")
+    with gateway.client() as client:
+        answer: Any = client.completions.create(
+            model="policy",
+            prompt=prompt,
+            max_tokens=8,
+            temperature=0,
+            logprobs=2,
+            extra_body={"return_token_ids": True, "return_weight_versions": True, "ignore_eos": True},
+        )
+    [choice] = answer.choices
+    assert len(choice.token_ids) == 8
+    assert gateway.codec.decode(choice.token_ids) == "".join(choice.logprobs.tokens)
+    assert len(choice.logprobs.token_logprobs) == 8
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == pytest.approx(logprob, abs=1e-5)  # greedy: the sampled token is the likeliest
+        assert max(top.values()) == top[token]
+    [span] = choice.weight_versions
+    assert (span["start"], span["end"], span["engine"]) == (0, 8, "e0")
+    assert answer.prompt_token_ids == prompt
+
+
+def test_chat_logprobs(gateway: Gateway) -> None:
+    with gateway.client() as client:
+        answer = client.chat.completions.create(
+            model="policy", messages=HELLO, max_tokens=4, logprobs=True, top_logprobs=3, temperature=0
+        )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [len(token.top_logprobs) for token in logprobs.content] == [3] * 4
+    assert all(token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-5) for token in logprobs.content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(gateway: Gateway, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "policy", "messages": HELLO, "max_tokens": 32, "temperature": 0}
+    with gateway.client() as client:
+        said = client.chat.completions.create(**asked).choices[0].message.content or ""
+        stop = said[len(said) // 2 : len(said) // 2 + 3]
+        expected = said[: said.index(stop)]
+        if stream:
+            chunks = list(client.chat.completions.create(**asked, stop=[stop], stream=True))
+            text = "".join(c.choices[0].delta.content or "" for c in chunks)
+            reason = chunks[-1].choices[0].finish_reason
+        else:
+            answer = client.chat.completions.create(**asked, stop=stop)
+            text, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+    assert (text, reason) == (expected, "stop")
+
+
+def test_a_session_over_turns_is_one_record(gateway: Gateway) -> None:
+    made = httpx.post(f"{gateway.url}/sessions", json={"group_id": "g", "tags": {"env": "test"}}).json()
+    messages = list(HELLO)
+    extra = {"return_token_ids": True}
+    ids: list[int] = []
+    with openai.OpenAI(base_url=made["base_url"], api_key=made["api_key"], max_retries=0) as client:
+        for turn in range(3):
+            raw = client.chat.completions.with_raw_response.create(
+                model="policy", messages=messages, max_tokens=6, extra_body=extra
+            )
+            answer: Any = raw.parse()
+            assert raw.headers["X-Session-ID"] == made["session_id"]
+            assert answer.prompt_token_ids[: len(ids)] == ids, f"turn {turn} does not extend the record"
+            ids = answer.prompt_token_ids + answer.choices[0].token_ids
+            messages += [answer.choices[0].message, {"role": "user", "content": f"And {turn}?"}]
+    finished = httpx.post(f"{gateway.url}/sessions/{made['session_id']}/finish", json={"reward": 0.5})
+    assert finished.status_code == 200, finished.text
+    sample = {"reader": "test", "trainer_version": 0, "trajectories": 1, "wait_s": 10}
+    [trajectory] = httpx.post(f"{gateway.url}/experience/sample", json=sample, timeout=20).json()["trajectories"]
+    assert trajectory["token_ids"] == ids
+    assert trajectory["session_id"] == made["session_id"]
+    assert sum(trajectory["loss_mask"]) == 18
+    assert trajectory["turns"] == 3
+    assert all((lp == 0.0) == (m == 0) for lp, m in zip(trajectory["logprobs"], trajectory["loss_mask"], strict=True))
+
+
+def test_a_stop_string_ends_the_record_where_the_text_ends(gateway: Gateway) -> None:
+    made = httpx.post(f"{gateway.url}/sessions", json={}).json()
+    extra = {"return_token_ids": True}
+    with openai.OpenAI(base_url=made["base_url"], api_key=made["api_key"], max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "policy", "max_tokens": 32, "temperature": 0, "extra_body": extra}
+        free: Any = gateway.client().chat.completions.create(messages=HELLO, **asked)
+        said = free.choices[0].message.content
+        stop = said[len(said) // 2 : len(said) // 2 + 3]
+        first: Any = client.chat.completions.create(messages=HELLO, stop=stop, **asked)
+        messages = [*HELLO, first.choices[0].message, {"role": "user", "content": "go on"}]
+        second: Any = client.chat.completions.create(messages=messages, **asked)
+    kept = first.choices[0].token_ids
+    assert kept == free.choices[0].token_ids[: len(kept)]
+    assert len(kept) < 32
+    before = first.prompt_token_ids + kept
+    assert second.prompt_token_ids[: len(before)] == before
+    rest = gateway.codec.decode(second.prompt_token_ids[len(before) :])
+    assert rest == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_errors_are_the_clients_own(gateway: Gateway) -> None:
+    with gateway.client() as client:
+        with pytest.raises(openai.NotFoundError, match="served: 'policy'"):
+            client.chat.completions.create(model="gpt-4", messages=HELLO)
+        with pytest.raises(openai.BadRequestError, match="send one request for each sample"):
+            client.chat.completions.create(model="policy", messages=HELLO, n=2)
+        with pytest.raises(openai.BadRequestError, match=r"3000 tokens.* 2048") as caught:
+            client.completions.create(model="policy", prompt=[5] * 3000)
+        assert caught.value.code == "too_large"
+        with pytest.raises(openai.BadRequestError, match="unknown field `temprature`"):
+            client.chat.completions.create(model="policy", messages=HELLO, extra_body={"temprature": 1})
+
+
+def test_a_stream_that_is_closed_early_frees_its_session(gateway: Gateway) -> None:
+    with gateway.client("/sessions/leaves/v1") as client:
+        stream = client.chat.completions.create(model="policy", messages=HELLO, max_tokens=1500, stream=True)
+        next(iter(stream))
+        stream.close()
+        for attempt in range(200):
+            try:
+                again = client.chat.completions.create(model="policy", messages=HELLO, max_tokens=4)
+                break
+            except openai.ConflictError:
+                assert attempt < 199, "the turn of the client that left never ended"
+                httpx.get(f"{gateway.url}/healthz")
+    assert again.choices[0].message.role == "assistant"
+
+
+def test_raw_bytes_of_a_stream_are_server_sent_events(gateway: Gateway) -> None:
+    body = {"model": "policy", "messages": HELLO, "max_tokens": 3, "stream": True}
+    with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, timeout=30) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-1])
