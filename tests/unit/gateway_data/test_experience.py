@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -192,3 +195,57 @@ def test_bookkeeping_keeps_its_invariants(events: list[tuple[str, int]]) -> None
         assert not set(held) & set(state.free)
         assert len(state) == len(state.free) + state.num_leased <= 5
         assert seq == len(state) + evicted + used
+
+
+CHILD = textwrap.dedent(
+    """
+    import asyncio, sys
+    from pathlib import Path
+    from gateway.core.types import Trajectory
+    from gateway.data import Database, ExperienceBuffer
+
+    def trajectory(name: str) -> Trajectory:
+        return Trajectory(
+            session_id=name, group_id="g", sample_index=0, reward=1.0, status="completed", mixed=False, split="train",
+            token_ids=[1, 2], logprobs=[0.0, -1.0], loss_mask=[0, 1], versions=[-1, 3], turns=1, segments=[],
+            started_unix_s=0.0, finished_unix_s=1.0)
+
+    async def main() -> None:
+        database = Database(Path(sys.argv[1]))
+        await database.open()
+        buffer = ExperienceBuffer(database)
+        await buffer.open()
+        for number in range(10**9):
+            await buffer.add(trajectory(f"s{number}"))
+            print(number, flush=True)
+            if number == 5:
+                lease, got = await buffer.sample("r", trajectories=3, trainer_version=3, lease_s=1000)
+                await buffer.ack(lease)
+            if number == 8:
+                await buffer.sample("dead reader", trajectories=2, trainer_version=3, lease_s=0.001)
+
+    asyncio.run(main())
+    """
+)
+
+
+def test_what_was_added_survives_kill_9_once(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for _ in range(30):
+        child.stdout.readline()
+    child.kill()
+    promised = 29 + len([line for line in child.stdout.read().splitlines() if line])
+    child.stdout.close()
+    child.wait()
+    asyncio.run(_check_what_is_left(path, promised))
+
+
+async def _check_what_is_left(path: Path, promised: int) -> None:
+    async with Database(path) as database:
+        buffer = ExperienceBuffer(database)
+        await buffer.open()
+        left = names(await buffer.sample("r", trajectories=10**6, trainer_version=3))
+    assert left[: promised - 4] == [f"s{number}" for number in range(3, promised - 1)]  # used ones gone, order kept
+    assert left == [f"s{number}" for number in range(3, 3 + len(left))]  # each once, the dead reader's among them
