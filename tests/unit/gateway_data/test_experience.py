@@ -236,7 +236,7 @@ def test_what_was_added_survives_kill_9_once(tmp_path: Path) -> None:
     for _ in range(30):
         child.stdout.readline()
     child.kill()
-    promised = 29 + len([line for line in child.stdout.read().splitlines() if line])
+    promised = 30 + len([line for line in child.stdout.read().splitlines() if line])
     child.stdout.close()
     child.wait()
     asyncio.run(_check_what_is_left(path, promised))
@@ -247,5 +247,5 @@ async def _check_what_is_left(path: Path, promised: int) -> None:
         buffer = ExperienceBuffer(database)
         await buffer.open()
         left = names(await buffer.sample("r", trajectories=10**6, trainer_version=3))
-    assert left[: promised - 4] == [f"s{number}" for number in range(3, promised - 1)]  # used ones gone, order kept
+    assert len(left) >= promised - 3  # three were used; all others that `add` returned for are there
     assert left == [f"s{number}" for number in range(3, 3 + len(left))]  # each once, the dead reader's among them
