@@ -87,11 +87,14 @@ class Repacker:
         ]
 
     def _turn_views(self, engine: EngineName) -> list[TurnView]:
-        """Expected growth: half of what the turn may still generate; nobody knows better before lengths are learnt."""
+        """Expected growth: half of what the turn may still generate. Remaining time: half a typical session's."""
+        remaining_s = self._sessions.typical_duration_s / 2
         views = []
         for load in self._fleet.state.engines[engine].turns.values():
             run = self._sessions.runs.get(load.turn_id)
             if run is not None:
                 growth = max(1, (load.tokens_max - load.tokens) // 2)
-                views.append(TurnView(load.turn_id, load.session_id, load.tokens, growth, run.session.moves))
+                views.append(
+                    TurnView(load.turn_id, load.session_id, load.tokens, growth, run.session.moves, remaining_s)
+                )
         return views

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import statistics
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 ENDED_MAX = 10_000
 """Ended sessions remembered, so that a second finish is told what happened."""
 GROUPS_MAX = 10_000
+DURATIONS_MAX = 128
+"""Finished sessions from which the typical duration is read."""
 EXPIRY_INTERVAL_S = 5.0
 
 
@@ -75,6 +78,7 @@ class Sessions:
         self._keys: dict[str, SessionId] = {}
         self._ended: OrderedDict[SessionId, str] = OrderedDict()
         self._groups_done: OrderedDict[GroupId, int] = OrderedDict()
+        self._durations_s: deque[float] = deque(maxlen=DURATIONS_MAX)
         self._started_unix_s = int(time.time())
 
     # -- gateway.ports.Turns
@@ -170,6 +174,7 @@ class Sessions:
         if state.spec.train and state.spec.split == "train":
             await self._buffer.add(trajectory)
         self.counters.trajectories_finished += 1
+        self._durations_s.append(trajectory.finished_unix_s - trajectory.started_unix_s)
         await self._pool.forget_session(session_id)
         self.fleet.changed()
         return trajectory
@@ -194,12 +199,12 @@ class Sessions:
     # -- what others ask
 
     def admission(self) -> Admission:
-        statistics = self._buffer.statistics()
+        buffered = self._buffer.statistics().trajectories
         running = sum(1 for s in self._live.values() if s.version is not None and s.spec.train)
         bound = self.reader.staleness_max
         return Admission(
             running,
-            statistics.trajectories,
+            buffered,
             self.reader.batch,
             self.config.fleet.staleness_max if bound is None else bound,
         )
@@ -219,6 +224,11 @@ class Sessions:
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    @property
+    def typical_duration_s(self) -> float:
+        """Median of recent sessions; 0 before the first has finished."""
+        return statistics.median(self._durations_s) if self._durations_s else 0.0
 
     def idle_tokens(self, engine: str, state: FleetState) -> int:
         """Tokens of sessions that wait for a tool and will come back to this engine."""

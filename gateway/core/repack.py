@@ -34,6 +34,7 @@ class TurnView:
     tokens: int
     expected_growth: int  # tokens it will probably still generate
     moves: int = 0
+    remaining_s: float = 0.0  # how long its session will probably still come back, tool calls included
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,6 @@ def _price_s(source: EngineView, config: RepackConfig) -> float:
 
 
 def _gain_s(source: EngineView, config: RepackConfig) -> float:
-    """Engine seconds freed: how long its longest turn would hold it, weighed by the share of its batch left empty."""
-    drain_s = max(t.expected_growth for t in source.turns) / config.decode_tokens_per_s
+    """Engine seconds freed: how long its longest session would hold it, weighed by the share of its batch left empty."""
+    drain_s = max(max(t.expected_growth / config.decode_tokens_per_s, t.remaining_s) for t in source.turns)
     return drain_s * (1 - len(source.turns) / config.max_running)
