@@ -41,7 +41,7 @@ class Command:
     argv: tuple[str, ...]
     ready_timeout_s: float | None = 90.0  # None: it writes no ready file
     ends_by_itself: bool = False
-    niceness: int = 0
+    niceness: int = 0  # once it is ready: its start is as urgent as anybody's
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,8 @@ class Supervisor:
         child = await self._spawn(command, ready_path)
         if command.ready_timeout_s is not None:
             await self._until_ready(child, ready_path, command.ready_timeout_s)
+        if command.niceness and child.alive:
+            _be_nice(child.process.pid, command.niceness)
         return child
 
     async def start_all(self, commands: Iterable[Command]) -> dict[str, dict[str, Any]]:
@@ -190,8 +192,6 @@ class Supervisor:
                 env=self._env,
                 start_new_session=True,
             )
-        if command.niceness:
-            os.setpriority(os.PRIO_PROCESS, process.pid, command.niceness)
         child = Child(command, process, log_path, time.monotonic())
         child.watcher = asyncio.create_task(self._reap(child), name=f"reap {command.name}")
         self._children[command.name] = child
@@ -218,6 +218,14 @@ class Supervisor:
                 raise DemoError(f"{child.name} was not ready after {timeout_s:.0f} s. {words}")
             await asyncio.sleep(READY_POLL_S)
         child.ready = ready
+
+
+def _be_nice(pid: int, niceness: int) -> None:
+    """Lowers the priority of a process, all threads of it: to Linux they are tasks of their own."""
+    tasks = Path(f"/proc/{pid}/task")
+    for task in [int(entry.name) for entry in tasks.iterdir()] if tasks.is_dir() else [pid]:
+        with suppress(ProcessLookupError):  # a thread that has just ended
+            os.setpriority(os.PRIO_PROCESS, task, niceness)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

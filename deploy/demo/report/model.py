@@ -234,7 +234,7 @@ def _travel(
         step=None if publish is None else publish.step,
         began=clock.maybe(began),
         copied=None if began is None or publish is None else clock.at(began + publish.stall_s),
-        sealed=sealed if began is None or publish is None else clock.at(began + publish.sealed_s),
+        sealed=sealed if sealed is not None or publish is None else clock.at(publish.began_unix_s + publish.sealed_s),
         held=dict(sorted(held.items())),
         loaded=dict(sorted(loaded.items())),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -101,6 +102,15 @@ async def test_a_process_without_ready_file_gets_no_such_option(tmp_path: Path) 
         script = "import sys; sys.exit(len(sys.argv) - 1)"
         await processes.start(command("plain", script, ready_timeout_s=None, ends_by_itself=True))
         assert (await processes.wait("plain")).status == 0
+
+
+async def test_niceness_holds_for_every_thread_once_ready(tmp_path: Path) -> None:
+    script = "import threading; threading.Thread(target=signal.pause, daemon=True).start(); "
+    async with Supervisor(tmp_path) as processes:
+        child = await processes.start(command("nice", READY + script + "announce(); time.sleep(60)", niceness=7))
+        tasks = [int(task) for task in os.listdir(f"/proc/{child.process.pid}/task")]
+        assert len(tasks) == 2
+        assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {7}
 
 
 async def test_nothing_outlives_the_supervisor(tmp_path: Path) -> None:

@@ -138,7 +138,8 @@ function publishes(parent, x, bottom) {
   for (const version of data.versions) {
     const t = version.sealed ?? version.copied;
     if (t === null || t === undefined) continue;
-    const at = x(t);
+    if (t > view.to || (t < view.from && view.from > 0)) continue;
+    const at = Math.max(x(t), LEFT + 14);  // version 1 went out during the set-up
     node(parent, "line", { x1: at, x2: at, y1: 20, y2: bottom, stroke: colour(version.version), "stroke-width": 1, opacity: .55 });
     const mark = node(parent, "g");
     node(mark, "rect", { x: at - 13, y: 4, width: 26, height: 16, rx: 8, fill: colour(version.version) });
@@ -231,47 +232,46 @@ function zoom(svg, width, bottom) {
 /* ---- versions' travel ---- */
 function travel() {
   const rows = data.versions.filter((version) => version.began !== null);
-  const width = 1300, row = 26, top = 30, height = top + rows.length * row + 22, left = 120, middle = 640, second = 720;
+  const bars = 1 + data.relays.length, row = bars * 8 + 10, top = 30, width = 1300;
+  const height = top + rows.length * row + 22, left = 150, middle = 660, second = 740;
   const svg = drawing($("travel"), width, height);
-  const delay = (version, t) => t - version.began;
-  const relayMax = Math.max(.05, ...rows.flatMap((v) => [v.sealed, ...Object.values(v.held)].filter((t) => t !== null).map((t) => delay(v, t))));
-  const engineMax = Math.max(1, ...rows.flatMap((v) => Object.values(v.loaded).map((t) => delay(v, t))));
+  const relayMax = Math.max(.05, ...rows.flatMap((v) => [v.sealed, ...Object.values(v.held)].map((t) => t - v.began)));
+  const engineMax = Math.max(1, ...rows.flatMap((v) => Object.values(v.loaded).map((t) => t - v.began)));
   const xr = (d) => left + Math.max(0, d) / relayMax * (middle - left);
-  const xe = (d) => second + Math.max(0, d) / engineMax * (width - 60 - second);
+  const xe = (d) => second + Math.max(0, d) / engineMax * (width - 40 - second);
   for (const t of ticks(0, relayMax * 1000, 6)) axis(svg, xr(t / 1000), top, height, `${t} ms`);
   for (const t of ticks(0, engineMax, 7)) axis(svg, xe(t), top, height, `${t} s`);
-  rows.forEach((version, index) => travelRow(svg, version, top + index * row, xr, xe, delay));
+  rows.forEach((version, index) => travelRow(svg, version, top + index * row, row, xr, xe));
 }
 function axis(svg, x, top, height, label) {
   node(svg, "line", { class: "grid", x1: x, x2: x, y1: top - 8, y2: height - 20 });
   node(svg, "text", { x, y: top - 12, "text-anchor": "middle" }, label);
 }
-function travelRow(svg, version, y, xr, xe, delay) {
-  const fill = colour(version.version), mid = y + 10;
+function travelRow(svg, version, y, high, xr, xe) {
+  const fill = colour(version.version), middle = y + (high - 10) / 2;
   const name = `v${version.version}` + (version.step === null ? "" : ` (step ${version.step})`);
-  node(svg, "text", { class: "name", x: 0, y: mid + 4 }, name);
-  const far = Math.max(version.sealed, ...Object.values(version.held));
-  const bar = (from, to, opacity, text) => {
-    const rect = node(svg, "rect", { x: xr(delay(version, from)), y: y + 3, width: Math.max(1, xr(delay(version, to)) - xr(delay(version, from))), height: 14, rx: 2, fill, opacity });
-    tip(rect, text);
+  const ms = (t) => `${((t - version.began) * 1000).toFixed(0)} ms`;
+  node(svg, "text", { class: "name", x: 0, y: middle + 4 }, name);
+  const line = (order, label, until, opacity, text) => {
+    const at = y + order * 8, end = xr(until - version.began);
+    tip(node(svg, "rect", { x: xr(0), y: at, width: Math.max(1, end - xr(0)), height: 7, rx: 2, fill, opacity }), `${name}: ${text}`);
+    node(svg, "text", { x: xr(0) - 5, y: at + 6.5, "text-anchor": "end", style: "font-size:8px" }, label);
   };
-  bar(version.began, far, .28, `${name}: on every relay after ${(delay(version, far) * 1000).toFixed(0)} ms`);
-  bar(version.began, version.copied, 1, `${name}: copied, training goes on, after ${(delay(version, version.copied) * 1000).toFixed(0)} ms`);
-  const sealed = xr(delay(version, version.sealed));
-  tip(node(svg, "path", { d: `M${sealed},${mid - 8} l6,8 l-6,8 l-6,-8 z`, fill, stroke: "var(--ink)" }), `${name}: sealed after ${(delay(version, version.sealed) * 1000).toFixed(0)} ms`);
+  line(0, "trainer", version.copied, 1, `copied, training goes on, after ${ms(version.copied)}`);
   data.relays.forEach((relay, order) => {
-    if (version.held[relay] === undefined) return;
-    dot(svg, xr(delay(version, version.held[relay])), mid, order + 1, fill, `${name}: on ${relay} after ${(delay(version, version.held[relay]) * 1000).toFixed(0)} ms`);
+    if (version.held[relay] !== undefined) line(order + 1, relay, version.held[relay], .5, `on ${relay} after ${ms(version.held[relay])}`);
   });
+  const sealed = xr(version.sealed - version.began);
+  tip(node(svg, "line", { x1: sealed, x2: sealed, y1: y - 2, y2: y + high - 10, stroke: "var(--ink)", "stroke-width": 2 }), `${name}: sealed after ${ms(version.sealed)}`);
   data.engines.forEach((engine, order) => {
     const t = version.loaded[engine.name];
-    if (t !== undefined) dot(svg, xe(delay(version, t)), mid, order + 1, fill, `${name}: loaded by ${engine.name} after ${seconds(delay(version, t))}`, true);
+    if (t !== undefined) dot(svg, xe(t - version.began), middle, order + 1, fill, `${name}: loaded by ${engine.name} after ${seconds(t - version.began)}`);
   });
-  if (!Object.keys(version.loaded).length) node(svg, "text", { x: xe(0), y: mid + 4 }, "no engine loaded it: each takes the newest when it is free");
+  if (!Object.keys(version.loaded).length) node(svg, "text", { x: xe(0) + 4, y: middle + 4 }, "no engine loaded it: each takes the newest when it is free");
 }
-function dot(svg, x, y, label, fill, text, square) {
+function dot(svg, x, y, label, fill, text) {
   const mark = node(svg, "g");
-  node(mark, "rect", { x: x - 8, y: y - 8, width: 16, height: 16, rx: square ? 3 : 8, fill, stroke: "var(--ink)", "stroke-width": .8 });
+  node(mark, "rect", { x: x - 8, y: y - 8, width: 16, height: 16, rx: 3, fill, stroke: "var(--ink)", "stroke-width": .8 });
   node(mark, "text", { x, y: y + 4, "text-anchor": "middle", style: "fill:#10151c;font-weight:600" }, label);
   tip(mark, text);
 }
