@@ -167,6 +167,6 @@ def _price_s(source: EngineView, config: RepackConfig) -> float:
 
 
 def _gain_s(source: EngineView, config: RepackConfig) -> float:
-    """Engine seconds freed: how long its longest session would hold it, weighed by the share of its batch left empty."""
+    """Engine seconds freed: how long its longest session would hold it, times the share of its batch left empty."""
     drain_s = max(max(t.expected_growth / config.decode_tokens_per_s, t.remaining_s) for t in source.turns)
     return drain_s * (1 - len(source.turns) / config.max_running)
