@@ -1,0 +1,5 @@
+"""`python -m agents_env` is the command `agents-env`."""
+
+from agents_env.cli import main
+
+main()

@@ -1,0 +1,101 @@
+"""Single-turn problems with a verifier, from the `reasoning-gym` library: one question, one reply.
+
+Each conversation begins with worked examples, other problems of the same dataset with their answers: they show the
+form that the verifier wants, whatever the dataset.
+
+Scoring: the dataset's own `score_answer`, in [0, 1], with the whole reply as the answer. The library gives part of
+the credit to a reply that holds the answer among other words, the less the more words there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agents_env.environment import Chat, Message, Outcome
+
+SYSTEM = "Write only the answer."
+
+DEFAULT_DATASET = "letter_counting"
+DEFAULT_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "letter_counting": {"min_words": 2, "max_words": 4},
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+}
+"""Used where none is given: what a model of 135 M parameters can begin to learn. Other datasets: the library's own."""
+
+_STREAM_SIZE = 2**31
+"""Tasks are generated one by one as they are asked for, so a size is no cost."""
+
+
+_EXAMPLES_SEED = 4_000_000_000
+"""Far from the seeds of tasks, so that no task is among the examples."""
+
+
+class UnknownDataset(ValueError):
+    """No such dataset, or it refuses its configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`entry` is the library's, as `score_answer` wants it back."""
+
+    task_id: str
+    entry: Mapping[str, Any]
+
+
+class Reasoning:
+    """See the module. `dataset` is a name of reasoning-gym, `config` its keyword arguments."""
+
+    name = "reasoning"
+
+    def __init__(
+        self,
+        dataset: str = DEFAULT_DATASET,
+        config: Mapping[str, Any] | None = None,
+        *,
+        num_examples: int = 1,
+        max_tokens: int = 16,
+    ) -> None:
+        self._dataset = dataset
+        self._config = dict(DEFAULT_CONFIGS.get(dataset, {}) if config is None else config)
+        self._max_tokens = max_tokens
+        self._scorer = _create(dataset, self._config, seed=_EXAMPLES_SEED)
+        self._opening: list[Message] = [{"role": "system", "content": SYSTEM}]
+        for index in range(num_examples):
+            example = self._scorer[index]
+            self._opening.append({"role": "user", "content": str(example["question"])})
+            self._opening.append({"role": "assistant", "content": str(example["answer"])})
+
+    def tasks(self, seed: int) -> Iterator[Problem]:
+        entries = _create(
+            self._dataset, self._config, seed=(seed * 1_000_003) % _STREAM_SIZE
+        )  # to which the library adds the index
+        for index in range(_STREAM_SIZE):
+            yield Problem(f"{self._dataset}-{seed}-{index}", entries[index])
+
+    async def rollout(self, task: Problem, client: Chat) -> Outcome:
+        question: Message = {"role": "user", "content": str(task.entry["question"])}
+        reply = await client.reply([*self._opening, question], max_tokens=self._max_tokens)
+        reward = float(self._scorer.score_answer(answer=reply.text.strip(), entry=dict(task.entry)))
+        metrics = {"exact": float(reward == 1.0), "completion_tokens": reply.completion_tokens}
+        return Outcome(reward, "truncated" if reply.truncated else "completed", metrics)
+
+
+def datasets() -> list[str]:
+    """Names of all datasets of the library."""
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS)
+
+
+def _create(dataset: str, config: Mapping[str, Any], *, seed: int) -> Any:
+    import reasoning_gym  # takes a second to import: not for those who only want the other environment
+
+    if dataset not in datasets():
+        raise UnknownDataset(f"reasoning-gym has no dataset {dataset!r}; `agents-env list --datasets` names them")
+    try:
+        return reasoning_gym.create_dataset(dataset, seed=seed, size=_STREAM_SIZE, **config)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UnknownDataset(f"dataset {dataset} refuses {json.dumps(config)}: {error}") from error

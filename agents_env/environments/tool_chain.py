@@ -1,0 +1,163 @@
+"""Multi-turn use of a tool: the model calls a calculator once for each step, sees the result, and answers at the end.
+
+    user       Start with 12. Add 7.
+    assistant  calc(12 + 7)
+    user       19. Multiply by 3.
+    assistant  calc(19 * 3)
+    user       57. Result?
+    assistant  57
+
+Chains have 1 to 8 calls, most of them 1 or 2 and few 7 or 8: the long tail that a rollout system has to live with.
+A call is plain text rather than an OpenAI tool call, for small models whose template knows no tools.
+
+Scoring: the share of turns that were right, in [0, 1]. A call is right when the reply is nothing but one call and its
+value is what the step asks of the number last shown; the answer is right when it is nothing but the number that the
+whole chain gives. A wrong turn does not end the chain: the length is a property of the task, not of the model.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from agents_env.environment import Chat, Message, Outcome
+from agents_env.environments.calculator import BadExpression, calculate, format_number
+
+LENGTH_WEIGHTS = {1: 34, 2: 27, 3: 14, 4: 9, 5: 6, 6: 4, 7: 3, 8: 3}
+"""How often, of 100 tasks, a chain has so many calls."""
+VALUE_MAX = 200
+"""Values stay between 0 and this: the task is calling the tool, not copying long numbers."""
+CALL_TOKENS_MAX = 20
+"""Longest right call, `calc(199 - 9)`, is 9 tokens of SmolLM2; the rest is room for being wrong."""
+ANSWER_TOKENS_MAX = 12
+
+WORKED_EXAMPLE: tuple[Message, ...] = (
+    {"role": "system", "content": "Call the calculator once for each step."},
+    {"role": "user", "content": "Start with 3. Add 4."},
+    {"role": "assistant", "content": "calc(3 + 4)"},
+    {"role": "user", "content": "7. Multiply by 2."},
+    {"role": "assistant", "content": "calc(7 * 2)"},
+    {"role": "user", "content": "14. Result?"},
+    {"role": "assistant", "content": "14"},
+)
+"""How every conversation begins. Told in words only, or with the example inside the system message, SmolLM2-135M makes
+next to no right call (0 to 0.03 of the reward); shown as turns of a conversation it starts at 0.7."""
+
+Operation = Literal["Add", "Subtract", "Multiply by"]
+_SYMBOL: dict[Operation, str] = {"Add": "+", "Subtract": "-", "Multiply by": "*"}
+_CALL = re.compile(r"calc\(([^\n]*)\)")
+_NUMBER = re.compile(r"-?\d{1,12}")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    operation: Operation
+    operand: int
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.operand}."
+
+    def apply(self, value: Fraction) -> Fraction:
+        match self.operation:
+            case "Add":
+                return value + self.operand
+            case "Subtract":
+                return value - self.operand
+            case "Multiply by":
+                return value * self.operand
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A start and 1 to 8 steps."""
+
+    start: int
+    steps: tuple[Step, ...]
+
+    @property
+    def task_id(self) -> str:
+        return str(self.start) + "".join(f"{_SYMBOL[step.operation]}{step.operand}" for step in self.steps)
+
+    @property
+    def answer(self) -> Fraction:
+        value = Fraction(self.start)
+        for step in self.steps:
+            value = step.apply(value)
+        return value
+
+
+class ToolChain:
+    """See the module. Stateless: one instance serves any number of rollouts."""
+
+    name = "tool-chain"
+
+    def tasks(self, seed: int) -> Iterator[Chain]:
+        rng = random.Random(f"tool-chain {seed}")
+        while True:
+            yield draw_chain(rng)
+
+    async def rollout(self, task: Chain, client: Chat) -> Outcome:
+        conversation = list(WORKED_EXAMPLE)
+        shown, prompt, calls_right = Fraction(task.start), f"Start with {task.start}. {task.steps[0]}", 0
+        for position, step in enumerate(task.steps):
+            call = await _turn(conversation, client, prompt, CALL_TOKENS_MAX)
+            value = call_value(call)
+            calls_right += value is not None and value == step.apply(shown)
+            result = "Error: not one call"
+            if value is not None:
+                shown = value
+                result = format_number(value)
+            following = str(task.steps[position + 1]) if position + 1 < len(task.steps) else "Result?"
+            prompt = f"{result}. {following}"
+        answer = await _turn(conversation, client, prompt, ANSWER_TOKENS_MAX)
+        answer_right = answer_value(answer) == task.answer
+        reward = (calls_right + answer_right) / (len(task.steps) + 1)
+        metrics = {"calls": len(task.steps), "calls_right": calls_right, "answer_right": float(answer_right)}
+        return Outcome(reward, metrics=metrics)
+
+
+def draw_chain(rng: random.Random) -> Chain:
+    (length,) = rng.choices(list(LENGTH_WEIGHTS), weights=list(LENGTH_WEIGHTS.values()))
+    start = value = rng.randint(2, 50)
+    steps: list[Step] = []
+    for _ in range(length):
+        step = _draw_step(rng, value)
+        value = int(step.apply(Fraction(value)))
+        steps.append(step)
+    return Chain(start, tuple(steps))
+
+
+def _draw_step(rng: random.Random, value: int) -> Step:
+    while True:
+        operation: Operation = rng.choice(("Add", "Subtract", "Multiply by"))
+        step = Step(operation, rng.randint(2, 3 if operation == "Multiply by" else 9))
+        if 0 <= step.apply(Fraction(value)) <= VALUE_MAX:
+            return step
+
+
+def call_value(reply: str) -> Fraction | None:
+    """The value of a reply that is one call and nothing else; None for any other reply."""
+    match = _CALL.fullmatch(reply.strip())
+    if match is None:
+        return None
+    try:
+        return calculate(match[1])
+    except BadExpression:
+        return None
+
+
+def answer_value(reply: str) -> Fraction | None:
+    """The number that a reply is; None when it is anything more or else."""
+    text = reply.strip().removesuffix(".")
+    return Fraction(int(text)) if _NUMBER.fullmatch(text) else None
+
+
+async def _turn(conversation: list[Message], client: Chat, prompt: str, max_tokens: int) -> str:
+    conversation.append({"role": "user", "content": prompt})
+    reply = await client.reply(conversation, max_tokens=max_tokens)
+    conversation.append({"role": "assistant", "content": reply.text})
+    return reply.text

@@ -1,0 +1,227 @@
+"""The server that the model is behind: a gateway with sessions, or any OpenAI-compatible server without.
+
+Invariants:
+- the id of a session is chosen here, so that one whose opening was cut short can still be abandoned;
+- every session opened is finished or abandoned; an abandonment that fails is logged, as the server's idle limit ends
+  the session all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import openai
+from openai.types.chat import ChatCompletionMessageParam
+
+from agents_env.environment import Message, Outcome, Reply
+from agents_env.failures import Boundary, RolloutFailed, RunFailed
+from agents_env.retries import with_retries
+
+log = logging.getLogger("agents-env")
+
+ABANDON_TIMEOUT_S = 3.0
+"""A run that is stopped waits no longer than this for the server."""
+CONNECT_TIMEOUT_S = 5.0
+MESSAGE_MAX = 300
+"""Characters kept of an error's message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    model: str
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What the gateway is told of a rollout at its beginning."""
+
+    session_id: str
+    group_id: str
+    sample_index: int
+    group_size: int
+    split: Literal["train", "eval"] = "train"
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one rollout asked of the server; grows while it runs."""
+
+    turns: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    retries: int = 0
+
+    def count_retry(self) -> None:
+        self.retries += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    session_id: str
+    client: openai.AsyncOpenAI
+    usage: Usage
+
+
+class Server:
+    """One base_url. `sessions=False`: a plain OpenAI server, for which opening and ending a session is nothing."""
+
+    def __init__(
+        self,
+        url: str,
+        sampling: Sampling,
+        *,
+        sessions: bool = True,
+        api_key: str = "none",
+        patience_s: float = 60.0,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.root = url.rstrip("/").removesuffix("/v1")
+        self.sampling = sampling
+        self._sessions = sessions
+        self._patience_s = patience_s
+        self._rng = random.Random()  # jitter of retries only
+        self._openai = openai.AsyncOpenAI(
+            base_url=f"{self.root}/v1",
+            api_key=api_key,
+            max_retries=0,  # which requests are sent again is decided in `retries`
+            timeout=openai.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+        )
+        self._root = self._openai.with_options(base_url=self.root)
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._openai.close()
+
+    async def check(self) -> None:
+        """Waits until the server answers and serves the model. RunFailed when it does not."""
+        try:
+            answer = await with_retries(
+                self._openai.models.list, patience_s=self._patience_s, on_retry=lambda: None, rng=self._rng
+            )
+        except openai.APIError as error:
+            raise RunFailed(
+                f"{self.root}/v1/models does not answer as an OpenAI server does: {_describe(error)[1]}; "
+                "--gateway takes the URL that `gateway serve` prints"
+            ) from error
+        served = [model.id for model in answer.data]
+        if self.sampling.model not in served:
+            raise RunFailed(f"{self.root} has no model {self.sampling.model!r}; --model may be {', '.join(served)}")
+
+    async def open(self, spec: SessionSpec) -> Session:
+        usage = Usage()
+        if not self._sessions:
+            return Session(spec.session_id, self._openai, usage)
+        body = {
+            "session_id": spec.session_id,
+            "group_id": spec.group_id,
+            "sample_index": spec.sample_index,
+            "group_size": spec.group_size,
+            "split": spec.split,
+            "tags": dict(spec.tags),
+        }
+        answer = await self._post("/sessions", body, usage)
+        try:
+            client = self._openai.with_options(base_url=answer["base_url"], api_key=answer["api_key"])
+        except KeyError as error:
+            raise RolloutFailed("session", "answer", f"POST /sessions answered without {error}") from error
+        return Session(spec.session_id, client, usage)
+
+    async def finish(self, session: Session, outcome: Outcome) -> None:
+        if self._sessions:
+            body = {"reward": outcome.reward, "status": outcome.status, "metrics": dict(outcome.metrics)}
+            await self._post(f"/sessions/{session.session_id}/finish", body, session.usage)
+
+    async def abandon(self, session_id: str, reason: str) -> None:
+        if not self._sessions:
+            return
+        try:
+            async with asyncio.timeout(ABANDON_TIMEOUT_S):
+                await self._root.post(f"/sessions/{session_id}/abandon", cast_to=object, body={"reason": reason})
+        except (openai.NotFoundError, openai.ConflictError) as error:
+            log.debug("session %s never began or has ended: %s", session_id, error)
+        except (openai.APIError, TimeoutError) as error:
+            log.warning("session %s could not be abandoned: %s", session_id, str(error) or type(error).__name__)
+
+    def chat(self, session: Session) -> SessionChat:
+        return SessionChat(session, self.sampling, self._patience_s, self._rng)
+
+    async def _post(self, path: str, body: Mapping[str, Any], usage: Usage) -> dict[str, Any]:
+        async def send() -> object:
+            return await self._root.post(path, cast_to=object, body=body)
+
+        try:
+            answer = await with_retries(send, patience_s=self._patience_s, on_retry=usage.count_retry, rng=self._rng)
+        except openai.APIError as error:
+            raise _failure("session", error) from error
+        if not isinstance(answer, dict):
+            raise RolloutFailed("session", "answer", f"POST {path} did not answer with a JSON object")
+        return answer
+
+
+class SessionChat:
+    """`Chat` of one session, by the official client."""
+
+    def __init__(self, session: Session, sampling: Sampling, patience_s: float, rng: random.Random) -> None:
+        self._session = session
+        self._sampling = sampling
+        self._patience_s = patience_s
+        self._rng = rng
+
+    async def reply(self, messages: list[Message], *, max_tokens: int) -> Reply:
+        """Raises RolloutFailed."""
+        conversation: list[ChatCompletionMessageParam] = [_as_param(message) for message in messages]
+        usage = self._session.usage
+
+        async def send() -> openai.types.chat.ChatCompletion:
+            return await self._session.client.chat.completions.create(
+                model=self._sampling.model,
+                messages=conversation,
+                max_tokens=max_tokens,
+                temperature=self._sampling.temperature,
+                top_p=self._sampling.top_p,
+            )
+
+        try:
+            answer = await with_retries(send, patience_s=self._patience_s, on_retry=usage.count_retry, rng=self._rng)
+        except openai.APIError as error:
+            raise _failure("model", error) from error
+        if not answer.choices:
+            raise RolloutFailed("model", "answer", "a completion without a choice")
+        choice, used = answer.choices[0], answer.usage
+        num_sampled = used.completion_tokens if used is not None else 0
+        usage.turns += 1
+        usage.completion_tokens += num_sampled
+        usage.prompt_tokens += used.prompt_tokens if used is not None else 0
+        return Reply(choice.message.content or "", choice.finish_reason == "length", num_sampled)
+
+
+def _as_param(message: Message) -> ChatCompletionMessageParam:
+    match message["role"]:
+        case "system":
+            return {"role": "system", "content": message["content"]}
+        case "user":
+            return {"role": "user", "content": message["content"]}
+        case "assistant":
+            return {"role": "assistant", "content": message["content"]}
+
+
+def _failure(boundary: Boundary, error: openai.APIError) -> RolloutFailed:
+    return RolloutFailed(boundary, *_describe(error))
+
+
+def _describe(error: openai.APIError) -> tuple[str, str]:
+    """Kind and message."""
+    if isinstance(error, openai.APIStatusError):
+        return f"http {error.status_code}", error.response.text[:MESSAGE_MAX]
+    cause = error.__cause__ if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None else error
+    return type(cause).__name__, (str(cause) or str(error))[:MESSAGE_MAX]
