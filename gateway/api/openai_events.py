@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -41,8 +40,10 @@ class EventStream:
     ) -> None:
         assert self._keeper is not None
         self._keeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
-            await self._keeper
+        await asyncio.wait([self._keeper])
+        failure = None if self._keeper.cancelled() else self._keeper.exception()
+        if failure is not None and not isinstance(failure, ConnectionError):  # a client that left is no failure
+            raise failure
 
     @property
     def started(self) -> bool:

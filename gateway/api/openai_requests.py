@@ -129,8 +129,11 @@ def _chat_message(message: ChatMessage, path: str) -> Message:
     plain: dict[str, Any] = msgspec.to_builtins(message)
     plain["role"] = "system" if message.role == "developer" else message.role
     plain.setdefault("content", None)
-    for name in ("annotations", "refusal", "audio", "function_call"):
+    for name in ("annotations", "refusal", "audio", "function_call", "parsed"):
         plain.pop(name, None)
+    for call in plain.get("tool_calls", ()):
+        call["function"].pop("parsed_arguments", None)
+        call["function"].setdefault("arguments", "")
     return plain
 
 

@@ -85,6 +85,7 @@ NOBODY = SessionView(SessionId(""), 0, (), (), ephemeral=True)
 
 
 def add_openai_routes(app: web.Application, deps: OpenAIDeps) -> None:
+    """Run the application with `handler_cancellation=True`: that is how a turn hears that its client left."""
     handlers = _Handlers(deps)
     for prefix in PREFIXES:
         app.router.add_post(f"{prefix}/v1/chat/completions", answers_errors(handlers.chat))
@@ -176,14 +177,13 @@ class _Handlers:
         run = self._turns.start(turn.request)
         if turn.call.shape.stream:
             return await self._stream(request, turn, run)
-        return await self._whole(request, turn, run)
+        return await self._whole(turn, run)
 
-    async def _whole(self, request: web.Request, turn: _Turn, run: TurnRun) -> web.Response:
+    async def _whole(self, turn: _Turn, run: TurnRun) -> web.Response:
         answer = Answer()
         async with run, aclosing(_pieces(run, turn, answer)) as reading:
             async for _ in reading:
-                if request.transport is None or request.transport.is_closing():
-                    return web.Response(status=499)  # nobody reads it; leaving gives the turn up
+                pass
         await self._record(turn, answer)
         body = shapes.body(self._codec, turn.head, answer, run.segments)
         return web.Response(body=body, content_type="application/json", headers=_headers(turn))

@@ -15,9 +15,10 @@ import msgspec
 Metadata = dict[str, Any]
 
 
-class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionCall(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] = ""
+    parsed_arguments: Any = None  # what the official client's parsing helpers add to an answer, and send back
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -41,6 +42,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
+    parsed: Any = None  # as `parsed_arguments`
 
 
 class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -77,7 +77,9 @@ def content_text(content: Any) -> str:
 
 
 def arguments_object(arguments: Any) -> Any:
-    """A tool call's arguments as an object where they are JSON; else as they are."""
+    """A tool call's arguments as an object where they are JSON (nothing at all: no arguments); else as they are."""
+    if not arguments:
+        return {}
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ import pytest
 from gateway.tokens import Codec
 from tests.support import processes
 from tests.support.processes import Daemon
+from tests.support.saying_engine import SayingEngine
 from tests.support.tiny_model import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -41,20 +43,59 @@ class Gateway:
         return openai.AsyncOpenAI(base_url=self.url + path, api_key="unused", max_retries=0)
 
 
+def _serve(directory: Path, engine_url: str) -> Gateway:
+    model = str(tiny_model())
+    command = ["gateway", "serve", "--port", "0", "--model", "policy", "--tokenizer", model]
+    daemon = processes.start(
+        "gateway", [*command, "--data", str(directory / "data"), "--engine", f"e0=vllm={engine_url}"], directory
+    )
+    return Gateway(daemon.ready["url"], daemon, Codec.load(model))
+
+
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     directory = tmp_path_factory.mktemp("openai")
     model = str(tiny_model())
     engine = processes.start(
         "engine",
-        ["gateway", "engine", "--model", model, "--served-model-name", "policy", "--dtype", "float32"],
+        ["gateway", "engine", "--port", "0", "--model", model, "--served-model-name", "policy", "--dtype", "float32"],
         directory,
     )
-    serve = ["gateway", "serve", "--model", "policy", "--tokenizer", model, "--data", str(directory / "data")]
-    gateway = processes.start("gateway", [*serve, "--engine", f"e0=vllm={engine.ready['url']}"], directory)
-    yield Gateway(gateway.ready["url"], gateway, Codec.load(model))
-    assert gateway.stop() == 0, gateway.log()
+    gateway = _serve(directory, engine.ready["url"])
+    yield gateway
+    assert gateway.daemon.stop() == 0, gateway.daemon.log()
     assert engine.stop() == 0, engine.log()
+
+
+CALL = '{"name": "calculator", "arguments": {"expression": "12 + 30"}}'
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Computes.",
+            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+        },
+    }
+]
+
+
+def tool_user(prompt: str) -> str:
+    """Asks the calculator, then reads its answer out; counts where it is asked to."""
+    if prompt.endswith("Count.<|im_end|>\n<|im_start|>assistant\n"):
+        return "one two three END four five six seven eight nine ten"
+    _, answered, result = prompt.rpartition("<tool_response>\n")
+    if answered:
+        return f"It is {result.split()[0]}."
+    return f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def tool_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with SayingEngine(Codec.load(tiny_model()), tool_user).running() as url:
+        gateway = _serve(tmp_path_factory.mktemp("tools"), url)
+        yield gateway
+        assert gateway.daemon.stop() == 0, gateway.daemon.log()
 
 
 def test_models(gateway: Gateway) -> None:
@@ -231,3 +272,53 @@ def test_raw_bytes_of_a_stream_are_server_sent_events(gateway: Gateway) -> None:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_loop(tool_gateway: Gateway, stream: bool) -> None:
+    messages = list(HELLO)
+    with tool_gateway.client(f"/sessions/tools-{stream}/v1") as client:
+        asked: dict[str, Any] = {"model": "policy", "tools": TOOLS}
+        if stream:
+            with client.chat.completions.stream(messages=messages, **asked) as events:
+                called = events.get_final_completion().choices[0]
+        else:
+            called = client.chat.completions.create(messages=messages, **asked).choices[0]  # type: ignore[assignment]
+        assert called.finish_reason == "tool_calls"
+        assert called.message.content == "Let me see."
+        assert called.message.tool_calls is not None
+        [call] = called.message.tool_calls
+        assert call.function.name == "calculator"
+        assert json.loads(call.function.arguments) == {"expression": "12 + 30"}
+        messages += [called.message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+        raw = client.chat.completions.with_raw_response.create(messages=messages, **asked)
+    assert raw.headers["X-Laminar-History"] == "extended"
+    assert raw.parse().choices[0].message.content == "It is 42."
+
+
+async def test_tool_call_deltas_of_an_async_stream(tool_gateway: Gateway) -> None:
+    async with tool_gateway.async_client() as client:
+        stream = await client.chat.completions.create(model="policy", messages=HELLO, tools=TOOLS, stream=True)
+        choices = [chunk.choices[0] async for chunk in stream]
+    assert "".join(c.delta.content or "" for c in choices) == "Let me see."
+    [call] = [call for c in choices for call in c.delta.tool_calls or []]
+    assert (call.index, call.type) == (0, "function")
+    assert call.function is not None
+    assert json.loads(call.function.arguments or "") == {"expression": "12 + 30"}
+    assert choices[-1].finish_reason == "tool_calls"
+
+
+def test_a_stop_string_in_an_answer_that_had_ended_shortens_the_record(tool_gateway: Gateway) -> None:
+    count: list[Any] = [{"role": "user", "content": "Count."}]
+    extra = {"return_token_ids": True}
+    with tool_gateway.client("/sessions/counts/v1") as client:
+        first: Any = client.chat.completions.create(model="policy", messages=count, stop="END", extra_body=extra)
+        assert first.choices[0].message.content == "one two three "
+        kept = tool_gateway.codec.decode(first.choices[0].token_ids)
+        assert kept.startswith("one two three END")
+        assert "five" not in kept
+        more = [*count, first.choices[0].message, {"role": "user", "content": "What is 1+1?"}]
+        second: Any = client.chat.completions.create(model="policy", messages=more, extra_body=extra)
+    before = first.prompt_token_ids + first.choices[0].token_ids
+    assert second.prompt_token_ids[: len(before)] == before
+    assert "five" not in tool_gateway.codec.decode(second.prompt_token_ids)

@@ -175,7 +175,7 @@ async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def serving_app(app: web.Application) -> AsyncIterator[str]:
     """Any application on a free port."""
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
