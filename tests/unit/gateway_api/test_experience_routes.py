@@ -92,7 +92,7 @@ async def test_the_gateways_staleness_bound_holds_unless_the_reader_names_one(do
     sample = {"reader": "r", "trainer_version": 9, "trajectories": 2}
     _, body = await post(door.url, "/experience/sample", {**sample, "staleness_max": 8, "lease_s": 0.001})
     assert len(body["trajectories"]) == 2
-    _, body = await post(door.url, "/experience/sample", sample)
+    _, body = await post(door.url, "/experience/sample", {**sample, "trajectories": 1, "wait_s": 10})
     assert [t["session_id"] for t in body["trajectories"]] == ["new"]
 
 

@@ -276,8 +276,6 @@ async def test_a_client_that_goes_away_gives_its_turn_up(stream: bool) -> None:
                     await asyncio.sleep(0.005)
             asked.cancel()
             await asyncio.wait([asked])
-        await asyncio.sleep(0.05)
-        gate.set()
         async with asyncio.timeout(5):
             while not turns.outcomes:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
