@@ -81,18 +81,18 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="laminar-tiny-")  # removed when the test process ends
 
 
-@functools.cache
 def tiny_model(family: Family = "llama", dtype: Dtype = "float32", seed: int = 0) -> Path:
     """A model directory, made once per test process. Treat it as read-only."""
-    return write_tiny_model(Path(_scratch().name) / f"{family}-{dtype}-{seed}", family, dtype, seed)
+    directory = Path(_scratch().name) / f"{family}-{dtype}-{seed}"
+    return directory if directory.exists() else write_tiny_model(directory, family, dtype, seed)
 
 
-@functools.cache
 def tiny_snapshot(family: Family = "llama", dtype: Dtype = "float32", seed: int = 1) -> Path:
     """A weights-only directory, as a relay hands it out; `seed` stands for the version."""
     directory = Path(_scratch().name) / f"snapshot-{family}-{dtype}-{seed}"
-    directory.mkdir(parents=True)
-    write_weights(directory, family, dtype, seed)
+    if not directory.exists():
+        directory.mkdir()
+        write_weights(directory, family, dtype, seed)
     return directory
 
 

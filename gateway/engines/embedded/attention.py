@@ -20,6 +20,10 @@ import torch.nn.functional as F  # noqa: N812
 
 from gateway.engines.embedded.kv import TILE, KvMemory
 
+PRODUCT_SIZE_MIN = 1 << 15
+"""Multiply-adds in a batched product at least, by repeating a token where there are fewer: below some size (2^12 in
+torch 2.13) torch takes another kernel, which rounds otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -92,6 +96,8 @@ class AttentionPlan:
 
     def _plan_tiled(self, tokens: list[_Token]) -> _Tiled:
         num_tiles = max(token.num_tiles for token in tokens)
+        size = TILE * self._kv.head_dim * self._groups * self._kv.num_kv_heads
+        tokens = tokens + [tokens[0]] * (-(-PRODUCT_SIZE_MIN // size) - len(tokens))
         rows, slots = [token.row for token in tokens], [token.slot for token in tokens]
         lengths = torch.tensor([token.length for token in tokens])
         hidden = torch.arange(num_tiles * TILE)[None, :] >= lengths[:, None]

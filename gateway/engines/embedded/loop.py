@@ -138,7 +138,12 @@ class ModelLoop:
     def _load(self, directory: Path) -> None:
         self._engine.check_weights(directory)
         self._control.touch()
-        self._engine.load_weights(directory)
+        try:
+            self._engine.load_weights(directory)
+        except (LaminarError, OSError, RuntimeError) as e:
+            raise LaminarError(
+                f"loading {directory} failed halfway: {e}", hint="the engine stays fenced; load a good snapshot"
+            ) from e
         self._control.loaded()
 
     def _finish(self, label: str | None) -> None:
@@ -167,10 +172,11 @@ class ModelLoop:
                 self._run_commands()
                 if self._control.computes and not self._engine.idle:
                     deltas = self._engine.step()
-                    if deltas:
-                        self._deliver(deltas)
+                    self.statistics = self._engine.statistics()  # before the deltas: who has a token can count it
+                    self._deliver(deltas)
+                else:
+                    self.statistics = self._engine.statistics()
                 self._settle_drained()
-                self.statistics = self._engine.statistics()
         except BaseException as e:
             self.failed = e
             log.exception("the model loop ended by an error; the engine is dead")
@@ -208,7 +214,7 @@ class ModelLoop:
                 return
             try:
                 result = function()
-            except (LaminarError, OSError, RuntimeError) as e:
+            except LaminarError as e:
                 future.set_exception(e)  # the world's fault or the caller's: the engine goes on
             except BaseException as e:
                 future.set_exception(e)
