@@ -222,7 +222,10 @@ async def _roll_out(environment: Environment[Any], options: Options) -> None:
             finally:
                 showing.cancel()
                 await asyncio.wait({showing})
-            log.info("ended: %s", describe(runner.statistics()))
+            end = runner.statistics()
+            log.info("ended: %s", describe(end))
+            if end.given_up and not end.rollouts:
+                raise RunFailed(f"no rollout came to a reward; the last failure: {end.last_error}")
 
 
 async def _until(stop: asyncio.Event, work: Any) -> bool:

@@ -23,6 +23,8 @@ from agents_env.server import Server, Session, SessionSpec, Usage
 
 log = logging.getLogger("agents-env")
 
+ATTEMPT_PAUSE_S = 0.25
+"""Before a sample is tried again, times the attempts made: a server that fails fast is not flooded."""
 RECENT_MAX = 64
 """Rewards that the progress display averages over."""
 
@@ -194,9 +196,9 @@ class Runner(Generic[TaskT]):
             if await self._attempt(sample, attempt):
                 return
             if self._counts.failed_in_a_row >= self.plan.failures_max:
-                raise RunFailed(
-                    f"{self.plan.failures_max} rollouts in a row failed, the last: {self._counts.last_error}"
-                )
+                raise RunFailed(f"{self._counts.failed_in_a_row} rollouts in a row failed: {self._counts.last_error}")
+            if attempt < self.plan.attempts:
+                await asyncio.sleep(ATTEMPT_PAUSE_S * attempt)
         self._counts.given_up += 1
         self._counts.open_groups.pop(sample.group_id, None)
         log.warning("sample %d of %s given up after %d attempts", sample.sample_index, sample.group_id, attempt)

@@ -220,8 +220,12 @@ def _failure(boundary: Boundary, error: openai.APIError) -> RolloutFailed:
 
 
 def _describe(error: openai.APIError) -> tuple[str, str]:
-    """Kind and message."""
+    """Kind and message, the message in one line."""
     if isinstance(error, openai.APIStatusError):
-        return f"http {error.status_code}", error.response.text[:MESSAGE_MAX]
+        return f"http {error.status_code}", _one_line(error.response.text)
     cause = error.__cause__ if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None else error
-    return type(cause).__name__, (str(cause) or str(error))[:MESSAGE_MAX]
+    return type(cause).__name__, _one_line(str(cause) or str(error))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:MESSAGE_MAX]
