@@ -30,8 +30,8 @@ class Settings:
     slots: int = 8  # sequences an engine runs at once
     kv_tokens: int = 8192
     max_model_len: int = 1024
-    pool_bytes: int = 1536 << 20  # per relay: five times the 269 MB of a version, and some room
-    concurrency: Mapping[str, int] = field(default_factory=lambda: {"tool-chain": 24, "reasoning": 8})
+    pool_bytes: int = 1152 << 20  # per relay: four times the 269 MB of a version, and some room
+    concurrency: Mapping[str, int] = field(default_factory=lambda: {"tool-chain": 24, "reasoning": 6})
     log_level: str = "info"
 
     @property
@@ -95,7 +95,7 @@ class Plan:
             max_running=self.settings.slots,
             kv_max=0.9,
             repack_interval_s=1,
-            staleness_max=4,
+            staleness_max=1,
             port=0,
             log_level=self.settings.log_level,
         )
@@ -117,7 +117,7 @@ class Plan:
             out=self.settings.trainer_events,
             log_level=self.settings.log_level,
         )
-        return Command("trainer", argv, ready_timeout_s=120.0, ends_by_itself=True, niceness=5)
+        return Command("trainer", argv, ready_timeout_s=120.0, ends_by_itself=True)
 
     def runner(self, environment: str, gateway_url: str) -> Command:
         """Rolls out until it is told to stop."""
@@ -126,11 +126,14 @@ class Plan:
             "run",
             environment,
             gateway=gateway_url,
+            model=MODEL,
             concurrency=self.settings.concurrency[environment],
             group_size=self.settings.group_size,
             seed=self.settings.seed,
+            out=self.settings.logs / f"agents-{environment}.rollouts.jsonl",
+            log_level=self.settings.log_level,
         )
-        return Command(f"agents-{environment}", argv, ready_timeout_s=None)
+        return Command(f"agents-{environment}", argv)
 
 
 def _module(*words: str, **options: object) -> tuple[str, ...]:

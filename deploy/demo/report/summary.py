@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -31,13 +32,17 @@ class Summary:
 
 
 def summarise(recording: Recording, wall_s: float) -> Summary:
-    """Rewards are means over the finished training trajectories, first and last third in order of their ends."""
+    """Rewards are of the finished training trajectories, first and last third in order of their ends.
+
+    Thirds are taken within each environment and weighed by its share of the whole run: a changing mix of easy and
+    hard environments neither makes a rise nor hides one.
+    """
     status = recording.last(GatewayStatus) or GatewayStatus()
     published = recording.of(Publish)
     broadcasts = [seen.broadcast_s for seen in published if seen.broadcast_s is not None]
     steps = recording.of(Step)
     rewards = finished_rewards(recording)
-    first, last = thirds([reward for _, _, reward in rewards])
+    first, last = weighed_thirds(rewards)
     return Summary(
         versions_published=len({seen.version for seen in published}),
         publish_stall_s=_mean([seen.stall_s for seen in published]),
@@ -64,6 +69,16 @@ def finished_rewards(recording: Recording) -> list[tuple[float, str, float]]:
         for seen in recording.of(SessionChange)
         if seen.state == "finished" and seen.reward is not None and seen.train
     )
+
+
+def weighed_thirds(rewards: Sequence[tuple[float, str, float]]) -> tuple[float, float]:
+    """Means of the first and last third of (time, environment, reward), each environment weighed by its share."""
+    by_environment: dict[str, list[float]] = defaultdict(list)
+    for _, environment, reward in rewards:
+        by_environment[environment].append(reward)
+    parts = [(len(values) / len(rewards), thirds(values)) for values in by_environment.values()]
+    first, last = (sum(share * ends[index] for share, ends in parts) for index in (0, 1))
+    return round(first, 4), round(last, 4)
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float]:

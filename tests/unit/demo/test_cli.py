@@ -49,7 +49,7 @@ def test_scratch_directories_are_gone_afterwards() -> None:
 
 def test_too_little_shared_memory_is_told_with_the_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(64 << 20, 0, 64 << 20))
-    with pytest.raises(DemoError, match=r"has 64 MiB free, and the relays' pools need 4608 MiB .*--shm-size"):
+    with pytest.raises(DemoError, match=r"has 64 MiB free, and the relays' pools need 3456 MiB .*--shm-size"):
         cli.check_memory(settings(tmp_path))
 
 

@@ -12,7 +12,7 @@ import pytest
 from deploy.demo.recording import GatewayStatus, Note, Publish, Recording, Refresh, RelaySeen, Segment, SessionChange
 from deploy.demo.report import render, report_model, summarise
 from deploy.demo.report.model import Bar, ReportModel, RunInfo, jumps, place, travels
-from deploy.demo.report.summary import thirds
+from deploy.demo.report.summary import thirds, weighed_thirds
 from tests.unit.demo.synthetic import ENGINES, KILL_S, RELAYS, REPACK_S, ZERO, make
 
 RUN = RunInfo(
@@ -71,6 +71,14 @@ def test_rewards_are_of_training_trajectories_in_order_of_their_ends() -> None:
     seen = [finished(3, 1.0), finished(1, 0.0), finished(2, 0.5), finished(4, 0.0, train=False)]
     summary = summarise(Recording(seen), 10.0)
     assert (summary.reward_first_third, summary.reward_last_third) == (0.0, 1.0)
+
+
+def test_a_changing_mix_of_environments_is_no_rise() -> None:
+    early = [(t, "easy", 0.9) for t in (1, 2, 3)] + [(t, "hard", 0.1) for t in (4, 5, 6, 7, 8, 9)]
+    late = [(10 + t, "easy", 0.9) for t in range(6)] + [(20.0, "hard", 0.1)]
+    first, last = weighed_thirds([*early, *late])
+    assert first == last == pytest.approx((9 * 0.9 + 7 * 0.1) / 16, abs=1e-4)
+    assert weighed_thirds([]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
