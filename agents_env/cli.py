@@ -81,8 +81,20 @@ class Options:
         )
 
 
+def _url(_: click.Context, __: click.Parameter, value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise click.BadParameter(f"{value!r} is not a URL; write http://{value}")
+    return value
+
+
 _OPTIONS = [
-    click.option("--gateway", required=True, metavar="URL", help="what `gateway serve` prints, or an OpenAI base_url"),
+    click.option(
+        "--gateway",
+        required=True,
+        metavar="URL",
+        callback=_url,
+        help="what `gateway serve` prints, or an OpenAI base_url",
+    ),
     click.option("--model", default="policy", help="the model's name there"),
     click.option(
         "--sessions/--no-sessions", default=True, help="--no-sessions: a plain OpenAI server; nothing is recorded"

@@ -40,8 +40,13 @@ class ScriptedServer:
         self.keys: list[str] = []
         self.most_at_once = 0
         self.hold: asyncio.Event | None = None  # answers wait for it
-        self.chat_begun = asyncio.Event()
+        self._chat_begun = asyncio.Condition()
         self._at_once = 0
+
+    async def chats_reach(self, number: int) -> None:
+        """Waits until so many requests to chat have come."""
+        async with self._chat_begun:
+            await self._chat_begun.wait_for(lambda: len(self.chats) >= number)
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -95,7 +100,8 @@ class ScriptedServer:
         self.keys.append(request.headers["Authorization"])
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
-        self.chat_begun.set()
+        async with self._chat_begun:
+            self._chat_begun.notify_all()
         try:
             if self.hold is not None:
                 await self.hold.wait()

@@ -1,0 +1,216 @@
+"""The runner over a real server: groups, bounds, refusals, failures and whose they are, and stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+
+from agents_env.environment import Chat, Outcome
+from agents_env.environments.tool_chain import ToolChain
+from agents_env.failures import RunFailed
+from agents_env.runner import Plan, Runner, Statistics
+from agents_env.server import Sampling, Server
+from tests.unit.agents_env.scripted_server import Refusal, ScriptedServer, perfect, serving
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@dataclass(frozen=True)
+class Number:
+    value: int
+
+    @property
+    def task_id(self) -> str:
+        return str(self.value)
+
+
+class Echo:
+    """Each task is a number that the model has to repeat."""
+
+    name = "echo"
+
+    def __init__(self, *, broken: frozenset[int] = frozenset()) -> None:
+        self.broken = broken
+
+    def tasks(self, seed: int) -> Iterator[Number]:
+        return (Number(seed + index) for index in count())
+
+    async def rollout(self, task: Number, client: Chat) -> Outcome:
+        reply = await client.reply([{"role": "user", "content": task.task_id}], max_tokens=5)
+        if task.value in self.broken:
+            raise LookupError(f"no answer for {task.value}")
+        return Outcome(float(reply.text == task.task_id), metrics={"length": len(reply.text)})
+
+
+def repeat(conversation: list[dict[str, str]]) -> str:
+    return conversation[-1]["content"]
+
+
+def plan(**changes: Any) -> Plan:
+    return Plan(**{"run_id": "r", "groups": 2, "group_size": 3, "concurrency": 4, **changes})
+
+
+async def roll_out(
+    server: ScriptedServer,
+    plan: Plan,
+    environment: Any = None,
+    *,
+    stop: asyncio.Event | None = None,
+    **options: Any,
+) -> tuple[Statistics, list[dict[str, Any]]]:
+    """The end of the run, and its lines."""
+    out = io.StringIO()
+    async with Server(server.url, Sampling("policy", temperature=0.5), **{"patience_s": 5.0, **options}) as client:
+        runner = Runner(environment or Echo(), client, plan, out=out)
+        statistics = await runner.run(stop or asyncio.Event())
+    return statistics, [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+async def test_every_sample_of_every_group_is_rolled_out_once() -> None:
+    async with serving(repeat) as server:
+        statistics, lines = await roll_out(server, plan(groups=5, seed=10))
+    assert (statistics.rollouts, statistics.groups_completed, statistics.reward_mean) == (15, 5, 1.0)
+    assert Counter(line["group_id"] for line in lines) == {f"echo-r-{index}": 3 for index in range(5)}
+    assert {(line["task_id"], line["sample_index"]) for line in lines} == {
+        (str(10 + index), sample) for index in range(5) for sample in range(3)
+    }
+    assert server.most_at_once <= 4
+    assert all(chat["temperature"] == 0.5 and chat["model"] == "policy" for chat in server.chats)
+
+
+async def test_the_gateway_learns_each_sessions_place_and_reward() -> None:
+    async with serving(lambda _: "11") as server:
+        await roll_out(server, plan(seed=11, split="eval"))
+    assert set(server.finished) == set(server.sessions)
+    assert {body["reward"] for name, body in server.finished.items() if "-r-0-" in name} == {1.0}
+    assert {body["reward"] for name, body in server.finished.items() if "-r-1-" in name} == {0.0}
+    first = server.sessions["echo-r-0-2"]
+    assert (first["group_id"], first["sample_index"], first["group_size"]) == ("echo-r-0", 2, 3)
+    assert first["split"] == "eval"
+    assert first["tags"] == {"environment": "echo", "task_id": "11", "run_id": "r"}
+    assert server.finished["echo-r-0-2"] == {"reward": 1.0, "status": "completed", "metrics": {"length": 2}}
+    assert sorted(server.keys) == sorted(f"Bearer key-{session}" for session in server.sessions)
+
+
+async def test_a_plain_server_needs_no_sessions() -> None:
+    async with serving(repeat) as server:
+        statistics, _ = await roll_out(server, plan(), sessions=False)
+        with_v1 = Server(f"{server.url}/v1/", Sampling("policy"), sessions=False)
+        async with with_v1:
+            await with_v1.check()
+    assert statistics.rollouts == 6
+    assert server.sessions == {}
+
+
+async def test_a_full_server_is_asked_again_when_it_said() -> None:
+    async with serving(repeat) as server:
+        for kind in ("open", "chat", "finish"):
+            server.refuse[kind].append(Refusal(429, {"Retry-After": "0.02"}))
+            server.refuse[kind].append(Refusal(503))
+        statistics, lines = await roll_out(server, plan())
+    assert (statistics.rollouts, statistics.failed, statistics.retries) == (6, 0, 6)
+    assert sum(line["retries"] for line in lines) == 6
+    assert len(server.finished) == 6
+
+
+@pytest.mark.parametrize(("kind", "boundary"), [("chat", "model"), ("open", "session"), ("finish", "session")])
+async def test_a_failed_sample_starts_anew_in_another_session(kind: str, boundary: str) -> None:
+    async with serving(repeat) as server:
+        server.refuse[kind].append(Refusal(500, body="the engine is gone"))
+        statistics, lines = await roll_out(server, plan(groups=1, concurrency=1))
+    assert (statistics.rollouts, statistics.failed, statistics.groups_completed) == (3, 1, 1)
+    failed = lines[0]
+    assert failed["error"] == {"boundary": boundary, "kind": "http 500", "message": "the engine is gone"}
+    assert (failed["status"], failed["reward"], failed["attempt"]) == ("failed", None, 1)
+    assert (lines[1]["session_id"], lines[1]["attempt"]) == ("echo-r-0-0-retry1", 2)
+    assert set(server.abandoned) == ({"echo-r-0-0"} if kind != "open" else set())
+
+
+async def test_an_error_of_the_environment_is_its_own_and_spares_the_others() -> None:
+    async with serving(repeat) as server:
+        statistics, lines = await roll_out(
+            server, plan(groups=3, group_size=2, attempts=2), Echo(broken=frozenset({1}))
+        )
+    assert (statistics.rollouts, statistics.groups_completed) == (4, 2)
+    assert (statistics.failed, statistics.given_up) == (4, 2)
+    errors = [line["error"] for line in lines if line["error"] is not None]
+    assert errors == [{"boundary": "environment", "kind": "LookupError", "message": "no answer for 1"}] * 4
+
+
+async def test_failures_without_end_stop_the_run_and_name_the_last() -> None:
+    async with serving(repeat) as server:
+        server.refuse["chat"].extend([Refusal(500, body="out of disk")] * 100)
+        with pytest.raises(RunFailed, match=r"4 rollouts in a row failed: model \(http 500\): out of disk"):
+            await roll_out(server, plan(groups=0, concurrency=1, failures_max=4))
+
+
+async def test_stopping_abandons_what_is_open_and_keeps_what_is_done() -> None:
+    async with serving(repeat) as server:
+        stop, server.hold = asyncio.Event(), asyncio.Event()
+        running = asyncio.create_task(roll_out(server, plan(groups=0), stop=stop))
+        async with asyncio.timeout(10):
+            await server.chats_reach(4)
+        stop.set()
+        statistics, lines = await running
+    assert (statistics.rollouts, statistics.abandoned, statistics.running) == (0, 4, 0)
+    assert set(server.abandoned) == set(server.sessions)
+    assert set(server.abandoned.values()) == {"the run was stopped"}
+    assert [line["status"] for line in lines] == ["abandoned"] * 4
+
+
+async def test_stopping_does_not_wait_for_a_server_that_is_gone() -> None:
+    async with serving(repeat) as server:
+        stop, server.hold = asyncio.Event(), asyncio.Event()
+        running = asyncio.create_task(roll_out(server, plan(groups=0), stop=stop))
+        async with asyncio.timeout(10):
+            await server.chats_reach(1)
+    stop.set()
+    statistics, _ = await asyncio.wait_for(running, 10)
+    assert statistics.running == 0
+
+
+async def test_a_run_ends_after_its_time() -> None:
+    async with serving(repeat) as server:
+        statistics, _ = await asyncio.wait_for(roll_out(server, plan(groups=0, duration_s=0.3)), 10)
+    assert statistics.rollouts > 0
+    # a reward that was on its way at the end may have arrived: its session counts as abandoned here
+    assert statistics.rollouts <= len(server.finished) <= statistics.rollouts + statistics.abandoned
+
+
+async def test_an_answer_that_is_no_session_or_no_completion_is_attributed() -> None:
+    async with serving(repeat) as server:
+        server.refuse["open"].append(Refusal(200, body="[]"))
+        server.refuse["open"].append(Refusal(200, body="{}"))
+        server.refuse["chat"].append(Refusal(200, body='{"id": "x", "choices": []}'))
+        _, lines = await roll_out(server, plan(groups=1, group_size=1, attempts=4))
+    assert [(line["error"] or {}).get("boundary") for line in lines] == ["session", "session", "model", None]
+
+
+async def test_a_tool_chain_runs_turn_by_turn_through_one_session_each() -> None:
+    async with serving(perfect) as server:
+        statistics, lines = await roll_out(server, plan(groups=6, group_size=2), ToolChain())
+    assert statistics.reward_mean == 1.0
+    assert all(line["turns"] == line["metrics"]["calls"] + 1 for line in lines)
+    assert statistics.turns == len(server.chats)
+
+
+async def test_check_names_the_models_there_are() -> None:
+    async with serving(repeat, model="other") as server, Server(server.url, Sampling("policy")) as client:
+        with pytest.raises(RunFailed, match="has no model 'policy'; --model may be other"):
+            await client.check()
+
+
+async def test_check_says_what_does_not_answer() -> None:
+    async with serving(repeat) as server:
+        pass  # its port is closed now
+    async with Server(server.url, Sampling("policy"), patience_s=0.1) as client:
+        with pytest.raises(RunFailed, match=r"does not answer as an OpenAI server does: .*connection"):
+            await client.check()
