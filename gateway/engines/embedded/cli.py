@@ -84,6 +84,7 @@ async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | 
     from aiohttp import web
 
     from gateway.engines.embedded.engine import Engine
+    from gateway.engines.embedded.selfcheck import check_invariance
     from gateway.engines.embedded.server import make_app
     from gateway.engines.embedded.service import EngineService
     from gateway.engines.embedded.text import Text
@@ -93,7 +94,11 @@ async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | 
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     config.check()
     text = Text(config.model)
-    service = EngineService(Engine(config))
+    engine = Engine(config)
+    if config.batch_invariant:
+        check_invariance(engine)
+        engine.reset_counters()
+    service = EngineService(engine)
     service.loop.start()
     # handler_cancellation: a client that goes away cancels its handler, which aborts its request.
     runner = web.AppRunner(

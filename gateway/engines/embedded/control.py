@@ -81,8 +81,8 @@ class Control:
     def start_update(self) -> None:
         if not self.transfer_initialized:
             raise Conflict("weight transfer is not initialized", hint="POST /init_weight_transfer_engine first")
-        if self.session is not None:
-            raise Conflict("a weight update is already active", hint="finish it first")
+        # A session left open by a load that failed, or by a gateway that died, is begun anew: the fence stays shut
+        # all the while. (vLLM answers 500 here, and then only a restart helps.)
         self.session = UpdateSession()
 
     def check_session(self) -> None:

@@ -21,7 +21,7 @@ from gateway.engines.embedded.config import INVARIANT_ROWS, EngineConfig
 from gateway.engines.embedded.kv import KvMemory
 from gateway.engines.embedded.model import DecoderModel, ModelShape, read_shape
 from gateway.engines.embedded.sampling import SamplingRow, sample
-from gateway.engines.embedded.scheduler import Scheduler, Segment
+from gateway.engines.embedded.scheduler import Scheduler, SchedulerCounters, Segment
 from gateway.engines.embedded.sequence import Delta, FinishReason, GenerationRequest, Sequence, Token
 from gateway.engines.embedded.weights import Snapshot
 from protos.errors import InvalidRequest
@@ -117,6 +117,12 @@ class Engine:
         """Ends these requests (None: all) and frees their KV; unknown ids are passed over."""
         ids = list(self._sequences) if request_ids is None else request_ids
         return [self._end(self._sequences[id], "abort") for id in ids if id in self._sequences]
+
+    def reset_counters(self) -> None:
+        """Counts from zero again, and forgets cached prefixes: after a start-up check or a warm-up."""
+        self._prompt_tokens = self._generation_tokens = 0
+        self.scheduler.counters = SchedulerCounters()
+        self.scheduler.new_epoch()
 
     def statistics(self) -> EngineStatistics:
         scheduler = self.scheduler

@@ -107,5 +107,13 @@ def test_sessions_in_order_only() -> None:
         control.check_session()
     control.init_transfer()
     control.start_update()
-    with pytest.raises(Conflict, match="already active"):
-        control.start_update()
+
+
+def test_a_session_left_open_can_be_begun_anew_and_must_receive_again() -> None:
+    control = updating()
+    control.touch()
+    control.loaded()
+    control.start_update()
+    assert control.state == "updating"
+    with pytest.raises(Conflict, match="false label"):
+        control.finish_update("2", "1")

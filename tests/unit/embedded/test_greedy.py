@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from gateway.engines.embedded import linear
 from gateway.engines.embedded.engine import Engine
 from tests.support.tiny_model import EOS_ID, Family, tiny_model
 from tests.unit.embedded.helpers import config, ids, prompts, request, run
 
 FAMILIES = ("llama", "qwen2")
-NEW_TOKENS = 40
+NEW_TOKENS = 32
 
 
 @cache
@@ -22,10 +23,14 @@ def reference_model(family: Family) -> AutoModelForCausalLM:
 
 
 def reference(family: Family, prompt: list[int]) -> list[int]:
+    return list(generate(family, tuple(prompt)))
+
+
+@cache
+def generate(family: Family, prompt: tuple[int, ...]) -> tuple[int, ...]:
     with torch.inference_mode():
         output = reference_model(family).generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
-    generated: list[int] = output[0, len(prompt) :].tolist()
-    return generated
+    return tuple(output[0, len(prompt) :].tolist())
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -39,6 +44,13 @@ def test_equals_transformers_in_a_mixed_batch(family: Family, invariant: bool) -
         assert ids(results[str(i)]) == reference(family, prompt)
     assert engine.statistics().prefix_hits >= 64 + 64
     assert engine.statistics().num_blocks_used == 0
+
+
+def test_equals_transformers_without_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where weights are plain tensors."""
+    monkeypatch.setattr(linear, "can_pack", lambda device, dtype: False)
+    [prompt] = prompts(30)
+    assert ids(run(Engine(config()), request("a", prompt, max_tokens=NEW_TOKENS))["a"]) == reference("llama", prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,11 +84,14 @@ def test_logprobs_are_the_models_own() -> None:
 
 def stopping_prompt() -> tuple[list[int], int]:
     """A prompt whose greedy answer ends with the end token, and after how many tokens."""
-    for prompt in prompts(*[3] * 300, seed=3):
-        answer = reference("llama", prompt)
+    candidates = prompts(*[3] * 100, seed=3)
+    answers = run(Engine(config()), *(request(str(i), p, max_tokens=NEW_TOKENS) for i, p in enumerate(candidates)))
+    for i, prompt in enumerate(candidates):
+        answer = ids(answers[str(i)])
         if answer[-1] == EOS_ID and len(answer) > 3:
+            assert answer == reference("llama", prompt)
             return prompt, len(answer)
-    raise AssertionError("no prompt of the 300 ends by itself")
+    raise AssertionError("no prompt of the 100 ends by itself")
 
 
 def test_end_token_ends_unless_ignored_or_too_early() -> None:

@@ -3,10 +3,15 @@ batch-invariant mode exactly, logprobs included, whatever else is in the batch."
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from gateway.engines.embedded.engine import Engine
+from gateway.engines.embedded.selfcheck import check_invariance
 from gateway.engines.embedded.sequence import SamplingParams, Token
+from protos.errors import LaminarError
 from tests.support.tiny_model import Family, tiny_model
 from tests.unit.embedded.helpers import config, ids, prompts, request, run
 
@@ -86,6 +91,26 @@ def test_more_sequences_than_rows_of_a_pass() -> None:
     one_by_one = invariant_engine(max_num_seqs=1)
     for r in requests:
         assert run(one_by_one, r)[r.request_id] == together[r.request_id]
+
+
+def test_the_start_up_check_passes_and_leaves_no_trace() -> None:
+    engine = invariant_engine()
+    check_invariance(engine)
+    engine.reset_counters()
+    assert engine.statistics().generation_tokens == engine.statistics().num_blocks_cached == 0
+
+
+def test_the_start_up_check_notices_rows_that_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = invariant_engine()
+    forward = engine._model.forward
+
+    def leaky(*args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden = forward(*args, **kwargs)
+        return hidden + hidden.mean(0) * 2**-6
+
+    monkeypatch.setattr(engine._model, "forward", leaky)
+    with pytest.raises(LaminarError, match="not batch-invariant"):
+        check_invariance(engine)
 
 
 def test_seeds_differ_and_repeat() -> None:

@@ -137,6 +137,14 @@ async def test_logprobs_of_the_likeliest_and_text_offsets() -> None:
         assert logprobs["text_offset"][0] == 0
 
 
+async def test_tokens_are_named_by_id_on_request() -> None:
+    async with serving() as client:
+        choice = (await client.complete(max_tokens=3, logprobs=2, return_tokens_as_token_ids=True))["choices"][0]
+        names = [f"token_id:{id}" for id in choice["token_ids"]]
+        assert choice["logprobs"]["tokens"] == names
+        assert all(name in top for name, top in zip(names, choice["logprobs"]["top_logprobs"], strict=True))
+
+
 async def test_text_prompt_and_default_max_tokens() -> None:
     async with serving() as client:
         answer = await client.call("POST", "/v1/completions", {"prompt": "What is the sum?", "temperature": 0})
@@ -333,6 +341,7 @@ async def test_metrics_have_vllms_names() -> None:
         assert 'num_gpu_blocks="64"' in text
         assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="policy"} 2.0' in text
         assert await client.metric("vllm:time_to_first_token_seconds_count") == 2
+        assert "process_start_time_seconds" in text
 
 
 async def test_the_queue_is_bounded() -> None:
