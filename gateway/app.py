@@ -47,10 +47,8 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
-        # 3. Engines and relays are let go.
-        await self.fleet.close()
-        # 4. What is known goes to disk, then the disk is closed.
         self.status.close()
+        # 3. Engines and relays are let go, what is known goes to disk, the disk is closed: the reverse of `start`.
         await self._stack.aclose()
 
     async def _drain(self, timeout_s: float) -> None:
@@ -78,6 +76,7 @@ async def start(config: GatewayConfig) -> Gateway:
         fleet = Fleet(config, timeline, sessions.admission)
         sessions.fleet = fleet
         await fleet.__aenter__()
+        stack.push_async_callback(fleet.close)
         repacker = Repacker(config, fleet, sessions, timeline)
         status = GatewayStatus(
             config, fleet=fleet, sessions=sessions, repacker=repacker, buffer=buffer, pool=pool, timeline=timeline
