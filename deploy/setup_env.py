@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 VENV = ROOT / ".venv"
 NEEDED_BYTES = 4 << 30
+TOOLS = ("etcd", "etcdctl", "ruff", "lint-imports", "protoc-gen-mypy", "protoc-gen-mypy_grpc")
+"""Commands of the shared packages that this checkout's targets run by name."""
 
 
 def fail(problem: str, remedy: str) -> None:
@@ -84,7 +86,7 @@ def shared_environment() -> Path:
 def thin_environment(shared: Path) -> None:
     """`.venv`: the shared packages through a path file, this checkout in editable form, its commands in bin."""
     stamp = VENV / ".stamp"
-    wanted = f"{shared}\n{ROOT}\n{digest((ROOT / 'pyproject.toml').read_bytes())}"
+    wanted = f"{shared}\n{ROOT}\n{digest((ROOT / 'pyproject.toml').read_bytes(), repr(TOOLS).encode())}"
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"setup: making {VENV}", flush=True)
@@ -94,7 +96,7 @@ def thin_environment(shared: Path) -> None:
     python = str(VENV / "bin" / "python")
     editable = ("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     pip(str(shared / "bin" / "python"), "-m", "pip", "--python", python, *editable)
-    for tool in ("etcd", "etcdctl", "ruff", "lint-imports"):
+    for tool in TOOLS:
         (VENV / "bin" / tool).symlink_to(shared / "bin" / tool)
     stamp.write_text(wanted)
 

@@ -88,7 +88,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--name", default=socket.gethostname, help="Unique among relays; default: this host's name.")
+@click.option("--name", default=socket.gethostname, show_default="this host's name", help="Unique among relays.")
 @click.option("--etcd", type=_Address(), help="HOST:PORT of etcd. Without it, one of its own is started on loopback.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on, and to tell the other relays.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="gRPC port; 0: any free one.")

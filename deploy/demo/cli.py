@@ -33,7 +33,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--seed", default=1, help="of the tasks, of sampling and of training")
-@click.option("--steps", default=8, type=click.IntRange(min=1), help="of the trainer; each publishes a version")
+@click.option("--steps", default=10, type=click.IntRange(min=1), help="of the trainer; each publishes a version")
 @click.option(
     "--report",
     "report_dir",

@@ -23,9 +23,10 @@ class Settings:
     data_dir: Path  # the gateway's store; gone after the run
     pool_dir: Path  # the relays' memory; gone after the run
     seed: int = 1
-    steps: int = 8
+    steps: int = 10
     groups: int = 4  # prompts per step
     group_size: int = 8
+    trainer_threads: int = 2  # engines are nice to it, and idle when it has enough
     deadline_s: float = 360.0  # after the set-up
     slots: int = 8  # sequences an engine runs at once
     kv_tokens: int = 8192
@@ -113,7 +114,7 @@ class Plan:
             seed=self.settings.seed,
             groups=self.settings.groups,
             group_size=self.settings.group_size,
-            threads=1,
+            threads=self.settings.trainer_threads,
             out=self.settings.trainer_events,
             log_level=self.settings.log_level,
         )

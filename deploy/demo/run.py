@@ -27,6 +27,7 @@ from deploy.demo.watching import Watchers
 ROOT = Path(deploy.__file__).resolve().parent.parent
 CHILD_ENV = {
     "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # more threads than cores: one that waits must not spin
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",

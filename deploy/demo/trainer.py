@@ -54,7 +54,7 @@ class Settings:
     seed: int = 0
     groups: int = 4
     group_size: int = 8
-    lr: float = 1e-5
+    lr: float = 3e-5
     clip_low: float = 0.2
     clip_high: float = 0.28
     grad_norm_max: float = 1.0
@@ -253,7 +253,7 @@ def train(settings: Settings, stop: threading.Event, ready_file: Path | None = N
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON lines are added here")
 @click.option("--groups", default=4, type=click.IntRange(min=1), help="prompts per step")
 @click.option("--group-size", default=8, type=click.IntRange(min=2), help="samples per prompt")
-@click.option("--lr", default=1e-5, type=click.FloatRange(min=0.0, min_open=True))
+@click.option("--lr", default=3e-5, type=click.FloatRange(min=0.0, min_open=True))
 @click.option("--clip-low", default=0.2, type=click.FloatRange(0.0, 1.0))
 @click.option("--clip-high", default=0.28, type=click.FloatRange(min=0.0))
 @click.option("--staleness-max", default=None, type=click.IntRange(min=0), help="leave out what is staler at use")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from fractions import Fraction
 from itertools import islice
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from agents_env.environment import Message
 from agents_env.environments.tool_chain import (
-    LENGTH_WEIGHTS,
+    LENGTHS_OF_TEN,
     VALUE_MAX,
     WORKED_EXAMPLE,
     Chain,
@@ -95,12 +94,14 @@ def test_tasks_are_those_of_their_seed() -> None:
     assert first == again != other
 
 
-def test_most_chains_are_short_and_few_are_long() -> None:
-    chains = list(islice(ToolChain().tasks(0), 4000))
-    lengths = Counter(len(chain.steps) for chain in chains)
-    assert set(lengths) == set(LENGTH_WEIGHTS) == set(range(1, 9))
-    assert lengths[1] + lengths[2] > 0.5 * len(chains)
-    assert 0.02 * len(chains) < lengths[7] + lengths[8] < 0.12 * len(chains)
+def test_most_chains_are_short_and_few_are_long_in_any_ten_of_a_stream() -> None:
+    chains = list(islice(ToolChain().tasks(0), 500))
+    assert {len(chain.steps) for chain in chains} == set(range(1, 9))
+    for start in range(0, len(chains), len(LENGTHS_OF_TEN)):
+        lengths = sorted(len(chain.steps) for chain in chains[start : start + len(LENGTHS_OF_TEN)])
+        assert lengths[:8] == [1, 1, 1, 1, 2, 2, 2, 3]
+        assert lengths[8] in (4, 5)
+        assert lengths[9] in (6, 7, 8)
 
 
 def test_values_stay_small_through_every_chain() -> None:
