@@ -154,7 +154,7 @@ class Sessions:
         if not spec.ephemeral:
             self._keys[key] = spec.session_id
             self._timeline.add(
-                "session", session_id=spec.session_id, group_id=spec.group_id, state="started", **_env(spec)
+                "session", session_id=spec.session_id, group_id=spec.group_id, state="started", **_environment(spec)
             )
         return state, key
 
@@ -271,7 +271,7 @@ class Sessions:
             staleness=max(0, newest - oldest),
             turns=state.turns,
             moves=state.moves,
-            **_env(state.spec),
+            **_environment(state.spec),
             **fields,
         )
         self._ended[state.session_id] = how
@@ -306,5 +306,5 @@ def _count(histogram: dict[int, int], key: int, by: int = 1) -> None:
     histogram[key] = histogram.get(key, 0) + by
 
 
-def _env(spec: SessionSpec) -> dict[str, str]:
-    return {"env": spec.tags["env"]} if "env" in spec.tags else {}
+def _environment(spec: SessionSpec) -> dict[str, str]:
+    return {"environment": spec.tags["environment"]} if "environment" in spec.tags else {}

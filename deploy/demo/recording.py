@@ -74,7 +74,7 @@ class SessionChange(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str = ""
     state: str  # "started" | "finished" | "abandoned"
     reward: float | None = None
-    env: str = ""
+    environment: str = ""
     turns: int = 0
     train: bool = True
 

@@ -109,7 +109,7 @@ class ReportModel(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     engines: tuple[Lanes, ...]
     bars: tuple[Bar, ...]
-    sessions: dict[str, dict[str, Any]]  # env, state, reward
+    sessions: dict[str, dict[str, Any]]  # environment, state, reward
     jumps: tuple[Jump, ...]
     spans: tuple[Span, ...]
     repacks: tuple[dict[str, Any], ...]
@@ -155,7 +155,7 @@ def report_model(recording: Recording, run: RunInfo, summary: Summary) -> Report
         versions=travels(recording, clock.zero),
         relays=tuple(sorted({seen.relay for seen in recording.of(RelaySeen)})),
         steps=tuple({**msgspec.to_builtins(step), "t": clock.at(step.t)} for step in recording.of(Step)),
-        rewards=tuple((clock.at(t), env, reward) for t, env, reward in finished_rewards(recording)),
+        rewards=tuple((clock.at(t), environment, reward) for t, environment, reward in finished_rewards(recording)),
         load=_load(recording, clock),
         staleness=(recording.last(GatewayStatus) or GatewayStatus()).staleness,
         notes=_notes(recording, clock),
@@ -261,8 +261,8 @@ def _sessions(recording: Recording) -> dict[str, dict[str, Any]]:
     known: dict[str, dict[str, Any]] = {}
     for seen in recording.of(SessionChange):
         before = known.get(seen.session_id, {})
-        env = seen.env or before.get("env", "")
-        known[seen.session_id] = {"env": env, "state": seen.state, "reward": seen.reward}
+        environment = seen.environment or before.get("environment", "")
+        known[seen.session_id] = {"environment": environment, "state": seen.state, "reward": seen.reward}
     return known
 
 

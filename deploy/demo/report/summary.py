@@ -65,7 +65,7 @@ def summarise(recording: Recording, wall_s: float) -> Summary:
 def finished_rewards(recording: Recording) -> list[tuple[float, str, float]]:
     """(unix time, environment, reward) of every finished training trajectory, in order of their ends."""
     return sorted(
-        (seen.t_unix_s, seen.env, seen.reward)
+        (seen.t_unix_s, seen.environment, seen.reward)
         for seen in recording.of(SessionChange)
         if seen.state == "finished" and seen.reward is not None and seen.train
     )

@@ -176,13 +176,21 @@ def _rollouts(made: Made) -> None:
 
 def _session(made: Made, session: str, engine: str, t: float) -> float:
     env = made.rng.choice(("tool-chain", "reasoning"))
-    made.add(ZERO + t, SessionChange(t_unix_s=ZERO + t, session_id=session, group_id="g", state="started", env=env))
+    made.add(
+        ZERO + t, SessionChange(t_unix_s=ZERO + t, session_id=session, group_id="g", state="started", environment=env)
+    )
     turns = 1 if env == "reasoning" else min(8, 1 + int(made.rng.expovariate(0.5)))
     for turn in range(turns):
         t = made.turn(session, turn, engine, t, 0.5 + made.rng.expovariate(0.6)) + 0.1
     reward = float(made.rng.random() < 0.4 + 0.5 * t / made.wall_s)
     done = SessionChange(
-        t_unix_s=ZERO + t, session_id=session, group_id="g", state="finished", env=env, reward=reward, turns=turns
+        t_unix_s=ZERO + t,
+        session_id=session,
+        group_id="g",
+        state="finished",
+        environment=env,
+        reward=reward,
+        turns=turns,
     )
     made.add(ZERO + t, done)
     return t

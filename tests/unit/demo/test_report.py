@@ -36,7 +36,7 @@ def segment(session: str, t0: float, t1: float, *, turn: int = 0, engine: str = 
 
 def finished(t: float, reward: float, *, train: bool = True) -> SessionChange:
     return SessionChange(
-        t_unix_s=ZERO + t, session_id=f"s{t}", state="finished", reward=reward, env="tool-chain", train=train
+        t_unix_s=ZERO + t, session_id=f"s{t}", state="finished", reward=reward, environment="tool-chain", train=train
     )
 
 

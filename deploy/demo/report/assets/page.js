@@ -162,7 +162,7 @@ function bars(svg, parent, x, place) {
 function describe(bar) {
   const session = data.sessions[bar.session] ?? {};
   const lines = [
-    `${bar.session}${session.env ? " · " + session.env : ""}`,
+    `${bar.session}${session.environment ? " · " + session.environment : ""}`,
     bar.group ? `group ${bar.group}` : "",
     `turn ${bar.turn} on ${bar.engine}, version ${bar.version}`,
     `${seconds(bar.t0)} to ${seconds(bar.t1)}: ${bar.tokens} tokens`,
