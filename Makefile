@@ -1,6 +1,7 @@
 # `make demo` and `make test` set up what they need; `make help` lists the rest.
 PYTHON ?= python3
 RUN := .venv/bin/python
+PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help env demo test quick check bench protos format lock clean
@@ -16,10 +17,10 @@ demo: env  ## the main job on this machine: train, publish, refresh, repack, kil
 	@$(RUN) -m deploy.demo $(ARGS)
 
 test: env  ## every test of the README (some minutes)
-	@$(RUN) -m pytest tests $(ARGS)
+	@$(RUN) -m pytest tests $(PARALLEL) $(ARGS)
 
 quick: env  ## the quick part of the tests (under a minute)
-	@$(RUN) -m pytest tests -m "not slow" $(ARGS)
+	@$(RUN) -m pytest tests -m "not slow" $(PARALLEL) $(ARGS)
 
 check: env  ## format, lint, strict types, import directions, fresh protos; seconds, no tests
 	@$(RUN) -m ruff format --check .

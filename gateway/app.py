@@ -11,6 +11,7 @@ from aiohttp import web
 
 from gateway.api.admin import add_admin_routes
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
+from gateway.api.openai_errors import answer_errors
 from gateway.api.openai_routes import OpenAIDeps, add_openai_routes
 from gateway.api.sessions import add_session_routes
 from gateway.config import GatewayConfig
@@ -81,7 +82,7 @@ async def start(config: GatewayConfig) -> Gateway:
         status = GatewayStatus(
             config, fleet=fleet, sessions=sessions, repacker=repacker, buffer=buffer, pool=pool, timeline=timeline
         )
-        app = web.Application(client_max_size=config.body_bytes_max)
+        app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors])
         add_openai_routes(app, OpenAIDeps(sessions, codec))
         add_session_routes(app, sessions)
         add_admin_routes(app, status)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import statistics
 import time
@@ -24,7 +25,7 @@ from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.fleet import Fleet
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.turns import Counters, Run
-from protos.errors import Conflict, NotFound, OutOfCapacity
+from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ GROUPS_MAX = 10_000
 DURATIONS_MAX = 128
 """Finished sessions from which the typical duration is read."""
 EXPIRY_INTERVAL_S = 5.0
+SESSION_NAME = re.compile(r"[^\s/]{1,256}")
 
 
 @dataclass(slots=True)
@@ -140,6 +142,10 @@ class Sessions:
 
     def create(self, spec: SessionSpec) -> tuple[SessionState, str]:
         """A new session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`."""
+        if not SESSION_NAME.fullmatch(spec.session_id):
+            raise InvalidRequest(
+                f"{spec.session_id[:40]!r} is no session id", hint="1 to 256 characters without spaces and slashes"
+            )
         if spec.session_id in self._live or spec.session_id in self._ended:
             raise Conflict(
                 f"there was already a session {spec.session_id!r}", hint="leave session_id out to get a new one"

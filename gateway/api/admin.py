@@ -10,7 +10,6 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from gateway.api.openai_errors import answers_errors
 from gateway.api.openai_requests import decode
 from gateway.config import parse_engine
 from gateway.core.repack import Plan
@@ -32,13 +31,13 @@ _add = msgspec.json.Decoder(AddEngineRequest)
 
 def add_admin_routes(app: web.Application, status: GatewayStatus) -> None:
     handlers = _Handlers(status)
-    app.router.add_get("/status", answers_errors(handlers.status))
-    app.router.add_get("/healthz", answers_errors(handlers.healthz))
+    app.router.add_get("/status", handlers.status)
+    app.router.add_get("/healthz", handlers.healthz)
     app.router.add_get("/metrics", handlers.metrics)
-    app.router.add_get("/admin/timeline", answers_errors(handlers.timeline))
-    app.router.add_post("/admin/engines", answers_errors(handlers.add_engine))
-    app.router.add_delete("/admin/engines/{name}", answers_errors(handlers.remove_engine))
-    app.router.add_get("/admin/repack", answers_errors(handlers.repack))
+    app.router.add_get("/admin/timeline", handlers.timeline)
+    app.router.add_post("/admin/engines", handlers.add_engine)
+    app.router.add_delete("/admin/engines/{name}", handlers.remove_engine)
+    app.router.add_get("/admin/repack", handlers.repack)
 
 
 class _Handlers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
-from gateway.api.openai_errors import BadField, answers_errors
+from gateway.api.openai_errors import BadField
 from gateway.api.openai_requests import decode, in_range
 from gateway.core.types import Trajectory
 from gateway.data.experience import LEASE_S, WAIT_S_MAX, ExperienceBuffer
@@ -61,8 +61,8 @@ class ExperienceDeps:
 
 def add_experience_routes(app: web.Application, deps: ExperienceDeps) -> None:
     handlers = _Handlers(deps)
-    app.router.add_post("/experience/sample", answers_errors(handlers.sample))
-    app.router.add_post("/experience/ack", answers_errors(handlers.ack))
+    app.router.add_post("/experience/sample", handlers.sample)
+    app.router.add_post("/experience/ack", handlers.ack)
 
 
 class _Handlers:

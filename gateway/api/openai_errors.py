@@ -7,16 +7,14 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from protos.errors import InvalidRequest, LaminarError, OutOfCapacity, UnsupportedField
+from protos.errors import InvalidRequest, LaminarError, NotFound, OutOfCapacity, UnsupportedField
 
 log = logging.getLogger(__name__)
 
@@ -68,19 +66,32 @@ def error_response(error: LaminarError) -> web.Response:
     return web.json_response(error_body(error), status=error.http_status, headers=error_headers(error))
 
 
-def answers_errors(handler: Handler) -> Handler:
-    """Turns LaminarErrors, and a body over the size limit, into error answers."""
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns LaminarErrors, unknown routes and bodies over the size limit into error answers."""
+    try:
+        return await handler(request)
+    except LaminarError as e:
+        if e.http_status >= 500:
+            log.warning("%s %s: %s", request.method, request.path, e)
+        return error_response(e)
+    except web.HTTPNotFound:
+        return error_response(NotFound(f"no route {request.path}", hint=_meant(request)))
+    except web.HTTPMethodNotAllowed as e:
+        allowed = ", ".join(sorted(e.allowed_methods))
+        return _refused(405, f"{request.path} takes {allowed}, not {request.method}", "method_not_allowed", e.headers)
+    except web.HTTPRequestEntityTooLarge as e:
+        return _refused(413, e.text or "the body is too large", "too_large", {})
 
-    @functools.wraps(handler)
-    async def wrapped(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except LaminarError as e:
-            if e.http_status >= 500:
-                log.warning("%s %s: %s", request.method, request.path, e)
-            return error_response(e)
-        except web.HTTPRequestEntityTooLarge as e:
-            body = {"error": {"message": e.text, "type": error_type(413), "param": None, "code": "too_large"}}
-            return web.Response(status=413, body=json.dumps(body), content_type="application/json")
 
-    return wrapped
+def _refused(status: int, message: str, code: str, headers: Mapping[str, str]) -> web.Response:
+    body = {"error": {"message": message, "type": error_type(status), "param": None, "code": code}}
+    kept = {"Allow": headers["Allow"]} if "Allow" in headers else {}
+    return web.json_response(body, status=status, headers={"x-should-retry": "false", **kept})
+
+
+def _meant(request: web.Request) -> str:
+    """The commonest mistake is a base_url without its /v1."""
+    if request.path.endswith(("/chat/completions", "/completions", "/models")) and "/v1/" not in request.path:
+        return "the base_url ends in /v1"
+    return "completions are at /v1/chat/completions and /v1/completions, the gateway's state at /status"

@@ -24,7 +24,7 @@ from aiohttp import web
 from gateway.api import openai_history as history
 from gateway.api import openai_requests as requests
 from gateway.api import openai_shapes as shapes
-from gateway.api.openai_errors import answers_errors, error_body
+from gateway.api.openai_errors import error_body
 from gateway.api.openai_events import EventStream
 from gateway.api.openai_history import Prompt
 from gateway.api.openai_identity import identify
@@ -88,10 +88,10 @@ def add_openai_routes(app: web.Application, deps: OpenAIDeps) -> None:
     """Run the application with `handler_cancellation=True`: that is how a turn hears that its client left."""
     handlers = _Handlers(deps)
     for prefix in PREFIXES:
-        app.router.add_post(f"{prefix}/v1/chat/completions", answers_errors(handlers.chat))
-        app.router.add_post(f"{prefix}/v1/completions", answers_errors(handlers.completions))
-        app.router.add_get(f"{prefix}/v1/models", answers_errors(handlers.models))
-        app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", answers_errors(handlers.model))
+        app.router.add_post(f"{prefix}/v1/chat/completions", handlers.chat)
+        app.router.add_post(f"{prefix}/v1/completions", handlers.completions)
+        app.router.add_get(f"{prefix}/v1/models", handlers.models)
+        app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", handlers.model)
 
 
 class _Handlers:

@@ -8,7 +8,6 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from gateway.api.openai_errors import answers_errors
 from gateway.api.openai_requests import decode
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, Split
@@ -43,11 +42,11 @@ _abandon = msgspec.json.Decoder(AbandonRequest)
 
 def add_session_routes(app: web.Application, sessions: Sessions) -> None:
     handlers = _Handlers(sessions)
-    app.router.add_post("/sessions", answers_errors(handlers.create))
-    app.router.add_get("/sessions/{sid}", answers_errors(handlers.show))
-    app.router.add_post("/sessions/{sid}/finish", answers_errors(handlers.finish))
-    app.router.add_post("/finish_session", answers_errors(handlers.finish))
-    app.router.add_post("/sessions/{sid}/abandon", answers_errors(handlers.abandon))
+    app.router.add_post("/sessions", handlers.create)
+    app.router.add_get("/sessions/{sid}", handlers.show)
+    app.router.add_post("/sessions/{sid}/finish", handlers.finish)
+    app.router.add_post("/finish_session", handlers.finish)
+    app.router.add_post("/sessions/{sid}/abandon", handlers.abandon)
 
 
 class _Handlers:

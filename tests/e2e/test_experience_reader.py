@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from gateway.api.experience import ExperienceDeps, add_experience_routes
+from gateway.api.openai_errors import answer_errors
 from gateway.core import types as gateway_types
 from gateway.data.database import Database
 from gateway.data.experience import ExperienceBuffer
@@ -30,7 +31,7 @@ async def buffer(tmp_path: Path) -> AsyncIterator[ExperienceBuffer]:
 
 @pytest.fixture
 async def reader(buffer: ExperienceBuffer) -> AsyncIterator[AsyncExperienceReader]:
-    app = web.Application()
+    app = web.Application(middlewares=[answer_errors])
     add_experience_routes(app, ExperienceDeps(buffer))
     runner = web.AppRunner(app)
     await runner.setup()

@@ -11,6 +11,7 @@ from typing import Self
 
 from aiohttp import web
 
+from gateway.api.openai_errors import answer_errors
 from gateway.api.openai_routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
 from gateway.core.types import (
     EngineName,
@@ -166,7 +167,7 @@ class ScriptedRun:
 @contextlib.asynccontextmanager
 async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
     """The OpenAI routes on a free port; yields the base URL without `/v1`."""
-    app = web.Application(client_max_size=BODY_BYTES_MAX)
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[answer_errors])
     add_openai_routes(app, OpenAIDeps(turns, codec))
     async with serving_app(app) as url:
         yield url

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
+from gateway.api.openai_errors import answer_errors
 from gateway.core.types import Trajectory
 from gateway.data import Database, ExperienceBuffer
 from protos.errors import NotFound
@@ -51,7 +52,7 @@ async def door() -> AsyncIterator[Door]:
         buffer = ExperienceBuffer(database)
         await buffer.open()
         door = Door(buffer)
-        app = web.Application()
+        app = web.Application(middlewares=[answer_errors])
         deps = ExperienceDeps(buffer, staleness_max=3, used=lambda asked, got: door.used.append((asked, len(got))))
         add_experience_routes(app, deps)
         async with serving_app(app) as door.url:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,6 +11,7 @@ import aiohttp
 import pytest
 
 from gateway.api.openai_requests import decode_chat, decode_completion, sampling
+from gateway.api.openai_routes import BODY_BYTES_MAX
 from gateway.api.openai_types import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
 from gateway.ports import ModelInfo
 from protos.errors import InvalidRequest, TooLarge
@@ -186,3 +188,27 @@ def test_a_body_over_msgpack_depth_or_a_huge_number_is_refused() -> None:
     for raw in (deep, b'{"model":"policy","messages":[],"seed":1e400}', b'{"model":"policy","prompt":1}'):
         with pytest.raises(InvalidRequest):
             decode_chat(raw)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("POST", "/chat/completions", 404, "no route /chat/completions (the base_url ends in /v1)"),
+        ("GET", "/models", 404, "the base_url ends in /v1"),
+        ("POST", "/v1/embeddings", 404, "no route /v1/embeddings (completions are at /v1/chat/completions"),
+        ("GET", "/v1/chat/completions", 405, "/v1/chat/completions takes POST, not GET"),
+    ],
+)
+async def test_a_wrong_address_is_answered_in_the_apis_own_shape(
+    url: str, method: str, path: str, status: int, message: str
+) -> None:
+    async with aiohttp.ClientSession() as session, session.request(method, url + path) as answer:
+        error = json.loads(await answer.text())["error"]
+        assert (answer.status, answer.headers["x-should-retry"]) == (status, "false")
+        assert message in error["message"]
+
+
+async def test_a_body_over_the_limit_is_refused_by_size(url: str) -> None:
+    body = io.BytesIO(b" " * (BODY_BYTES_MAX + 1))
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", data=body) as answer:
+        assert (answer.status, json.loads(await answer.text())["error"]["code"]) == (413, "too_large")
