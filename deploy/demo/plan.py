@@ -29,7 +29,7 @@ class Settings:
     trainer_threads: int = 2  # engines are nice to it, and idle when it has enough
     deadline_s: float = 360.0  # after the set-up
     slots: int = 8  # sequences an engine runs at once
-    kv_tokens: int = 8192
+    kv_tokens: int = 4096
     max_model_len: int = 1024
     pool_bytes: int = 1152 << 20  # per relay: four times the 269 MB of a version, and some room
     concurrency: Mapping[str, int] = field(default_factory=lambda: {"tool-chain": 24, "reasoning": 6})
