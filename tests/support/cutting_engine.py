@@ -1,0 +1,273 @@
+"""An engine that breaks off as a test wants, over real HTTP in vLLM's dialect, in the test's own event loop.
+
+Every token and logprob is a function of all ids before it, so a turn that was cut and resumed can be compared with the
+uncut one, and a token that was asked for twice, or left out, changes everything after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self
+
+from aiohttp import web
+
+CutKind = Literal[
+    "reset",  # the connection is aborted (RST)
+    "closed",  # the connection is closed within the chunked body (FIN)
+    "eof",  # the body ends cleanly, without [DONE]
+    "done",  # [DONE] without a finish reason
+    "abort",  # finish_reason "abort"
+    "error_event",  # an error as the stream's last event
+    "500",  # statuses come before the stream
+    "503",
+    "400",
+    "torn_500",  # a 500 whose body breaks off
+    "silent",  # no answer at all, not even a status line
+    "hang",  # says nothing more
+    "malformed",  # an event that is not JSON
+    "not_utf8",  # an event with a byte that is not UTF-8
+    "huge_line",  # an event longer than any reader takes
+    "no_logprobs",  # two tokens without logprobs
+    "death",  # as kill -9: resets every connection and refuses new ones
+]
+MODEL = "policy"
+CONTEXT_TOKENS, BLOCKS, BLOCK_TOKENS = 4096, 1000, 16
+LOAD_STEPS = (
+    "/pause",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/weight_info",
+    "/resume",
+)
+"""What a weight load calls, in order."""
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 5.0) -> None:
+    """Looks again at every turn of the event loop; fails naming what never came."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0)
+
+
+def said(prompt: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Ids and logprobs that follow `prompt`."""
+    sequence, logprobs = list(prompt), []
+    for _ in range(num_tokens):
+        mark = zlib.crc32(array("q", sequence).tobytes())
+        sequence.append(3 + mark % 997)
+        logprobs.append(-(mark % 1021) / 256)
+    return sequence[len(prompt) :], logprobs
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`after`: tokens of this request that are said before; as many as it asked for: all, but no finish reason."""
+
+    kind: CutKind
+    after: int = 0
+
+
+@dataclass
+class Asked:
+    """One completion request, and how it went."""
+
+    body: dict[str, Any]
+    written: bool = False  # everything was handed to the socket
+    left: bool = False  # the client went away first
+
+    @property
+    def prompt(self) -> list[int]:
+        ids: list[int] = self.body["prompt"]
+        return ids
+
+
+@dataclass
+class CuttingEngine:
+    """`async with CuttingEngine("e0") as engine`: serves at `engine.url`.
+
+    `cuts` are used up, one by each request; `always` holds for the rest. `before_cut` is awaited with the number of
+    ids, prompt included, that were said. A stream waits before token `hold_at` (of its request) until `go` is set.
+    """
+
+    name: str = "e0"
+    chunk: int = 2  # tokens per event
+    split: bool = False  # every event in several writes, torn in the middle of anything
+    version: str = "0"
+    version_told: str | None = None  # in streams, where it differs from `version`
+    cuts: deque[Cut] = field(default_factory=deque)
+    always: Cut | None = None
+    before_cut: Callable[[int], Awaitable[None]] | None = None
+    hold_at: int | None = None
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    top: list[dict[str, float] | None] | None = None  # top_logprobs of each event
+    asked: list[Asked] = field(default_factory=list)
+    calls: list[tuple[str, Any]] = field(default_factory=list)  # control: path and body
+    answers: dict[str, str | int | Literal["reset", "hang"]] = field(default_factory=dict)
+    """By path, what a control call gets instead: a body, a status, or no end."""
+    extra_metrics: str = ""
+    started_unix_s: float = 1.0
+    url: str = ""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_get("/metrics", self._control)
+        app.router.add_get("/v1/models", self._control)
+        for path in LOAD_STEPS:
+            app.router.add_route("*", path, self._control)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", int(self.url.rpartition(":")[2] or 0))
+        await self._site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.die()
+        await self._runner.cleanup()
+
+    async def die(self) -> None:
+        """As kill -9 does: nothing listens any more, and every connection is reset."""
+        if self._site in self._runner.sites:
+            await self._site.stop()
+        server = self._runner.server
+        assert server is not None
+        for connection in server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    # -- generation
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        asked = Asked(await request.json())
+        self.asked.append(asked)
+        cut = self.cuts.popleft() if self.cuts else self.always
+        try:
+            return await self._answer(request, asked, cut)
+        except (asyncio.CancelledError, ConnectionError):
+            asked.left = True
+            raise
+
+    async def _answer(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
+        if cut is not None and cut.kind in ("400", "500", "503"):
+            return web.json_response({"error": {"message": f"told to answer {cut.kind}"}}, status=int(cut.kind))
+        if cut is not None and cut.kind == "silent":
+            await _for_ever()
+        torn = cut is not None and cut.kind == "torn_500"
+        response = web.StreamResponse(status=500 if torn else 200, headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        budget, prompt = asked.body["max_tokens"], asked.prompt
+        ids, logprobs = said(prompt, budget)
+        whole = len(ids) if cut is None else min(cut.after, len(ids))
+        for start in range(0, whole, self.chunk):
+            if self.hold_at is not None and start >= self.hold_at:
+                await self.go.wait()
+            end = min(start + self.chunk, whole)
+            finish = "length" if cut is None and end == budget else None
+            await self._write(response, self._event(ids[start:end], logprobs[start:end], finish, end))
+        if cut is not None:
+            if self.before_cut is not None:
+                await self.before_cut(len(prompt) + whole)
+            await self._cut(request, response, cut, ids[whole : whole + 2])
+        else:
+            await response.write(b"data: [DONE]\n\n")
+        asked.written = True
+        return response
+
+    async def _cut(self, request: web.Request, response: web.StreamResponse, cut: Cut, rest: list[int]) -> None:
+        transport = request.transport
+        assert transport is not None
+        match cut.kind:
+            case "reset":
+                transport.abort()
+            case "closed" | "torn_500":
+                await response.write(b'data: {"choices": [{"token_ids": [7')
+                transport.close()
+            case "eof":
+                pass
+            case "done":
+                await response.write(b"data: [DONE]\n\n")
+            case "abort":
+                await response.write(self._event([], [], "abort", 0))
+            case "error_event":
+                await response.write(b'data: {"error": {"message": "the engine core died"}}\n\n')
+            case "hang":
+                await _for_ever()
+            case "malformed":
+                await response.write(b'data: {"choices": [\n\n')
+            case "not_utf8":
+                await response.write(b'data: {"choices": [{"finish_reason": "\xff"}]}\n\n')
+            case "huge_line":
+                await response.write(b'data: {"x": "' + b"x" * (9 << 20) + b'"}\n\n')
+            case "no_logprobs":
+                await response.write(b"data: " + json.dumps({"choices": [{"token_ids": rest}]}).encode() + b"\n\n")
+            case "death":
+                await self.die()
+
+    async def _write(self, response: web.StreamResponse, event: bytes) -> None:
+        for piece in (event[i : i + 37] for i in range(0, len(event), 37)) if self.split else (event,):
+            await response.write(piece)
+            if self.split:
+                await asyncio.sleep(0)
+
+    def _event(self, ids: list[int], logprobs: list[float], finish: str | None, num_said: int) -> bytes:
+        told = {"token_logprobs": logprobs, "tokens": ["é"] * len(ids), "top_logprobs": self.top}
+        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": ids, "logprobs": told, "finish_reason": finish}
+        if finish == "length":
+            version = self.version if self.version_told is None else self.version_told
+            choice["weight_versions"] = [{"version": version, "start": 0, "end": num_said}]
+        return f"data: {json.dumps({'choices': [choice]})}\r\n\r\n".encode()
+
+    # -- control
+
+    async def _control(self, request: web.Request) -> web.Response:
+        body: Any = await request.json() if request.can_read_body else None
+        path = request.path
+        if path in LOAD_STEPS:
+            self.calls.append((path, body))
+        answer = self.answers.get(path)
+        if answer == "hang":
+            await _for_ever()
+        if answer == "reset":
+            assert request.transport is not None
+            request.transport.abort()
+        if isinstance(answer, int):
+            return web.Response(status=answer, text=f"told to answer {answer}")
+        if answer is not None:
+            return web.Response(text=answer)
+        if path == "/finish_weight_update":
+            self.version = body["weight_version"]
+        return web.Response(text=self._usual(path))
+
+    def _usual(self, path: str) -> str:
+        match path:
+            case "/metrics":
+                running = sum(not (a.written or a.left) for a in self.asked)
+                return (
+                    f"process_start_time_seconds {self.started_unix_s}\n"
+                    f'vllm:num_requests_running{{engine="0"}} {running}\n'
+                    f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="{BLOCKS}"}} 1\n'
+                ) + self.extra_metrics
+            case "/v1/models":
+                return json.dumps({"data": [{"id": MODEL, "max_model_len": CONTEXT_TOKENS}]})
+            case _:
+                return json.dumps({"weight_version": self.version})
+
+
+async def _for_ever() -> NoReturn:
+    """Until the client goes, which cancels the handler, or the server does."""
+    await asyncio.Event().wait()
+    raise AssertionError

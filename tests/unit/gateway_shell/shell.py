@@ -1,0 +1,188 @@
+"""The gateway without its doors: fleet, sessions and pool over cutting engines, put together as `gateway.app` does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from tokenizers import Tokenizer, models
+
+from gateway.config import EngineSpec, GatewayConfig
+from gateway.core.fleet import FleetConfig
+from gateway.core.sessions import SessionSpec, SessionState
+from gateway.core.types import EngineName, GroupId, SamplingParams, SessionId, TokenDelta, TurnId, TurnRequest
+from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.fleet import Fleet
+from gateway.repacking import Repacker
+from gateway.sessions import Sessions
+from gateway.turns import Run
+from protos.laminar.v1 import relay_pb2 as pb
+from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
+from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
+
+PROMPT = (11, 12, 13)
+BUDGET = 12
+
+
+@dataclass
+class Shell:
+    fleet: Fleet
+    sessions: Sessions
+    pool: PartialResponsePool
+    timeline: Timeline
+    repacker: Repacker
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def session(self, name: str = "", **spec: Any) -> SessionState:
+        name = name or f"s{next(self._numbers)}"
+        return self.sessions.create(SessionSpec(SessionId(name), GroupId(name), **spec))[0]
+
+    def run(self, session: SessionState | None = None, budget: int = BUDGET, **sampling: Any) -> Run:
+        """A turn of `session`, not yet started; its prompt is the session's record and `PROMPT`."""
+        session = session or self.session()
+        prompt = (*session.token_ids, *PROMPT)
+        turn_id = TurnId(f"t{next(self._numbers)}")
+        params = SamplingParams(max_tokens=budget, **sampling)
+        return self.sessions.start(TurnRequest(turn_id, session.session_id, session.turns, prompt, params))
+
+    def status(self, engine: CuttingEngine) -> str:
+        return self.fleet.state.engines[EngineName(engine.name)].status
+
+    def turns_on(self, engine: CuttingEngine) -> list[str]:
+        return list(self.fleet.state.engines[EngineName(engine.name)].turns)
+
+    async def taken(self, length: int) -> None:
+        """Until the only turn's prompt and generated ids are `length`: before a cut, lest the reset take them along."""
+        await until(lambda: self.pool.statistics().appended_tokens >= length - len(PROMPT), f"{length} ids taken")
+
+    async def outcome(self, run: Run) -> tuple[list[int], list[float], list[tuple[str, int, int]]]:
+        """What the partial-response pool has of a turn: ids, logprobs, segments."""
+        [record] = [
+            r for r in await self.pool.session_turns(run.request.session_id) if r.request.turn_id == run.request.turn_id
+        ]
+        return record.token_ids, record.logprobs, [(s.engine, s.start, s.end) for s in record.segments]
+
+
+@contextlib.asynccontextmanager
+async def shell(
+    directory: Path,
+    *engines: CuttingEngine,
+    relay: str | None = None,
+    fleet: FleetConfig | None = None,
+    broken: Sequence[CuttingEngine] = (),
+    **config: Any,
+) -> AsyncIterator[Shell]:
+    """Engines are looked at when they come and when a stream breaks, else not: no test waits for a poll.
+
+    `engines` serve when this yields; `broken` ones are members that never will.
+    """
+    quick = {"poll_interval_s": 30.0, "dead_after_polls": 1, "stall_timeout_s": 5.0, "placement_timeout_s": 5.0}
+    config = {**quick, "fleet": fleet or FleetConfig(), **config}
+    specs = tuple(EngineSpec(e.name, "vllm", e.url, relay) for e in (*engines, *broken))
+    settings = GatewayConfig(model=MODEL, tokenizer=directory, data=directory, engines=specs, **config)
+    async with contextlib.AsyncExitStack() as stack:
+        database = await stack.enter_async_context(Database(directory / "gateway.sqlite"))
+        pool, buffer, timeline = PartialResponsePool(database), ExperienceBuffer(database), Timeline(database)
+        for part in (pool, timeline):
+            await part.open()
+            stack.push_async_callback(part.close)
+        await buffer.open()
+        sessions = Sessions(settings, pool=pool, buffer=buffer, timeline=timeline, context_tokens=lambda: 4096)
+        made = sessions.fleet = Fleet(settings, timeline, sessions.admission)
+        await made.__aenter__()
+        stack.push_async_callback(made.close)
+        found = Shell(made, sessions, pool, timeline, Repacker(settings, made, sessions, timeline))
+        await until(lambda: all(found.status(e) == "serving" for e in engines), "serving engines")
+        yield found
+
+
+async def read(run: Run) -> list[TokenDelta]:
+    """The whole turn."""
+    async with run:
+        return [delta async for delta in run]
+
+
+def check_whole(run: Run, deltas: list[TokenDelta], budget: int = BUDGET) -> None:
+    """The client's tokens, the record and the session are the uncut turn's, and deltas fit their segments."""
+    ids, logprobs = said(run.request.prompt_ids, budget)
+    assert [t for d in deltas for t in d.token_ids] == run.record.token_ids == ids
+    assert [p for d in deltas for p in d.logprobs] == run.record.logprobs == logprobs
+    assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert run.session.token_ids[-len(PROMPT) - budget :] == [*PROMPT, *ids]
+    assert [s.start for s in run.segments] == [0, *(s.end for s in run.segments)][:-1]
+    assert all(d.engine == run.segments[d.segment].engine for d in deltas if d.token_ids)
+
+
+def check_at_rest(shell: Shell) -> None:
+    """Nothing is left of any turn, and every turn that began ended in one way."""
+    counters = shell.sessions.counters
+    assert {name: list(e.turns) for name, e in shell.fleet.state.engines.items() if e.turns} == {}
+    assert not shell.sessions.runs
+    assert shell.pool.statistics().in_flight == 0
+    assert counters.turns_started == counters.turns_completed + counters.turns_lost + counters.turns_aborted
+
+
+class FakeRelay(pb_grpc.RelayServicer):
+    """A relay's control port, holding whatever versions a test says; `leases` tells what is acquired now."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.leases: list[str] = []
+        self._changed = asyncio.Event()
+
+    def publish(self, version: int) -> None:
+        self.versions.append(version)
+        self._changed.set()
+
+    def _sealed(self, version: int) -> pb.SealedVersion:
+        return pb.SealedVersion(model=MODEL, version=version, root_digest=f"d{version}")
+
+    async def Versions(self, request: pb.VersionsRequest, context: Any) -> pb.VersionsReply:  # noqa: N802
+        return pb.VersionsReply(versions=map(self._sealed, self.versions))
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.VersionEvent]:  # noqa: N802
+        while True:
+            self._changed.clear()
+            for version in self.versions:
+                yield pb.VersionEvent(kind="available", version=self._sealed(version))
+            await self._changed.wait()
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.Lease:  # noqa: N802
+        version = self.versions[-1]
+        self.leases.append(f"{request.holder}@{version}")
+        path, digest = f"/snapshots/{version}", f"d{version}"
+        return pb.Lease(
+            lease_id=self.leases[-1], model=MODEL, version=version, path=path, root_digest=digest, ttl_s=60.0
+        )
+
+    async def Release(self, request: pb.LeaseRequest, context: Any) -> pb.ReleaseReply:  # noqa: N802
+        self.leases.remove(request.lease_id)
+        return pb.ReleaseReply()
+
+
+@contextlib.asynccontextmanager
+async def relay() -> AsyncIterator[tuple[FakeRelay, str]]:
+    """A fake relay and its address."""
+    found, server = FakeRelay(), grpc.aio.server()  # type: ignore[abstract]  # what no gateway calls is left out
+    pb_grpc.add_RelayServicer_to_server(found, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield found, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def tokenizer(directory: Path) -> Path:
+    """A directory that the gateway takes for a model's: a tokenizer of three words."""
+    directory.mkdir(exist_ok=True)
+    words = {"<unk>": 0, "hello": 1, "</s>": 2}
+    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text('{"vocab_size": 1024}')
+    return directory

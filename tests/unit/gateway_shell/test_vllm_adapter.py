@@ -1,0 +1,320 @@
+"""The vLLM adapter against a real server: what it asks, what it reads, and which error each failure becomes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import fleet as fleet_module
+from gateway.core.types import SamplingParams, TopLogprob
+from gateway.engines import vllm
+from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
+from gateway.engines.vllm import VllmEngine
+from tests.support.cutting_engine import LOAD_STEPS, MODEL, Cut, CutKind, CuttingEngine, said, until
+from tests.unit.gateway_shell.shell import check_whole, read, relay, shell
+
+PROMPT = (5, 6, 7)
+REASONS: dict[CutKind, str] = {
+    "reset": "reset",
+    "closed": "reset",
+    "death": "reset",
+    "eof": "early_end",
+    "done": "early_end",
+    "abort": "abort",
+    "error_event": "server_error",
+    "500": "server_error",
+    "503": "server_error",
+    "hang": "stalled",
+    "silent": "stalled",
+    "malformed": "protocol",
+    "no_logprobs": "protocol",
+}
+BUGS: dict[CutKind, tuple[str, str]] = {
+    "torn_500": ("server_error", "vllm.py: reading the body of a refusal may raise aiohttp's own errors"),
+    "not_utf8": ("protocol", "vllm.py: msgspec raises UnicodeDecodeError, which is no DecodeError"),
+    "huge_line": (
+        "protocol",
+        "vllm.py: a line beyond the buffer raises aiohttp's LineTooLong, which is no ClientError",
+    ),
+}
+
+
+@asynccontextmanager
+async def adapter(engine: CuttingEngine, **how: Any) -> AsyncIterator[VllmEngine]:
+    made = VllmEngine(engine.url + "/", MODEL, **{"stall_timeout_s": 5.0, **how})
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def generate(found: VllmEngine, max_tokens: int = 8, **sampling: Any) -> list[EngineChunk]:
+    async with found.generate(PROMPT, SamplingParams(max_tokens=max_tokens, **sampling), "r1", "s1") as chunks:
+        return [chunk async for chunk in chunks]
+
+
+# -- generation
+
+
+async def test_a_stream_is_read_to_its_finish() -> None:
+    tops: list[dict[str, float] | None] = [{"token_id:8": -1.0, "token_id:9": -2.0, "as text": -3.0}, None]
+    async with CuttingEngine(split=True, top=tops, version="12") as e0, adapter(e0) as found:
+        chunks = await generate(found)
+    ids, logprobs = said(PROMPT, 8)
+    assert [t for c in chunks for t in c.token_ids] == ids
+    assert [p for c in chunks for p in c.logprobs] == logprobs
+    assert [c.finish_reason for c in chunks] == [None, None, None, "length"]
+    assert [c.versions for c in chunks] == [(), (), (), ("12",)]
+    assert {c.top_logprobs for c in chunks} == {((TopLogprob(8, -1.0), TopLogprob(9, -2.0)), ())}
+
+
+async def test_what_is_asked() -> None:
+    async with CuttingEngine() as e0, adapter(e0) as found:
+        await generate(found)
+        await generate(found, seed=0, top_k=5, min_tokens=2, stop_token_ids=(4,), ignore_eos=True, top_logprobs=3)
+    plain, full = (asked.body for asked in e0.asked)
+    assert plain == {
+        **dict.fromkeys(("stream", "return_token_ids", "return_weight_versions"), True),
+        **dict.fromkeys(("add_special_tokens", "skip_special_tokens"), False),
+        "model": MODEL,
+        "prompt": list(PROMPT),
+        "max_tokens": 8,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "logprobs": 0,
+        "request_id": "r1",
+    }
+    extra = {"seed": 0, "top_k": 5, "min_tokens": 2, "stop_token_ids": [4], "ignore_eos": True, "logprobs": 3}
+    assert full == {**plain, **extra, "return_tokens_as_token_ids": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        *REASONS.items(),
+        *(
+            pytest.param(kind, reason, marks=pytest.mark.xfail(strict=True, reason=why))
+            for kind, (reason, why) in BUGS.items()
+        ),
+    ],
+)
+async def test_every_failure_is_a_cut_with_its_reason_and_what_came_before_stands(kind: CutKind, reason: str) -> None:
+    before, whole = list[EngineChunk](), kind in ("500", "503", "silent", "torn_500")
+
+    async def taken(_: int) -> None:
+        await until(lambda: whole or len(before) == 2, "two chunks")
+
+    async def take(found: VllmEngine) -> None:
+        async with found.generate(PROMPT, SamplingParams(max_tokens=8), "r1", "s1") as chunks:
+            async for chunk in chunks:
+                before.append(chunk)
+
+    stall_timeout_s = 0.2 if reason == "stalled" else 5.0
+    async with (
+        CuttingEngine(cuts=deque([Cut(kind, 4)]), before_cut=taken) as e0,
+        adapter(e0, stall_timeout_s=stall_timeout_s) as found,
+    ):
+        with pytest.raises(StreamCut, match=e0.url) as cut:
+            await take(found)
+        assert cut.value.reason == reason
+        assert [t for c in before for t in c.token_ids] == said(PROMPT, 0 if whole else 4)[0]
+        if kind != "death":
+            assert len(await generate(found)) == 4  # the adapter is none the worse
+
+
+async def test_nobody_listening_is_refused() -> None:
+    async with CuttingEngine() as e0, adapter(e0) as found:
+        await e0.die()
+        with pytest.raises(StreamCut, match="does not accept connections") as cut:
+            await generate(found)
+    assert cut.value.reason == "refused"
+
+
+async def test_a_4xx_is_the_requests_fault() -> None:
+    async with CuttingEngine(cuts=deque([Cut("400")])) as e0, adapter(e0) as found:
+        with pytest.raises(RequestRefused, match=r"127\.0\.0\.1:\d+ refused the request: .*told to answer 400"):
+            await generate(found)
+
+
+async def test_leaving_a_stream_early_aborts_it_upstream() -> None:
+    async with CuttingEngine(hold_at=4) as e0, adapter(e0) as found:
+        async with found.generate(PROMPT, SamplingParams(max_tokens=8), "r1", "s1") as chunks:
+            assert (await anext(chunks)).token_ids == tuple(said(PROMPT, 2)[0])
+        await until(lambda: e0.asked[0].left, "the abort")
+
+
+async def test_tokens_come_as_they_are_said() -> None:
+    sampling = SamplingParams(max_tokens=8)
+    async with (
+        CuttingEngine(hold_at=2) as e0,
+        adapter(e0) as found,
+        found.generate(PROMPT, sampling, "r1", "s1") as chunks,
+    ):
+        got = [await anext(chunks)]
+        e0.go.set()
+        got += [chunk async for chunk in chunks]
+    assert [t for c in got for t in c.token_ids] == said(PROMPT, 8)[0]
+
+
+# -- looking
+
+
+async def test_what_a_report_reads() -> None:
+    metrics = """\
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+vllm:num_requests_waiting{engine="0",model_name="a b"} 2
+vllm:num_requests_waiting{engine="1",model_name="a b"} 3.0
+vllm:num_requests_waiting_by_reason{reason="capacity"} 100
+vllm:kv_cache_usage_perc 2.5e-01
+"""
+    async with CuttingEngine(extra_metrics=metrics, started_unix_s=17.25) as e0, adapter(e0) as found:
+        assert await found.report() == EngineReport(incarnation="17.25", kv_usage=0.25, running=0, waiting=5)
+        e0.answers["/metrics"] = ""
+        assert await found.report() == EngineReport("unknown", 0.0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tokens"),
+    [
+        (None, 16_000),
+        ('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1', 0),
+        ('vllm:cache_config_info{a="x,y=z",num_gpu_blocks="3",cache_dtype="auto",block_size="32"} 1.0', 96),
+        ("vllm:other 1", 0),
+    ],
+)
+async def test_what_limits_read(metrics: str | None, tokens: int) -> None:
+    async with CuttingEngine(version="41") as e0, adapter(e0) as found:
+        if metrics is not None:
+            e0.answers["/metrics"] = metrics
+        assert await found.limits() == EngineLimits(4096, tokens, "41")
+
+
+async def test_another_model_is_named() -> None:
+    async with CuttingEngine() as e0, adapter(e0) as found:
+        e0.answers["/v1/models"] = '{"data": [{"id": "critic"}]}'
+        with pytest.raises(EngineFailed, match=r"serves \['critic'\], not 'policy'") as error:
+            await found.limits()
+        assert "--served-model-name" in error.value.hint
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/weight_info"])
+@pytest.mark.parametrize("failure", [500, 404, "reset", "hang", "away"])
+async def test_an_engine_that_cannot_be_looked_at_failed(
+    path: str, failure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "CONTROL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(VllmEngine._text, "__kwdefaults__", {"timeout_s": 0.1})
+    async with CuttingEngine() as e0, adapter(e0) as found:
+        if failure == "away":
+            await e0.die()
+        else:
+            e0.answers[path] = failure
+        with pytest.raises(EngineFailed, match=f"GET {e0.url}") as error:
+            await found.limits()
+        assert failure == "away" or path in error.value.message
+
+
+NONSENSE = [("/metrics", "<html>\nnot an engine\n</html>"), ("/v1/models", "{}"), ("/v1/models", "hello")]
+
+
+@pytest.mark.xfail(strict=True, reason="vllm.py: an answer of another shape raises ValueError, KeyError, DecodeError")
+@pytest.mark.parametrize(("path", "answer"), [*NONSENSE, ("/weight_info", "{}")])
+async def test_an_answer_that_no_engine_gives_failed(path: str, answer: str) -> None:
+    async with CuttingEngine(answers={path: answer}) as e0, adapter(e0) as found:
+        with pytest.raises(EngineFailed, match=path):
+            await look(found)
+
+
+@pytest.mark.xfail(strict=True, reason="fleet.py: that error ends the task group, and with it the whole gateway")
+@pytest.mark.parametrize(("path", "answer"), NONSENSE)
+async def test_one_engine_that_answers_nonsense_harms_no_other(path: str, answer: str, tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1", answers={path: answer})
+    async with e0, e1, shell(tmp_path, e0, broken=[e1]) as found:
+        await until(lambda: found.fleet.state.sorted_engines()[1].last_error, "notice of the nonsense")
+        assert found.status(e1) == "dead"
+        run = found.run()
+        check_whole(run, await read(run))
+
+
+# -- loading
+
+
+async def look(found: VllmEngine) -> None:
+    await found.report()
+    await found.limits()
+
+
+async def load(found: VllmEngine, version: int = 3) -> float:
+    return await found.load(Path("/snapshots/3"), version, "digest-3")
+
+
+async def test_a_load_fences_loads_checks_the_label_and_unfences() -> None:
+    async with CuttingEngine() as e0, adapter(e0) as found:
+        assert await load(found) > 0
+        assert [path for path, _ in e0.calls] == list(LOAD_STEPS)
+        bodies = dict(e0.calls)
+        update = {"path": "/snapshots/3", "version": "3", "digest": "digest-3"}
+        assert bodies["/update_weights"] == {"update_info": update}
+        assert bodies["/finish_weight_update"] == {"weight_version": "3"}
+
+
+async def test_a_backend_that_was_initialised_before_is_as_good() -> None:
+    async with CuttingEngine() as e0, adapter(e0) as found:
+        await load(found)
+        e0.calls.clear()
+        e0.answers["/init_weight_transfer_engine"] = 400
+        with pytest.raises(EngineFailed, match="/init_weight_transfer_engine answered 400"):
+            await load(found)
+        assert e0.calls[-1][0] == "/init_weight_transfer_engine"
+
+
+@pytest.mark.parametrize("failure", [500, "reset"])
+@pytest.mark.parametrize("step", LOAD_STEPS)
+async def test_a_step_that_fails_ends_the_load_before_the_engine_is_unfenced(step: str, failure: Any) -> None:
+    async with CuttingEngine(answers={step: failure}) as e0, adapter(e0) as found:
+        with pytest.raises(EngineFailed, match=step):
+            await load(found)
+        # Once each: aiohttp itself repeats a GET whose kept connection broke.
+        assert list(dict(e0.calls)) == list(LOAD_STEPS[: LOAD_STEPS.index(step) + 1])
+
+
+async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() -> None:
+    async with CuttingEngine(answers={"/weight_info": '{"weight_version": "2"}'}) as e0, adapter(e0) as found:
+        with pytest.raises(EngineFailed, match="holds version '2' after loading version 3"):
+            await load(found)
+        assert "/resume" not in dict(e0.calls)
+
+
+@pytest.mark.parametrize("step", [*LOAD_STEPS[:5], "/resume"])
+async def test_an_engine_stays_fenced_until_a_load_succeeds(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
+    async with (
+        relay() as (holder, address),
+        CuttingEngine("e0") as e0,
+        CuttingEngine("e1") as e1,
+        AsyncExitStack() as s,
+    ):
+        found = await s.enter_async_context(shell(tmp_path, e0, e1, relay=address))
+        e0.answers[step] = 500
+        holder.publish(7)
+        await until(lambda: found.status(e0) == "fenced", "a fence")
+        await until(lambda: (e1.version, found.status(e1)) == ("7", "serving"), "the other's refresh")
+        state = found.fleet.state.sorted_engines()[0]
+        assert (state.intake_open, step in state.last_error, e0.asked) == (False, True, [])
+        runs = [found.run() for _ in range(3)]
+        for run in runs:
+            check_whole(run, await read(run))
+        assert {seg.engine for r in runs for seg in r.segments} == {"e1"}
+        assert {v for r in runs for v in r.session.sampled_versions} == {7}
+        assert found.fleet.statistics().refresh_failures >= 1
+        e0.answers.clear()
+        await until(lambda: found.fleet.changed() or found.status(e0) == "serving", "another try")  # type: ignore[func-returns-value]
+        assert (state.version, e0.version, holder.leases) == (7, "7", [])
+        assert found.fleet.statistics().refreshes == 2
