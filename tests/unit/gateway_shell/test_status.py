@@ -181,13 +181,13 @@ async def test_closing_cuts_what_has_not_finished_in_time(tmp_path: Path) -> Non
 
 
 @pytest.mark.xfail(strict=True, reason="app.py: the context is 0 until an engine was seen: 400 too_large")
-async def test_a_request_before_the_first_engine_was_seen_waits_for_it(tmp_path: Path) -> None:
+async def test_a_request_before_the_first_engine_was_seen_is_not_called_too_long(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0:
         found = await start(config(tmp_path, e0))
         async with aiohttp.ClientSession(found.url) as http:
             code, answer = await complete(http)
         await found.close()
-        assert code == 200, answer
+        assert code in (200, 503), answer  # it waits, or is to come again
 
 
 async def refused(url: str) -> None:

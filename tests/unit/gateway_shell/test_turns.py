@@ -296,6 +296,23 @@ async def test_a_client_that_leaves_as_it_is_placed_leaves_no_booking(tmp_path: 
         assert found.turns_on(e0) == []
 
 
+@pytest.mark.xfail(strict=True, reason="turns.py: a turn whose engine died before it began leaves its booking there")
+async def test_an_engine_that_dies_between_placing_and_streaming_keeps_no_booking(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"fleet": FleetConfig(max_running=1)}
+    async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1, **config) as found:
+        for engine in (e0, e1):
+            found.fleet.enter(EngineName(engine.name), TurnLoad(TurnId("other"), SessionId("other"), 3, 15))
+        run = found.run()
+        reading = asyncio.create_task(read(run))
+        await until(lambda: found.fleet.statistics().queued == 1, "a queued turn")
+        found.fleet.leave(EngineName("e0"), TurnId("other"))  # books the turn there
+        found.fleet.state.engines[EngineName("e0")].to("dead")
+        found.fleet.leave(EngineName("e1"), TurnId("other"))
+        check_whole(run, await reading)
+        assert spans(run) == [("e1", 0, BUDGET, "cut")]
+        check_at_rest(found)
+
+
 async def test_a_slow_client_holds_its_stream_back(tmp_path: Path) -> None:
     budget = 2000
     async with CuttingEngine("e0", chunk=1) as e0, shell(tmp_path, e0) as found:
