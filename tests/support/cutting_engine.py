@@ -113,8 +113,8 @@ class CuttingEngine:
     top: list[dict[str, float] | None] | None = None  # top_logprobs of each event
     asked: list[Asked] = field(default_factory=list)
     calls: list[tuple[str, Any]] = field(default_factory=list)  # control: path and body
-    answers: dict[str, str | int | Literal["reset", "hang"]] = field(default_factory=dict)
-    """By path, what a control call gets instead: a body, a status, or no end."""
+    answers: dict[str, str | int | tuple[int, str]] = field(default_factory=dict)
+    """By path, what a control call gets instead: a body, a status, both, or "reset" or "hang"."""
     extra_metrics: str = ""
     started_unix_s: float = 1.0
     url: str = ""
@@ -246,6 +246,8 @@ class CuttingEngine:
             request.transport.abort()
         if isinstance(answer, int):
             return web.Response(status=answer, text=f"told to answer {answer}")
+        if isinstance(answer, tuple):
+            return web.Response(status=answer[0], text=answer[1])
         if answer is not None:
             return web.Response(text=answer)
         if path == "/finish_weight_update":

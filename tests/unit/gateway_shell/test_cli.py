@@ -180,14 +180,23 @@ async def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
         command = ["gateway", "serve", "--model=policy", "--port=0", "--mode=drain", *flags]
         daemon = await asyncio.to_thread(processes.start, "gateway", command, tmp_path)
         body = {"model": "policy", "prompt": [1, 2], "max_tokens": 4, "return_token_ids": True}
-        async with (
-            aiohttp.ClientSession() as http,
-            http.post(f"{daemon.ready['url']}/v1/completions", json=body) as answer,
-        ):
-            answered: dict[str, Any] = await answer.json()
+        async with aiohttp.ClientSession(daemon.ready["url"]) as http:
+            await serving(http)
+            async with http.post("/v1/completions", json=body) as answer:
+                answered: dict[str, Any] = await answer.json()
         assert await asyncio.to_thread(daemon.stop) == 0
     assert answered["choices"][0]["finish_reason"] == "length", json.dumps(answered)
     assert (tmp_path / "d" / "gateway.sqlite").exists()
     log = daemon.log()
     assert "GatewayConfig(model='policy'" in log  # resolved once, told at the start
     assert [word in log for word in ("with 1 engines", "draining", "closed", "Traceback")] == [True, True, True, False]
+
+
+async def serving(http: aiohttp.ClientSession) -> None:
+    """Until some engine serves."""
+    async with asyncio.timeout(10):
+        while True:
+            async with http.get("/healthz") as answer:
+                if answer.status == 200:
+                    return
+            await asyncio.sleep(0.01)

@@ -241,6 +241,25 @@ async def test_full_queues_refuse_and_waiting_turns_are_served(tmp_path: Path, q
         assert found.turns_on(e0) == []
 
 
+async def test_turns_that_were_cut_are_placed_before_new_ones(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_max": 1}
+    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, **config) as found:
+        engine = EngineName("e0")
+        found.fleet.enter(engine, TurnLoad(TurnId("first"), SessionId("other"), 3, 15))
+        waiting = {}
+        for name, resumed in (("new", False), ("cut", True)):  # a full queue does not hold for turns that were cut
+            session = found.session(name)
+            session.running = TurnId(name)
+            place = found.fleet.place(Demand(session, 3), resumed=resumed, timeout_s=5.0)
+            waiting[name] = asyncio.create_task(place)
+            await until(lambda: found.fleet.statistics().queued == len(waiting), "a queued turn")
+        found.fleet.leave(engine, TurnId("first"))
+        assert (await waiting["cut"]).engine == "e0"
+        assert not waiting["new"].done()
+        found.fleet.leave(engine, TurnId("cut"))
+        assert (await waiting["new"]).engine == "e0"
+
+
 async def test_a_wait_that_is_too_long_is_refused_with_its_reason(tmp_path: Path) -> None:
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_timeout_s": 0.05}
     async with CuttingEngine("e0", hold_at=0) as e0, shell(tmp_path, e0, **config) as found:
