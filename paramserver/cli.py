@@ -21,7 +21,7 @@ import click
 from paramserver.config import RelayConfig, parse_bytes
 from paramserver.membership import LocalEtcd
 from paramserver.relay_client import RelayClient
-from protos.errors import InvalidRequest, LaminarError
+from protos.errors import InvalidRequest, LaminarError, Unavailable
 from protos.process import setup_logging, write_ready_file
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class _Address(click.ParamType[str]):
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
         host, _, port = str(value).rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
             self.fail(f"{value!r} is not HOST:PORT, like 127.0.0.1:7000", param, context)
         return str(value)
 
@@ -227,7 +227,10 @@ def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, p
 
 
 def _ready(path: Path | None, addresses: dict[str, str]) -> None:
-    write_ready_file(path, addresses)
+    try:
+        write_ready_file(path, addresses)
+    except OSError as error:
+        raise Unavailable(f"cannot write {path}: {error.strerror}", hint="choose another --ready-file") from error
     click.echo(" ".join(f"{key}={value}" for key, value in addresses.items()))
 
 

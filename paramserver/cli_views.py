@@ -14,12 +14,14 @@ from rich.table import Table
 from paramserver.config import show_bytes
 from paramserver.relay_client import RelayStatus, SealedVersion
 
+PIPE_COLUMNS = 10_000
+
 
 def show_status(status: RelayStatus, *, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(dataclasses.asdict(status)).decode())
         return
-    console = Console()
+    console = _console()
     registry = "reachable" if status.registry_reachable else "away: going on with the last view"
     console.print(f"relay {status.relay} (instance {status.instance}), registry {registry}")
     console.print(
@@ -76,7 +78,13 @@ def show_versions(model: str, versions: Sequence[SealedVersion], *, as_json: boo
             sealed_at,
             version.root_digest,
         )
-    Console().print(table)
+    _console().print(table)
+
+
+def _console() -> Console:
+    """Names are printed as they are, and nothing is cut to a width that a pipe does not have."""
+    console = Console(markup=False, highlight=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, width=PIPE_COLUMNS)
 
 
 def _table(*columns: str) -> Table:

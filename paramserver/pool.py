@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 NUM_BLANKS = 4  # the pool starts as this many warm files: the usual two retained, one in transit, one quarantined
 SMALL_BYTES = 1 << 20  # a smaller file is not worth cutting from a warm one
+OURS = {".lock", "free", "filling", "snapshots", "publish.sock"}  # all that a relay ever puts into its directory
 
 
 class PoolFile:
@@ -128,12 +129,23 @@ class Pool:
 
     def preallocate(self) -> None:
         """Allocates and touches the whole pool. Raises OutOfCapacity when the file system has less."""
+        found = os.statvfs(self.directory)
+        if self.pool_bytes > found.f_bavail * found.f_frsize:  # said before the memory of others is squeezed out
+            raise OutOfCapacity(
+                f"a pool of {self.pool_bytes} bytes, {self.directory} has room for {found.f_bavail * found.f_frsize}",
+                hint="lower --pool-bytes, or point --pool-dir at a larger tmpfs",
+            )
         blank, rest = divmod(self.pool_bytes, NUM_BLANKS)
         blank -= blank % mmap.PAGESIZE
         for _ in range(NUM_BLANKS if blank > SMALL_BYTES else 0):
             file = self._create(blank)
             file.touch()
             self._free.append(file)
+        kind = _file_system(self.directory.resolve())
+        if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
+            log.warning(
+                "%s is on %s, not in memory: it is slower; choose a --pool-dir below /dev/shm", self.directory, kind
+            )
         log.info("pool of %d bytes ready in %s (%d cold)", self.pool_bytes, self.directory, rest)
 
     def take(self, sizes: list[int]) -> list[PoolFile]:
@@ -242,9 +254,14 @@ class Pool:
 def _lock_directory(directory: Path) -> int:
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(set(os.listdir(directory)) - OURS)
+        if foreign:  # everything below is cleared: a home directory given by mistake must not be
+            raise Conflict(
+                f"{directory} holds {foreign[0]!r}, which is no relay's", hint="give --pool-dir a directory of its own"
+            )
+        fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise Unavailable(f"cannot make {directory}: {error.strerror}", hint="choose another --pool-dir") from error
-    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        raise Unavailable(f"cannot use {directory}: {error.strerror}", hint="choose another --pool-dir") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -253,6 +270,13 @@ def _lock_directory(directory: Path) -> int:
             f"the pool directory {directory} is in use by another relay", hint="give each relay its own --pool-dir"
         ) from error
     return fd
+
+
+def _file_system(directory: Path) -> str:
+    """The kind of file system: that of the deepest mount point above, the last mounted there."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [(len(point), n, kind) for n, (_, point, kind, *_) in enumerate(mounts) if directory.is_relative_to(point)]
+    return max(above)[2]
 
 
 def _clear(directory: Path) -> None:

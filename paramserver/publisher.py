@@ -65,6 +65,7 @@ async def publish(
     """
     check_model_name(model)
     specs = [TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    metadata = metadata or None  # the announcement cannot tell {} from none, and both sides must lay out the same
     files = plan_layout(specs, file_bytes_max=file_bytes_max, metadata=metadata)
     reads = {tensor.name: tensor.read for tensor in tensors}
     request = pb.AnnounceRequest(

@@ -165,7 +165,7 @@ class Publishing:
         for draft in self._writing(model):
             self._fail(draft, f"run {run} announced again before committing")
         epoch = self._epoch(model)
-        draft = await self._open(model, run, step, specs, epoch, min(wait_room_s, WAIT_ROOM_MAX_S))
+        draft = await self._open(model, run, step, specs, epoch, min(max(0.0, wait_room_s), WAIT_ROOM_MAX_S))
         try:
             await self._record(draft)
         except Unavailable as error:

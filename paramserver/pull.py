@@ -26,7 +26,7 @@ from paramserver.data.tcp import TcpLink, dialer
 from paramserver.data.transport import Source
 from paramserver.data.wire import Greeting
 from paramserver.relay_client import Lease, RelayClient
-from protos.errors import Conflict, Corrupt
+from protos.errors import Conflict, Corrupt, Unavailable
 
 JOURNAL = ".laminar-pull"
 _ENTRY = struct.Struct(f"!I{DIGEST_BYTES}s")
@@ -48,12 +48,18 @@ class PartialFiles:
         self._journal = -1
 
     def __enter__(self) -> Self:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for spec in self.manifest.files:
-            if (self._directory / spec.name).exists():
-                raise Conflict(f"{self._directory / spec.name} exists", hint="choose an empty --out directory")
-        self._maps = [self._map(spec.name, spec.size_bytes) for spec in self.manifest.files]
-        self._resume()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for spec in self.manifest.files:
+                if (self._directory / spec.name).exists():
+                    raise Conflict(f"{self._directory / spec.name} exists", hint="choose an empty --out directory")
+            self._maps = [self._map(spec.name, spec.size_bytes) for spec in self.manifest.files]
+            self._resume()
+        except OSError as error:
+            raise Unavailable(
+                f"cannot write {self.manifest.size_bytes} bytes to {self._directory}: {error.strerror}",
+                hint="choose another --out directory",
+            ) from error
         return self
 
     def __exit__(
@@ -97,6 +103,8 @@ class PartialFiles:
         fd = os.open(self._directory / (name + PARTIAL), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(fd, size)
+            if size:  # a full disk refuses here; met while writing through the mapping, it would kill
+                os.posix_fallocate(fd, 0, size)
             return mmap.mmap(fd, size) if size else None
         finally:
             os.close(fd)

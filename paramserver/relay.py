@@ -111,7 +111,8 @@ class Relay:
         await self._notify()
 
     async def close(self) -> None:
-        """Ends fetches and what runs in the background."""
+        """Ends fetches and what runs in the background, and starts no more of either."""
+        self.closing = True
         for running in self._running.values():
             running.fetch.cancel()
         while tasks := [*(running.task for running in self._running.values()), *self._background]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import logging
 import secrets
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -70,10 +72,10 @@ class _Provider:
 async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None]) -> None:
     """Runs one relay until SIGTERM or SIGINT. `on_ready` gets its addresses once it serves."""
     log.info("configuration: %s", config)
+    stop = _stop_event()  # a SIGTERM while starting waits for the end of it, so that the memory goes back
     async with relay_process(config) as (addresses, failed):
         on_ready(addresses)
         log.info("relay %s serves gRPC on %s, bytes on %s", config.name, addresses["grpc"], addresses["data"])
-        stop = _stop_event()
         failed.add_done_callback(lambda _: stop.set())
         await stop.wait()
         if failed.done():
@@ -144,6 +146,11 @@ async def _end(life: asyncio.Future[None], relay: Relay, publishing: Publishing)
 
 def _bind(server: grpc.aio.Server, config: RelayConfig) -> str:
     wanted = f"{config.host}:{config.port}"
+    try:
+        socket.create_server((config.host, config.port)).close()  # gRPC would not say what is wrong
+    except OSError as error:
+        what = "--port, or 0 for any free one" if error.errno == errno.EADDRINUSE else "--host or --port"
+        raise Conflict(f"cannot listen on {wanted}: {error.strerror}", hint=f"choose another {what}") from error
     try:
         port = server.add_insecure_port(wanted)
     except RuntimeError as error:

@@ -206,7 +206,7 @@ class RelayService(pb_grpc.RelayServicer):
         reply = self._stage(request)
         if not _reached(reply, request):
             try:
-                async with asyncio.timeout(min(request.wait_s, STAGE_WAIT_MAX_S)), self._relay.changed:
+                async with asyncio.timeout(min(max(0.0, request.wait_s), STAGE_WAIT_MAX_S)), self._relay.changed:
                     await self._relay.changed.wait_for(
                         lambda: self._relay.closing or _reached(self._stage(request), request)
                     )

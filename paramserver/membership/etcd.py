@@ -46,6 +46,7 @@ class EtcdRegistry:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._client = Etcd3Client([endpoint], rpc_max_attempts=1)
+        self._client._manager.target = f"dns:///{endpoint}"  # it makes "ipv4:" targets, to which names are no address
 
     @classmethod
     async def connect(cls, endpoint: str, *, timeout_s: float = CALL_TIMEOUT_S) -> EtcdRegistry:

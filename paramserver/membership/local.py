@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 20.0
 _ATTEMPTS = 3
+TIED = Path(__file__).with_name("tied.py")
 
 
 def find_etcd() -> Path:
@@ -78,9 +79,10 @@ class LocalEtcd:
         """Starts the process; after `kill`, again on the same ports and data."""
         if not self.endpoint:
             self.endpoint, self._peer_port = f"127.0.0.1:{self._port or free_port()}", free_port()
+            self._refuse_taken()
         client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
         self._process = await asyncio.create_subprocess_exec(
-            str(find_etcd()),
+            *(sys.executable, "-S", str(TIED), str(find_etcd())),
             f"--data-dir={self.directory / 'etcd'}",
             "--name=local",
             f"--listen-client-urls={client}",
@@ -113,13 +115,25 @@ class LocalEtcd:
         assert self._process is not None
         return await self._process.wait()
 
+    def _refuse_taken(self) -> None:
+        """Another etcd on the port would answer in the place of the one that then fails to start."""
+        host, _, port = self.endpoint.rpartition(":")
+        try:
+            socket.create_server((host, int(port))).close()
+        except OSError as error:
+            endpoint, self.endpoint = self.endpoint, ""
+            raise Unavailable(f"cannot listen on {endpoint}: {error.strerror}", hint="choose another --port") from error
+
     async def _wait_ready(self) -> None:
         assert self._process is not None
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         while asyncio.get_running_loop().time() < deadline:
             if self._process.returncode is not None:
                 endpoint, self.endpoint = self.endpoint, ""
-                raise Unavailable(f"etcd ended with {self._process.returncode} at start; is {endpoint} taken?")
+                raise Unavailable(
+                    f"etcd ended with {self._process.returncode} at start on {endpoint}, data in {self.directory}",
+                    hint="give it a free --port and a --data-dir that it may write",
+                )
             try:
                 registry = await EtcdRegistry.connect(self.endpoint, timeout_s=1.0)
             except Unavailable:
