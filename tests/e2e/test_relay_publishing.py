@@ -1,0 +1,181 @@
+"""Publishers that die or hurry, tickets while acknowledgements are slow, readers in a race with retirement."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save
+
+from paramserver.client import RelayClient, TensorSource, publish
+from paramserver.membership import LocalEtcd
+from protos.errors import Conflict, InDoubt, NotFound, UnknownModel
+from protos.laminar.v1 import relay_pb2 as pb
+from tests.support.relays import Relays, until
+from tests.support.weights import source_of, weights
+
+MODEL = "policy"
+W = TensorSource("w", "U8", (8,), lambda: memoryview(b"12345678"))
+
+STUCK_PUBLISHER = """
+import asyncio, sys, time
+from paramserver.client import RelayClient, TensorSource, publish
+
+def read_second():
+    open(sys.argv[2], "w").close()
+    time.sleep(120)
+
+async def main():
+    size = 3 << 20
+    tensors = [TensorSource("a", "U8", (size,), lambda: memoryview(bytes(size))),
+               TensorSource("b", "U8", (size,), read_second)]
+    async with RelayClient(sys.argv[1]) as relay:
+        await publish(relay, "policy", tensors, step=1, run="stuck", force_tcp=sys.argv[3] == "tcp")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["mapped", "tcp"])
+async def test_a_publisher_killed_in_mid_write_leaves_nothing_and_the_next_goes_on(
+    relays: Relays, tmp_path: Path, way: str
+) -> None:
+    head, tail = [relays.start(name) for name in "ab"]
+    reached = tmp_path / "half"
+    command = [sys.executable, "-c", STUCK_PUBLISHER, head.ready["grpc"], str(reached), way]
+    publisher = spawn(command)
+    async with RelayClient(head.ready["grpc"]) as first, RelayClient(tail.ready["grpc"]) as second:
+
+        async def half_written() -> bool:
+            assert publisher.poll() is None
+            used = [(await relay.status()).used_bytes for relay in (first, second)] if reached.exists() else [0]
+            return min(used) > 6 << 20
+
+        await until(half_written, "both relays hold a part of it")
+        publisher.send_signal(signal.SIGKILL)
+        publisher.wait()
+
+        async def nothing_left() -> bool:
+            found = [await relay.status() for relay in (first, second)]
+            return all(s.used_bytes == s.quarantined_bytes == 0 and not s.transfers for s in found)
+
+        await until(nothing_left, "the memory of both is back")
+        for relay in (first, second):
+            assert await relay.versions(MODEL) == []
+        tensors = weights(1)
+        ticket = await publish(first, MODEL, source_of(tensors), step=1, run="next")
+        await ticket.wait_all(10.0)
+        assert ticket.version == 2, "the number of the dead one is not used again"
+        assert await bytes_at(second, 2) == save(tensors)
+    assert "left before it was committed" in head.log()
+
+
+def spawn(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+
+
+async def bytes_at(relay: RelayClient, version: int | None = None) -> bytes:
+    lease = await relay.acquire(MODEL, version, holder="test")
+    found = (lease.path / "model.safetensors").read_bytes()
+    await relay.release(lease)
+    return found
+
+
+@pytest.mark.slow
+async def test_a_ticket_goes_through_its_stages_in_order(tmp_path: Path) -> None:
+    """etcd hangs (not dies), so that `copied` lasts; a slow middle hop keeps `k_relays` apart from `all`."""
+    async with LocalEtcd() as etcd:
+        relays = Relays(etcd.endpoint, tmp_path)
+        rates = {"a": "8MiB", "b": "3MiB", "c": "64MiB"}
+        daemons = [
+            await asyncio.to_thread(relays.start, name, "--max-rate", rate, "--lease-ttl-s", "20")
+            for name, rate in rates.items()
+        ]
+        seen: list[str] = []
+        async with RelayClient(daemons[0].ready["grpc"]) as head, RelayClient(daemons[2].ready["grpc"]) as tail:
+            await head.master_of(MODEL)
+            await head.hold_run(MODEL, "r", "test")
+            os.kill(etcd.pid, signal.SIGSTOP)
+            tensors = weights(1)
+            try:
+                ticket = await publish(head, MODEL, source_of(tensors), step=1, run="r")
+                seen.append(await ticket.stage())
+                with pytest.raises(InDoubt, match=r"had not reached 'sealed' after 0\.5 s; it is copied"):
+                    await ticket.wait_sealed(0.5)
+                assert await head.versions(MODEL) == []
+            finally:
+                os.kill(etcd.pid, signal.SIGCONT)
+
+            async def on_all() -> bool:
+                stage = await ticket.stage()
+                if stage != seen[-1]:
+                    seen.append(stage)
+                return stage == "all"
+
+            await until(on_all, "every relay holds it")
+            assert await ticket.holders() == ("a", "b", "c")
+            assert await bytes_at(tail) == save(tensors)
+        await asyncio.to_thread(relays.close)
+    assert seen == ["copied", "sealed", "k_relays", "all"]
+
+
+async def test_with_nobody_following_one_holder_is_all_there_is(relays: Relays) -> None:
+    daemon = relays.start("a")
+    async with RelayClient(daemon.ready["grpc"]) as relay:
+        ticket = await publish(relay, MODEL, [W], step=1, run="r", metadata={})
+        await ticket.wait_all(10.0)
+        assert (await ticket.stage(), await ticket.holders()) == ("all", ("a",))
+        with pytest.raises(InDoubt, match=r"had not reached 'copies 2' after 0.3 s; it is all"):
+            await ticket.wait_copies(2, 0.3)
+        assert b"__metadata__" not in await bytes_at(relay)
+        for use in (relay.acquire("other", holder="x"), relay.versions("other")):
+            with pytest.raises(UnknownModel, match=f"known: {MODEL}"):
+                await use
+        with pytest.raises(Conflict, match="nothing may be written to version 1"):
+            await relay.call(relay.stub.Abort(pb.AbortRequest(model=MODEL, version=1, token="guess")))
+
+
+@pytest.mark.slow
+async def test_readers_in_a_race_with_fast_publishes_see_whole_versions_that_never_go_back(relays: Relays) -> None:
+    head, tail = [relays.start(name, "--retain", "1", pool_bytes="40MiB") for name in "ab"]
+    num = 12
+    expected = {seed: save(weights(seed)) for seed in range(1, num + 1)}
+    stop = time.monotonic() + 30.0
+
+    async def read(address: str) -> list[int]:
+        versions: list[int] = []
+        async with RelayClient(address) as relay:
+            while (not versions or versions[-1] < num) and time.monotonic() < stop:
+                with contextlib.suppress(NotFound, UnknownModel):  # nothing is there yet
+                    lease = await relay.acquire(MODEL, holder="racer")
+                    content = await asyncio.to_thread((lease.path / "model.safetensors").read_bytes)
+                    assert content == expected[lease.version]
+                    await relay.release(lease)
+                    versions.append(lease.version)
+                if len(versions) > 1:  # that one is about to retire, or has
+                    with contextlib.suppress(NotFound):
+                        lease = await relay.acquire(MODEL, versions[-2], holder="late")
+                        content = await asyncio.to_thread((lease.path / "model.safetensors").read_bytes)
+                        assert content == expected[lease.version]
+                        await relay.release(lease)
+                await asyncio.sleep(0)
+        return versions
+
+    async with RelayClient(head.ready["grpc"]) as relay:
+        readers = [asyncio.create_task(read(daemon.ready["grpc"])) for daemon in (head, tail)]
+        tickets = [await publish(relay, MODEL, source_of(weights(seed)), step=seed, run="r") for seed in expected]
+        for ticket in tickets:
+            await ticket.wait_sealed(10.0)
+        for versions in await asyncio.gather(*readers):
+            assert versions == sorted(versions)
+            assert versions[-1] == num
+            assert len(set(versions)) > 1
+        await tickets[-1].wait_all(10.0)
