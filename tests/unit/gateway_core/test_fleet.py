@@ -1,0 +1,235 @@
+"""Engines' lives, when an intake opens or closes, and when an engine may leave its version for a newer one."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.fleet import TRANSITIONS, EngineState, EngineStatus, FleetState, staleness_histogram
+from gateway.core.types import SessionId, Version
+from tests.unit.gateway_core.helpers import engine, fleet
+
+STATUSES: tuple[EngineStatus, ...] = get_args(EngineStatus)
+LIMITS: dict[str, Any] = {
+    "max_running": 10,
+    "intake_batch": 4,
+    "intake_age_s": 100.0,
+    "intake_min_batch": 2,
+    "drain_max_s": 30.0,
+    "min_util": 0.25,
+    "staleness_max": 2,
+    "version_hold_s": 50.0,
+}
+
+
+def on_versions(state: FleetState, **sessions: int) -> FleetState:
+    state.session_versions = {SessionId(name): Version(version) for name, version in sessions.items()}
+    return state
+
+
+# -- transitions
+
+
+@pytest.mark.parametrize("after", STATUSES)
+@pytest.mark.parametrize("before", STATUSES)
+def test_only_the_ways_of_the_table_are_open(before: EngineStatus, after: EngineStatus) -> None:
+    state = engine(status=before, intake_open=True)
+    if after in TRANSITIONS[before]:
+        state.to(after)
+        assert (state.status, state.intake_open) == (after, after == "serving"), "only a serving engine takes any in"
+    else:
+        with pytest.raises(ValueError, match=f"engine e0: no way from {before} to {after}"):
+            state.to(after)
+        assert (state.status, state.intake_open) == (before, True)
+
+
+def test_the_table_keeps_its_promises() -> None:
+    assert set(TRANSITIONS) == set(STATUSES)
+    assert all(before not in after for before, after in TRANSITIONS.items()), "a change is a change"
+    assert TRANSITIONS["dead"] == {"joining"}, "what comes back is looked at before it serves"
+    assert all("dead" in TRANSITIONS[status] for status in STATUSES if status != "dead"), "anything may die"
+    assert "serving" not in TRANSITIONS["fenced"], "after a failed load only another load helps"
+    assert [s for s in STATUSES if "fenced" in TRANSITIONS[s]] == ["refreshing"]
+
+
+def test_tokens_and_serving_engines_are_counted() -> None:
+    state = fleet(engine("e2", 1), engine("e0", 1, [3, 4]), engine("e1", 2), engine("e3", 1, status="joining"))
+    assert [e.name for e in state.sorted_engines()] == ["e0", "e1", "e2", "e3"]
+    assert [e.name for e in state.serving(Version(1))] == ["e0", "e2"]
+    assert state.sorted_engines()[0].tokens == 7
+    assert on_versions(state, b=1, c=2, a=1).live_sessions(Version(1)) == ("a", "b")
+
+
+# -- intake
+
+
+def intake(state: EngineState, now: float, newest: int | None = None) -> tuple[bool, str] | None:
+    """What one engine's intake does at `now`, applied."""
+    changes = fleet(state, newest=newest, **LIMITS).intake_changes(now)
+    assert all(c.engine == state.name for c in changes)
+    return (changes[0].open, changes[0].reason) if changes else None
+
+
+OPEN: dict[str, Any] = {"intake_open": True, "intake_opened_at": 1000.0}
+NEWER: dict[str, Any] = {"available": 2}
+
+
+@pytest.mark.parametrize(
+    ("how", "running", "age_s", "reason"),
+    [
+        ({"admitted": 3}, 1, 99.9, None),
+        ({"admitted": 4}, 1, 0.0, "batch of 4 admitted"),
+        ({"admitted": 4}, 0, 0.0, "batch of 4 admitted"),
+        ({"admitted": 1}, 1, 100.0, "open for 100 s"),
+        ({"admitted": 0}, 0, 1e6, None),
+        ({"admitted": 1, **NEWER}, 1, 0.0, None),
+        ({"admitted": 2, **NEWER}, 1, 0.0, "version 2 is here; 2 admitted"),
+        ({"admitted": 1, **NEWER}, 0, 0.0, "version 2 is here and nothing runs"),
+        ({"admitted": 1, **NEWER}, 1, 100.0, "open for 100 s"),
+    ],
+)
+def test_an_open_intake_closes(how: dict[str, Any], running: int, age_s: float, reason: str | None) -> None:
+    state = engine("e0", 1, [10] * running, **OPEN, **how)
+    assert intake(state, 1000.0 + age_s) == (None if reason is None else (False, reason))
+    assert state.intake_open == (reason is None)
+    assert state.intake_closed_at == (0.0 if reason is None else 1000.0 + age_s)
+
+
+@pytest.mark.parametrize(
+    ("how", "running", "closed_s", "newest", "reason"),
+    [
+        ({}, 0, 0.0, 1, "nothing newer than version 1"),
+        ({}, 9, 0.0, 1, "nothing newer than version 1"),
+        ({}, 10, 1e6, 1, None),
+        ({}, 9, 0.0, 5, "nothing newer than version 1"),  # others have it; its own host does not
+        (NEWER, 0, 1e6, 2, None),  # it is to refresh
+        (NEWER, 2, 30.0, 2, "stragglers held it for 30 s; within the staleness bound"),
+        (NEWER, 2, 29.9, 2, None),
+        (NEWER, 3, 30.0, 2, None),  # busy enough
+        (NEWER, 2, 30.0, 3, None),  # a session admitted now would be too stale
+        ({"status": "joining"}, 0, 0.0, 1, None),
+        ({"status": "refreshing"}, 0, 0.0, 1, None),
+        ({"status": "fenced"}, 0, 0.0, 1, None),
+        ({"status": "dead"}, 0, 0.0, 1, None),
+    ],
+)
+def test_a_closed_intake_opens(
+    how: dict[str, Any], running: int, closed_s: float, newest: int, reason: str | None
+) -> None:
+    state = engine("e0", 1, [10] * running, intake_closed_at=1000.0, admitted=3, **how)
+    now = 1000.0 + closed_s
+    assert intake(state, now, newest) == (None if reason is None else (True, reason))
+    assert state.intake_open == (reason is not None)
+    assert (state.intake_opened_at, state.admitted) == ((0.0, 3) if reason is None else (now, 0))
+
+
+def test_each_engine_decides_for_itself_in_the_order_of_names() -> None:
+    state = fleet(
+        engine("e2", 1, available=2, **OPEN),
+        engine("e1", 1, [5]),
+        engine("e0", 1, [5], **OPEN, admitted=4),
+        **LIMITS,
+    )
+    assert [(c.engine, c.open) for c in state.intake_changes(1000.0)] == [("e0", False), ("e1", True), ("e2", False)]
+
+
+# -- refresh
+
+
+@pytest.mark.parametrize(
+    ("how", "to"),
+    [
+        ({"status": "joining", "available": 2}, 2),
+        ({"status": "joining", "available": 1}, None),  # it holds the wanted one
+        ({"status": "joining", "available": 0}, None),  # nothing was published
+        ({"status": "fenced", "available": 1}, 1),  # whatever its label says, the load failed
+        ({"status": "fenced", "available": 1, "refresh_not_before": 1000.1}, None),
+        ({"status": "fenced", "available": 1, "refresh_not_before": 1000.0}, 1),
+        ({"status": "refreshing", "available": 2}, None),
+        ({"status": "dead", "available": 2}, None),
+        ({"available": 3}, 3),
+        ({"available": 1}, None),
+        ({"available": 2, "version": 3}, None),  # versions never go back
+        ({"available": 2, "intake_open": True}, None),
+        ({"available": 2, "refresh_not_before": 1000.1}, None),
+    ],
+)
+def test_an_engine_refreshes(how: dict[str, Any], to: int | None) -> None:
+    state = engine(**how)
+    before = state.status
+    decisions = fleet(state).refresh_decisions(1000.0)
+    assert [(d.engine, d.to_version) for d in decisions] == ([] if to is None else [("e0", to)])
+    assert state.status == (before if to is None else "refreshing")
+
+
+def test_an_engine_with_a_turn_does_not_refresh() -> None:
+    state = fleet(engine("e0", 1, [10], available=2), engine("e1", 1, available=2))
+    assert [(d.engine, d.reason) for d in state.refresh_decisions(1000.0)] == [("e1", "empty")]
+
+
+@pytest.mark.parametrize(("held_s", "goes"), [(0.0, False), (49.9, False), (50.0, True)])
+def test_the_last_engine_of_a_version_is_held_for_its_sessions(held_s: float, goes: bool) -> None:
+    state = on_versions(fleet(engine(available=2, intake_closed_at=1000.0), **LIMITS), b=1, a=1, c=2)
+    decisions = state.refresh_decisions(1000.0 + held_s)
+    assert [d.forced_sessions for d in decisions] == ([("a", "b")] if goes else [])
+    assert [d.reason for d in decisions] == (["held version 1 for 50 s for 2 sessions"] if goes else [])
+
+
+def test_of_two_empty_engines_one_stays_for_the_sessions() -> None:
+    state = fleet(engine("e0", available=2), engine("e1", available=2, intake_closed_at=1000.0), **LIMITS)
+    decisions = on_versions(state, a=1).refresh_decisions(1000.0)
+    assert [(d.engine, d.forced_sessions) for d in decisions] == [("e0", ())]
+    assert [e.status for e in state.sorted_engines()] == ["refreshing", "serving"]
+    state.session_versions.clear()
+    assert [d.engine for d in state.refresh_decisions(1000.0)] == ["e1"], "its sessions ended"
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> list[EngineState]:
+    """Engines in all conditions but one: an engine that does not serve runs nothing."""
+    drawn = []
+    for i in range(draw(st.integers(0, 6))):
+        version, status = draw(st.integers(1, 3)), draw(st.sampled_from(["serving", "serving", "dead", "refreshing"]))
+        e = engine(f"e{i}", version, available=version + draw(st.integers(0, 2)), status=status)
+        if status == "serving":
+            e.turns = engine(e.name, version, draw(st.sampled_from([[], [], [1]]))).turns
+            e.intake_open = draw(st.sampled_from([False, False, True]))
+        e.intake_closed_at = draw(st.sampled_from([900.0, 990.0]))
+        drawn.append(e)
+    return drawn
+
+
+@given(engines(), st.lists(st.integers(1, 4), max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_whatever_the_fleet_only_empty_engines_go_and_no_held_version_is_left(
+    engines: list[EngineState], versions: list[int]
+) -> None:
+    state = on_versions(fleet(*engines, **LIMITS), **{f"s{i}": v for i, v in enumerate(versions)})
+    served = {e.version for e in state.sorted_engines() if e.status == "serving"}
+    going = {d.engine: d for d in state.refresh_decisions(1000.0)}
+    for e in engines:
+        if e.name in going:
+            assert not e.turns
+            assert not e.intake_open
+            assert e.version < going[e.name].to_version == e.available
+    for version in served & set(state.session_versions.values()):
+        forced = [d for name, d in going.items() if state.engines[name].version == version and d.forced_sessions]
+        assert state.serving(version) or [d.forced_sessions for d in forced] == [state.live_sessions(version)]
+        assert all(state.engines[d.engine].intake_closed_at == 900.0 for d in forced), "after the hold, not before"
+    for e in engines:  # and none is kept without a reason
+        if e.status == "serving" and e.version < e.available and not e.turns and not e.intake_open:
+            assert state.live_sessions(e.version)
+            assert state.serving(e.version) == [e]
+
+
+@pytest.mark.parametrize(
+    ("versions", "counts"),
+    [([], {}), ([5, 5, 3], {0: 2, 2: 1}), ([7, 5, 4], {0: 2, 1: 1}), ([0], {5: 1})],
+    ids=["none", "behind", "ahead of what is known counts as fresh", "unpublished"],
+)
+def test_the_histogram_counts_how_far_behind_sessions_are(versions: list[int], counts: dict[int, int]) -> None:
+    histogram = staleness_histogram([Version(v) for v in versions], Version(5))
+    assert list(histogram.items()) == list(counts.items())
