@@ -72,6 +72,7 @@ class Publishing:
         self._relay = relay
         self._drafts: dict[tuple[str, int], Draft] = {}
         self._claims: dict[str, RunClaim] = {}
+        self._settled: dict[str, Epoch] = {}
         self._lost_since: dict[tuple[str, int], float] = {}
         self._seals: set[asyncio.Task[None]] = set()
 
@@ -85,6 +86,7 @@ class Publishing:
                 for model in await self._relay.seat.stand(self._newest_holders(), time.monotonic()):
                     await self._settle(model)
                 for model in self._mastered():
+                    await self._settle(model)  # again, when an answer was lost in the election or in settling
                     await self._note_lost(model)
                     await self._prune(model)
             except Unavailable as error:
@@ -343,7 +345,10 @@ class Publishing:
     # ---- a new master's first duties
 
     async def _settle(self, model: str) -> None:
-        """Reads everything, then ends what an earlier master announced and never sealed."""
+        """Once in each epoch: reads everything, then ends what an earlier master announced and never sealed."""
+        epoch = self._relay.seat.epoch(model)
+        if epoch is not None and self._settled.get(model) == epoch:
+            return
         for fact in await self._relay.seat.refresh():
             self._relay.take_fact(fact)
         epoch = self._relay.seat.epoch(model)
@@ -353,6 +358,7 @@ class Publishing:
             open_ended = state.announced is not None and state.sealed is None and state.ended is None
             if open_ended and state.announced is not None and state.announced.manifest.epoch != epoch:
                 await self._end(model, version, epoch, Ended("aborted", "its master died before it was sealed"))
+        self._settled[model] = epoch
 
     async def _note_lost(self, model: str) -> None:
         """Records sealed versions that nobody has held for a while. The newest decide; old ones retire by design."""

@@ -280,10 +280,14 @@ async def test_a_master_that_was_replaced_seals_nothing(world: World, host: Host
     assert later.manifest.version > 1
 
 
-async def test_a_new_master_ends_what_the_old_one_left_open(world: World, host: Host) -> None:
+@pytest.mark.parametrize(
+    "lost", ["", "/master", "/ended"], ids=["all answered", "election unanswered", "end unanswered"]
+)
+async def test_a_new_master_ends_what_the_old_one_left_open(world: World, host: Host, lost: str) -> None:
     await host.publish()
     await host.announce()
     other = await world.host("b")
+    other.registry.about, other.registry.answers_lost = lost, bool(lost)
     await host.stop()
     world.store.end_lease(host.seat._lease)
     assert (await world.ended(2)) == Ended("aborted", "its master died before it was sealed")
