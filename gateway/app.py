@@ -25,6 +25,7 @@ from gateway.tokens import Codec
 log = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 0.1  # for handlers, once draining is over: by default aiohttp would wait for them again
 DATABASE_NAME = "gateway.sqlite"
 
 
@@ -87,7 +88,7 @@ async def start(config: GatewayConfig) -> Gateway:
         add_session_routes(app, sessions)
         add_admin_routes(app, status)
         add_experience_routes(app, _experience(config, sessions, buffer))
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         site = web.TCPSite(runner, config.host, config.port)
         await site.start()

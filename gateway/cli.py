@@ -16,9 +16,14 @@ import uvloop
 from gateway.config import MODES_TO_COME, GatewayConfig, parse_engine
 from gateway.core.fleet import FleetConfig
 from protos.errors import LaminarError
-from protos.process import setup_logging, write_ready_file
+from protos.process import LOG_LEVELS, setup_logging, write_ready_file
 
 log = logging.getLogger("gateway")
+
+AT_LEAST_1 = click.IntRange(min=1)
+SECONDS = click.FloatRange(min=0)
+POSITIVE = click.FloatRange(min=0, min_open=True)
+SHARE = click.FloatRange(0, 1, min_open=True)
 
 LAZY = {"engine": ("gateway.engines.embedded.cli", "The embedded inference engine (needs torch).")}
 
@@ -47,7 +52,10 @@ class ModeChoice(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
 def cli() -> None:
     """One OpenAI-compatible door to many inference engines, for reinforcement learning.
 
@@ -76,29 +84,38 @@ def cli() -> None:
     "--mode",
     type=ModeChoice(["drain", "repack"]),
     default="repack",
-    show_default=True,
     help="drain: engines empty by themselves; repack: the long tail is packed onto few engines.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", default=8080, show_default=True, help="0: any free port.")
-@click.option("--max-running", default=64, show_default=True, help="B: turns of one engine at once.")
-@click.option("--kv-max", default=0.9, show_default=True, help="C_max: share of KV that admission and plans fill.")
-@click.option("--intake-batch", default=64, show_default=True, help="Sessions admitted before an intake closes.")
-@click.option("--intake-age-s", default=600.0, show_default=True, help="Age at which an intake closes.")
-@click.option("--intake-min-batch", default=1, show_default=True, help="Sessions before a newer version closes it.")
-@click.option("--version-hold-s", default=120.0, show_default=True, help="How long a version's last engine waits.")
-@click.option("--drain-max-s", default=60.0, show_default=True, help="How long few stragglers may hold an engine.")
-@click.option("--min-util", default=0.25, show_default=True, help="Share of --max-running below which they are few.")
-@click.option("--staleness-max", default=4, show_default=True, help="Versions a trajectory may be behind at use.")
-@click.option("--repack-interval-s", default=5.0, show_default=True)
-@click.option("--prefill-tokens-per-s", default=1000.0, show_default=True, help="Prices moves.")
-@click.option("--poll-interval-s", default=1.0, show_default=True, help="How often engines are looked at.")
-@click.option("--stall-timeout-s", default=60.0, show_default=True, help="Silence that counts as a cut.")
-@click.option("--queue-timeout-s", default=60.0, show_default=True, help="Wait for an engine before 429.")
-@click.option("--queue-max", default=1024, show_default=True, help="Turns that may wait at once.")
-@click.option("--session-idle-s", default=1800.0, show_default=True, help="Idle sessions are abandoned after this.")
-@click.option("--seed", default=0, show_default=True, help="Breaks ties of the planner.")
-@click.option("--log-level", default="info", show_default=True)
+@click.option("--host", default="127.0.0.1")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, help="0: any free port.")
+@click.option("--max-running", type=AT_LEAST_1, default=64, help="B: turns of one engine at once.")
+@click.option("--kv-max", type=SHARE, default=0.9, help="C_max: share of KV that admission and plans fill.")
+@click.option("--intake-batch", type=AT_LEAST_1, default=64, help="Sessions admitted before an intake closes.")
+@click.option("--intake-age-s", type=SECONDS, default=600.0, help="Age at which an intake closes.")
+@click.option(
+    "--intake-min-batch",
+    type=AT_LEAST_1,
+    default=1,
+    help="Sessions before a newer version closes it.",
+)
+@click.option("--version-hold-s", type=SECONDS, default=120.0, help="How long a version's last engine waits.")
+@click.option("--drain-max-s", type=SECONDS, default=60.0, help="How long few stragglers may hold an engine.")
+@click.option("--min-util", type=SHARE, default=0.25, help="Share of --max-running below which they are few.")
+@click.option(
+    "--staleness-max",
+    type=click.IntRange(min=0),
+    default=4,
+    help="Versions a trajectory may be behind at use.",
+)
+@click.option("--repack-interval-s", type=POSITIVE, default=5.0)
+@click.option("--prefill-tokens-per-s", type=POSITIVE, default=1000.0, help="Prices moves.")
+@click.option("--poll-interval-s", type=POSITIVE, default=1.0, help="How often engines are looked at.")
+@click.option("--stall-timeout-s", type=POSITIVE, default=60.0, help="Silence that counts as a cut.")
+@click.option("--queue-timeout-s", type=SECONDS, default=60.0, help="Wait for an engine before 429.")
+@click.option("--queue-max", type=AT_LEAST_1, default=1024, help="Turns that may wait at once.")
+@click.option("--session-idle-s", type=SECONDS, default=1800.0, help="Idle sessions are abandoned after this.")
+@click.option("--seed", default=0, help="Breaks ties of the planner.")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")
 def serve(model: str, tokenizer: Path, engines: tuple[str, ...], relay: str | None, **options: Any) -> None:
     """Serves the OpenAI API over the engines named."""

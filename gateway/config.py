@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from gateway.core.fleet import FleetConfig
 from protos.errors import InvalidRequest, UnsupportedField
@@ -53,7 +54,7 @@ def parse_engine(text: str, default_relay: str | None) -> EngineSpec:
     name, _, rest = text.partition("=")
     kind, _, address = rest.partition("=")
     url, _, relay = address.partition("@")
-    if not (name and kind and url.startswith(("http://", "https://"))):
+    if not (name and kind and _is_address(url)):
         raise InvalidRequest(
             f"--engine {text!r} is not NAME=KIND=URL[@RELAY]",
             hint="such as e0=vllm=http://127.0.0.1:8000@127.0.0.1:7070",
@@ -64,3 +65,11 @@ def parse_engine(text: str, default_relay: str | None) -> EngineSpec:
             hint=f"known kinds: {', '.join(ENGINE_KINDS)}; the embedded engine speaks vllm's dialect",
         )
     return EngineSpec(name, kind, url, relay or default_relay)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        return False

@@ -84,9 +84,13 @@ class Fleet:
 
     async def __aenter__(self) -> Fleet:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        for spec in self.config.engines:
-            self.add(spec)
         self._ticker = self._tasks.create_task(self._tick(), name="fleet-tick")
+        try:
+            for spec in self.config.engines:
+                self.add(spec)
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def close(self) -> None:
@@ -154,12 +158,21 @@ class Fleet:
             async with asyncio.timeout(timeout_s):
                 return await waiter.placed
         except TimeoutError:
+            self._unbook(waiter)
             raise OutOfCapacity(
                 f"no engine took the turn within {timeout_s:g} s: {waiter.reason}", retry_after_s=5.0
             ) from None
+        except asyncio.CancelledError:
+            self._unbook(waiter)
+            raise
         finally:
             if waiter in self._queue:
                 self._queue.remove(waiter)
+
+    def _unbook(self, waiter: Waiter) -> None:
+        placed, turn_id = waiter.placed, waiter.demand.session.running
+        if turn_id is not None and placed.done() and not placed.cancelled() and placed.exception() is None:
+            self.leave(placed.result().engine, turn_id)
 
     def enter(self, engine: EngineName, load: TurnLoad) -> None:
         """The turn runs on `engine` from now on."""

@@ -189,6 +189,8 @@ class Sessions:
         """Ends the session without a trajectory; a running turn of it is aborted."""
         state = self._get(session_id)
         state.end("abandoned")
+        for run in [run for run in self.runs.values() if run.request.session_id == session_id]:
+            await run.abort(f"its session was abandoned ({reason})")
         self._close(state, "abandoned", reason=reason)
         self.counters.sessions_abandoned += 1
         await self._pool.forget_session(session_id)

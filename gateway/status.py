@@ -114,6 +114,12 @@ class GatewayStatus:
         for name, value in self.sessions.counters.__dataclass_fields__.items():
             if value.type == "int":
                 meter.create_observable_counter(f"laminar_gateway_{name}", [self._counter(name)])
+        meter.create_observable_counter("laminar_gateway_cuts", [self._cuts], description="Cut streams by reason.")
+        fleet = self.fleet
+        meter.create_observable_counter("laminar_gateway_refreshes", [_observe(lambda: fleet.statistics().refreshes)])
+        meter.create_observable_counter(
+            "laminar_gateway_refresh_failures", [_observe(lambda: fleet.statistics().refresh_failures)]
+        )
         meter.create_observable_gauge("laminar_gateway_engine_version", [self._per_engine(lambda e: e.version)])
         meter.create_observable_gauge("laminar_gateway_engine_running", [self._per_engine(lambda e: len(e.turns))])
         meter.create_observable_gauge("laminar_gateway_engine_kv_usage", [self._per_engine(lambda e: e.kv_usage)])
@@ -127,6 +133,10 @@ class GatewayStatus:
         meter.create_observable_gauge(
             "laminar_gateway_buffered_trajectories", [_observe(lambda: self.buffer.statistics().trajectories)]
         )
+
+    def _cuts(self, _: CallbackOptions) -> Iterable[Observation]:
+        reasons = self.sessions.counters.cuts_by_reason
+        return [Observation(count, {"reason": reason}) for reason, count in sorted(reasons.items())]
 
     def _counter(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         return _observe(lambda: getattr(self.sessions.counters, name))

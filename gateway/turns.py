@@ -38,9 +38,10 @@ from gateway.core.types import (
     Version,
 )
 from gateway.data import PartialResponsePool, Timeline
-from gateway.engines.base import EngineChunk, StreamCut
+from gateway.data.partial import Outcome
+from gateway.engines.base import EngineAdapter, EngineChunk, RequestRefused, StreamCut
 from gateway.fleet import Fleet
-from protos.errors import LaminarError, OutOfCapacity, Unavailable
+from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ class Run:
         self._load: TurnLoad | None = None
         self._engine: EngineName | None = None
         self._ended = False
+        self._in_pool = False
+        self._aborted: Conflict | None = None
 
     # -- the handler's side
 
@@ -125,12 +128,13 @@ class Run:
         self.session = self._owner.turn_began(self)
         try:
             await self._pool.begin(self.request)
+            self._in_pool = True
             self._driver = asyncio.create_task(self._drive(), name=f"turn-{self.request.turn_id}")
             started = asyncio.create_task(self._started.wait())
             await asyncio.wait({self._driver, started}, return_when=asyncio.FIRST_COMPLETED)
             started.cancel()
             if self._driver.done():
-                self._driver.result()
+                self._raise_end()
         except BaseException:
             await self._give_up()
             raise
@@ -154,15 +158,25 @@ class Run:
                 if delta.finish_reason is not None:
                     return
             if self._driver.done():
-                self._driver.result()  # raises what ended it
+                self._raise_end()
                 if not self._deltas:
                     return
                 continue
             self._arrived.clear()
             await self._arrived.wait()
 
+    def _raise_end(self) -> None:
+        """What ended the driver, unless the turn is complete."""
+        assert self._driver is not None
+        if self._aborted is not None:
+            raise self._aborted
+        self._driver.result()
+
     async def finish_early(self, num_tokens: int) -> None:
-        await self._stop_driver()
+        if self._ended and self._driver is not None:
+            await asyncio.wait({self._driver})
+        else:
+            await self._stop_driver()
         record = self.record
         surplus = len(record.token_ids) - num_tokens
         del record.token_ids[num_tokens:], record.logprobs[num_tokens:]
@@ -176,6 +190,11 @@ class Run:
             self.session.shorten_turn(surplus)
         else:
             await self._end()
+
+    async def abort(self, why: str) -> None:
+        """Ends the turn upstream and here; who reads it gets Conflict."""
+        self._aborted = Conflict(f"turn {self.request.turn_id} was aborted: {why}")
+        await self._give_up()
 
     @property
     def task(self) -> asyncio.Task[None] | None:
@@ -210,6 +229,10 @@ class Run:
             if self.record.token_ids or self._started.is_set():
                 raise self._lost(f"no engine for its rest: {e.message}") from e
             raise
+        except RequestRefused as e:
+            if self.record.token_ids:
+                raise self._lost(f"its rest was refused: {e.message}") from e
+            raise
         finally:
             self._arrived.set()
 
@@ -230,12 +253,13 @@ class Run:
             except StreamCut as cut:
                 cause, cuts = "cut", cuts + 1
                 self._note_cut(placement.engine, cut)
-                if cuts >= CUTS_MAX:
-                    raise self._lost(f"its stream was cut {cuts} times, last by {cut}") from cut
-                await asyncio.sleep(min(CUT_BACKOFF_MAX_S, CUT_BACKOFF_S * 2 ** (cuts - 1)))
-                demand = dataclasses.replace(self._demand(), avoid=frozenset({placement.engine}))
-                placement = await self._fleet.place(demand, resumed=True, timeout_s=config.placement_timeout_s)
-                self._owner.counters.turns_resumed += 1
+                if self._left():
+                    if cuts >= CUTS_MAX:
+                        raise self._lost(f"its stream was cut {cuts} times, last by {cut}") from cut
+                    await asyncio.sleep(min(CUT_BACKOFF_MAX_S, CUT_BACKOFF_S * 2 ** (cuts - 1)))
+                    demand = dataclasses.replace(self._demand(), avoid=frozenset({placement.engine}))
+                    placement = await self._fleet.place(demand, resumed=True, timeout_s=config.placement_timeout_s)
+                    self._owner.counters.turns_resumed += 1
             if self._left() == 0:
                 self.record.finish_reason = "length"
                 await self._end()
@@ -252,6 +276,7 @@ class Run:
         """Streams on one engine until the turn's end, a cut (StreamCut) or a move (_Moved)."""
         member = self._fleet.members.get(placement.engine)
         if member is None or member.state.status != "serving":
+            self._fleet.leave(placement.engine, self.request.turn_id)
             raise StreamCut("refused", f"engine {placement.engine} is gone")
         tokens = len(self.request.prompt_ids) + len(self.record.token_ids)
         self._load = TurnLoad(self.request.turn_id, self.request.session_id, tokens, tokens + self._left())
@@ -259,7 +284,8 @@ class Run:
         self._engine = placement.engine
         self._open_segment(placement.engine, member.state.version, member.state.incarnation, cause)
         self._move_to = None
-        self._stream = asyncio.create_task(self._consume(placement.engine), name=f"stream-{self.request.turn_id}")
+        stream_name = f"stream-{self.request.turn_id}"
+        self._stream = asyncio.create_task(self._consume(member.adapter, placement.engine), name=stream_name)
         try:
             await asyncio.wait({self._stream})
         finally:
@@ -284,12 +310,11 @@ class Run:
 
     _last_delta: TokenDelta | None = None
 
-    async def _consume(self, engine: EngineName) -> None:
+    async def _consume(self, adapter: EngineAdapter, engine: EngineName) -> None:
         """Takes the engine's events into record, pool and queue; returns at the finish, whose delta is kept back."""
         sampling = resumed_sampling(self.request.sampling, len(self.record.token_ids))
         prompt = (*self.request.prompt_ids, *self.record.token_ids)
         request_id = f"{self.request.turn_id}-{self._last_segment()}"
-        adapter = self._fleet.members[engine].adapter
         async with adapter.generate(prompt, sampling, request_id, self.request.session_id) as chunks:
             self._started.set()
             async for chunk in chunks:
@@ -400,7 +425,12 @@ class Run:
         assert reason is not None
         self._ended = True
         self._owner.turn_ended(self)
-        await self._pool.end(self.request.turn_id, reason)
+        await self._close_in_pool(reason)
+
+    async def _close_in_pool(self, outcome: Outcome) -> None:
+        await self._pool.end(self.request.turn_id, outcome)
+        if self.session.spec.ephemeral:  # no trajectory will ever be made of it
+            await self._pool.forget_session(self.request.session_id)
 
     async def _stop_driver(self) -> None:
         if self._driver is not None and not self._driver.done():
@@ -417,7 +447,8 @@ class Run:
         if not failed:
             self._owner.counters.turns_aborted += 1
         self._owner.turn_dropped(self)
-        await self._pool.end(self.request.turn_id, "lost" if failed else "aborted")
+        if self._in_pool:
+            await self._close_in_pool("lost" if failed else "aborted")
 
 
 def resumed_sampling(sampling: SamplingParams, generated: int) -> SamplingParams:

@@ -16,6 +16,9 @@ from pathlib import Path
 LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
 def setup_logging(level: str = "info") -> None:
     """Sends log lines to stderr in the one format of all daemons."""
     logging.basicConfig(

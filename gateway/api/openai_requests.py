@@ -26,7 +26,7 @@ from gateway.api.openai_types import (
 from gateway.core.types import SamplingParams
 from gateway.ports import Message, ModelInfo
 from gateway.tokens import ToolFormat
-from protos.errors import InvalidRequest, TooLarge, UnknownModel
+from protos.errors import InvalidRequest, TooLarge, Unavailable, UnknownModel
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 S = TypeVar("S", bound=msgspec.Struct)
@@ -224,6 +224,8 @@ def sampling(
     """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
+    if not model.context_tokens:
+        raise Unavailable(f"no engine that serves {model.name!r} has answered yet", hint="see /status, and try again")
     room = model.context_tokens - prompt_tokens
     if room < 1:
         raise TooLarge(

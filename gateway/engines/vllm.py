@@ -7,14 +7,16 @@ a finish reason of "stop" or "length": a bare `[DONE]`, an "abort" and an end of
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import LineTooLong
 
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
@@ -25,6 +27,9 @@ CONNECT_TIMEOUT_S = 5.0
 EVENT_BYTES_MAX = 4 << 20
 """One event's line: the first carries the prompt's ids."""
 BACKEND_INITIALISED_MESSAGE = "already"
+TOKEN_KEY = re.compile(r"token_id:[0-9]+")
+
+T = TypeVar("T")
 
 
 class _Logprobs(msgspec.Struct):
@@ -50,6 +55,19 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | int
+
+
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
@@ -59,6 +77,7 @@ class VllmEngine:
     def __init__(self, url: str, model: str, *, stall_timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
         self._model = model
+        self._streams: set[aiohttp.ClientResponse] = set()
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=EVENT_BYTES_MAX,
@@ -66,6 +85,8 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
+        for response in self._streams:  # aiohttp forgets them without a word
+            response.content.set_exception(aiohttp.ClientConnectionError("the engine was taken out"))
         await self._http.close()
 
     # -- generation
@@ -79,18 +100,23 @@ class VllmEngine:
             response = await self._http.post(f"{self.url}/v1/completions", json=body)
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise _cut_of(e, self.url) from e
+        self._streams.add(response)
         try:
             if response.status != 200:
                 await _raise_refusal(response)
             yield _chunks(response, self.url)
         finally:
+            self._streams.discard(response)
             response.close()  # closing an unfinished stream aborts the request in the engine
 
     # -- looking
 
     async def report(self) -> EngineReport:
         text = await self._text("GET", "/metrics")
-        values = _metric_values(text)
+        try:
+            values = _metric_values(text)
+        except ValueError as e:
+            raise EngineFailed(f"GET {self.url}/metrics is not metrics: {e}") from e
         incarnation = values.get("process_start_time_seconds")
         return EngineReport(
             incarnation=repr(incarnation) if incarnation is not None else "unknown",
@@ -100,18 +126,16 @@ class VllmEngine:
         )
 
     async def limits(self) -> EngineLimits:
-        models = await self._json("GET", "/v1/models")
-        served = {m["id"]: m for m in models["data"]}
+        served = {model.id: model for model in (await self._get("/v1/models", _Models)).data}
         if self._model not in served:
             raise EngineFailed(
                 f"{self.url} serves {sorted(served)}, not {self._model!r}",
                 hint="start it with --served-model-name, or the gateway with --model, so that they agree",
             )
-        info = await self._json("GET", "/weight_info")
         return EngineLimits(
-            context_tokens=int(served[self._model].get("max_model_len") or 0),
+            context_tokens=served[self._model].max_model_len or 0,
             kv_capacity_tokens=_kv_capacity(await self._text("GET", "/metrics")),
-            weight_version=str(info["weight_version"]),
+            weight_version=await self._label(),
         )
 
     # -- loading
@@ -124,7 +148,7 @@ class VllmEngine:
         update = {"update_info": {"path": str(path), "version": str(version), "digest": digest}}
         await self._post("/update_weights", update, timeout_s=LOAD_TIMEOUT_S)
         await self._post("/finish_weight_update", {"weight_version": str(version)}, timeout_s=LOAD_TIMEOUT_S)
-        label = (await self._json("GET", "/weight_info"))["weight_version"]
+        label = await self._label()
         if label != str(version):
             raise EngineFailed(f"{self.url} says it holds version {label!r} after loading version {version}")
         await self._post("/resume")
@@ -143,8 +167,14 @@ class VllmEngine:
     async def _post(self, path: str, body: object | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> str:
         return await self._text("POST", path, body, timeout_s=timeout_s)
 
-    async def _json(self, method: str, path: str) -> Any:
-        return msgspec.json.decode(await self._text(method, path))
+    async def _label(self) -> str:
+        return str((await self._get("/weight_info", _WeightInfo)).weight_version)
+
+    async def _get(self, path: str, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(await self._text("GET", path), type=kind)
+        except msgspec.DecodeError as e:
+            raise EngineFailed(f"GET {self.url}{path} gave no {kind.__name__.strip('_')}: {e}") from e
 
     async def _text(
         self, method: str, path: str, body: object | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
@@ -204,6 +234,8 @@ async def _chunks(response: aiohttp.ClientResponse, url: str) -> AsyncIterator[E
             if chunk is not None:
                 finished = finished or chunk.finish_reason is not None
                 yield chunk
+    except LineTooLong as e:
+        raise StreamCut("protocol", f"{url} sent too long a line: {e}") from e
     except (aiohttp.ClientError, TimeoutError, OSError) as e:
         if not finished:
             raise _cut_of(e, url) from e
@@ -214,7 +246,7 @@ async def _chunks(response: aiohttp.ClientResponse, url: str) -> AsyncIterator[E
 def _chunk(data: bytes, url: str) -> EngineChunk | None:
     try:
         event = _decode_event(data)
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise StreamCut("protocol", f"{url} sent an event that is not a completion chunk: {e}") from e
     if event.error is not None:
         raise StreamCut("server_error", f"{url}: {event.error}")
@@ -247,17 +279,16 @@ def _top_logprobs(choice: _Choice) -> tuple[tuple[TopLogprob, ...], ...] | None:
     if not tops:
         return None
     return tuple(
-        tuple(
-            TopLogprob(int(key.removeprefix("token_id:")), value)
-            for key, value in (top or {}).items()
-            if key.startswith("token_id:")
-        )
+        tuple(TopLogprob(int(key[9:]), value) for key, value in (top or {}).items() if TOKEN_KEY.fullmatch(key))
         for top in tops
     )
 
 
 async def _raise_refusal(response: aiohttp.ClientResponse) -> None:
-    text = (await response.text())[:500]
+    try:
+        text = (await response.text(errors="replace"))[:500]
+    except (aiohttp.ClientError, TimeoutError, OSError) as e:
+        text = f"(its body broke off: {e})"
     if 400 <= response.status < 500 and response.status not in (408, 429):
         raise RequestRefused(f"{response.url.origin()} refused the request: {text}")
     raise StreamCut("server_error", f"{response.url.origin()} answered {response.status}: {text}")

@@ -68,7 +68,6 @@ def test_an_unknown_kind_is_told_the_known_ones() -> None:
         parse_engine("e0=tgi=http://h", None)
 
 
-@pytest.mark.xfail(strict=True, reason="config.py: a URL without a host, or with no port's number, is taken as it is")
 @pytest.mark.parametrize("url", ["http://", "http://h:99999", "http://h:port", "http://:80"])
 def test_a_url_that_names_no_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="--engine"):
@@ -130,7 +129,6 @@ def test_an_unknown_command_is_named() -> None:
     assert (result.exit_code, "No such command 'server'" in result.output) == (2, True)
 
 
-@pytest.mark.xfail(strict=True, reason="cli.py: numbers have no range; 99999 is taken modulo 65536 by the socket")
 @pytest.mark.parametrize("wrong", ["--port=99999", "--port=-1", "--kv-max=-1", "--max-running=0", "--log-level=loud"])
 def test_a_value_out_of_its_range_is_named(wrong: str) -> None:
     engine = "--engine=nothing"  # so that what lets the value pass ends too
@@ -162,7 +160,6 @@ def test_two_engines_of_one_name_are_refused(two_of_one_name: str) -> None:
     assert "there is already an engine named 'e0' (taken: e0)" in two_of_one_name
 
 
-@pytest.mark.xfail(strict=True, reason="fleet.py: a start that fails leaves its first engine's adapter open")
 def test_a_start_that_fails_lets_go_of_its_engines(two_of_one_name: str) -> None:
     assert "Unclosed" not in two_of_one_name
 

@@ -170,7 +170,6 @@ async def test_closing_lets_a_running_turn_finish(tmp_path: Path) -> None:
         await ending
 
 
-@pytest.mark.xfail(strict=True, reason="app.py: aiohttp's runner waits another 60 s for handlers, its shutdown_timeout")
 async def test_closing_cuts_what_has_not_finished_in_time(tmp_path: Path) -> None:
     async with closing(tmp_path, 0.01) as (e0, _, asking, ending):
         await asyncio.wait({ending}, timeout=0.5)
@@ -180,7 +179,6 @@ async def test_closing_cuts_what_has_not_finished_in_time(tmp_path: Path) -> Non
         await until(lambda: e0.asked[0].left, "the abort upstream")
 
 
-@pytest.mark.xfail(strict=True, reason="app.py: the context is 0 until an engine was seen: 400 too_large")
 async def test_a_request_before_the_first_engine_was_seen_is_not_called_too_long(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0:
         found = await start(config(tmp_path, e0))

@@ -155,16 +155,12 @@ async def test_cut_after_the_last_token_of_the_budget_nothing_more_is_asked(tmp_
         assert run.session.last_finish_reason == "length"
 
 
-@pytest.mark.xfail(strict=True, reason="turns.py books a place for a turn that has no token left, and never leaves it")
 async def test_cut_after_the_last_token_leaves_no_booking(tmp_path: Path) -> None:
     async with cutting("e0", Cut("eof", BUDGET)) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         await read(found.run())
         check_at_rest(found)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="turns.py waits for a place, and is lost without one, though the answer is whole"
-)
 async def test_cut_after_the_last_token_needs_no_other_engine(tmp_path: Path) -> None:
     async with cutting("e0", Cut("death", BUDGET)) as e0, shell(tmp_path, e0, placement_timeout_s=0.3) as found:
         e0.before_cut = found.taken
@@ -300,7 +296,6 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> 
         check_at_rest(found)
 
 
-@pytest.mark.xfail(strict=True, reason="fleet.py: a waiter cancelled after it was placed keeps its booking")
 async def test_a_client_that_leaves_as_it_is_placed_leaves_no_booking(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
         found.fleet.enter(EngineName("e0"), TurnLoad(TurnId("first"), SessionId("other"), 3, 15))
@@ -315,7 +310,6 @@ async def test_a_client_that_leaves_as_it_is_placed_leaves_no_booking(tmp_path: 
         assert found.turns_on(e0) == []
 
 
-@pytest.mark.xfail(strict=True, reason="turns.py: a turn whose engine died before it began leaves its booking there")
 async def test_an_engine_that_dies_between_placing_and_streaming_keeps_no_booking(tmp_path: Path) -> None:
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1)}
     async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1, **config) as found:
@@ -387,9 +381,6 @@ async def test_a_move_to_an_engine_that_is_gone_is_a_cut_and_goes_on(tmp_path: P
         check_at_rest(found)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="vllm.py: closing the adapter never wakes its streams' readers: turns hang for ever"
-)
 async def test_an_engine_taken_out_gives_its_turns_to_others(tmp_path: Path) -> None:
     async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         async with found.run() as run:
@@ -460,7 +451,6 @@ async def test_a_turn_finished_early_has_the_tokens_before_the_stop(tmp_path: Pa
         check_at_rest(found)
 
 
-@pytest.mark.xfail(strict=True, reason="turns.py: finish_early cancels the driver within the pool's end, which is lost")
 async def test_a_stop_that_matches_just_as_the_engine_ends_closes_the_turn_in_the_pool(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
         session = found.session()
@@ -484,7 +474,6 @@ async def test_a_turn_finished_early_between_two_engines(tmp_path: Path, monkeyp
         check_at_rest(found)
 
 
-@pytest.mark.xfail(strict=True, reason="sessions.py: abandon leaves the session's running turn on its engine")
 async def test_an_abandoned_sessions_turn_is_aborted(tmp_path: Path) -> None:
     async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
         session = found.session()
