@@ -84,7 +84,7 @@ class SimRelay:
         self.draft: Draft | None = None
         self.fetching: tuple[int, TransferState] | None = None
         self.position = self.lease = 0
-        self.newest_shown = 0
+        self.newest_shown = self.deaf_until = 0
         self.settled: Epoch | None = None
 
     # ---- the registry
@@ -114,6 +114,8 @@ class SimRelay:
 
     def deliver(self, num: int) -> None:
         log = self.world.store.log
+        if self.world.faulty and self.world.num_steps < self.deaf_until:
+            return None
         if self.position == 0 or (self.world.faulty and self.world.rng.random() < 0.1):
             return self.refresh()
         for _, event in log[self.position : self.position + num]:
@@ -363,7 +365,7 @@ class World:
         self.store = MemoryStore(lambda: self.now)
         self.store.apply([Put(keys.STORE, b"store"), Put(keys.wanted_key(MODEL), b"")])
         self.sealed: dict[int, str] = {}
-        self.lives = self.sealing_revision = 0
+        self.lives = self.sealing_revision = self.num_steps = 0
         self.faulty = False
         self.relays = {name: self.born(name) for name in "abcd"[: self.rng.randint(2, 4)]}
         for relay in self.relays.values():
@@ -406,6 +408,7 @@ class World:
         ]
 
     def step(self) -> None:
+        self.num_steps += 1
         name = self.rng.choice(sorted(self.relays))
         relay = self.relays[name]
         match self.rng.choices(range(12), (14, 12, 12, 30, 10, 4, 3, 3, 3, 0.4, 0.4, 0.5))[0]:
@@ -428,8 +431,9 @@ class World:
                 relay.register()
             case 9:  # kill -9; its lease lives on for a while
                 self.relays[name] = self.born(name)
-            case 10 if relay.lease in self.store.leases:  # etcd takes it for dead
+            case 10 if relay.lease in self.store.leases:  # etcd takes it for dead, and it does not hear of that
                 self.store.end_lease(relay.lease)
+                relay.deaf_until = self.num_steps + DEAF_STEPS
             case 11:
                 self.reap()
         self.relays[name].check()
@@ -474,5 +478,7 @@ class World:
         raise AssertionError(f"newest sealed {newest}, shown {[r.newest_shown for r in self.relays.values()]}")
 
 
+DEAF_STEPS = 150
+DEAF_STEPS = 150
 GRACE_ROUNDS = 20  # holders whose lease ran out have registered again by then
 NUM_HEALING = 2  # versions published after the last fault
