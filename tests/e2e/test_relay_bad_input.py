@@ -87,7 +87,7 @@ SAID_AT_START = {
     "--name a/b": r"'a/b' cannot name a relay \(letters, digits",
     "--chunk-bytes 12": r"chunks of 12 bytes \(use at least 4096\)",
 }
-NUM_QUICK = 5
+NUM_QUICK = 4  # the others take the same path: half a second each
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,7 @@ def test_a_directory_in_use_is_refused_and_its_owner_not_disturbed(relay: Daemon
     assert [path.name for path in Path(command).rglob("model.safetensors")] == ["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_status_and_versions_of_a_model_without_versions(relay: Daemon) -> None:
     address = relay.ready["grpc"]
     assert paramserver("versions", "--relay", address, "--model", "none").stdout == (
@@ -258,6 +259,7 @@ def test_status_and_versions_of_a_model_without_versions(relay: Daemon) -> None:
     assert re.search(r"^none +shared ", shown.stdout, re.MULTILINE), shown.stdout
 
 
+@pytest.mark.slow
 async def test_what_is_printed_into_a_pipe_is_whole_and_as_it_is(relay: Daemon) -> None:
     async with RelayClient(relay.ready["grpc"]) as client:
         newest = await client.newest("one")
@@ -271,6 +273,7 @@ async def test_what_is_printed_into_a_pipe_is_whole_and_as_it_is(relay: Daemon) 
     assert "by engine [/bold] 3, " in status.stdout, status.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -291,6 +294,7 @@ def test_a_pull_that_cannot_be_says_why_and_writes_nothing(
     assert status_of(relay)["pins"] == []
 
 
+@pytest.mark.slow
 def test_a_pull_keeps_what_lies_in_its_directory(relay: Daemon, tmp_path: Path) -> None:
     precious = tmp_path / "model.safetensors"
     precious.write_text("mine")

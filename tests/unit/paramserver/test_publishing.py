@@ -333,6 +333,7 @@ async def test_a_version_about_to_retire_is_either_held_or_refused(host: Host) -
     assert sorted({number for number, _ in held} | {8}) == host.shown()
 
 
+@pytest.mark.slow
 async def test_the_registry_and_this_relay_remember_a_bounded_number_of_versions(world: World, host: Host) -> None:
     for _ in range(VERSIONS_KEPT + 20):
         draft = await host.publish(64)
