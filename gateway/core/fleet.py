@@ -18,9 +18,9 @@ EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
 
 TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
     "joining": frozenset({"serving", "refreshing", "dead"}),  # answers, but may hold no wanted version
-    "serving": frozenset({"refreshing", "dead", "joining"}),
+    "serving": frozenset({"refreshing", "dead"}),
     "refreshing": frozenset({"serving", "fenced", "dead"}),
-    "fenced": frozenset({"refreshing", "dead", "joining"}),  # a load failed: it never serves before one succeeds
+    "fenced": frozenset({"refreshing", "dead"}),  # a load failed: it never serves before one succeeds
     "dead": frozenset({"joining"}),
 }
 
@@ -67,6 +67,7 @@ class EngineState:
     intake_opened_at: float = 0.0
     intake_closed_at: float = 0.0
     admitted: int = 0  # sessions of the present intake
+    reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
     available: Version = NO_VERSION  # newest version that its host's relay holds
     refresh_not_before: float = 0.0  # a load failed: the next try waits
@@ -86,6 +87,7 @@ class EngineState:
 
     def open_intake(self, now: float) -> None:
         self.intake_open, self.intake_opened_at, self.admitted = True, now, 0
+        self.reopened = self.available > self.version
 
     def close_intake(self, now: float) -> None:
         self.intake_open, self.intake_closed_at = False, now
@@ -141,7 +143,7 @@ class FleetState:
         c = self.config
         newer = engine.available > engine.version
         if engine.intake_open:
-            if newer and engine.admitted >= c.intake_min_batch:
+            if newer and not engine.reopened and engine.admitted >= c.intake_min_batch:
                 yield IntakeChange(
                     engine.name, False, f"version {engine.available} is here; {engine.admitted} admitted"
                 )
@@ -180,13 +182,13 @@ class FleetState:
         return decisions
 
     def _refresh(self, engine: EngineState, now: float) -> RefreshDecision | None:
-        if engine.available == 0 or now < engine.refresh_not_before:
+        if engine.available == 0 or engine.turns or now < engine.refresh_not_before:
             return None
         if engine.status in ("joining", "fenced"):
-            if engine.status == "joining" and engine.version == engine.available:
+            if engine.status == "joining" and engine.version >= engine.available:
                 return None
             return RefreshDecision(engine.name, engine.available, f"{engine.status}: needs a wanted version")
-        if engine.status != "serving" or engine.version >= engine.available or engine.intake_open or engine.turns:
+        if engine.status != "serving" or engine.version >= engine.available or engine.intake_open:
             return None
         stranded = self.live_sessions(engine.version) if len(self.serving(engine.version)) == 1 else ()
         if not stranded:

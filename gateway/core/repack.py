@@ -12,6 +12,7 @@ Invariants of a plan:
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -90,8 +91,10 @@ def plan_repack(
     engines: Sequence[EngineView], newest: Version, config: RepackConfig, *, seed: int = 0
 ) -> tuple[Plan, ...]:
     """One plan per version that is behind `newest` and has more than one engine; may hold no moves, then says why."""
-    versions = sorted({e.version for e in engines if e.version < newest})
-    return tuple(_plan_group([e for e in engines if e.version == v], v, config, seed) for v in versions)
+    counts = Counter(e.version for e in engines if e.version < newest)
+    several = sorted(version for version, count in counts.items() if count > 1)
+    named = sorted(engines, key=lambda e: e.name)  # whatever order they come in, a seed gives one plan
+    return tuple(_plan_group([e for e in named if e.version == v], v, config, seed) for v in several)
 
 
 def past_peak(engine: EngineView, config: RepackConfig) -> str:
@@ -114,7 +117,10 @@ def _plan_group(group: Sequence[EngineView], version: Version, config: RepackCon
     order = sorted(packable, key=lambda e: (e.tokens, tie.random()))
     planned, moves, price, gain = _Planned(), list[Move](), 0.0, 0.0
     for source in order:
-        if not source.turns or source.name in planned.inbound_turns:
+        if not source.turns:
+            reasons.append(f"{source.name} stays: it is empty already")
+            continue
+        if source.name in planned.inbound_turns:
             continue
         destination = _best_fit(source, order, planned, config)
         why_not = _why_not(source, destination, config)
@@ -162,8 +168,8 @@ def _why_not(source: EngineView, destination: EngineView | None, config: RepackC
 
 
 def _price_s(source: EngineView, config: RepackConfig) -> float:
-    """Engine seconds spent on computing the moved tokens again."""
-    return sum(t.tokens for t in source.turns) / config.prefill_tokens_per_s
+    """Engine seconds spent on computing the moved tokens again, those of idle sessions when they come back."""
+    return source.tokens / config.prefill_tokens_per_s
 
 
 def _gain_s(source: EngineView, config: RepackConfig) -> float:

@@ -71,7 +71,8 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
     engine, session = fleet.engines[placement.engine], demand.session
     if session.version is None:
         group = session.spec.group_id
-        if group not in fleet.group_versions:
+        version = fleet.group_versions.get(group)
+        if version is None or not fleet.serving(version):
             fleet.group_versions[group] = engine.version
             engine.admitted += session.spec.group_size
     session.version = engine.version
@@ -87,7 +88,8 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
         chosen = _choose(usable, demand, fleet)
         return chosen or Wait(f"engines of version {version} are full")
     lost = f"no engine serves version {version} any more"
-    others = [e for e in fleet.sorted_engines() if e.status == "serving"]
+    serving = [e for e in fleet.sorted_engines() if e.status == "serving"]
+    others = [e for e in serving if e.name not in demand.avoid] or serving
     for newest in sorted({e.version for e in others}, reverse=True):
         chosen = _choose([e for e in others if e.version == newest], demand, fleet)
         if chosen is not None:
@@ -116,7 +118,7 @@ def _choose(engines: Sequence[EngineState], demand: Demand, fleet: FleetState) -
     if not roomy:
         return None
     for engine in roomy:
-        if engine.name == demand.session.engine:
+        if engine.name == demand.session.engine and engine.version == demand.session.version:
             return Placement(engine.name, "holds its prefix")
     least = min(roomy, key=lambda e: (len(e.turns), e.tokens, e.name))
     return Placement(least.name, f"least loaded of {len(roomy)}")

@@ -47,6 +47,14 @@ class SessionSpec:
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The record before a turn began: its length, and the record itself where the turn started it anew."""
+
+    num_tokens: int
+    replaced: tuple[list[int], list[float], list[int], list[int], list[Segment]] | None = None
+
+
 @dataclass(slots=True)
 class SessionState:
     """One session's record. `version` is the one it stays on, once its first turn was placed."""
@@ -68,6 +76,7 @@ class SessionState:
     loss_mask: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    _before: _Before | None = None  # the running turn
 
     @property
     def session_id(self) -> SessionId:
@@ -91,8 +100,9 @@ class SessionState:
         """Takes the prompt's new ids into the record. Raises Conflict, changing nothing."""
         self.check_open()
         recorded = len(self.token_ids)
+        self._before = _Before(recorded)
         if list(request.prompt_ids[:recorded]) != self.token_ids:
-            self._rebase()
+            self._before = self._rebase()
             recorded = 0
         self._extend(request.prompt_ids[recorded:], None, None)
         self.running = request.turn_id
@@ -115,7 +125,12 @@ class SessionState:
         self.touched_unix_s = now
 
     def shorten_turn(self, surplus: int) -> None:
-        """A stop string matched in an answer that was already taken in: its last `surplus` tokens were never said."""
+        """A stop string matched in an answer that was already taken in: its last `surplus` tokens were never said.
+
+        Too late once the next turn began or the session ended: what was sampled then stays.
+        """
+        if self.running is not None or self.phase != "live":
+            return
         keep = len(self.token_ids) - surplus
         for per_token in (self.token_ids, self.logprobs, self.loss_mask, self.versions):
             del per_token[keep:]
@@ -127,12 +142,16 @@ class SessionState:
         self.last_finish_reason = "stop"
 
     def drop_turn(self, now: float) -> None:
-        """The running turn came to nothing (given up or lost): its prompt leaves the record again."""
+        """The running turn came to nothing (given up or lost): the record is again what it was before it."""
+        assert self._before is not None
         self.running = None
         self.touched_unix_s = now
-        keep = max((segment.end for segment in self.segments), default=0)
-        for per_token in (self.token_ids, self.logprobs, self.loss_mask, self.versions):
-            del per_token[keep:]
+        if self._before.replaced is not None:
+            self.token_ids, self.logprobs, self.loss_mask, self.versions, self.segments = self._before.replaced
+            self.rebased -= 1
+        else:
+            for per_token in (self.token_ids, self.logprobs, self.loss_mask, self.versions):
+                del per_token[self._before.num_tokens :]
 
     def end(self, phase: Literal["finished", "abandoned"]) -> None:
         """Raises Conflict when it has ended before, or while a turn runs and it is to be finished."""
@@ -154,12 +173,12 @@ class SessionState:
             status=status,
             mixed=len(self.sampled_versions) > 1,
             split=self.spec.split,
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            loss_mask=self.loss_mask,
-            versions=self.versions,
+            token_ids=list(self.token_ids),
+            logprobs=list(self.logprobs),
+            loss_mask=list(self.loss_mask),
+            versions=list(self.versions),
             turns=self.turns,
-            segments=self.segments,
+            segments=list(self.segments),
             started_unix_s=self.created_unix_s,
             finished_unix_s=now,
             tags=dict(self.spec.tags),
@@ -172,7 +191,8 @@ class SessionState:
         self.loss_mask += [0 if logprobs is None else 1] * len(ids)
         self.versions += versions if versions is not None else [-1] * len(ids)
 
-    def _rebase(self) -> None:
+    def _rebase(self) -> _Before:
+        record = (self.token_ids, self.logprobs, self.loss_mask, self.versions, self.segments)
         self.rebased += 1
-        for per_token in (self.token_ids, self.logprobs, self.loss_mask, self.versions, self.segments):
-            per_token.clear()
+        self.token_ids, self.logprobs, self.loss_mask, self.versions, self.segments = [], [], [], [], []
+        return _Before(len(record[0]), record)

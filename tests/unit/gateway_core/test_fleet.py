@@ -145,6 +145,7 @@ def test_each_engine_decides_for_itself_in_the_order_of_names() -> None:
         ({"status": "joining", "available": 2}, 2),
         ({"status": "joining", "available": 1}, None),  # it holds the wanted one
         ({"status": "joining", "available": 0}, None),  # nothing was published
+        ({"status": "joining", "version": 5, "available": 3}, None),  # versions never go back
         ({"status": "fenced", "available": 1}, 1),  # whatever its label says, the load failed
         ({"status": "fenced", "available": 1, "refresh_not_before": 1000.1}, None),
         ({"status": "fenced", "available": 1, "refresh_not_before": 1000.0}, 1),
@@ -168,6 +169,18 @@ def test_an_engine_refreshes(how: dict[str, Any], to: int | None) -> None:
 def test_an_engine_with_a_turn_does_not_refresh() -> None:
     state = fleet(engine("e0", 1, [10], available=2), engine("e1", 1, available=2))
     assert [(d.engine, d.reason) for d in state.refresh_decisions(1000.0)] == [("e1", "empty")]
+
+
+def test_one_that_answers_again_while_its_old_streams_run_does_not_refresh_under_them() -> None:
+    state = fleet(engine("e0", 1, [10], status="joining", available=2))
+    assert state.refresh_decisions(1000.0) == []
+
+
+def test_an_intake_reopened_for_stragglers_takes_another_batch() -> None:
+    state = engine("e0", 1, [10, 10], available=2, intake_closed_at=970.0)
+    assert intake(state, 1000.0, 2) == (True, "stragglers held it for 30 s; within the staleness bound")
+    state.admitted = 2
+    assert intake(state, 1000.0, 2) is None, "not closed after its first session"
 
 
 @pytest.mark.parametrize(("held_s", "goes"), [(0.0, False), (49.9, False), (50.0, True)])

@@ -215,6 +215,22 @@ def test_a_session_that_goes_on_is_booked_under_its_new_version_and_not_admitted
     assert (state.sorted_engines()[0].admitted, state.group_versions) == (0, {"g": 1})
 
 
+def test_a_group_whose_version_is_lost_goes_on_together() -> None:
+    state = fleet(opened("e0", 2), opened("e1", 3))
+    state.group_versions[GroupId("g")] = Version(1)
+    first, second = session("a", "g", group_size=4), session("b", "g", group_size=4)
+    admit(Placement(EngineName("e0"), ""), demand(first), state)
+    assert (state.group_versions, state.engines[EngineName("e0")].admitted) == ({"g": 2}, 4)
+    assert placed(demand(second), state) == "e0", "though e1 is newer"
+
+
+def test_a_lost_version_avoids_who_just_cut_it_and_owes_nothing_to_a_stale_prefix() -> None:
+    state = fleet(engine("e0", 2, [10] * 3), engine("e1", 2))
+    of = session(version=1, on="e0")
+    assert placed(demand(of), state) == "e1", "its prefix in e0 is of another version"
+    assert placed(demand(of, avoid=["e1"]), state) == "e0"
+
+
 def test_an_ephemeral_session_holds_no_version() -> None:
     state = fleet(opened("e0", 3))
     of = session(ephemeral=True)

@@ -214,6 +214,21 @@ def test_mixed_says_that_more_than_one_version_sampled_it(turns: list[list[tuple
     assert state.trajectory(1.0, "completed", {}, 109.0).mixed is mixed
 
 
+def test_a_stop_found_when_the_next_turn_runs_comes_too_late() -> None:
+    state = after(([1], [(3, 2)]))
+    state.begin_turn(request(*state.token_ids, 5), 103.0)
+    told = rows(state)
+    state.shorten_turn(1)
+    assert rows(state) == told
+
+
+def test_a_trajectory_handed_out_never_changes() -> None:
+    state = after(([1], [(3, 2)]))
+    handed = state.trajectory(1.0, "completed", {}, 109.0)
+    state.begin_turn(request(*state.token_ids, 5), 110.0)
+    assert len(handed.token_ids) == len(handed.versions) == 3
+
+
 class SessionLife(RuleBasedStateMachine):
     """Turns, answers, given-up turns, late stop strings and ends in any order, beside a model of the record."""
 
@@ -221,7 +236,7 @@ class SessionLife(RuleBasedStateMachine):
         super().__init__()
         self.state = session()
         self.record: list[tuple[int, float, int, int]] = []
-        self.before: list[tuple[int, float, int, int]] | None = []  # the running turn; None: its drop promises nothing
+        self.before: tuple[list[tuple[int, float, int, int]], int] = [], 0  # the running turn: record and rebases
         self.running: TurnRequest | None = None
         self.said = 0  # tokens of the latest answer, until a turn follows it
         self.phase, self.rebased, self.turns = "live", 0, 0
@@ -237,9 +252,8 @@ class SessionLife(RuleBasedStateMachine):
                 self.state.begin_turn(asked, 103.0)
             return
         edited = bool(ids) and edit != "none"
+        self.before = list(self.record), self.rebased
         self.rebased += edited
-        exact = not edited and (not self.record or self.record[-1][2] == 1)
-        self.before = list(self.record) if exact else None
         kept_rows = [] if edited else self.record
         self.record = kept_rows + [(token, 0.0, 0, -1) for token in asked.prompt_ids[len(kept_rows) :]]
         self.running, self.said = asked, 0
@@ -261,15 +275,16 @@ class SessionLife(RuleBasedStateMachine):
     @rule()
     def drop(self) -> None:
         self.state.drop_turn(104.0)
-        self.record = rows(self.state) if self.before is None else self.before
+        self.record, self.rebased = self.before
         self.running = None
 
     @precondition(lambda self: self.running is None and self.said)
     @rule(data=st.data())
     def shorten(self, data: st.DataObject) -> None:
         surplus = data.draw(st.integers(0, self.said))
-        self.said -= surplus
-        self.record = self.record[: len(self.record) - surplus]
+        if self.phase == "live":  # else it is too late
+            self.said -= surplus
+            self.record = self.record[: len(self.record) - surplus]
         self.state.shorten_turn(surplus)
 
     @precondition(lambda self: self.turns > 2)  # not at once: most lives should see a few turns
