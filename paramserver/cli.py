@@ -94,7 +94,8 @@ def cli() -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="gRPC port; 0: any free one.")
 @click.option("--data-port", type=click.IntRange(0, 65535), default=0, help="Port for bytes; 0: any free one.")
 @click.option("--publish-host/--no-publish-host", default=True, help="Whether this relay should become master.")
-@click.option("--zone", default="", help="A label of where this host is.")
+@click.option("--zone", default="", help="Where this host is: relays of a zone are neighbours in the chain.")
+@click.option("--rack", default="", help="Where in its zone: relays of a rack are neighbours too.")
 @click.option(
     "--pool-dir",
     type=click.Path(file_okay=False, path_type=Path),

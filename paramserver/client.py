@@ -5,6 +5,7 @@ Invariants:
 - a lease that lapsed is never quietly taken for one that was held: `release` raises NotFound.
 """
 
+from paramserver.core.layout import DTYPES
 from paramserver.publisher import TensorSource, publish
 from paramserver.relay_client import (
     EventKind,
@@ -20,6 +21,7 @@ from paramserver.relay_client import (
 from paramserver.ticket import Stage, Ticket
 
 __all__ = [
+    "DTYPES",
     "EventKind",
     "Lease",
     "ModelStatus",

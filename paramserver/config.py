@@ -24,6 +24,7 @@ class RelayConfig:
     data_port: int = 0
     publish_host: bool = True
     zone: str = ""
+    rack: str = ""
     pool_dir: Path = Path("/dev/shm/laminar")
     pool_bytes: int = 4 << 30
     chunk_bytes: int = 1 << 20

@@ -216,9 +216,10 @@ class Publishing:
 
     def _plan(self, model: str, epoch: Epoch) -> Plan:
         view = self._relay.view
-        plan, reason = next_plan(view.plans.get(model), epoch, self._relay.config.name, view.members.keys())
-        if reason:
-            log.info("%s: plan %d: %s (%s)", model, plan.number, " > ".join(plan.order), reason)
+        previous, slow = view.plans.get(model), self._relay.stragglers(model).slow
+        plan = next_plan(previous, epoch, self._relay.config.name, view.places(), slow)
+        if plan is not previous:
+            log.info("%s: plan %d: %s (%s)", model, plan.number, " > ".join(plan.order), plan.reason)
         view.plans[model] = plan
         return plan
 

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import struct
@@ -26,7 +27,7 @@ from paramserver.data.tcp import TcpLink, dialer
 from paramserver.data.transport import Source
 from paramserver.data.wire import Greeting
 from paramserver.relay_client import Lease, RelayClient
-from protos.errors import Conflict, Corrupt, Unavailable
+from protos.errors import Conflict, Corrupt, LaminarError, Unavailable
 
 JOURNAL = ".laminar-pull"
 _ENTRY = struct.Struct(f"!I{DIGEST_BYTES}s")
@@ -141,12 +142,15 @@ async def pull(relay: str, model: str, version: int | None, out: Path, *, num_st
                 if files.bytes_present:
                     console.print(f"resuming: {show_bytes(files.bytes_present)} are here already, and verified")
                 fetch = Fetch(
-                    files, greeting, lambda: [source], dialer(), num_stripes=num_stripes, patience_s=patience_s
+                    files, greeting, lambda: [[source]], dialer(), num_stripes=num_stripes, patience_s=patience_s
                 )
                 await _fetch(fetch, manifest, client, lease, console)
                 await asyncio.to_thread(files.finish)
-        finally:
-            await client.release(lease)
+        except BaseException:
+            with contextlib.suppress(LaminarError):  # what went wrong first is what the user needs to hear
+                await client.release(lease)
+            raise
+        await client.release(lease)
     console.print(f"{model} version {lease.version} (step {lease.step}) is in {out}, root {lease.root_digest}")
 
 

@@ -16,9 +16,10 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import dataclass, field
 
 from paramserver.config import RelayConfig, show_bytes
-from paramserver.core.chain import sources
+from paramserver.core.chain import Place, is_late, sources
 from paramserver.core.pins import Pin, Pins
-from paramserver.core.records import Announced, Ended, Sealed
+from paramserver.core.records import Announced, Ended, Holding, Sealed
+from paramserver.core.stragglers import Hop, Stragglers
 from paramserver.core.versions import Drop, Effect, Fetch, ModelVersions, Show, Tell
 from paramserver.core.view import Fact, HolderFact, MasterFact, MemberFact, VersionFact, View
 from paramserver.data import fetch as data_fetch
@@ -73,6 +74,8 @@ class Relay:
         self.closing = False
         self._watchers: set[_Watcher] = set()
         self._running: dict[tuple[str, int], _Running] = {}
+        self._came: dict[tuple[str, int], Holding] = {}
+        self._stragglers: dict[str, Stragglers] = {}
         self._no_room: set[tuple[str, int]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -193,6 +196,9 @@ class Relay:
         manifest = snapshot.manifest
         self.apply(manifest.model, self.of(manifest.model).withdrawn(manifest.version, reason))
 
+    def stragglers(self, model: str) -> Stragglers:
+        return self._stragglers.setdefault(model, Stragglers())
+
     # ---- events in, effects out
 
     def of(self, model: str) -> ModelVersions:
@@ -204,12 +210,16 @@ class Relay:
         match fact:
             case VersionFact(model, version, record):
                 self.record(model, version, record)
-            case HolderFact(model, version, relay, present):
+            case HolderFact(model, version, relay, present, came):
                 self.of(model).holder(version, relay, present=present)
+                if came is not None and came.rate_bytes_s:
+                    self.stragglers(model).saw(Hop(version, came.upstream, relay, came.rate_bytes_s))
             case MasterFact(model, seen):
                 log.info("%s: master is %s", model, seen.master.name if seen else "nobody")
             case MemberFact(name, member):
                 log.info("relay %s %s", name, "joined" if member else "left")
+                for stragglers in self._stragglers.values():
+                    stragglers.forget(frozenset(self.view.members))
 
     def record(self, model: str, version: int, record: Announced | Sealed | Ended) -> None:
         """A record of the registry, seen or just written by this relay itself."""
@@ -267,7 +277,8 @@ class Relay:
         assert snapshot is not None
         path = self.store.publish(snapshot)
         log.info("%s version %d (step %d) available at %s", sealed.model, sealed.version, sealed.step, path)
-        self.seat.hold(sealed.model, sealed.version)
+        came = self._came.pop((sealed.model, sealed.version), Holding())
+        self.seat.hold(sealed.model, sealed.version, came)
 
     def _drop(self, model: str, version: int, why: str) -> None:
         self.seat.unhold(model, version)
@@ -325,7 +336,14 @@ class Relay:
         versions.opened(announced)
         fetch = data_fetch.Fetch(
             snapshot,
-            Greeting("fetch", manifest.model, manifest.version, self.config.name, manifest.epoch),
+            Greeting(
+                "fetch",
+                manifest.model,
+                manifest.version,
+                self.config.name,
+                manifest.epoch,
+                late=is_late(self.config.name, announced.plan),
+            ),
             lambda: self._sources(announced),
             tcp.dialer(self.config.silence_s),
             num_stripes=self.config.num_stripes,
@@ -339,17 +357,15 @@ class Relay:
             log.warning("leaving the chain for %s version %d: %s", model, version, error)
             self._no_room.add((model, version))
 
-    def _sources(self, announced: Announced) -> list[Source]:
+    def _sources(self, announced: Announced) -> list[list[Source]]:
         """Called from fetch threads: reads only, each of them atomic."""
         manifest = announced.manifest
         state = self.of(manifest.model).get(manifest.version)
         holders = set(state.holders) if state is not None else set()
         members = dict(self.view.members)
-        return [
-            Source(name, members[name].data_address)
-            for name in sources(self.config.name, announced.plan, holders)
-            if name in members and name != self.config.name
-        ]
+        places = {name: Place(member.zone, member.rack) for name, member in members.items()}
+        tiers = sources(self.config.name, announced.plan, holders, places)
+        return [[Source(name, members[name].data_address) for name in tier] for tier in tiers]
 
     async def _fetch(self, fetch: data_fetch.Fetch, snapshot: Snapshot) -> None:
         manifest = snapshot.manifest
@@ -369,6 +385,7 @@ class Relay:
         if complete and state.stage == "filling":
             took = time.monotonic() - started
             log.info("%s complete, %s in %.3f s", snapshot, show_bytes(manifest.size_bytes), took)
+            self._came[key] = Holding(fetch.upstream, fetch.rate_bytes_s)
             self.apply(manifest.model, versions.filled(manifest.version, root))
         elif state.stage == "filling":
             await self._remove(snapshot, "its bytes could not be had", after=None)

@@ -19,7 +19,7 @@ import msgspec
 
 from paramserver.core import view as keys
 from paramserver.core.election import candidacy
-from paramserver.core.records import Epoch, Master, Member
+from paramserver.core.records import Epoch, Holding, Master, Member
 from paramserver.core.view import Fact, View
 from paramserver.membership.registry import (
     Absent,
@@ -53,7 +53,7 @@ class Seat:
         self.foreign_store = ""
         self._store_id = ""
         self._lease = 0
-        self._held: set[tuple[str, int]] = set()
+        self._held: dict[tuple[str, int], Holding] = {}
         self._written: set[tuple[str, int]] = set()
         self._holders_changed = asyncio.Event()
         self._vacant_since: dict[str, float] = {}
@@ -152,7 +152,10 @@ class Seat:
             await self._holders_changed.wait()
             self._holders_changed.clear()
             held, written = set(self._held), set(self._written)
-            writes: list[Write] = [Put(self._holder_key(*key), b"", self._lease) for key in sorted(held - written)]
+            writes: list[Write] = [
+                Put(self._holder_key(*key), msgspec.json.encode(self._held[key]), self._lease)
+                for key in sorted(held - written)
+            ]
             writes += [Delete(self._holder_key(*key)) for key in sorted(written - held)]
             try:
                 if writes:
@@ -162,14 +165,14 @@ class Seat:
                 self._holders_changed.set()
                 await asyncio.sleep(RETRY_S)
 
-    def hold(self, model: str, version: int) -> None:
+    def hold(self, model: str, version: int, holding: Holding) -> None:
         """This relay holds the version complete, verified and sealed."""
-        self._held.add((model, version))
+        self._held[model, version] = holding
         self._holders_changed.set()
 
     def unhold(self, model: str, version: int) -> None:
         if (model, version) in self._held:
-            self._held.discard((model, version))
+            del self._held[model, version]
             self._holders_changed.set()
 
     def _holder_key(self, model: str, version: int) -> str:

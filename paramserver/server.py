@@ -104,7 +104,9 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         socket_path = _socket_path(config.pool_dir)
         data.listen_unix(socket_path)
 
-        member = Member(config.name, secrets.token_hex(8), grpc_address, data_address, config.publish_host, config.zone)
+        member = Member(
+            config.name, secrets.token_hex(8), grpc_address, data_address, config.publish_host, config.zone, config.rack
+        )
         seat = Seat(registry, member, ttl_s=config.lease_ttl_s)
         await seat.take()
         stack.push_async_callback(seat.leave)

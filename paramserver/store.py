@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from paramserver.core.records import ChunkMap, Manifest, digest, version_root
 from paramserver.pool import Pool, PoolFile
-from protos.errors import Conflict, Corrupt, NotFound, TooLarge
+from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
 
 
 class Snapshot:
@@ -30,6 +31,7 @@ class Snapshot:
         self.directory = directory
         self.written_elsewhere = False  # a publisher got the descriptors
         self.num_links = 0  # peers connected to fetch it
+        self._late: Counter[str] = Counter()  # links of each late joiner
         self._digests: list[bytes | None] = [None] * self.chunks.num_chunks
         self._num_present = 0
         self._bytes_present = 0
@@ -99,15 +101,24 @@ class Snapshot:
                 self._changed.notify_all()
 
     @contextmanager
-    def linked(self) -> Iterator[None]:
-        """A peer is fetching: a reason to keep the version a little, but no hold on its memory."""
+    def linked(self, late_joiner: str = "", late_joiners_max: int = 0) -> Iterator[None]:
+        """A peer is fetching: a reason to keep the version a little, but no hold on its memory.
+
+        OutOfCapacity for a late joiner beyond the first `late_joiners_max`; each may have several links.
+        """
         with self._changed:
+            if late_joiner and late_joiner not in self._late and len(self._late) >= late_joiners_max:
+                raise OutOfCapacity(
+                    f"{self} goes to {', '.join(self._late)} already", hint="ask another holder, or again soon"
+                )
             self.num_links += 1
+            self._late += Counter([late_joiner] if late_joiner else [])
         try:
             yield
         finally:
             with self._changed:
                 self.num_links -= 1
+                self._late -= Counter([late_joiner])
 
     def close(self, why: str, timeout_s: float = 30.0) -> None:
         """Turns new readers away and waits until those inside are out (they look at it between chunks)."""

@@ -16,6 +16,9 @@ from pathlib import Path
 LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
+TIED = str(Path(__file__).with_name("tied.py"))
+"""`[sys.executable, TIED, PROGRAM, ...]` starts a program that the kernel kills when its starter ends."""
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

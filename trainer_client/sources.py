@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paramserver.client import TensorSource
+from paramserver.client import DTYPES, TensorSource
 from protos.errors import InvalidRequest
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -70,16 +70,7 @@ def sources_of(tensors: NamedTensors) -> Sources:
 
 def source_bytes(source: TensorSource) -> int:
     """Size in bytes, from shape and dtype alone."""
-    return int(np.prod(source.shape, dtype=np.int64)) * ITEM_BYTES[source.dtype]
-
-
-ITEM_BYTES: dict[str, int] = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
-}
-"""Bytes of one element, for every dtype that may be published."""
+    return int(np.prod(source.shape, dtype=np.int64)) * DTYPES[source.dtype]
 
 
 def _pairs(tensors: NamedTensors) -> list[tuple[str, Any]]:

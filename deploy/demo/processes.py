@@ -22,9 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from protos.process import TIED
+
 READY_POLL_S = 0.03
 LOG_TAIL_CHARS = 1500
-TIED = str(Path(__file__).with_name("tied.py"))
 
 Ending = Literal["running", "by itself", "asked", "killed on purpose", "unexpected", "killed: ignored SIGTERM"]
 

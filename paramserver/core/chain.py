@@ -3,28 +3,73 @@
 Invariants:
 - within the plan under which a version began, a relay asks only relays before it: no cycle can form;
 - a complete holder may be asked by anybody: it needs nothing from anyone;
-- relays keep their places from plan to plan; newcomers join at the tail.
+- relays of one zone are neighbours, and so are those of one rack: a slow link is crossed once;
+- relays keep their places from plan to plan; newcomers join at the tail of their rack, zone, or the chain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import xxhash
 
 from paramserver.core.records import Epoch, Plan
 
+T = TypeVar("T")
 
-def next_plan(previous: Plan | None, epoch: Epoch, master: str, members: Collection[str]) -> tuple[Plan, str]:
-    """The plan for the next version and why it differs from `previous` ("" when it does not)."""
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a relay's host is, as its labels say; "" is a place like any other."""
+
+    zone: str = ""
+    rack: str = ""
+
+
+def next_plan(
+    previous: Plan | None,
+    epoch: Epoch,
+    master: str,
+    members: Mapping[str, Place],
+    slow: Collection[str] = (),
+) -> Plan:
+    """The plan for the next version: `previous` itself when nothing changed, else a new one that says why.
+
+    `slow` relays go to the tail, where nobody waits behind them; see `core.stragglers`.
+    """
     kept = [name for name in (previous.order if previous else ()) if name in members and name != master]
     joined = sorted(set(members) - set(kept) - {master})
-    order = (master, *kept, *joined)
+    wanted = [master, *kept, *joined]
+    quick = [name for name in wanted if name not in slow or name == master]
+    order = (*_neighbours(quick, members), *(name for name in wanted if name not in quick))
     if previous is not None and previous.order == order and previous.epoch == epoch:
-        return previous, ""
+        return previous
     number = previous.number + 1 if previous is not None and previous.epoch == epoch else 1
-    return Plan(epoch, number, order), _reason(previous, epoch, order)
+    return Plan(epoch, number, order, _reason(previous, epoch, order, slow))
 
 
-def _reason(previous: Plan | None, epoch: Epoch, order: Sequence[str]) -> str:
+def _neighbours(names: Sequence[str], members: Mapping[str, Place]) -> list[str]:
+    """Zones, and racks within them, in the order in which `names` has them first; stable within a rack."""
+    places = [members.get(name, Place()) for name in names]
+    zones = _ranks(place.zone for place in places)
+    racks = _ranks(places)
+    return sorted(names, key=lambda name: _rank(members.get(name, Place()), zones, racks))
+
+
+def _rank(place: Place, zones: Mapping[str, int], racks: Mapping[Place, int]) -> tuple[int, int]:
+    return zones[place.zone], racks[place]
+
+
+def _ranks(found: Iterable[T]) -> dict[T, int]:
+    ranks: dict[T, int] = {}
+    for one in found:
+        ranks.setdefault(one, len(ranks))
+    return ranks
+
+
+def _reason(previous: Plan | None, epoch: Epoch, order: Sequence[str], slow: Collection[str]) -> str:
     if previous is None:
         return "first plan"
     left = [name for name in previous.order if name not in order]
@@ -32,16 +77,38 @@ def _reason(previous: Plan | None, epoch: Epoch, order: Sequence[str]) -> str:
     parts = [f"left: {', '.join(left)}"] if left else []
     parts += [f"joined: {', '.join(joined)}"] if joined else []
     parts += ["new master"] if previous.epoch != epoch else []
+    stay = [name for name in previous.order if name in order]
+    if stay != [name for name in order if name in stay]:
+        behind = [name for name in order if name in slow]
+        parts += [f"at the tail for their slow hops: {', '.join(behind)}" if behind else "back from the tail"]
     return "; ".join(parts) or "new order"
 
 
-def sources(me: str, plan: Plan, holders: Collection[str]) -> tuple[str, ...]:
-    """Whom to ask, best first: the nearest upstream of the plan, then further up, then complete holders.
+def is_late(me: str, plan: Plan) -> bool:
+    """Whether this relay joined after the version began, and so is in nobody's chain."""
+    return me not in plan.order
 
-    One who is not in the plan (it joined later) asks complete holders first, then the chain from its tail up.
+
+def sources(me: str, plan: Plan, holders: Collection[str], members: Mapping[str, Place]) -> tuple[tuple[str, ...], ...]:
+    """Whom to ask, in tiers, best first; those of one tier are equally good, and stripes spread over them.
+
+    In the chain: the nearest upstream, then each further up, then complete holders. A late joiner asks complete
+    holders, those of its own zone first, then the chain from its tail up. Everybody begins with other holders
+    (rendezvous hashing), so that many that join together do not load one of them.
     """
-    complete = sorted(set(holders) - {me})
-    if me in plan.order:
-        upstream = list(reversed(plan.order[: plan.order.index(me)]))
-        return (*upstream, *(name for name in complete if name not in upstream))
-    return (*complete, *(name for name in reversed(plan.order) if name not in complete))
+    here = members.get(me, Place()).zone
+    complete = sorted((set(holders) & set(members)) - {me}, key=lambda name: _affinity(me, name))
+    near = tuple(name for name in complete if members[name].zone == here)
+    far = tuple(name for name in complete if members[name].zone != here)
+    if is_late(me, plan):
+        chain = [(name,) for name in reversed(plan.order) if name in members and name not in complete]
+        tiers = [near, far, *chain]
+    else:
+        before = [name for name in reversed(plan.order[: plan.order.index(me)]) if name in members]
+        others = [tuple(name for name in tier if name not in before) for tier in (near, far)]
+        tiers = [*((name,) for name in before), *others]
+    return tuple(tier for tier in tiers if tier)
+
+
+def _affinity(one: str, other: str) -> bytes:
+    return xxhash.xxh3_64_digest(f"{one} {other}".encode())

@@ -56,11 +56,15 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The order in which relays pass chunks on; `number` grows with each change within an epoch."""
+    """The order in which relays pass chunks on; `number` grows with each change within an epoch.
+
+    `reason` says to people why this order followed the one before.
+    """
 
     epoch: Epoch
     number: int
     order: tuple[str, ...]
+    reason: str = ""
 
 
 class Announced(msgspec.Struct, frozen=True):
@@ -98,6 +102,14 @@ class Member(msgspec.Struct, frozen=True):
     data_address: str
     publish_host: bool = True
     zone: str = ""
+    rack: str = ""
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """How a version came to a relay: from whom, in bytes per second of active time (0: not by a hop, or too few)."""
+
+    upstream: str = ""
+    rate_bytes_s: float = 0.0
 
 
 class Master(msgspec.Struct, frozen=True):

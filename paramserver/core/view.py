@@ -13,7 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from paramserver.core.records import Announced, Ended, Epoch, Master, Member, Plan, Sealed
+from paramserver.core.chain import Place
+from paramserver.core.records import Announced, Ended, Epoch, Holding, Master, Member, Plan, Sealed
 
 ROOT = "/laminar/"
 STORE = ROOT + "store"
@@ -80,6 +81,7 @@ class HolderFact:
     version: int
     relay: str
     present: bool
+    holding: Holding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,10 @@ class View:
     plans: dict[str, Plan] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
     _raw: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+
+    def places(self) -> dict[str, Place]:
+        """Every live relay and where it is."""
+        return {name: Place(member.zone, member.rack) for name, member in self.members.items()}
 
     def epoch(self, model: str) -> Epoch | None:
         seen = self.masters.get(model)
@@ -146,7 +152,7 @@ class View:
             yield MemberFact(member.name, member)
         elif key.startswith(_HOLDERS):
             model, version, relay = key.removeprefix(_HOLDERS).split("/")
-            yield HolderFact(model, int(version), relay, present=True)
+            yield HolderFact(model, int(version), relay, present=True, holding=_holding(value))
         elif key.startswith(_MODELS):
             model, *rest = key.removeprefix(_MODELS).split("/")
             self.models.add(model)
@@ -176,3 +182,7 @@ class View:
             model = key.removeprefix(_MODELS).split("/")[0]
             self.masters.pop(model, None)
             yield MasterFact(model, None)
+
+
+def _holding(value: bytes) -> Holding:
+    return msgspec.json.decode(value, type=Holding) if value else Holding()

@@ -4,6 +4,7 @@ Invariants:
 - every byte counts only after its chunk's digest matched;
 - a source that breaks, falls silent, refuses or sends wrong bytes is bypassed for a while, not for ever;
   the next one up is asked for the rest, from the byte where the last one stopped;
+- stripes spread over the sources of one tier, different chunks from each;
 - the byte loop holds no policy: what to ask for is `TransferState`, whom to ask is `sources`.
 """
 
@@ -20,12 +21,14 @@ from paramserver.core.records import ChunkMap, digest
 from paramserver.core.transfer import TransferState
 from paramserver.data.transport import Dial, Link, Source
 from paramserver.data.wire import HEARTBEAT_S, Greeting
-from protos.errors import Corrupt, LaminarError, Unavailable
+from protos.errors import Corrupt, LaminarError, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
 
 WINDOW = 4  # requests outstanding per stripe: keeps the pipe full over a round trip, wastes little on a break
 BYPASS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # how long a source is left alone after its 1st, 2nd, ... failure
+BUSY_S = 0.2  # a holder that serves as many late joiners as it will is asked again so soon
+STRIPES_MAX = 8
 
 
 class Sink(Protocol):
@@ -36,6 +39,10 @@ class Sink(Protocol):
     def place(self, index: int) -> memoryview: ...
     def present(self, index: int, chunk_digest: bytes) -> None: ...
     def missing(self) -> list[int]: ...
+
+
+Tiers = Sequence[Sequence[Source]]
+"""Whom to ask, best first; those of one tier are equally good."""
 
 
 @dataclass(slots=True)
@@ -51,7 +58,7 @@ class Fetch:
         self,
         sink: Sink,
         greeting: Greeting,
-        sources: Callable[[], Sequence[Source]],
+        sources: Callable[[], Tiers],
         dial: Dial,
         *,
         num_stripes: int = 2,
@@ -72,6 +79,8 @@ class Fetch:
         self._failure: BaseException | None = None
         self._last_error: LaminarError | None = None
         self._progress_at = time.monotonic()
+        self._active_s = 0.0
+        self._active_bytes = 0
         self.upstream = ""
         self.num_bypasses = 0
 
@@ -86,6 +95,12 @@ class Fetch:
         """Seconds since the last byte came."""
         return time.monotonic() - self._progress_at
 
+    @property
+    def rate_bytes_s(self) -> float:
+        """How fast one stripe's bytes came while they were there to come, verification included; 0: too few to say."""
+        with self._mutex:
+            return self._active_bytes / self._active_s if self._active_s else 0.0
+
     def bypassed(self) -> set[str]:
         """Sources left alone right now."""
         now = time.monotonic()
@@ -99,9 +114,11 @@ class Fetch:
 
     def run(self) -> bool:
         """True when every chunk is present and verified, False when cancelled. Unavailable past `patience_s`."""
+        tiers = self._sources()
+        num_stripes = min(max(self._num_stripes, len(tiers[0]) if tiers else 0), STRIPES_MAX)
         stripes = [
-            threading.Thread(target=self._guarded, args=(f"stripe-{n}",), daemon=True)
-            for n in range(min(self._num_stripes, max(1, self._sink.chunks.num_chunks)))
+            threading.Thread(target=self._guarded, args=(n,), daemon=True)
+            for n in range(min(num_stripes, max(1, self._sink.chunks.num_chunks)))
         ]
         for thread in stripes:
             thread.start()
@@ -111,9 +128,9 @@ class Fetch:
             raise self._failure
         return self._state.complete
 
-    def _guarded(self, stripe: str) -> None:
+    def _guarded(self, number: int) -> None:
         try:
-            self._stripe(stripe)
+            self._stripe(number)
         except BaseException as error:
             self._failure = error
             self.cancel()
@@ -123,9 +140,10 @@ class Fetch:
     def _over(self) -> bool:
         return self._state.complete or self._cancelled.is_set()
 
-    def _stripe(self, stripe: str) -> None:
+    def _stripe(self, number: int) -> None:
+        stripe = f"stripe-{number}"
         while not self._over():
-            source = self._pick()
+            source = self._pick(number)
             if source is None:
                 self._give_up_if_impatient()
                 self._cancelled.wait(HEARTBEAT_S)
@@ -163,6 +181,7 @@ class Fetch:
             arrived = link.receive(self._sink.place, self._received)
             outstanding -= 1
             self._verify(arrived.index, arrived.digest)
+            self._note_active(arrived.num_bytes, time.monotonic() - arrived.began_at)
 
     def _received(self, index: int, upto_byte: int) -> None:
         with self._mutex:
@@ -181,11 +200,20 @@ class Fetch:
             self._state.verified(index)
             self._changed.notify_all()
 
-    def _pick(self) -> Source | None:
+    def _note_active(self, num_bytes: int, seconds: float) -> None:
+        with self._mutex:
+            self._active_bytes += num_bytes
+            self._active_s += seconds
+
+    def _pick(self, number: int) -> Source | None:
+        """The stripe's own among the best tier that has anybody left."""
         now = time.monotonic()
         with self._mutex:
-            free = [s for s in self._sources() if self._bypassed.get(s.name, _Bypass()).until <= now]
-        return free[0] if free else None
+            for tier in self._sources():
+                free = [s for s in tier if self._bypassed.get(s.name, _Bypass()).until <= now]
+                if free:
+                    return free[number % len(free)]
+        return None
 
     def _bypass(self, source: Source, stripe: str, error: LaminarError) -> None:
         if self._over():
@@ -193,6 +221,10 @@ class Fetch:
         with self._changed:
             back = self._state.broken(stripe)
             entry = self._bypassed.setdefault(source.name, _Bypass())
+            if isinstance(error, OutOfCapacity):
+                entry.until = time.monotonic() + BUSY_S
+                self._changed.notify_all()
+                return
             entry.until = time.monotonic() + BYPASS_S[min(entry.num_failures, len(BYPASS_S) - 1)]
             entry.num_failures += 1
             self.num_bypasses += 1

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -27,7 +28,10 @@ log = logging.getLogger(__name__)
 STALL_S = 10.0
 OPEN_WAIT_S = 5.0  # a neighbour may hear of a version a moment before this relay has opened it
 CONNECTIONS_MAX = 256
+LATE_JOINERS_MAX = 2  # at once per version: many that join together wait for the first, who then serve them too
+ACCEPT_RETRY_S = 0.1
 _PACED_BYTES = 64 << 10
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 
 
 class Provider(Protocol):
@@ -125,10 +129,14 @@ class DataServer:
             while not self._closing:
                 try:
                     sock, _ = listener.accept()
-                except OSError:
+                except OSError as error:
                     if self._closing:
                         return
-                    raise
+                    if error.errno not in _PASSING:
+                        raise
+                    log.warning("a data connection could not be accepted: %s", error)
+                    time.sleep(ACCEPT_RETRY_S)
+                    continue
                 self._start(lambda sock=sock: self._connection(sock, serve), "data-connection")  # type: ignore[misc]
 
     def _connection(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
@@ -165,8 +173,8 @@ class DataServer:
     def _serve_fetch(self, sock: socket.socket, greeting: Greeting) -> None:
         snapshot = self._find(sock, greeting)
         _check_epoch(snapshot, greeting.epoch)
-        wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
-        with snapshot.linked():
+        with snapshot.linked(greeting.name if greeting.late else "", LATE_JOINERS_MAX):
+            wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
             while True:
                 self._serve_request(sock, snapshot)
 

@@ -41,11 +41,12 @@ class TcpLink:
         target = place(header.index)
         if header.from_byte + header.length != len(target):
             raise LinkBroken(f"chunk {header.index} was answered with a wrong length")
+        began_at = time.monotonic()
         upto = header.from_byte
         while upto < len(target):
             upto += self._some(target[upto:])
             received(header.index, upto)
-        return Arrived(header.index, header.digest)
+        return Arrived(header.index, header.digest, header.length, began_at)
 
     def close(self) -> None:
         self._sock.close()

@@ -20,10 +20,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The rest of a chunk lies in place; `digest` is what the publisher computed for the whole chunk."""
+    """The rest of a chunk lies in place; `digest` is what the publisher computed for the whole chunk.
+
+    `began_at`: monotonic seconds when the holder had it and began to send; `num_bytes` came since.
+    """
 
     index: int
     digest: bytes
+    num_bytes: int
+    began_at: float
 
 
 class Link(Protocol):

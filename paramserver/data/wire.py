@@ -54,6 +54,7 @@ class Greeting(msgspec.Struct, frozen=True):
     name: str
     epoch: Epoch | None = None
     token: str = ""
+    late: bool = False  # a relay that joined after the version began; a holder serves few of these at a time
 
 
 class Welcome(msgspec.Struct, frozen=True):

@@ -15,12 +15,12 @@ from typing import Self
 
 from paramserver.membership.etcd import EtcdRegistry
 from protos.errors import Unavailable
+from protos.process import TIED
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 20.0
 _ATTEMPTS = 3
-TIED = Path(__file__).with_name("tied.py")
 
 
 def find_etcd() -> Path:
@@ -82,7 +82,7 @@ class LocalEtcd:
             self._refuse_taken()
         client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-S", str(TIED), str(find_etcd())),
+            *(sys.executable, "-I", "-S", TIED, str(find_etcd())),
             f"--data-dir={self.directory / 'etcd'}",
             "--name=local",
             f"--listen-client-urls={client}",

@@ -7,7 +7,9 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,8 @@ from paramserver.data.transport import Arrived, Source
 from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
 from paramserver.pool import Pool
 from paramserver.store import Snapshot, Store
-from protos.errors import Conflict, Corrupt, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from protos.errors import Conflict, Corrupt, InvalidRequest, NotFound, OutOfCapacity, StaleEpoch, Unavailable
+from tests.support.fleet import until
 
 EPOCH = Epoch("store", 1)
 CHUNK = 4096
@@ -95,7 +98,7 @@ def make_host() -> Iterator[MakeHost]:
 
 
 def fetch(into: Host, *sources: Host, patience_s: float = 5.0) -> Fetch:
-    return Fetch(into.snapshot, FETCH, lambda: [s.source for s in sources], tcp.dialer(), patience_s=patience_s)
+    return Fetch(into.snapshot, FETCH, lambda: [[s.source] for s in sources], tcp.dialer(), patience_s=patience_s)
 
 
 def test_a_version_comes_over_while_it_is_still_being_written(make_host: MakeHost) -> None:
@@ -132,6 +135,34 @@ def test_without_any_source_it_gives_up_and_says_why(make_host: MakeHost) -> Non
     gone.server.close()
     with pytest.raises(Unavailable, match="cannot connect"):
         fetch(downstream, gone, patience_s=0.3).run()
+
+
+def test_stripes_spread_over_the_holders_of_one_tier(make_host: MakeHost) -> None:
+    holders, downstream = [make_host(), make_host()], make_host()
+    tiers = [[holder.source for holder in holders]]
+    running = Fetch(downstream.snapshot, FETCH, lambda: tiers, tcp.dialer(), num_stripes=1)
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(running.run)
+        until(lambda: all(holder.snapshot.num_links == 1 for holder in holders), "a stripe to each holder")
+        for holder in holders:
+            holder.fill()
+        assert done.result(10.0)
+    assert downstream.content() == CONTENT
+    assert sum(holder.server.bytes_sent for holder in holders) == len(CONTENT), "no byte came twice"
+    assert all(holder.server.bytes_sent for holder in holders), "each answers what it was asked while it waited"
+
+
+def test_a_holder_serves_few_late_joiners_at_once_and_the_next_when_one_is_done(make_host: MakeHost) -> None:
+    holder = make_host()
+    holder.fill()
+    late = [Greeting("fetch", "policy", 1, f"joiner-{i}", EPOCH, late=True) for i in range(3)]
+    with tcp_link(holder.source, late[0]), tcp_link(holder.source, late[0]), tcp_link(holder.source, late[1]):
+        with pytest.raises(OutOfCapacity, match="goes to joiner-0, joiner-1 already"):
+            tcp.TcpLink(holder.source, late[2])
+        tcp.TcpLink(holder.source, FETCH).close()
+    waiting = make_host()
+    assert Fetch(waiting.snapshot, late[2], lambda: [[holder.source]], tcp.dialer(), patience_s=5.0).run()
+    assert waiting.content() == CONTENT
 
 
 def test_a_cancelled_fetch_ends_without_an_error(make_host: MakeHost) -> None:
@@ -179,7 +210,8 @@ def test_a_request_may_start_in_the_middle_of_a_chunk(make_host: MakeHost) -> No
     with tcp_link(upstream.source) as link:
         link.ask(Want(1, 1000))
         arrived = link.receive(downstream.snapshot.place, lambda index, upto: progress.append(upto))
-    assert arrived == Arrived(1, digest(CONTENT[CHUNK : 2 * CHUNK]))
+    assert (arrived.index, arrived.digest) == (1, digest(CONTENT[CHUNK : 2 * CHUNK]))
+    assert arrived.num_bytes == CHUNK - 1000
     assert bytes(downstream.snapshot.place(1)) == bytes(1000) + CONTENT[CHUNK + 1000 : 2 * CHUNK]
     assert progress[-1] == CHUNK
 
@@ -234,7 +266,7 @@ class FakeLink:
         self._answers -= 1
         place(want.index)[want.from_byte :] = whole[want.from_byte :]
         received(want.index, len(whole))
-        return Arrived(want.index, digest(whole))
+        return Arrived(want.index, digest(whole), len(whole) - want.from_byte, time.monotonic())
 
     def alive(self) -> None: ...
 
@@ -253,7 +285,12 @@ def test_every_break_resumes_where_the_bytes_stopped(make_host: MakeHost) -> Non
 
     sources = [Source(f"s{i}", "") for i in range(8)]
     running = Fetch(
-        downstream.snapshot, FETCH, lambda: sources, lambda source, _: Noting(CONTENT, 2), num_stripes=1, patience_s=5.0
+        downstream.snapshot,
+        FETCH,
+        lambda: [[s] for s in sources],
+        lambda source, _: Noting(CONTENT, 2),
+        num_stripes=1,
+        patience_s=5.0,
     )
     assert running.run()
     assert downstream.content() == CONTENT

@@ -9,11 +9,13 @@ from collections.abc import Callable
 import pytest
 
 from paramserver.core import view as keys
-from paramserver.core.records import Member
+from paramserver.core.records import Holding, Member
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Put
 from paramserver.seat import Seat
 from protos.errors import Conflict, StaleEpoch, Unavailable
+
+HOLDING = Holding("m", 2e9)
 
 
 class Clock:
@@ -109,7 +111,7 @@ async def test_holdings_are_written_and_written_again_after_a_lost_lease(world: 
     a = await world.seat("a")
     tasks = [asyncio.create_task(a.tell_holdings()), asyncio.create_task(a.keep())]
     key = keys.holder_key("policy", 3, "a")
-    a.hold("policy", 3)
+    a.hold("policy", 3, HOLDING)
     await _until(lambda: key in world.store.keys)
     world.clock.now += 1.0
     world.store.expire()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from paramserver.core import view as keys
-from paramserver.core.records import Ended, Epoch, Master, Member, Plan
+from paramserver.core.records import Ended, Epoch, Holding, Master, Member, Plan
 from paramserver.core.view import HolderFact, MasterFact, MasterSeen, MemberFact, VersionFact, View
 
 MEMBER = Member("a", "instance", "h:1", "h:2")
 MASTER = Master("a", "instance")
 ENDED = Ended("lost", "gone")
+HOLDING = Holding("m", 2e9)
 STATE = [
     (keys.STORE, b"store", 1),
     (keys.member_key("a"), msgspec.json.encode(MEMBER), 2),
@@ -18,7 +19,7 @@ STATE = [
     (keys.master_key("policy"), msgspec.json.encode(MASTER), 4),
     (keys.plan_key("policy"), msgspec.json.encode(Plan(Epoch("store", 4), 1, ("a",))), 5),
     (keys.version_key("policy", 12, "ended"), msgspec.json.encode(ENDED), 6),
-    (keys.holder_key("policy", 12, "a"), b"", 7),
+    (keys.holder_key("policy", 12, "a"), msgspec.json.encode(HOLDING), 7),
 ]
 
 
@@ -28,7 +29,7 @@ def test_the_whole_state_becomes_facts() -> None:
         MemberFact("a", MEMBER),
         MasterFact("policy", MasterSeen(MASTER, 4)),
         VersionFact("policy", 12, ENDED),
-        HolderFact("policy", 12, "a", present=True),
+        HolderFact("policy", 12, "a", present=True, holding=HOLDING),
     ]
     assert view.epoch("policy") == Epoch("store", 4)
     assert view.plans["policy"].order == ("a",)

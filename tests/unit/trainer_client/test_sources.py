@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from protos.errors import InvalidRequest
-from trainer_client.sources import ITEM_BYTES, NUMPY_DTYPES, source_bytes, sources_of
+from trainer_client.sources import DTYPES, NUMPY_DTYPES, source_bytes, sources_of
 from trainer_client.torch_sources import TORCH_DTYPES
 
 
@@ -26,7 +26,7 @@ def test_every_torch_dtype_is_read_as_its_own_bytes(dtype: torch.dtype) -> None:
     (source,) = sources_of({"w": tensor}).tensors
     assert (source.name, source.dtype, source.shape) == ("w", TORCH_DTYPES[dtype], (3, 4))
     view = source.read()
-    assert view.nbytes == source_bytes(source) == 12 * ITEM_BYTES[source.dtype]
+    assert view.nbytes == source_bytes(source) == 12 * DTYPES[source.dtype]
     assert torch.equal(torch.frombuffer(view, dtype=dtype).reshape(3, 4), tensor)
 
 
