@@ -22,12 +22,13 @@ test: env  ## every test of the README (some minutes)
 quick: env  ## the quick part of the tests (under a minute)
 	@$(RUN) -m pytest tests -m "not slow" $(PARALLEL) $(ARGS)
 
-check: env  ## format, lint, strict types, import directions, fresh protos; seconds, no tests
+check: env  ## format, lint, strict types, import directions, generated parts fresh; seconds, no tests
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 	@PYTHONPATH=. .venv/bin/lint-imports
 	@$(RUN) -m protos.generate --check
+	@$(RUN) -m deploy.module_map --check
 
 bench: env  ## benchmarks that the project's figures come from; tables, and bench-results/*.json
 	@$(RUN) -m tests.bench $(ARGS)
@@ -35,9 +36,10 @@ bench: env  ## benchmarks that the project's figures come from; tables, and benc
 protos: env  ## generate the gRPC code from protos/*.proto
 	@$(RUN) -m protos.generate
 
-format: env  ## format and mend what ruff can
+format: env  ## format, mend what ruff can, renew ARCHITECTURE.md's map
 	@$(RUN) -m ruff format .
 	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m deploy.module_map
 
 lock: env  ## requirements.lock with the newest versions that pyproject.toml allows
 	@$(PYTHON) deploy/lock_env.py
