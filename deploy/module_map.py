@@ -1,6 +1,7 @@
 """The map of modules in ARCHITECTURE.md, made of their docstrings: `python -m deploy.module_map [--check]`.
 
-It stands between two markers, a line per module: the first paragraph of its docstring; `--check` fails when it is stale or a module does not say what it is.
+It stands between two markers, a line per module: the first paragraph of its docstring. `--check` fails when it is
+stale or a module does not say what it is.
 """
 
 from __future__ import annotations

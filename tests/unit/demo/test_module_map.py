@@ -30,7 +30,7 @@ def test_each_module_is_a_line_and_generated_ones_are_not(tmp_path: Path) -> Non
 
 def test_a_module_that_does_not_say_what_it_is_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_map, "ROOT", tmp_path)
-    with pytest.raises(SystemExit, match="gateway/mute.py has no docstring"):
+    with pytest.raises(SystemExit, match=r"gateway/mute\.py has no docstring"):
         module_map.module_map(checkout(tmp_path, mute="X = 1\n"))
 
 
