@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+
 
 from deploy.demo.recording import GatewayStatus
 
@@ -19,13 +21,18 @@ class Choice:
 
 
 def choose_victim(status: GatewayStatus | None, steps_done: int, steps: int) -> Choice:
-    """After a third of the steps, the serving engine with the most turns in flight."""
+    """After a third of the steps, the serving engine with the most turns in flight.
+
+    Best one whose version others serve too, so that its turns go on under the version they began with.
+    """
     if steps_done < max(1, steps // 3):
         return Choice(None, f"{steps_done} of {steps} steps done: not a third yet")
     serving = [] if status is None else [engine for engine in status.engines if engine.state == "serving"]
     if len(serving) < 2:
         return Choice(None, "fewer than two engines serve: nobody could go on with the turns")
-    victim = min(serving, key=lambda engine: (-engine.running, engine.name))
-    if victim.running < RUNNING_MIN:
+    counts = Counter(engine.version for engine in serving)
+    busy = [engine for engine in serving if engine.running >= RUNNING_MIN]
+    if not busy:
         return Choice(None, f"no engine runs {RUNNING_MIN} turns right now")
-    return Choice(victim.name, f"{victim.running} turns in mid-generation, more than on the others")
+    victim = min(busy, key=lambda engine: (counts[engine.version] == 1, -engine.running, engine.name))
+    return Choice(victim.name, f"{victim.running} turns in mid-generation")

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import pytest
 
 from deploy.demo.killing import choose_victim
 from deploy.demo.recording import EngineStatus, GatewayStatus
 
 
-def status(*running: int, state: str = "serving") -> GatewayStatus:
-    engines = (EngineStatus(name=f"engine-{i}", state=state, running=n) for i, n in enumerate(running, start=1))
+def status(*running: int, state: str = "serving", versions: tuple[int, ...] = ()) -> GatewayStatus:
+    engines = (
+        EngineStatus(name=f"engine-{i}", state=state, running=n, version=version)
+        for i, (n, version) in enumerate(zip_longest(running, versions, fillvalue=1), start=1)
+    )
     return GatewayStatus(engines=tuple(engines))
 
 
 def test_the_busiest_serving_engine_after_a_third() -> None:
     choice = choose_victim(status(3, 7, 5), steps_done=2, steps=8)
     assert choice.engine == "engine-2"
-    assert choice.reason == "7 turns in mid-generation, more than on the others"
+    assert choice.reason == "7 turns in mid-generation"
+
+
+def test_rather_one_whose_turns_can_go_on_under_their_version() -> None:
+    assert choose_victim(status(8, 3, 2, versions=(5, 4, 4)), steps_done=2, steps=8).engine == "engine-2"
+    assert choose_victim(status(8, 3, versions=(5, 4)), steps_done=2, steps=8).engine == "engine-1", "no such one"
 
 
 def test_the_first_of_equals() -> None:
