@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-
 from deploy.demo.recording import GatewayStatus
 
 RUNNING_MIN = 2
