@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,18 @@ def start(
     timeout_s: float = 60.0,
     env: dict[str, str] | None = None,
     wait_ready: bool = True,
+    prefix: Sequence[str] = (),
 ) -> Daemon:
-    """Runs `python -m <command...> --ready-file ...` and waits until the ready file appears."""
+    """Runs `python -m <command...> --ready-file ...` and waits until the ready file appears.
+
+    `prefix` goes before the whole command, as a host's of `tests.support.links` does.
+    """
     ready_path = directory / f"{name}.ready.json"
     ready_path.unlink(missing_ok=True)
     log_path = directory / f"{name}.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--ready-file", str(ready_path)],
+            [*prefix, sys.executable, "-m", *command, "--ready-file", str(ready_path)],
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,

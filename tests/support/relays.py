@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import pytest
 
+from tests.support.links import Host
 from tests.support.processes import Daemon, start
 
 T = TypeVar("T")
@@ -26,7 +27,8 @@ class Relays:
         self.pools = Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm"))
         self.daemons: list[Daemon] = []
 
-    def start(self, name: str, *flags: str, pool_bytes: str = "64MiB") -> Daemon:
+    def start(self, name: str, *flags: str, pool_bytes: str = "64MiB", on: Host | None = None) -> Daemon:
+        """`on`: a host of `tests.support.links`, which it then listens on; else loopback."""
         daemon = start(
             f"relay-{name}-{len(self.daemons)}",
             [
@@ -37,9 +39,11 @@ class Relays:
                 *("--pool-dir", str(self.pools / f"{name}-{len(self.daemons)}")),
                 *("--pool-bytes", pool_bytes),
                 *("--lease-ttl-s", "2"),
+                *(("--host", on.address) if on else ()),
                 *flags,
             ],
             self.directory,
+            prefix=on.prefix if on else (),
         )
         self.daemons.append(daemon)
         return daemon
