@@ -108,6 +108,12 @@ def cli() -> None:
     help="Memory for snapshots, allocated at start: about four times a version.",
 )
 @click.option("--retain", type=click.IntRange(1), default=2, help="Newest versions to keep though nobody pins them.")
+@click.option(
+    "--spill",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep versions on this disk too: a restarted tier serves the last one again without the trainer.",
+)
+@click.option("--spill-retain", type=click.IntRange(1), default=2, help="Newest versions to keep on disk.")
 @click.option("--stripes", type=click.IntRange(1, 16), default=2, help="TCP connections per hop.")
 @click.option(
     "--lease-ttl-s", type=click.FloatRange(1.0), default=5.0, help="A relay silent to etcd for so long is no member."

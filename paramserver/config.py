@@ -29,6 +29,8 @@ class RelayConfig:
     pool_bytes: int = 4 << 30
     chunk_bytes: int = 1 << 20
     retain: int = 2
+    spill: Path | None = None
+    spill_retain: int = 2
     num_stripes: int = 2
     lease_ttl_s: float = 5.0
     silence_s: float = 0.5

@@ -75,6 +75,12 @@ def _gauges(relay: Relay) -> list[tuple[str, str, str, Observe]]:
             "Bytes that wait until their readers let go.",
             lambda: [Observation(pool.statistics().quarantined_bytes)],
         ),
+        (
+            "spill_failures",
+            "",
+            "Versions that could not be written to disk.",
+            lambda: [Observation(relay.spill.failures if relay.spill is not None else 0)],
+        ),
         ("pins", "", "Pins held on snapshots here.", lambda: [Observation(len(relay.pins.all()))]),
         ("transfers", "", "Versions on their way here.", lambda: [Observation(len(relay.transfers()))]),
         ("registry_reachable", "", "1 while etcd answers.", lambda: [Observation(int(relay.seat.reachable))]),

@@ -18,6 +18,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,18 +28,21 @@ log = logging.getLogger(__name__)
 
 NUM_BLANKS = 4  # the pool starts as this many warm files: the usual two retained, one in transit, one quarantined
 SMALL_BYTES = 1 << 20  # a smaller file is not worth cutting from a warm one
-OURS = {".lock", "free", "filling", "snapshots", "publish.sock"}  # all that a relay ever puts into its directory
+OURS = {".lock", "free", "filling", "snapshots", "records", "publish.sock"}  # all that a relay puts into its directory
 
 
 class PoolFile:
-    """One file of the pool: its only open description, and the relay's kept mapping of it."""
+    """One file of the pool: its only open description, and the relay's kept mapping of it.
 
-    def __init__(self, path: Path, size_bytes: int) -> None:
+    `found`: it is there already, left by an earlier life.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, *, found: bool = False) -> None:
         self.path = path
         self.size_bytes = size_bytes
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if found else os.O_CREAT | os.O_EXCL), 0o644)
         self._map: mmap.mmap | None = None
-        if size_bytes:
+        if size_bytes and not found:
             try:
                 os.posix_fallocate(self.fd, 0, size_bytes)
             except OSError as error:
@@ -110,9 +114,12 @@ class PoolStatistics:
 
 
 class Pool:
-    """All memory for snapshots of one relay, below one locked directory."""
+    """All memory for snapshots of one relay, below one locked directory.
 
-    def __init__(self, directory: Path, pool_bytes: int) -> None:
+    Files of an earlier life are reclaimed, but for those in `keep`, which `adopt` then takes over.
+    """
+
+    def __init__(self, directory: Path, pool_bytes: int, *, keep: Collection[Path] = ()) -> None:
         if pool_bytes <= 0:
             raise TooLarge(f"a pool of {pool_bytes} bytes", hint="give --pool-bytes a positive size")
         self.directory = directory
@@ -124,20 +131,21 @@ class Pool:
         self._serial = 0
         self._lock_fd = _lock_directory(directory)
         self._free_directory = directory / "free"
-        _clear(directory)
+        _clear(directory, keep)
         self._free_directory.mkdir(mode=0o700)
 
     def preallocate(self) -> None:
         """Allocates and touches the whole pool. Raises OutOfCapacity when the file system has less."""
         found = os.statvfs(self.directory)
-        if self.pool_bytes > found.f_bavail * found.f_frsize:  # said before the memory of others is squeezed out
+        new_bytes = self.pool_bytes - self._used_bytes()
+        if new_bytes > found.f_bavail * found.f_frsize:  # said before the memory of others is squeezed out
             raise OutOfCapacity(
                 f"a pool of {self.pool_bytes} bytes, {self.directory} has room for {found.f_bavail * found.f_frsize}",
                 hint="lower --pool-bytes, or point --pool-dir at a larger tmpfs",
             )
         blank, rest = divmod(self.pool_bytes, NUM_BLANKS)
         blank -= blank % mmap.PAGESIZE
-        for _ in range(NUM_BLANKS if blank > SMALL_BYTES else 0):
+        for _ in range(new_bytes // blank if blank > SMALL_BYTES else 0):
             file = self._create(blank)
             file.touch()
             self._free.append(file)
@@ -147,6 +155,17 @@ class Pool:
                 "%s is on %s, not in memory: it is slower; choose a --pool-dir below /dev/shm", self.directory, kind
             )
         log.info("pool of %d bytes ready in %s (%d cold)", self.pool_bytes, self.directory, rest)
+
+    def adopt(self, paths: Sequence[Path]) -> list[PoolFile]:
+        """Takes over files of an earlier life, as they are. OutOfCapacity when the pool is smaller now."""
+        with self._mutex:
+            files = [PoolFile(path, path.stat().st_size, found=True) for path in paths]
+            if sum(file.size_bytes for file in files) > self._available_bytes():
+                for file in files:
+                    file.destroy()
+                raise OutOfCapacity(f"what was found does not fit in a pool of {self.pool_bytes} bytes")
+            self._used.update(files)
+            return files
 
     def take(self, sizes: list[int]) -> list[PoolFile]:
         """Files of exactly these sizes, warm ones where there are. OutOfCapacity when they do not fit now."""
@@ -279,11 +298,12 @@ def _file_system(directory: Path) -> str:
     return max(above)[2]
 
 
-def _clear(directory: Path) -> None:
-    """Reclaims what an earlier life left, except the lock."""
+def _clear(directory: Path, keep: Collection[Path] = ()) -> None:
+    """Reclaims what an earlier life left, except the lock and what is to be kept."""
     for root, names, files in os.walk(directory, topdown=False):
-        for name in files:
-            if name != ".lock":
-                (Path(root) / name).unlink()
-        for name in names:
-            (Path(root) / name).rmdir()
+        for path in (Path(root) / name for name in files):
+            if path.name != ".lock" and path not in keep:
+                path.unlink()
+        for path in (Path(root) / name for name in names):
+            if not any(path in kept.parents for kept in keep):
+                path.rmdir()

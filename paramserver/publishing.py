@@ -369,7 +369,7 @@ class Publishing:
             return
         state = self._relay.of(model).get(newest)
         assert state is not None
-        if state.holders or state.stage in ("complete", "shown"):
+        if state.holders or state.spilled or state.stage in ("complete", "shown"):
             self._lost_since.pop((model, newest), None)
             return
         since = self._lost_since.setdefault((model, newest), time.monotonic())

@@ -18,15 +18,16 @@ from dataclasses import dataclass, field
 from paramserver.config import RelayConfig, show_bytes
 from paramserver.core.chain import Place, is_late, sources
 from paramserver.core.pins import Pin, Pins
-from paramserver.core.records import Announced, Ended, Holding, Sealed
+from paramserver.core.records import Announced, Ended, Holding, Plan, Sealed
 from paramserver.core.stragglers import Hop, Stragglers
 from paramserver.core.versions import Drop, Effect, Fetch, ModelVersions, Show, Tell
-from paramserver.core.view import Fact, HolderFact, MasterFact, MemberFact, VersionFact, View
+from paramserver.core.view import Fact, HolderFact, MasterFact, MemberFact, SpilledFact, VersionFact, View
 from paramserver.data import fetch as data_fetch
 from paramserver.data import tcp
-from paramserver.data.transport import Source
+from paramserver.data.transport import Link, Source
 from paramserver.data.wire import Greeting
 from paramserver.seat import Seat
+from paramserver.spill import SCHEME, Spill
 from paramserver.store import Snapshot, Store
 from protos.errors import (
     Corrupt,
@@ -66,6 +67,7 @@ class Relay:
 
     def __init__(self, config: RelayConfig, seat: Seat, store: Store) -> None:
         self.config = config
+        self.spill: Spill | None = None  # given before anything is shown
         self.seat = seat
         self.store = store
         self.pins = Pins()
@@ -214,6 +216,8 @@ class Relay:
                 self.of(model).holder(version, relay, present=present)
                 if came is not None and came.rate_bytes_s:
                     self.stragglers(model).saw(Hop(version, came.upstream, relay, came.rate_bytes_s))
+            case SpilledFact(model, version, relay, present):
+                self.of(model).spilled(version, relay, present=present)
             case MasterFact(model, seen):
                 log.info("%s: master is %s", model, seen.master.name if seen else "nobody")
             case MemberFact(name, member):
@@ -279,6 +283,8 @@ class Relay:
         log.info("%s version %d (step %d) available at %s", sealed.model, sealed.version, sealed.step, path)
         came = self._came.pop((sealed.model, sealed.version), Holding())
         self.seat.hold(sealed.model, sealed.version, came)
+        if self.spill is not None:
+            self.spill.want(snapshot, sealed.root_digest)
 
     def _drop(self, model: str, version: int, why: str) -> None:
         self.seat.unhold(model, version)
@@ -322,6 +328,25 @@ class Relay:
         async with self.changed:
             self.changed.notify_all()
 
+    def offer_again(self, found: Iterable[Snapshot]) -> None:
+        """Snapshots left by an earlier life, hashed: those sealed as they are count, the memory of others is free.
+
+        Called once, before anything is fetched.
+        """
+        for snapshot in found:
+            manifest = snapshot.manifest
+            versions = self.of(manifest.model)
+            state = versions.get(manifest.version)
+            root = snapshot.root()
+            sealed = state is not None and state.sealed is not None and state.ended is None
+            if state is None or state.sealed is None or not sealed or state.sealed.root_digest != root:
+                log.info("%s, left by an earlier life, is not sealed as it is here", snapshot)
+                self.store.remove(snapshot, "not sealed")
+                continue
+            self.store.open_again(snapshot)
+            versions.opened(state.announced or Announced(manifest, Plan(manifest.epoch, 0, ())))
+            self.apply(manifest.model, versions.filled(manifest.version, root))
+
     # ---- bringing a version here
 
     def _start_fetch(self, announced: Announced) -> None:
@@ -345,12 +370,23 @@ class Relay:
                 late=is_late(self.config.name, announced.plan),
             ),
             lambda: self._sources(announced),
-            tcp.dialer(self.config.silence_s),
+            self._dial,
             num_stripes=self.config.num_stripes,
         )
         task = asyncio.ensure_future(self._fetch(fetch, snapshot))
         self._running[manifest.model, manifest.version] = _Running(fetch, snapshot, task)
         task.add_done_callback(self._finished)
+
+    def _dial(self, source: Source, greeting: Greeting) -> Link:
+        if self.spill is not None and source.address.startswith(SCHEME):
+            return self.spill.open(greeting)
+        return tcp.TcpLink(source, greeting, silence_s=self.config.silence_s)
+
+    def spill_changed(self) -> None:
+        """Tells the registry what is on this disk; from any thread."""
+        assert self.spill is not None
+        on_disk = [(one.model, one.version) for one in self.spill.manifests()]
+        self._loop.call_soon_threadsafe(self.seat.spilled, on_disk)
 
     def _say_no_room(self, model: str, version: int, error: LaminarError) -> None:
         if (model, version) not in self._no_room:
@@ -365,7 +401,11 @@ class Relay:
         members = dict(self.view.members)
         places = {name: Place(member.zone, member.rack) for name, member in members.items()}
         tiers = sources(self.config.name, announced.plan, holders, places)
-        return [[Source(name, members[name].data_address) for name in tier] for tier in tiers]
+        peers = [[Source(name, members[name].data_address) for name in tier] for tier in tiers]
+        disk = self.spill.source(manifest.model, manifest.version) if self.spill is not None else None
+        if disk is None:
+            return peers
+        return [*peers, [disk]] if holders else [[disk], *peers]
 
     async def _fetch(self, fetch: data_fetch.Fetch, snapshot: Snapshot) -> None:
         manifest = snapshot.manifest

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
 import msgspec
 
@@ -53,8 +53,8 @@ class Seat:
         self.foreign_store = ""
         self._store_id = ""
         self._lease = 0
-        self._held: dict[tuple[str, int], Holding] = {}
-        self._written: set[tuple[str, int]] = set()
+        self._held: dict[str, bytes] = {}  # keys that say what this relay has, on its lease
+        self._written: set[str] = set()
         self._holders_changed = asyncio.Event()
         self._vacant_since: dict[str, float] = {}
 
@@ -152,11 +152,8 @@ class Seat:
             await self._holders_changed.wait()
             self._holders_changed.clear()
             held, written = set(self._held), set(self._written)
-            writes: list[Write] = [
-                Put(self._holder_key(*key), msgspec.json.encode(self._held[key]), self._lease)
-                for key in sorted(held - written)
-            ]
-            writes += [Delete(self._holder_key(*key)) for key in sorted(written - held)]
+            writes: list[Write] = [Put(key, self._held[key], self._lease) for key in sorted(held - written)]
+            writes += [Delete(key) for key in sorted(written - held)]
             try:
                 if writes:
                     await self._registry.transact([], writes)
@@ -167,16 +164,28 @@ class Seat:
 
     def hold(self, model: str, version: int, holding: Holding) -> None:
         """This relay holds the version complete, verified and sealed."""
-        self._held[model, version] = holding
-        self._holders_changed.set()
+        self._tell(keys.holder_key(model, version, self.member.name), msgspec.json.encode(holding))
 
     def unhold(self, model: str, version: int) -> None:
-        if (model, version) in self._held:
-            del self._held[model, version]
-            self._holders_changed.set()
+        self._tell(keys.holder_key(model, version, self.member.name), None)
 
-    def _holder_key(self, model: str, version: int) -> str:
-        return keys.holder_key(model, version, self.member.name)
+    def spilled(self, versions: Collection[tuple[str, int]]) -> None:
+        """All (model, version) that this relay can read back from its disk."""
+        name = self.member.name
+        wanted = {keys.spilled_key(model, version, name) for model, version in versions}
+        for key in [key for key in self._held if keys.is_spilled(key) and key not in wanted]:
+            self._tell(key, None)
+        for key in wanted:
+            self._tell(key, b"")
+
+    def _tell(self, key: str, value: bytes | None) -> None:
+        if self._held.get(key) == value:
+            return
+        if value is None:
+            del self._held[key]
+        else:
+            self._held[key] = value
+        self._holders_changed.set()
 
     # ---- elections
 

@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from paramserver import kept
 from paramserver.config import RelayConfig
 from paramserver.core.records import Member
 from paramserver.data.server import DataServer
@@ -30,8 +32,9 @@ from paramserver.publishing import Publishing
 from paramserver.relay import Relay
 from paramserver.seat import Seat
 from paramserver.service import RelayService
+from paramserver.spill import Spill
 from paramserver.store import Snapshot, Store
-from protos.errors import Conflict, Corrupt
+from protos.errors import Conflict, Corrupt, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -92,9 +95,11 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         # the data port closes, and last the memory goes.
         registry = await EtcdRegistry.connect(config.etcd)
         stack.push_async_callback(registry.close)
-        pool = Pool(config.pool_dir, config.pool_bytes)
+        left = kept.find(config.pool_dir)
+        pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.files])
         store = Store(pool)
         stack.callback(store.close)
+        found = await asyncio.to_thread(_find_again, store, left)
         await asyncio.to_thread(pool.preallocate)
 
         provider = _Provider()
@@ -112,6 +117,13 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         stack.push_async_callback(seat.leave)
 
         relay = Relay(config, seat, store)
+        if config.spill is not None:
+            relay.spill = Spill(config.spill, retain=config.spill_retain, wrote=lambda _: relay.spill_changed())
+            relay.spill_changed()
+            stack.push_async_callback(asyncio.to_thread, relay.spill.close)
+        for fact in await seat.refresh():
+            relay.take_fact(fact)
+        relay.offer_again(found)
         publishing = Publishing(relay)
         provider.relay, provider.publishing = relay, publishing
         life = asyncio.ensure_future(_live(relay, publishing))
@@ -128,6 +140,20 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         stack.push_async_callback(server.stop, DRAIN_S)
         stack.push_async_callback(relay.dismiss)
         yield addresses, life
+
+
+def _find_again(store: Store, left: list[kept.Kept]) -> list[Snapshot]:
+    """What an earlier life left whole in shared memory, newest first, as far as the pool holds it."""
+    found = []
+    for one in left:
+        started = time.monotonic()
+        try:
+            found.append(store.find_again(one))
+        except (Corrupt, OutOfCapacity) as error:
+            log.warning("%s", error)
+        else:
+            log.info("found %s again, hashed in %.2f s", found[-1], time.monotonic() - started)
+    return found
 
 
 async def _live(relay: Relay, publishing: Publishing) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.core.records import ChunkMap, Manifest, digest, version_root
+from paramserver.kept import Kept, remove_record, write_record
 from paramserver.pool import Pool, PoolFile
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
 
@@ -78,9 +79,12 @@ class Snapshot:
         with self._changed:
             return [index for index, known in enumerate(self._digests) if known is None]
 
+    def digests(self) -> list[bytes]:
+        """Those known, in order; all of them once it is complete."""
+        return [known for known in self._digests if known is not None]
+
     def root(self) -> str:
-        digests = [known for known in self._digests if known is not None]
-        return version_root(self.manifest, digests)
+        return version_root(self.manifest, self.digests())
 
     def recheck(self, index: int) -> None:
         """Hashes the chunk again, because somebody received it otherwise. Raises Corrupt when it is bad here."""
@@ -146,7 +150,7 @@ class Store:
         self._snapshots: dict[Key, Snapshot] = {}
         self._changed = threading.Condition()
         for name in ("filling", "snapshots"):
-            (pool.directory / name).mkdir()
+            (pool.directory / name).mkdir(exist_ok=True)
 
     def open(self, manifest: Manifest) -> Snapshot:
         """Takes memory for a version. TooLarge when it can never fit, OutOfCapacity when it does not fit now."""
@@ -167,6 +171,31 @@ class Store:
             self._changed.notify_all()
         return snapshot
 
+    def find_again(self, kept: Kept) -> Snapshot:
+        """A snapshot that an earlier life left, every chunk hashed again. Corrupt when it is damaged: it is gone then.
+
+        It is not among the snapshots before `open_again`.
+        """
+        directory = self._directory("filling", kept.manifest)
+        files = self.pool.adopt(kept.files)
+        directory.mkdir(parents=True)
+        for file, spec in zip(files, kept.manifest.files, strict=True):
+            file.move(directory / spec.name)
+        shutil.rmtree(kept.directory)
+        snapshot = Snapshot(kept.manifest, files, directory)
+        for index, expected in enumerate(kept.digests):
+            if digest(snapshot.place(index)) != expected:
+                self.remove(snapshot, "damaged")
+                raise Corrupt(f"chunk {index} of {snapshot}, left by an earlier life, is damaged")
+            snapshot.present(index, expected)
+        return snapshot
+
+    def open_again(self, snapshot: Snapshot) -> None:
+        """What was found is a version like any other from now on."""
+        with self._changed:
+            self._snapshots[Key(snapshot.manifest.model, snapshot.manifest.version)] = snapshot
+            self._changed.notify_all()
+
     def get(self, model: str, version: int) -> Snapshot | None:
         return self._snapshots.get(Key(model, version))
 
@@ -184,6 +213,7 @@ class Store:
         snapshot.directory = path
         for file, spec in zip(snapshot.files, snapshot.manifest.files, strict=True):
             file.path = path / spec.name
+        write_record(self.pool.directory, snapshot.manifest, snapshot.root(), snapshot.digests())
         return path
 
     def remove(self, snapshot: Snapshot, why: str, *, reuse: bool = True) -> int:
@@ -191,6 +221,7 @@ class Store:
         with self._changed:
             self._snapshots.pop(Key(snapshot.manifest.model, snapshot.manifest.version), None)
         snapshot.close(why)
+        remove_record(self.pool.directory, snapshot.manifest)
         quarantined = self.pool.give_back(snapshot.files, reuse=reuse)
         shutil.rmtree(snapshot.directory)
         return quarantined

@@ -42,6 +42,7 @@ class VersionState:
     stage: Stage = "known"
     root: str | None = None
     holders: set[str] = field(default_factory=set)
+    spilled: set[str] = field(default_factory=set)  # relays that can read it back from disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,11 @@ class ModelVersions:
         """Another relay (or this one) is known to hold the version, or no longer is."""
         state = self._state(version)
         (state.holders.add if present else state.holders.discard)(relay)
+
+    def spilled(self, version: int, relay: str, *, present: bool) -> None:
+        """A relay has the version on disk, or no longer does."""
+        state = self._state(version)
+        (state.spilled.add if present else state.spilled.discard)(relay)
 
     # ---- events from this relay
 

@@ -21,6 +21,7 @@ STORE = ROOT + "store"
 _MEMBERS = ROOT + "members/"
 _MODELS = ROOT + "models/"
 _HOLDERS = ROOT + "holders/"
+_SPILLED = ROOT + "spilled/"
 
 
 def member_key(name: str) -> str:
@@ -46,6 +47,15 @@ def version_key(model: str, version: int, what: Literal["announced", "sealed", "
 
 def holder_key(model: str, version: int, relay: str) -> str:
     return f"{_HOLDERS}{model}/{version:016d}/{relay}"
+
+
+def spilled_key(model: str, version: int, relay: str) -> str:
+    """A relay can read the version back from its disk, though it may not hold it in memory."""
+    return f"{_SPILLED}{model}/{version:016d}/{relay}"
+
+
+def is_spilled(key: str) -> bool:
+    return key.startswith(_SPILLED)
 
 
 Record = Announced | Sealed | Ended
@@ -85,6 +95,16 @@ class HolderFact:
 
 
 @dataclass(frozen=True, slots=True)
+class SpilledFact:
+    """A live relay has a version on disk, or no longer does."""
+
+    model: str
+    version: int
+    relay: str
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MasterFact:
     """A model's master changed (None: there is none)."""
 
@@ -100,7 +120,7 @@ class MemberFact:
     member: Member | None
 
 
-Fact = VersionFact | HolderFact | MasterFact | MemberFact
+Fact = VersionFact | HolderFact | SpilledFact | MasterFact | MemberFact
 
 
 @dataclass
@@ -153,6 +173,9 @@ class View:
         elif key.startswith(_HOLDERS):
             model, version, relay = key.removeprefix(_HOLDERS).split("/")
             yield HolderFact(model, int(version), relay, present=True, holding=_holding(value))
+        elif key.startswith(_SPILLED):
+            model, version, relay = key.removeprefix(_SPILLED).split("/")
+            yield SpilledFact(model, int(version), relay, present=True)
         elif key.startswith(_MODELS):
             model, *rest = key.removeprefix(_MODELS).split("/")
             self.models.add(model)
@@ -178,6 +201,9 @@ class View:
         elif key.startswith(_HOLDERS):
             model, version, relay = key.removeprefix(_HOLDERS).split("/")
             yield HolderFact(model, int(version), relay, present=False)
+        elif key.startswith(_SPILLED):
+            model, version, relay = key.removeprefix(_SPILLED).split("/")
+            yield SpilledFact(model, int(version), relay, present=False)
         elif key.startswith(_MODELS) and key.endswith("/master"):
             model = key.removeprefix(_MODELS).split("/")[0]
             self.masters.pop(model, None)

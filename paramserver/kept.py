@@ -1,0 +1,150 @@
+"""What outlives a relay's process: snapshots in shared memory after a crash, and spilled ones on disk.
+
+Invariants:
+- beside the files of a snapshot, never among them, stands a record: manifest, root, and every chunk's digest;
+- a record is written whole before it has its name, and none is believed: sizes are compared at once, bytes hashed
+  before they count, and the root must be the one that the registry has sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from paramserver.core.records import DIGEST_BYTES, ChunkMap, Manifest, version_root
+
+log = logging.getLogger(__name__)
+
+RECORDS = "records"
+SNAPSHOTS = "snapshots"
+COPY_BYTES = 16 << 20
+
+
+class _Head(msgspec.Struct, frozen=True):
+    manifest: Manifest
+    root_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A snapshot found below `base`, its bytes not yet checked."""
+
+    base: Path
+    manifest: Manifest
+    root_digest: str
+    digests: tuple[bytes, ...]
+
+    @property
+    def directory(self) -> Path:
+        return self.base / SNAPSHOTS / _name(self.manifest)
+
+    @property
+    def record(self) -> Path:
+        return self.base / RECORDS / _name(self.manifest)
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.directory / file.name for file in self.manifest.files]
+
+
+def write_record(base: Path, manifest: Manifest, root_digest: str, digests: Sequence[bytes]) -> None:
+    """Writes the record of a snapshot; durable when this returns, as far as `base` is."""
+    path = base / RECORDS / _name(manifest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(msgspec.json.encode(_Head(manifest, root_digest)) + b"\n")
+        file.write(b"".join(digests))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def remove_record(base: Path, manifest: Manifest) -> None:
+    (base / RECORDS / _name(manifest)).unlink(missing_ok=True)
+
+
+def find(base: Path) -> list[Kept]:
+    """Every snapshot below `base` with a whole record and files of the right sizes, newest first per model."""
+    found = [kept for path in sorted((base / RECORDS).glob("*/v*"), reverse=True) for kept in _read(base, path)]
+    return [kept for kept in found if kept.record.exists()]
+
+
+def _read(base: Path, path: Path) -> Iterator[Kept]:
+    if path.suffix == ".partial":
+        return
+    head, _, tail = path.read_bytes().partition(b"\n")
+    try:
+        told = msgspec.json.decode(head, type=_Head)
+    except msgspec.MsgspecError as error:
+        log.warning("%s is damaged: %s", path, error)
+        return
+    digests = tuple(tail[start : start + DIGEST_BYTES] for start in range(0, len(tail), DIGEST_BYTES))
+    kept = Kept(base, told.manifest, told.root_digest, digests)
+    why = _wrong(kept, path)
+    if why:
+        log.warning("what %s tells of is not there: %s", path, why)
+    else:
+        yield kept
+
+
+def _wrong(kept: Kept, path: Path) -> str:
+    if kept.record != path:
+        return f"it names {_name(kept.manifest)}"
+    if len(kept.digests) != ChunkMap.of(kept.manifest).num_chunks or any(
+        len(one) != DIGEST_BYTES for one in kept.digests
+    ):
+        return "digests are missing"
+    if version_root(kept.manifest, kept.digests) != kept.root_digest:
+        return "its digests do not give its root"
+    for file, spec in zip(kept.files, kept.manifest.files, strict=True):
+        if not file.is_file() or file.stat().st_size != spec.size_bytes:
+            return f"{file.name} is missing or has another size"
+    return ""
+
+
+def copy_out(files: Sequence[memoryview], kept: Kept, reading: Callable[[], AbstractContextManager[None]]) -> None:
+    """Writes a snapshot's files and record below `kept.base`. Whatever is raised, nothing of it is left there then.
+
+    `reading` holds the snapshot's memory for one piece; it raises when that memory was wanted back meanwhile.
+    """
+    partial = kept.directory.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        for spec, view in zip(kept.manifest.files, files, strict=True):
+            _write(partial / spec.name, view, reading)
+        shutil.rmtree(kept.directory, ignore_errors=True)
+        partial.rename(kept.directory)
+        write_record(kept.base, kept.manifest, kept.root_digest, kept.digests)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        kept.record.with_suffix(".partial").unlink(missing_ok=True)
+        raise
+
+
+def _write(path: Path, view: memoryview, reading: Callable[[], AbstractContextManager[None]]) -> None:
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(view), COPY_BYTES):
+            with reading():
+                rest = view[start : start + COPY_BYTES]
+                while rest:
+                    rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+
+
+def remove(kept: Kept) -> None:
+    """The record first: without it the files are nobody's."""
+    kept.record.unlink(missing_ok=True)
+    shutil.rmtree(kept.directory, ignore_errors=True)
+
+
+def _name(manifest: Manifest) -> str:
+    return f"{manifest.model}/v{manifest.version:08d}"

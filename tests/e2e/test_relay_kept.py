@@ -1,0 +1,183 @@
+"""What outlives a relay: snapshots in shared memory after a crash, and spilled ones after the whole tier went down."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save
+
+from paramserver.client import RelayClient, publish
+from protos.errors import NotFound, UnknownModel
+from tests.support.processes import Daemon
+from tests.support.relays import Relays, until
+from tests.support.weights import source_of, weights
+
+MODEL = "policy"
+FILE = "model.safetensors"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def client(daemon: Daemon) -> RelayClient:
+    return RelayClient(daemon.ready["grpc"])
+
+
+async def publish_on(daemon: Daemon, *seeds: int) -> None:
+    async with client(daemon) as relay:
+        for seed in seeds:
+            await (await publish(relay, MODEL, source_of(weights(seed)), step=seed, run="r")).wait_all(20.0)
+
+
+async def held(daemon: Daemon) -> list[int]:
+    async with client(daemon) as relay:
+        try:
+            return [one.step for one in await relay.versions(MODEL)]
+        except UnknownModel:
+            return []
+
+
+async def check_bytes(daemon: Daemon, seed: int) -> None:
+    async with client(daemon) as relay:
+        lease = await relay.acquire(MODEL, holder="test")
+        assert lease.step == seed
+        assert (lease.path / FILE).read_bytes() == save(weights(seed))
+        await relay.release(lease)
+
+
+async def test_a_crashed_relay_finds_its_versions_again_and_serves_them_alone(relays: Relays) -> None:
+    first = relays.start("a")
+    await publish_on(first, 1, 2)
+    pool = next(relays.pools.glob("a-*"))
+    inodes = {path.stat().st_ino for path in pool.rglob(FILE)}
+    first.kill()
+    again = relays.start("a", "--pool-dir", str(pool))
+    assert await held(again) == [1, 2], "without a trainer and without a peer"
+    await check_bytes(again, 2)
+    assert {path.stat().st_ino for path in pool.rglob(FILE)} == inodes, "the same memory, not a copy"
+    assert "found version 2 of policy again, hashed in" in again.log()
+    await publish_on(again, 3, 4)
+    await check_bytes(again, 4)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "record"])
+async def test_what_is_damaged_is_never_offered_and_comes_from_a_peer(relays: Relays, damage: str) -> None:
+    daemons = {name: relays.start(name) for name in "ab"}
+    await publish_on(daemons["a"], 1)
+    pool = next(relays.pools.glob("b-*"))
+    daemons["b"].kill()
+    _damage(pool, damage)
+    again = relays.start("b", "--pool-dir", str(pool))
+    await until(lambda: _holds(again, [1]), "it comes from the peer")
+    await check_bytes(again, 1)
+    assert "left by an earlier life, is damaged" in again.log() or "is not there" in again.log()
+
+
+async def _holds(daemon: Daemon, steps: list[int]) -> bool:
+    return await held(daemon) == steps
+
+
+def _damage(pool: Path, how: str) -> None:
+    [file] = pool.glob(f"snapshots/{MODEL}/*/{FILE}")
+    [record] = pool.glob(f"records/{MODEL}/*")
+    if how == "flipped":
+        with file.open("r+b") as opened:
+            opened.seek(-100, os.SEEK_END)
+            byte = opened.read(1)
+            opened.seek(-100, os.SEEK_END)
+            opened.write(bytes([byte[0] ^ 1]))
+    elif how == "shorter":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        record.write_bytes(record.read_bytes()[:-3])
+
+
+async def test_what_was_never_sealed_is_not_offered(relays: Relays) -> None:
+    """The record says sealed; the registry, which decides, does not know it (another one, with nothing in it)."""
+    first = relays.start("a")
+    await publish_on(first, 1)
+    pool = next(relays.pools.glob("a-*"))
+    first.kill()
+    record = next(pool.glob(f"records/{MODEL}/*"))
+    shutil.copytree(pool / "snapshots" / MODEL, pool / "snapshots" / "critic")
+    (pool / "records" / "critic").mkdir()
+    record.rename(pool / "records" / "critic" / record.name)  # names another model than it tells of
+    again = relays.start("a", "--pool-dir", str(pool))
+    async with client(again) as relay:
+        with pytest.raises((NotFound, UnknownModel)):
+            await relay.acquire("critic", holder="test")
+    assert not (pool / "snapshots" / "critic").exists(), "its memory went back"
+
+
+async def test_a_tier_that_went_down_serves_its_last_version_again_from_disk(relays: Relays, tmp_path: Path) -> None:
+    flags = {name: ("--spill", str(tmp_path / f"spill-{name}")) for name in "ab"}
+    daemons = {name: relays.start(name, *flags[name]) for name in "ab"}
+    await publish_on(daemons["a"], 1, 2)
+    for name in "ab":
+        await until(lambda name=name: _spilled(tmp_path / f"spill-{name}", 2), f"{name} has written it")  # type: ignore[misc]
+    for name, daemon in daemons.items():
+        daemon.kill()
+        shutil.rmtree(next(relays.pools.glob(f"{name}-*")))  # the host was started anew: its memory is gone
+    with next((tmp_path / "spill-b").glob(f"snapshots/*/v{2:08d}/{FILE}")).open("r+b") as opened:
+        opened.seek(5000)
+        opened.write(b"rot")
+    again = {name: relays.start(name, *flags[name]) for name in "ab"}
+    for daemon in again.values():
+        await until(lambda daemon=daemon: _newest(daemon, 2), "the last version is served again")  # type: ignore[misc]
+        await check_bytes(daemon, 2)
+    await publish_on(again["a"], 3)
+    await check_bytes(again["b"], 3)
+
+
+async def _spilled(directory: Path, version: int) -> bool:
+    return f"v{version:08d}" in _names(directory / "records" / MODEL)
+
+
+async def _newest(daemon: Daemon, step: int) -> bool:
+    return (await held(daemon))[-1:] == [step]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+async def test_a_full_disk_costs_the_spill_and_not_the_relay(relays: Relays, small_disk: Path) -> None:
+    daemon = relays.start("a", "--spill", str(small_disk / "spill"))
+    await publish_on(daemon, 1, 2)
+    await until(lambda: _said(daemon, "version 2 of policy is not spilled"), "it says that the disk is full")
+    assert "No space left on device" in daemon.log()
+    await check_bytes(daemon, 2)
+    assert not list((small_disk / "spill").rglob("*.partial")), "nothing half-written is left"
+    await publish_on(daemon, 3)
+    await check_bytes(daemon, 3)
+
+
+async def _said(daemon: Daemon, words: str) -> bool:
+    return words in daemon.log()
+
+
+async def test_a_spill_keeps_the_newest_versions_only(relays: Relays, tmp_path: Path) -> None:
+    daemon = relays.start("a", "--spill", str(tmp_path / "spill"), "--spill-retain", "1")
+    for seed in (1, 2, 3):
+        await publish_on(daemon, seed)
+        await until(lambda seed=seed: _spilled(tmp_path / "spill", seed), f"version {seed} is on disk")  # type: ignore[misc]
+    await until(lambda: _alone(tmp_path / "spill"), "older ones are gone")
+    assert daemon.stop() == 0
+
+
+async def _alone(directory: Path) -> bool:
+    return _names(directory / "snapshots" / MODEL) == [f"v{3:08d}"]
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("*"))
