@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test quick check bench protos format lock clean
+.PHONY: help env demo test quick check bench bench-relay protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ check: env  ## format, lint, strict types, import directions, generated parts fr
 	@PYTHONPATH=. .venv/bin/lint-imports
 	@$(RUN) -m protos.generate --check
 	@$(RUN) -m deploy.module_map --check
+
+bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
+	@$(RUN) -m tests.bench.relay $(ARGS)
 
 bench: env  ## benchmarks that the project's figures come from; tables, and bench-results/*.json
 	@$(RUN) -m tests.bench $(ARGS)

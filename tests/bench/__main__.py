@@ -6,7 +6,7 @@ import argparse
 import importlib
 
 BENCHES = {
-    "relay": "tests.bench.relay_hop",
+    "relay": "tests.bench.relay.__main__",
     "engine": "tests.bench.engine_vs_vllm",
 }
 

@@ -1,0 +1,37 @@
+"""`make bench-relay`: the relay tier's figures. `ARGS="hop publish"` runs parts; each adds to its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from tests.bench.relay.figures import Figure, keep, show
+
+PARTS = {
+    "hop": "tests.bench.relay.hop",
+    "publish": "tests.bench.relay.publish",
+    "links": "tests.bench.relay.links.chain",
+    "faults": "tests.bench.relay.faults",
+    "join": "tests.bench.relay.join",
+    "memory": "tests.bench.relay.memory",
+}
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(prog="make bench-relay ARGS=...", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=f"any of: {', '.join(PARTS)} (default: all)")
+    parts = parser.parse_args(arguments).parts or list(PARTS)
+    found: list[Figure] = []
+    for part in parts:
+        print(f"== {part}", flush=True)
+        for figure in importlib.import_module(PARTS[part]).run():
+            found.append(figure)
+            keep([figure])  # what a later part breaks does not take it away
+            print(f"{figure.key}: {figure.value} {figure.verdict} {figure.note}", flush=True)
+    show(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

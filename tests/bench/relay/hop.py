@@ -1,0 +1,126 @@
+"""One hop: 1 GiB from one relay's pool into another's, verified, against what people would use instead.
+
+Method. Every contender moves the same random bytes between two processes over loopback, from memory that is warm into
+memory that is warm (files in shared memory; Ray: its own store). Each is first tried with several settings (this
+project with several numbers of stripes) and goes on with its best. Then rounds are interleaved, ours and the peer's in
+turn, after one warm-up each; the figure is the median of the rounds' ratios. `best_over_best` compares the fastest
+rounds of both. No peer verifies what it received; this project's time includes the digest of every chunk. Bytes are
+compared once outside the timing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.bench.relay.contenders import PEERS, Contender, ContenderFailed, Files, best_settings, files, project
+from tests.bench.relay.environment import Environment, peers
+from tests.bench.relay.figures import Figure, median
+
+NUM_BYTES = 1 << 30
+INTERLEAVED = 7
+OURS = [{"stripes": 1}, {"stripes": 2}, {"stripes": 4}]
+BARE_PIECES = (1 << 18, 1 << 20, 1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What the hop is compared with."""
+
+    key: str
+    script: str
+    packages: tuple[str, ...]
+    bar: float
+    candidates: Sequence[Mapping[str, Any]]
+
+
+_PIECES = [{"pieces": 1}, {"pieces": 16}, {"pieces": 256}]
+_CHUNK = "RAY_object_manager_default_chunk_size"
+ALL = (
+    Peer("hop_vs_grpc", "grpc_stream.py", ("grpcio",), 1.8, [{"streams": 1}, {"streams": 2}, {"streams": 4}]),
+    Peer(
+        "hop_vs_nixl_tcp",
+        "nixl_tcp.py",
+        ("nixl", "nixl-cu12"),
+        1.5,
+        [*({**p, "op": op} for op in ("READ", "WRITE") for p in _PIECES)],
+    ),
+    Peer("hop_vs_mooncake_tcp", "mooncake_tcp.py", ("mooncake-transfer-engine-non-cuda",), 1.5, _PIECES),
+    Peer("hop_vs_gloo", "gloo.py", ("torch",), 1.2, [{"groups": 1}, {"groups": 2}, {"groups": 4}]),
+    Peer("hop_vs_ray", "ray_store.py", ("ray",), 5.0, [{}, {"env": {_CHUNK: str(32 << 20)}}]),
+)
+
+
+def run() -> Iterator[Figure]:
+    environment = peers()
+    with files(NUM_BYTES) as where:
+        settings, tried = best_settings(project("ours"), OURS, where)
+        print(f"ours: {settings} of {tried}", flush=True)
+        yield _bare(where, settings)
+        for peer in ALL:
+            try:
+                yield _against(peer, environment, where, settings, tried)
+            except ContenderFailed as error:
+                yield _absent(peer, str(error))
+
+
+def _bare(where: Files, settings: Mapping[str, Any]) -> Figure:
+    """With the same stripes as ours, and the best size of pieces."""
+    command = project("bare")
+    candidates = [{**settings, "piece": piece} for piece in BARE_PIECES]
+    best, tried = best_settings(command, candidates, where)
+    with Contender(project("ours"), settings, where) as ours, Contender(command, best, where) as bare:
+        pairs = _interleave(ours, bare)
+    return median(
+        "hop_vs_bare_socket",
+        f"a bare socket loop's time over ours, {settings['stripes']} stripes each, digests only in ours",
+        [theirs / mine for mine, theirs in pairs],
+        bar=0.8,
+        better="more",
+        details={**_details(pairs), "settings": best, "tried_s": tried, "ours": settings},
+    )
+
+
+def _against(
+    peer: Peer, environment: Environment, where: Files, settings: Mapping[str, Any], ours_tried: dict[str, float]
+) -> Figure:
+    why_not = environment.why_not(*peer.packages)
+    if why_not:
+        return _absent(peer, why_not)
+    command = [str(environment.python), str(PEERS / peer.script)]
+    best, tried = best_settings(command, peer.candidates, where)
+    if peer.script != "ray_store.py" and not where.compare():
+        raise ContenderFailed("it delivered other bytes than it was given")
+    with Contender(project("ours"), settings, where) as ours, Contender(command, best, where) as theirs:
+        pairs = _interleave(ours, theirs)
+    details = {**_details(pairs), "settings": best, "tried_s": tried, "ours": settings, "ours_tried_s": ours_tried}
+    return median(
+        peer.key,
+        f"speed-up over {peer.packages[0]} at its best ({json.dumps(best)}), which verifies nothing",
+        [theirs_s / mine_s for mine_s, theirs_s in pairs],
+        bar=peer.bar,
+        better="more",
+        details=details,
+    )
+
+
+def _absent(peer: Peer, why: str) -> Figure:
+    return Figure(peer.key, f"speed-up over {peer.packages[0]}", None, peer.bar, "more", note=why)
+
+
+def _interleave(ours: Contender, theirs: Contender) -> list[tuple[float, float]]:
+    """(our seconds, their seconds) of each round, after a warm-up of both."""
+    ours.round(), theirs.round()
+    return [(ours.round(), theirs.round()) for _ in range(INTERLEAVED)]
+
+
+def _details(pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
+    mine, theirs = [m for m, _ in pairs], [t for _, t in pairs]
+    return {
+        "bytes": NUM_BYTES,
+        "ours_s": [round(s, 4) for s in mine],
+        "theirs_s": [round(s, 4) for s in theirs],
+        "best_over_best": round(min(theirs) / min(mine), 3),
+    }

@@ -1,0 +1,103 @@
+"""This project's hop: the relay's own store, data port and fetch, in two processes. Verifies every chunk's digest.
+
+Run with the project's environment as `python -m tests.bench.relay.peers.ours`. What is left out of a relay is only
+what decides when a transfer begins: registry, plan and gRPC.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from paramserver.core.records import Epoch, FileSpec, Manifest, digest
+from paramserver.data import tcp
+from paramserver.data.fetch import Fetch
+from paramserver.data.server import DataServer
+from paramserver.data.transport import Source
+from paramserver.data.wire import Greeting
+from paramserver.pool import Pool
+from paramserver.store import Snapshot, Store
+from protos.errors import Conflict, Corrupt
+from tests.bench.relay.peers.common import MIB, Other, arguments, end_with_stdin, mapped, rounds, say
+
+NUM_BLANKS = 4  # the pool's warm files; each holds one version
+
+
+class Holder:
+    """The provider of one complete version."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def find(self, model: str, version: int, timeout_s: float) -> Snapshot:
+        return self._snapshot
+
+    def writable(self, model: str, version: int, token: str) -> Snapshot:
+        raise Conflict("sealed")
+
+    def chunk_is_bad(self, snapshot: Snapshot, error: Corrupt) -> None:
+        raise AssertionError(str(error))
+
+
+def manifest(size: int, version: int, chunk_bytes: int) -> Manifest:
+    return Manifest("policy", version, "bench", version, Epoch("bench", 1), (FileSpec("w", size),), chunk_bytes)
+
+
+def store_of(size: int) -> Store:
+    pool = Pool(Path(tempfile.mkdtemp(prefix="laminar-bench-", dir="/dev/shm")), size)
+    file = pool.take([size])[0]  # one warm file of the right size, as a running relay has it
+    file.touch()
+    pool.give_back([file])
+    return Store(pool)
+
+
+def main() -> None:
+    args = arguments()
+    size, chunk_bytes = args.source.stat().st_size, args.settings.get("chunk_bytes", MIB)
+    store = store_of(size)
+    try:
+        if args.role == "sender":
+            snapshot = store.open(manifest(size, 1, chunk_bytes))
+            content = memoryview(mapped(args.source))
+            snapshot.files[0].view()[:] = content
+            for index in range(snapshot.chunks.num_chunks):
+                snapshot.present(index, digest(snapshot.place(index)))
+            server = DataServer(Holder(snapshot))
+            say({"address": server.listen_tcp("127.0.0.1", 0)})
+            end_with_stdin(exit_now=False)
+            return
+        source = Source("sender", Other(args).said["address"])
+        content = memoryview(mapped(args.source))
+
+        def transfer() -> float:
+            snapshot = store.open(manifest(size, 1, chunk_bytes))
+            fetch = Fetch(
+                snapshot,
+                Greeting("fetch", "policy", 1, "receiver"),
+                lambda: [[source]],
+                tcp.dialer(),
+                num_stripes=args.settings.get("stripes", 2),
+            )
+            started = time.perf_counter()
+            assert fetch.run()
+            took = time.perf_counter() - started
+            if not transfer_checked:
+                assert snapshot.files[0].view() == content
+                transfer_checked.append(True)
+            store.remove(snapshot, "next round")
+            return took
+
+        transfer_checked: list[bool] = []
+        rounds(transfer)
+    finally:
+        directory = store.pool.directory
+        store.pool.close()
+        (directory / ".lock").unlink()
+        os.rmdir(directory)
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
