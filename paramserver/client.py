@@ -6,6 +6,7 @@ Invariants:
 """
 
 from paramserver.core.layout import DTYPES
+from paramserver.core.records import Rank
 from paramserver.publisher import TensorSource, publish
 from paramserver.relay_client import (
     EventKind,
@@ -26,6 +27,7 @@ __all__ = [
     "Lease",
     "ModelStatus",
     "PinStatus",
+    "Rank",
     "RelayClient",
     "RelayStatus",
     "SealedVersion",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.core.layout import FileLayout, TensorSpec, plan_layout
-from paramserver.core.records import Epoch, FileSpec, Manifest, check_model_name, version_root
+from paramserver.core.records import SOLE, Epoch, FileSpec, Manifest, Rank, check_model_name, part_root, version_root
 from paramserver.data.publish import Image, write_mapped, write_tcp
 from paramserver.data.wire import Greeting
 from paramserver.relay_client import RelayClient
@@ -56,8 +56,12 @@ async def publish(
     metadata: Mapping[str, str] | None = None,
     force_tcp: bool = False,
     wait_room_s: float = WAIT_ROOM_S,
+    rank: Rank = SOLE,
 ) -> Ticket:
     """Writes one version and returns at *copied*; the master numbers it, the ticket tells the number.
+
+    With several ranks each calls this with tensors of its own and the same `run` and `step`; the version seals when all
+    have written theirs, and not at all if one fails.
 
     On the master's host the bytes are copied once into its shared memory; elsewhere, or with `force_tcp`, they go
     over its data port. Raises InvalidRequest/UnsupportedField (tensors), TooLarge or OutOfCapacity (pool),
@@ -76,6 +80,8 @@ async def publish(
         file_bytes_max=file_bytes_max,
         metadata=metadata,
         wait_room_s=wait_room_s,
+        rank=rank.index,
+        num_ranks=rank.count,
     )
     deadline = time.monotonic() + MASTER_WAIT_S
     master = await relay.master_of(model)  # a wrong address fails here, at once
@@ -100,14 +106,19 @@ async def _publish_once(
     *,
     force_tcp: bool,
 ) -> Ticket:
-    await master.hold_run(request.model, request.run, f"{socket.gethostname()}:{os.getpid()}")
+    rank = Rank(request.rank, request.num_ranks)
+    await master.hold_run(request.model, request.run, f"{socket.gethostname()}:{os.getpid()}", rank)
     timeout_s = request.wait_room_s + master.timeout_s
     opened = await master.call(master.stub.Announce(request, timeout=timeout_s))
     try:
-        image = Image(files, reads, opened.chunk_bytes)
+        mine = [number for number, owner in enumerate(opened.owners) if owner == rank.index]
+        layouts = dict(zip(mine, files, strict=False))  # alone, a rank's index is not written: the relay has one of all
+        image = Image([file.size_bytes for file in opened.files], layouts, reads, opened.chunk_bytes)
         digests = await asyncio.to_thread(_write, master, request.model, opened, image, force_tcp)
-        root = version_root(_manifest(request, opened), digests)
-        commit = pb.CommitRequest(model=request.model, version=opened.version, token=opened.token, root_digest=root)
+        root = version_root(_manifest(request, opened), digests) if rank.count == 1 else part_root(digests)
+        commit = pb.CommitRequest(
+            model=request.model, version=opened.version, token=opened.token, root_digest=root, rank=rank.index
+        )
         await master.call(master.stub.Commit(commit, timeout=master.timeout_s))
     except BaseException as error:
         await _abort(master, request.model, opened, error)

@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -23,9 +23,23 @@ import msgspec
 from paramserver.config import show_bytes
 from paramserver.core import view as keys
 from paramserver.core.chain import next_plan
-from paramserver.core.layout import TensorSpec, plan_layout
-from paramserver.core.records import Announced, Ended, Epoch, FileSpec, Manifest, Plan, Sealed, check_model_name
+from paramserver.core.layout import RELAY, Layout, Part, TensorSpec, plan_ranks
+from paramserver.core.records import (
+    SOLE,
+    Announced,
+    Ended,
+    Epoch,
+    FileSpec,
+    Manifest,
+    Plan,
+    Rank,
+    Sealed,
+    check_model_name,
+    digest,
+    part_root,
+)
 from paramserver.membership.registry import Absent, Delete, Put
+from paramserver.ranks import Meeting
 from paramserver.relay import VERSIONS_KEPT, Relay
 from paramserver.seat import RETRY_S
 from paramserver.store import Snapshot
@@ -47,6 +61,9 @@ class Draft:
     announced: Announced
     snapshot: Snapshot
     token: str
+    owners: tuple[int, ...] = (0,)  # per file: the rank that writes it
+    num_ranks: int = 1
+    committed: set[int] = field(default_factory=set)
     recorded: bool = False
     state: DraftState = "writing"
     reason: str = ""
@@ -59,10 +76,11 @@ class Draft:
 
 @dataclass(eq=False)
 class RunClaim:
-    """A publisher that is connected and has claimed a model for its run."""
+    """A publisher, or one rank of it, that is connected and has claimed a model for its run."""
 
     run: str
     publisher: str
+    rank: Rank = SOLE
 
 
 class Publishing:
@@ -71,7 +89,8 @@ class Publishing:
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._drafts: dict[tuple[str, int], Draft] = {}
-        self._claims: dict[str, RunClaim] = {}
+        self._claims: dict[str, dict[int, RunClaim]] = {}
+        self._meetings: dict[tuple[str, str, int], Meeting] = {}
         self._settled: dict[str, Epoch] = {}
         self._lost_since: dict[tuple[str, int], float] = {}
         self._seals: set[asyncio.Task[None]] = set()
@@ -119,25 +138,28 @@ class Publishing:
 
     # ---- one run at a time
 
-    def claim(self, model: str, run: str, publisher: str) -> RunClaim:
-        """Claims the model for a run. Conflict when another publisher is connected."""
+    def claim(self, model: str, run: str, publisher: str, rank: Rank = SOLE) -> RunClaim:
+        """Claims the model for a run. Conflict when another publisher is connected; ranks of one run claim together."""
         check_model_name(model)
         if not run:
             raise InvalidRequest("a run without a name", hint="name each life of a training job")
         self._epoch(model)
-        held = self._claims.get(model)
-        if held is not None:
+        claims = self._claims.setdefault(model, {})
+        for held in claims.values():
+            if held.run == run and held.rank.count == rank.count and held.rank.index != rank.index:
+                continue
             raise Conflict(
                 f"model {model} has a publisher already: {held.publisher} (run {held.run})",
                 hint="end that one first, or publish under another model name",
             )
-        self._claims[model] = RunClaim(run, publisher)
-        return self._claims[model]
+        claims[rank.index] = RunClaim(run, publisher, rank)
+        return claims[rank.index]
 
     def unclaim(self, model: str, claim: RunClaim) -> None:
         """The publisher is gone: what it was writing cannot be finished."""
-        if self._claims.get(model) is claim:
-            del self._claims[model]
+        claims = self._claims.get(model, {})
+        if claims.get(claim.rank.index) is claim:
+            del claims[claim.rank.index]
         for draft in self._writing(model):
             if draft.manifest.run == claim.run:
                 self._fail(draft, f"its publisher {claim.publisher} left before it was committed")
@@ -157,17 +179,42 @@ class Publishing:
         file_bytes_max: int,
         metadata: Mapping[str, str] | None,
         wait_room_s: float,
+        rank: Rank = SOLE,
     ) -> Draft:
-        """Numbers a version and opens it. Refused by name: unknown dtypes, another run, what cannot fit."""
-        files = plan_layout(tensors, file_bytes_max=file_bytes_max, metadata=metadata)
-        specs = tuple(FileSpec(file.name, file.size_bytes) for file in files)
-        claim = self._claims.get(model)
-        if claim is None or claim.run != run:
+        """Numbers a version and opens it. Refused by name: unknown dtypes, another run, what cannot fit.
+
+        Several ranks meet here first: each gets the same draft once all have announced, or the same error.
+        """
+        claim = self._claims.get(model, {}).get(rank.index)
+        if claim is None or claim.run != run or claim.rank != rank:
             raise Conflict(f"run {run} has not claimed model {model}", hint="open HoldRun first; the SDK does")
+        wait_room_s = min(max(0.0, wait_room_s), WAIT_ROOM_MAX_S)
+
+        part = Part(tensors, file_bytes_max, metadata)
+
+        async def begin(parts: Sequence[Part]) -> Draft:
+            return await self._begin(model, run, step, plan_ranks(parts), rank.count, wait_room_s)
+
+        if rank.count == 1:
+            return await begin([part])
+        key = (model, run, step)
+        meeting = self._meetings.setdefault(key, Meeting(rank.count, f"step {step} of run {run}"))
+        try:
+            return await meeting.attend(rank.index, part, begin, wait_room_s)
+        finally:
+            if self._meetings.get(key) is meeting and meeting.over:
+                del self._meetings[key]
+
+    async def _begin(
+        self, model: str, run: str, step: int, layout: Layout, num_ranks: int, wait_room_s: float
+    ) -> Draft:
+        specs = tuple(FileSpec(file.name, file.size_bytes) for file in layout.files)
         for draft in self._writing(model):
             self._fail(draft, f"run {run} announced again before committing")
         epoch = self._epoch(model)
-        draft = await self._open(model, run, step, specs, epoch, min(max(0.0, wait_room_s), WAIT_ROOM_MAX_S))
+        draft = await self._open(model, run, step, specs, epoch, wait_room_s)
+        draft.owners, draft.num_ranks = layout.owners, num_ranks
+        _write_own(draft.snapshot, layout)
         try:
             await self._record(draft)
         except Unavailable as error:
@@ -245,18 +292,20 @@ class Publishing:
             raise Conflict(f"version {version} of {model} is {draft.state}: {draft.reason or 'no more writing'}")
         return draft.snapshot
 
-    async def commit(self, model: str, version: int, token: str, root_digest: str) -> None:
-        """The publisher has written everything. Sealing goes on by itself; the ticket follows it."""
+    async def commit(self, model: str, version: int, token: str, root_digest: str, rank: int = 0) -> None:
+        """The publisher, or one rank of it, has written its all. Sealing goes on by itself; the ticket follows it."""
         draft = self._draft(model, version, token)
         if draft.state in ("committed", "sealed"):
             return
         if draft.state == "failed":
             raise VersionLost(f"version {version} of {model} was given up: {draft.reason}", hint="publish again")
+        if draft.num_ranks > 1 and not self._commit_part(draft, rank, root_digest):
+            return
         missing = draft.snapshot.missing()
         if missing:
             raise Conflict(f"{len(missing)} chunks of {draft.snapshot} are not written, the first is {missing[0]}")
         draft.root = await asyncio.to_thread(draft.snapshot.root)
-        if draft.root != root_digest:
+        if draft.num_ranks == 1 and draft.root != root_digest:
             self._fail(draft, f"the publisher computed root {root_digest}, the relay {draft.root}")
             raise Conflict(draft.reason, hint="publish again")
         draft.state = "committed"
@@ -264,6 +313,25 @@ class Publishing:
         task = asyncio.ensure_future(self._seal_until_settled(draft))
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
+
+    def _commit_part(self, draft: Draft, rank: int, root_digest: str) -> bool:
+        """One rank's files are written; true for the last one, after which the whole is committed."""
+        found = [
+            draft.snapshot.digest_of(index)
+            for file, owner in enumerate(draft.owners)
+            if owner == rank
+            for index in draft.snapshot.chunks.range_of(file)
+        ]
+        known = [one for one in found if one is not None]
+        if len(known) < len(found):
+            raise Conflict(f"{len(found) - len(known)} chunks of rank {rank} of {draft.snapshot} are not written")
+        if part_root(known) != root_digest:
+            self._fail(draft, f"rank {rank} computed root {root_digest}, the relay {part_root(known)}")
+            raise Conflict(draft.reason, hint="publish again")
+        if rank in draft.committed:
+            return False
+        draft.committed.add(rank)
+        return len(draft.committed) == draft.num_ranks
 
     def abort(self, model: str, version: int, token: str, reason: str) -> None:
         draft = self._draft(model, version, token)
@@ -419,3 +487,14 @@ class Publishing:
         mine = sorted(version for m, version in self._drafts if m == model)
         for version in mine[:-VERSIONS_KEPT]:
             del self._drafts[model, version]
+
+
+def _write_own(snapshot: Snapshot, layout: Layout) -> None:
+    """The files that the relay itself writes: the index over all ranks' files."""
+    for number, (file, owner) in enumerate(zip(layout.files, layout.owners, strict=True)):
+        if owner == RELAY:
+            for index in snapshot.chunks.range_of(number):
+                chunk = snapshot.chunks.chunk(index)
+                piece = file.head[chunk.offset : chunk.offset + chunk.length]
+                snapshot.place(index)[:] = piece
+                snapshot.present(index, digest(piece))

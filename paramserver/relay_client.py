@@ -18,6 +18,7 @@ from typing import Literal, Self, TypeVar, cast
 import grpc
 import grpc.aio
 
+from paramserver.core.records import SOLE, Rank
 from paramserver.data.publish import Mappings
 from protos import grpc_errors
 from protos.errors import StaleEpoch, Unavailable
@@ -237,12 +238,12 @@ class RelayClient:
             self._peers[reply.grpc_address] = RelayClient(reply.grpc_address, timeout_s=self.timeout_s)
         return self._peers[reply.grpc_address]
 
-    async def hold_run(self, model: str, run: str, publisher: str) -> None:
+    async def hold_run(self, model: str, run: str, publisher: str, rank: Rank = SOLE) -> None:
         """Claims the model for `run` until this client closes. Conflict when another publisher is connected."""
         hold = self._claims.get((model, run))
         if hold is not None and hold.alive:
             return
-        self._claims[model, run] = await RunHold.open(self, model, run, publisher)
+        self._claims[model, run] = await RunHold.open(self, model, run, publisher, rank)
 
 
 class RunHold:
@@ -252,8 +253,9 @@ class RunHold:
         self._task = task
 
     @classmethod
-    async def open(cls, relay: RelayClient, model: str, run: str, publisher: str) -> RunHold:
-        call = relay.stub.HoldRun(pb.HoldRunRequest(model=model, run=run, publisher=publisher))
+    async def open(cls, relay: RelayClient, model: str, run: str, publisher: str, rank: Rank) -> RunHold:
+        request = pb.HoldRunRequest(model=model, run=run, publisher=publisher, rank=rank.index, num_ranks=rank.count)
+        call = relay.stub.HoldRun(request)
         stream = aiter(call)
         await relay.call(_first(stream, relay.timeout_s))
         return cls(asyncio.create_task(_drain(stream)))

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from paramserver.core.layout import TensorSpec
-from paramserver.core.records import Epoch, Sealed
+from paramserver.core.records import Epoch, Rank, Sealed
 from paramserver.core.versions import ModelVersions
 from paramserver.publishing import Publishing
 from paramserver.relay import Relay
@@ -155,7 +155,7 @@ class RelayService(pb_grpc.RelayServicer):
 
     @_stream
     async def HoldRun(self, request: pb.HoldRunRequest, context: Context) -> AsyncIterator[pb.HoldRunReply]:  # noqa: N802
-        claim = self._publishing.claim(request.model, request.run, request.publisher)
+        claim = self._publishing.claim(request.model, request.run, request.publisher, _rank(request))
         try:
             yield pb.HoldRunReply(epoch=_epoch(self._relay.seat.epoch(request.model)))
             async with self._relay.changed:
@@ -177,6 +177,7 @@ class RelayService(pb_grpc.RelayServicer):
             file_bytes_max=request.file_bytes_max,
             metadata=dict(request.metadata) or None,
             wait_room_s=request.wait_room_s,
+            rank=_rank(request),
         )
         manifest = draft.manifest
         return pb.AnnounceReply(
@@ -187,11 +188,12 @@ class RelayService(pb_grpc.RelayServicer):
             token=draft.token,
             publish_socket=str(self._publish_socket),
             data_address=self._data_address,
+            owners=draft.owners,
         )
 
     @_unary
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:  # noqa: N802
-        await self._publishing.commit(request.model, request.version, request.token, request.root_digest)
+        await self._publishing.commit(request.model, request.version, request.token, request.root_digest, request.rank)
         return pb.CommitReply()
 
     @_unary
@@ -249,6 +251,10 @@ def _reached(reply: pb.StageReply, request: pb.StageRequest) -> bool:
         case "all":
             return reply.stage == "all"
     return True
+
+
+def _rank(request: pb.HoldRunRequest | pb.AnnounceRequest) -> Rank:
+    return Rank(request.rank, request.num_ranks or 1)
 
 
 def _epoch(epoch: Epoch | None) -> pb.Epoch:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from paramserver import client
-from paramserver.client import RelayClient, Stage, publish
+from paramserver.client import Rank, RelayClient, Stage, publish
 from protos.errors import InvalidRequest
 from trainer_client.loop import LoopThread
 from trainer_client.sources import NamedTensors, sources_of
@@ -58,7 +58,11 @@ def _check_wait(wait: Wait) -> None:
 
 
 class AsyncPublisher:
-    """One run of one model, published to the relay at `relay` ("host:port" of its gRPC port)."""
+    """One run of one model, published to the relay at `relay` ("host:port" of its gRPC port).
+
+    With `num_ranks` above 1 each rank publishes tensors of its own under the same `run` and steps, all at the same
+    time: one version, which seals when every rank's files are in, and not at all if one fails.
+    """
 
     def __init__(
         self,
@@ -69,8 +73,16 @@ class AsyncPublisher:
         wait: Wait = "copied",
         force_tcp: bool = False,
         timeout_s: float = 10.0,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         _check_wait(wait)
+        self._rank = Rank(rank, num_ranks)
+        if num_ranks > 1 and run is None:
+            raise InvalidRequest(
+                f"rank {rank} of {num_ranks} without run=",
+                hint="pass the same on every rank, such as the job's id",
+            )
         self.model = model
         self.run = run if run is not None else new_run_id()
         self._relay = RelayClient(relay, timeout_s=timeout_s)
@@ -119,6 +131,7 @@ class AsyncPublisher:
                 run=self.run,
                 metadata={**FORMAT, **tied},
                 force_tcp=self._force_tcp,
+                rank=self._rank,
             )
         await wait_for(ticket, target, timeout_s)
         return ticket
@@ -168,8 +181,19 @@ class Publisher:
         wait: Wait = "copied",
         force_tcp: bool = False,
         timeout_s: float = 10.0,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
-        self._twin = AsyncPublisher(relay, model, run=run, wait=wait, force_tcp=force_tcp, timeout_s=timeout_s)
+        self._twin = AsyncPublisher(
+            relay,
+            model,
+            run=run,
+            wait=wait,
+            force_tcp=force_tcp,
+            timeout_s=timeout_s,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
         self._loop = LoopThread("laminar-publisher")
         self.model, self.run = self._twin.model, self._twin.run
 

@@ -39,6 +39,8 @@ DTYPES: dict[str, int] = {
 
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit: readers refuse a longer header
+RELAY = -1
+"""Owner of a file that the master relay writes by itself."""
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -74,6 +76,23 @@ class FileLayout:
     tensors: tuple[TensorPlace, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank publishes of a version. `metadata` goes into the headers of its files."""
+
+    tensors: Sequence[TensorSpec]
+    file_bytes_max: int = 4 << 30
+    metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All files of a version, and per file the rank that writes it; RELAY writes what no rank can know."""
+
+    files: tuple[FileLayout, ...]
+    owners: tuple[int, ...]
+
+
 def plan_layout(
     tensors: Sequence[TensorSpec],
     *,
@@ -84,13 +103,33 @@ def plan_layout(
 
     A tensor larger than `file_bytes_max` gets a file of its own. Raises InvalidRequest or UnsupportedField.
     """
-    _check(tensors, file_bytes_max)
-    groups = _split(tensors, file_bytes_max)
-    if len(groups) == 1:
-        return (_lay_out("model.safetensors", groups[0], metadata),)
-    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    files = [_lay_out(name, group, metadata) for name, group in zip(names, groups, strict=True)]
-    return (*files, _index(names, groups))
+    return plan_ranks([Part(tensors, file_bytes_max, metadata)]).files
+
+
+def plan_ranks(parts: Sequence[Part]) -> Layout:
+    """As `plan_layout`, with files of its own for each rank's tensors, in the order of ranks, and one index of all."""
+    for part in parts:
+        _check(part.tensors, part.file_bytes_max)
+    _check_parted(parts)
+    split = [(rank, group) for rank, part in enumerate(parts) for group in _split(part.tensors, part.file_bytes_max)]
+    if len(split) == 1:
+        return Layout((_lay_out("model.safetensors", parts[0].tensors, parts[0].metadata),), (0,))
+    names = [f"model-{i:05d}-of-{len(split):05d}.safetensors" for i in range(1, len(split) + 1)]
+    files = [_lay_out(name, group, parts[rank].metadata) for name, (rank, group) in zip(names, split, strict=True)]
+    index = _index(names, [group for _, group in split])
+    return Layout((*files, index), (*(rank for rank, _ in split), 0 if len(parts) == 1 else RELAY))
+
+
+def _check_parted(parts: Sequence[Part]) -> None:
+    seen: dict[str, int] = {}
+    for rank, part in enumerate(parts):
+        for tensor in part.tensors:
+            if tensor.name in seen:
+                raise InvalidRequest(
+                    f"tensor {tensor.name!r} was announced by rank {seen[tensor.name]} and by rank {rank}",
+                    hint="each rank publishes tensors of its own: shards of one tensor need a name each",
+                )
+            seen[tensor.name] = rank
 
 
 def _check(tensors: Sequence[TensorSpec], file_bytes_max: int) -> None:

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +53,22 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of `count` trainer ranks that write one version together, each its own tensors into its own files."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise InvalidRequest(f"rank {self.index} of {self.count}", hint="count ranks from 0")
+
+
+SOLE = Rank()
+"""A publisher that writes its versions alone."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -179,6 +195,11 @@ def version_root(manifest: Manifest, digests: Sequence[bytes]) -> str:
         [(file.name, file.size_bytes) for file in manifest.files],
     )
     return digest(msgspec.json.encode(identity) + b"".join(roots)).hex()
+
+
+def part_root(digests: Iterable[bytes]) -> str:
+    """What one rank commits: the hash of its own chunks' digests, in order."""
+    return digest(b"".join(digests)).hex()
 
 
 def check_model_name(model: str) -> str:

@@ -11,7 +11,7 @@ import bisect
 import mmap
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +39,18 @@ class _Segment:
 
 
 class Image:
-    """The bytes of one version, readable by chunk in order."""
+    """The bytes that one publisher writes of a version, readable by chunk in order.
 
-    def __init__(self, files: Sequence[FileLayout], reads: dict[str, Read], chunk_bytes: int) -> None:
-        self.chunks = ChunkMap([file.size_bytes for file in files], chunk_bytes)
-        self._segments = [_segments(file, reads) for file in files]
-        self._offsets = [[segment.offset for segment in segments] for segments in self._segments]
+    `sizes` of all files, `mine` by file number: a rank among several writes but its own.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], mine: Mapping[int, FileLayout], reads: dict[str, Read], chunk_bytes: int
+    ) -> None:
+        self.chunks = ChunkMap(sizes, chunk_bytes)
+        self.indices = [index for file in sorted(mine) for index in self.chunks.range_of(file)]
+        self._segments = {number: _segments(file, reads) for number, file in mine.items()}
+        self._offsets = {n: [segment.offset for segment in segments] for n, segments in self._segments.items()}
         self._loaded: tuple[_Segment, memoryview] | None = None
 
     def blocks(self, chunk: Chunk) -> Iterator[tuple[int, memoryview]]:
@@ -138,7 +144,7 @@ def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mapping
             for fd, size in zip(_receive_fds(sock, len(sizes)), sizes, strict=True)
         ]
         digests = []
-        for index in range(image.chunks.num_chunks):
+        for index in image.indices:
             chunk = image.chunks.chunk(index)
             chunk_digest = image.fill(chunk, views[chunk.file][chunk.offset : chunk.offset + chunk.length])
             wire.send_all(sock, Header(Kind.PRESENT, index, 0, chunk.length, chunk_digest).pack())
@@ -157,7 +163,7 @@ def write_tcp(address: str, greeting: Greeting, image: Image, *, attempts: int =
         except (LinkBroken, Corrupt) as error:
             if attempt == attempts:
                 raise Unavailable(f"the data port {address} failed {attempts} times, last: {error}") from error
-    return [digests[index] for index in range(image.chunks.num_chunks)]
+    return [digests[index] for index in image.indices]
 
 
 def _stream(address: str, greeting: Greeting, image: Image, digests: dict[int, bytes]) -> None:
@@ -165,8 +171,9 @@ def _stream(address: str, greeting: Greeting, image: Image, digests: dict[int, b
         wire.send_greeting(sock, greeting)
         welcome = wire.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
         buffer = memoryview(bytearray(image.chunks.chunk_bytes))
-        for first, end in welcome.missing:
-            for index in range(first, end):
+        missing = {index for first, end in welcome.missing for index in range(first, end)}
+        for index in image.indices:
+            if index in missing:
                 chunk = image.chunks.chunk(index)
                 digests[index] = image.fill(chunk, buffer)
                 header = Header(Kind.DATA, index, 0, chunk.length, digests[index])

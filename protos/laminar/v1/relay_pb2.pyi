@@ -503,20 +503,27 @@ class HoldRunRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     PUBLISHER_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     run: _builtins.str
     publisher: _builtins.str
     """who, for the error that another publisher gets"""
+    rank: _builtins.int
+    num_ranks: _builtins.int
+    """0 and 1: the only one"""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         run: _builtins.str = ...,
         publisher: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "publisher", b"publisher", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_ranks", b"num_ranks", "publisher", b"publisher", "rank", b"rank", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -600,14 +607,19 @@ class AnnounceRequest(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     WAIT_ROOM_S_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     run: _builtins.str
     step: _builtins.int
     file_bytes_max: _builtins.int
     wait_room_s: _builtins.float
-    """how long to wait for pool room before it is refused"""
+    """how long to wait for the other ranks and for pool room before it is refused"""
     base_version: _builtins.int
     """reserved for deltas"""
+    rank: _builtins.int
+    """of those that write one version together, each its own tensors"""
+    num_ranks: _builtins.int
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
@@ -623,10 +635,12 @@ class AnnounceRequest(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         wait_room_s: _builtins.float = ...,
         base_version: _builtins.int | None = ...,
+        rank: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "file_bytes_max", b"file_bytes_max", "metadata", b"metadata", "model", b"model", "run", b"run", "step", b"step", "tensors", b"tensors", "wait_room_s", b"wait_room_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "file_bytes_max", b"file_bytes_max", "metadata", b"metadata", "model", b"model", "num_ranks", b"num_ranks", "rank", b"rank", "run", b"run", "step", b"step", "tensors", b"tensors", "wait_room_s", b"wait_room_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
@@ -667,6 +681,7 @@ class AnnounceReply(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     PUBLISH_SOCKET_FIELD_NUMBER: _builtins.int
     DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     chunk_bytes: _builtins.int
     token: _builtins.str
@@ -678,6 +693,10 @@ class AnnounceReply(_message.Message):
     def epoch(self) -> Global___Epoch: ...
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileSpec]: ...
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """per file: the rank that writes it; -1: the relay does"""
+
     def __init__(
         self,
         *,
@@ -688,10 +707,11 @@ class AnnounceReply(_message.Message):
         token: _builtins.str = ...,
         publish_socket: _builtins.str = ...,
         data_address: _builtins.str = ...,
+        owners: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "data_address", b"data_address", "epoch", b"epoch", "files", b"files", "publish_socket", b"publish_socket", "token", b"token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "data_address", b"data_address", "epoch", b"epoch", "files", b"files", "owners", b"owners", "publish_socket", b"publish_socket", "token", b"token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -705,10 +725,13 @@ class CommitRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     ROOT_DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     token: _builtins.str
     root_digest: _builtins.str
+    """of the version; with several ranks, of the rank's own chunks in order"""
+    rank: _builtins.int
     def __init__(
         self,
         *,
@@ -716,10 +739,11 @@ class CommitRequest(_message.Message):
         version: _builtins.int = ...,
         token: _builtins.str = ...,
         root_digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "root_digest", b"root_digest", "token", b"token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "rank", b"rank", "root_digest", b"root_digest", "token", b"token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -303,7 +303,7 @@ def image_of(*tensors: tuple[str, bytes]) -> tuple[Image, Manifest, bytes]:
     files = plan_layout(specs)
     reads = {name: (lambda data=data: memoryview(data)) for name, data in tensors}  # type: ignore[misc]
     expected = files[0].head + b"".join(data for _, data in sorted(tensors))
-    return Image(files, reads, CHUNK), manifest(files[0].size_bytes), expected
+    return Image([files[0].size_bytes], {0: files[0]}, reads, CHUNK), manifest(files[0].size_bytes), expected
 
 
 TENSORS = (("b", CONTENT), ("a", b"x" * 5000), ("empty", b""))
@@ -343,7 +343,8 @@ def test_a_chunk_that_arrives_broken_is_refused(make_host: MakeHost) -> None:
 
 def test_a_tensor_that_gives_too_few_bytes_is_named() -> None:
     specs = [TensorSpec("w", "F32", (10,))]
-    image = Image(plan_layout(specs), {"w": lambda: memoryview(b"short")}, CHUNK)
+    (file,) = plan_layout(specs)
+    image = Image([file.size_bytes], {0: file}, {"w": lambda: memoryview(b"short")}, CHUNK)
     with pytest.raises(InvalidRequest, match="'w' gave 5 bytes, its shape and dtype say 40"):
         image.fill(image.chunks.chunk(0), memoryview(bytearray(CHUNK)))
 

@@ -198,7 +198,7 @@ async def test_what_is_given_up_ends_everywhere_and_its_memory_comes_back(world:
         case "abort":
             host.publishing.abort(MODEL, 1, draft.token, "abort")
         case "publisher leaves":
-            host.publishing.unclaim(MODEL, host.publishing._claims[MODEL])
+            host.publishing.unclaim(MODEL, host.publishing._claims[MODEL][0])
         case "announces again":
             await host.publish()
     assert draft.state == "failed"
@@ -219,7 +219,7 @@ async def test_one_publisher_at_a_time_and_a_run_has_a_name(host: Host) -> None:
     host.publishing.unclaim(MODEL, first)
     second = host.publishing.claim(MODEL, "two", "host:2")
     host.publishing.unclaim(MODEL, first)
-    assert host.publishing._claims[MODEL] is second, "an old claim that ends late takes nothing away"
+    assert host.publishing._claims[MODEL][0] is second, "an old claim that ends late takes nothing away"
     with pytest.raises(StaleEpoch, match=r"relay a is not master of critic \(wait for an election\)"):
         host.publishing.claim("critic", "one", "host:1")
 
