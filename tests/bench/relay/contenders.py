@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[3]
 PEERS = Path(__file__).parent / "peers"
-READY_TIMEOUT_S = 120
+SETTLE_S = 0.2
 
 
 class ContenderFailed(Exception):
@@ -56,7 +58,10 @@ def files(num_bytes: int) -> Iterator[Files]:
 
 
 class Contender:
-    """One contender with its settings, running. `round()` gives the seconds of one transfer."""
+    """One contender with its settings, running. `round()` gives the seconds of one transfer.
+
+    Between its rounds it is stopped: some spin while they have nothing to do, and would take a core from the other.
+    """
 
     def __init__(self, command: Sequence[str], settings: Mapping[str, Any], where: Files) -> None:
         self.command, self.settings = list(command), dict(settings)
@@ -74,6 +79,7 @@ class Contender:
         )
         try:
             self._hear()
+            self._signal(signal.SIGSTOP)
         except BaseException:
             self.close()
             raise
@@ -87,18 +93,28 @@ class Contender:
         self.close()
 
     def round(self) -> float:
+        self._signal(signal.SIGCONT)
+        time.sleep(SETTLE_S)  # heartbeats and threads catch up outside the timing
         stdin = _pipe(self._process.stdin)
         stdin.write("go\n")
         stdin.flush()
-        return float(self._hear()["seconds"])
+        took = float(self._hear()["seconds"])
+        self._signal(signal.SIGSTOP)
+        return took
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To all of its processes: its session holds nobody else."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             _pipe(self._process.stdin).close()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, 9)  # its own session: nobody else is in it
+            self._signal(signal.SIGKILL)
             self._process.wait()
         _pipe(self._process.stdout).close()
         self._log.close()
