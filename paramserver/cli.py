@@ -122,7 +122,8 @@ def cli() -> None:
     "--silence-s", type=click.FloatRange(0.2), default=0.5, help="An upstream silent for so long is bypassed."
 )
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics there.")
-@click.option("--max-rate", type=_Size(), hidden=True, help="Bytes per second to send at most.")
+@click.option("--max-rate", type=_Size(), help="Bytes per second to send at most: links may be shared with training.")
+@click.option("--bind-interface", metavar="NAME", help="Network interface for bytes, such as eth1. Default: of --host.")
 @click.option("--chunk-bytes", type=_Size(), default="1MiB", hidden=True)
 @daemon_options
 def serve(
@@ -136,9 +137,13 @@ def serve(
 ) -> None:
     """Runs one relay until SIGTERM."""
     setup_logging(log_level)
-    directory = pool_dir or Path(f"/dev/shm/laminar-{getpass.getuser()}") / name
+    directory = pool_dir or _default_pool_dir(name)
     config = RelayConfig(name=name, etcd=etcd or "", pool_dir=directory, num_stripes=stripes, **options)  # type: ignore[arg-type]
     _run(_serve(config, ready_file))
+
+
+def _default_pool_dir(name: str) -> Path:
+    return Path(f"/dev/shm/laminar-{getpass.getuser()}") / name
 
 
 async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
@@ -208,6 +213,30 @@ def versions(relay: str, model: str, as_json: bool) -> None:
             show_versions(model, await client.versions(model), as_json=as_json)
 
     _run(ask())
+
+
+@cli.command()
+@click.option("--pool-dir", type=click.Path(file_okay=False, path_type=Path), help="As the relay will have it.")
+@click.option("--name", default=socket.gethostname, show_default="this host's name", help="As the relay will have it.")
+@click.option("--pool-bytes", type=_Size(), default="4GiB", help="As the relay will have it.")
+@click.option("--etcd", type=_Address(), help="Look whether it answers in time.")
+@click.option("--relay", "relays", type=_Address(), multiple=True, help="Look whether its ports are open from here.")
+@click.option("--lease-ttl-s", type=click.FloatRange(1.0), default=5.0)
+def doctor(
+    pool_dir: Path | None, name: str, pool_bytes: int, etcd: str | None, relays: tuple[str, ...], lease_ttl_s: float
+) -> None:
+    """Says what is wrong with this host for a relay, and how to mend it. Exit status 1 if anything is.
+
+    \b
+    Example: paramserver doctor --pool-bytes 64GiB --etcd etcd:2379 --relay trainer-0:7070
+    """
+    from paramserver.cli_views import show_findings
+    from paramserver.doctor import examine
+
+    findings = _run(examine(pool_dir or _default_pool_dir(name), pool_bytes, etcd, relays, lease_ttl_s))
+    show_findings(findings)
+    if any(not finding.right and not finding.advice for finding in findings):
+        sys.exit(1)
 
 
 @cli.command()

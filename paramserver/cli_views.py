@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paramserver.config import show_bytes
-from paramserver.relay_client import RelayStatus, SealedVersion
+from paramserver.host import Finding
+from paramserver.relay_client import ModelStatus, RelayStatus, SealedVersion
 
 PIPE_COLUMNS = 10_000
 
@@ -37,12 +38,30 @@ def show_status(status: RelayStatus, *, as_json: bool) -> None:
 
 
 def _models(console: Console, status: RelayStatus) -> None:
-    table = _table("model", "master", "epoch", "plan", "chain", "held here", "newest sealed")
+    if not status.models:
+        console.print("no models yet")
     for model in status.models:
-        held = " ".join(map(str, model.versions))
-        newest = "" if model.newest_sealed is None else str(model.newest_sealed)
-        table.add_row(model.model, model.master, model.epoch, str(model.plan), " > ".join(model.chain), held, newest)
-    console.print(table if status.models else "no models yet")
+        newest = "none" if model.newest_sealed is None else str(model.newest_sealed)
+        held = " ".join(map(str, model.versions)) or "none"
+        console.print(
+            f"\nmodel {model.model}: master {model.master or 'nobody'}, epoch {model.epoch}, newest sealed {newest}, "
+            f"held here: {held}",
+            markup=False,
+        )
+        if model.hops:
+            console.print(f"chain, plan {model.plan} ({model.plan_reason or 'as before'}):", markup=False)
+            console.print(_chain(model))
+
+
+def _chain(model: ModelStatus) -> Table:
+    table = _table("", "relay", "holds", "newest came from", "at (one stripe)", "")
+    for place, hop in enumerate(model.hops, start=1):
+        rate = f"{show_bytes(int(hop.rate_bytes_s))}/s" if hop.rate_bytes_s else ""
+        note = "" if hop.alive else "away"
+        note = f"slow: {hop.slow}" if hop.slow else note
+        number = str(place) if hop.relay in model.chain else ""
+        table.add_row(number, hop.relay, " ".join(map(str, hop.versions)), hop.upstream, rate, note)
+    return table
 
 
 def _transfers(console: Console, status: RelayStatus) -> None:
@@ -57,6 +76,16 @@ def _transfers(console: Console, status: RelayStatus) -> None:
 def _pins(console: Console, status: RelayStatus) -> None:
     for pin in status.pins:
         console.print(f"pin: {pin.model} version {pin.version} by {pin.holder}, {pin.expires_in_s:.1f} s left")
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        word, colour = (
+            ("ok", "green") if finding.right else ("slower", "yellow") if finding.advice else ("wrong", "red")
+        )
+        click.echo(f"{click.style(f'{word:<7}', fg=colour)} {finding.what}: {finding.found}")
+        if not finding.right:
+            click.echo(f"        {finding.remedy}")
 
 
 def show_versions(model: str, versions: Sequence[SealedVersion], *, as_json: bool) -> None:

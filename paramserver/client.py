@@ -10,6 +10,7 @@ from paramserver.core.records import Rank
 from paramserver.publisher import TensorSource, publish
 from paramserver.relay_client import (
     EventKind,
+    HopStatus,
     Lease,
     ModelStatus,
     PinStatus,
@@ -24,6 +25,7 @@ from paramserver.ticket import Stage, Ticket
 __all__ = [
     "DTYPES",
     "EventKind",
+    "HopStatus",
     "Lease",
     "ModelStatus",
     "PinStatus",

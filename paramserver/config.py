@@ -35,6 +35,7 @@ class RelayConfig:
     lease_ttl_s: float = 5.0
     silence_s: float = 0.5
     max_rate: float | None = None
+    bind_interface: str | None = None
     metrics_port: int | None = None
 
     def __post_init__(self) -> None:

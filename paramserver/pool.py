@@ -22,6 +22,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paramserver.host import mount_of
 from protos.errors import Conflict, OutOfCapacity, TooLarge, Unavailable
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class Pool:
             file = self._create(blank)
             file.touch()
             self._free.append(file)
-        kind = _file_system(self.directory.resolve())
+        kind, _ = mount_of(self.directory.resolve())
         if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
             log.warning(
                 "%s is on %s, not in memory: it is slower; choose a --pool-dir below /dev/shm", self.directory, kind
@@ -289,13 +290,6 @@ def _lock_directory(directory: Path) -> int:
             f"the pool directory {directory} is in use by another relay", hint="give each relay its own --pool-dir"
         ) from error
     return fd
-
-
-def _file_system(directory: Path) -> str:
-    """The kind of file system: that of the deepest mount point above, the last mounted there."""
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    above = [(len(point), n, kind) for n, (_, point, kind, *_) in enumerate(mounts) if directory.is_relative_to(point)]
-    return max(above)[2]
 
 
 def _clear(directory: Path, keep: Collection[Path] = ()) -> None:

@@ -65,8 +65,9 @@ class _Running:
 class Relay:
     """The state of one relay and the effects on it."""
 
-    def __init__(self, config: RelayConfig, seat: Seat, store: Store) -> None:
+    def __init__(self, config: RelayConfig, seat: Seat, store: Store, *, bind_host: str = "") -> None:
         self.config = config
+        self._bind_host = bind_host  # address that bytes are asked for from; "": any
         self.spill: Spill | None = None  # given before anything is shown
         self.seat = seat
         self.store = store
@@ -380,7 +381,7 @@ class Relay:
     def _dial(self, source: Source, greeting: Greeting) -> Link:
         if self.spill is not None and source.address.startswith(SCHEME):
             return self.spill.open(greeting)
-        return tcp.TcpLink(source, greeting, silence_s=self.config.silence_s)
+        return tcp.TcpLink(source, greeting, silence_s=self.config.silence_s, bind_host=self._bind_host)
 
     def spill_changed(self) -> None:
         """Tells the registry what is on this disk; from any thread."""

@@ -97,6 +97,18 @@ class PinStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class HopStatus:
+    """One relay of the chain: how the newest version came to it, what it holds, and why it is at the tail if it is."""
+
+    relay: str
+    upstream: str
+    rate_bytes_s: float
+    versions: tuple[int, ...]
+    slow: str
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStatus:
     """What a relay knows of one model: its master, the chain of the newest plan, the versions held here."""
 
@@ -107,6 +119,8 @@ class ModelStatus:
     chain: tuple[str, ...]
     versions: tuple[int, ...]
     newest_sealed: int | None
+    plan_reason: str
+    hops: tuple[HopStatus, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,4 +342,8 @@ def _model_status(model: pb.ModelStatus) -> ModelStatus:
         chain=tuple(model.chain),
         versions=tuple(model.versions),
         newest_sealed=model.newest_sealed if model.HasField("newest_sealed") else None,
+        plan_reason=model.plan_reason,
+        hops=tuple(
+            HopStatus(h.relay, h.upstream, h.rate_bytes_s, tuple(h.versions), h.slow, h.alive) for h in model.hops
+        ),
     )

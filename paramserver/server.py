@@ -25,6 +25,7 @@ from paramserver import kept
 from paramserver.config import RelayConfig
 from paramserver.core.records import Member
 from paramserver.data.server import DataServer
+from paramserver.host import address_of
 from paramserver.membership.etcd import EtcdRegistry
 from paramserver.metrics import serve_metrics
 from paramserver.pool import Pool
@@ -88,6 +89,7 @@ async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None])
 @contextlib.asynccontextmanager
 async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, str], asyncio.Future[None]]]:
     """A relay, serving; yields its addresses and the task in which it lives (done only when it broke)."""
+    data_host = address_of(config.bind_interface) if config.bind_interface else config.host
     server = grpc.aio.server(options=SERVER_OPTIONS)
     grpc_address = _bind(server, config)
     async with contextlib.AsyncExitStack() as stack:
@@ -105,7 +107,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         provider = _Provider()
         data = DataServer(provider, max_rate=config.max_rate)
         stack.push_async_callback(asyncio.to_thread, data.close)
-        data_address = data.listen_tcp(config.host, config.data_port)
+        data_address = data.listen_tcp(data_host, config.data_port)
         socket_path = _socket_path(config.pool_dir)
         data.listen_unix(socket_path)
 
@@ -116,7 +118,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         await seat.take()
         stack.push_async_callback(seat.leave)
 
-        relay = Relay(config, seat, store)
+        relay = Relay(config, seat, store, bind_host=data_host if config.bind_interface else "")
         if config.spill is not None:
             relay.spill = Spill(config.spill, retain=config.spill_retain, wrote=lambda _: relay.spill_changed())
             relay.spill_changed()

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,7 +104,30 @@ class RelayService(pb_grpc.RelayServicer):
             chain=plan.order if plan else (),
             versions=[record.version for record in versions.shown()] if versions else (),
             newest_sealed=versions.newest_sealed if versions else None,
+            plan_reason=plan.reason if plan else "",
+            hops=self._hops(model, plan.order if plan else (), versions),
         )
+
+    def _hops(self, model: str, order: Sequence[str], versions: ModelVersions | None) -> list[pb.HopStatus]:
+        judged = self._relay.stragglers(model)
+        held: dict[str, list[int]] = {}
+        for version, state in versions.items() if versions else []:
+            for name in state.holders if state.ended is None else ():
+                held.setdefault(name, []).append(version)
+        hops = []
+        for name in [*order, *sorted(held.keys() - set(order))]:
+            last = judged.last(name)
+            hops.append(
+                pb.HopStatus(
+                    relay=name,
+                    upstream=last.upstream if last else "",
+                    rate_bytes_s=last.rate_bytes_s if last else 0.0,
+                    versions=held.get(name, ()),
+                    slow=judged.reasons.get(name, ""),
+                    alive=name in self._relay.view.members,
+                )
+            )
+        return hops
 
     @_unary
     async def Versions(self, request: pb.VersionsRequest, context: Context) -> pb.VersionsReply:  # noqa: N802

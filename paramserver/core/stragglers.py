@@ -48,6 +48,7 @@ class Stragglers:
         self._version = 0
         self._hops: dict[str, Hop] = {}
         self._relays: dict[str, _Relay] = {}
+        self._last: dict[str, Hop] = {}
         self._slow: dict[str, str] = {}
 
     @property
@@ -61,17 +62,23 @@ class Stragglers:
 
     def saw(self, hop: Hop) -> None:
         """A relay has a version complete. The hops of one version are judged together when the next one's begin."""
+        self._last[hop.relay] = hop
         if hop.version > self._version:
             self._judge()
             self._version, self._hops = hop.version, {}
         if hop.version == self._version:
             self._hops[hop.relay] = hop
 
+    def last(self, relay: str) -> Hop | None:
+        """How the newest version came to a relay, for people."""
+        return self._last.get(relay)
+
     def forget(self, members: frozenset[str]) -> None:
         """Relays that left take their record with them."""
         self._hops = {name: hop for name, hop in self._hops.items() if {name, hop.upstream} <= members}
-        for name in self._relays.keys() - members:
-            self._relays.pop(name)
+        for name in (self._relays.keys() | self._last.keys()) - members:
+            self._relays.pop(name, None)
+            self._last.pop(name, None)
             self._slow.pop(name, None)
 
     def _judge(self) -> None:

@@ -17,10 +17,12 @@ CONNECT_TIMEOUT_S = 2.0
 class TcpLink:
     """A connection on which silence longer than `silence_s` counts as death; bytes and ALIVE count as life."""
 
-    def __init__(self, source: Source, greeting: Greeting, *, silence_s: float = wire.SILENCE_S) -> None:
+    def __init__(
+        self, source: Source, greeting: Greeting, *, silence_s: float = wire.SILENCE_S, bind_host: str = ""
+    ) -> None:
         self.source = source
         self._silence_s = silence_s
-        self._sock = wire.connect(source.address, CONNECT_TIMEOUT_S)
+        self._sock = wire.connect(source.address, CONNECT_TIMEOUT_S, bind_host=bind_host)
         try:
             wire.send_greeting(self._sock, greeting)
             self.manifest: Manifest = wire.receive_welcome(self._sock, silence_s=silence_s).manifest

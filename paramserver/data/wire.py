@@ -199,11 +199,11 @@ def ranges(indices: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-def connect(address: str, timeout_s: float) -> socket.socket:
-    """A TCP connection to "host:port" without Nagle's delay. Raises LinkBroken."""
+def connect(address: str, timeout_s: float, *, bind_host: str = "") -> socket.socket:
+    """A TCP connection to "host:port" without Nagle's delay, from `bind_host` where given. Raises LinkBroken."""
     host, _, port = address.rpartition(":")
     try:
-        sock = socket.create_connection((host, int(port)), timeout_s)
+        sock = socket.create_connection((host, int(port)), timeout_s, (bind_host, 0) if bind_host else None)
     except (OSError, ValueError) as error:
         raise LinkBroken(f"cannot connect to {address}: {error}") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

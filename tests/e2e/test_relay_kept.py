@@ -51,7 +51,7 @@ async def check_bytes(daemon: Daemon, seed: int) -> None:
 async def test_a_crashed_relay_finds_its_versions_again_and_serves_them_alone(relays: Relays) -> None:
     first = relays.start("a")
     await publish_on(first, 1, 2)
-    pool = next(relays.pools.glob("a-*"))
+    [pool] = relays.pools.glob("a-*")
     inodes = {path.stat().st_ino for path in pool.rglob(FILE)}
     first.kill()
     again = relays.start("a", "--pool-dir", str(pool))
@@ -67,7 +67,7 @@ async def test_a_crashed_relay_finds_its_versions_again_and_serves_them_alone(re
 async def test_what_is_damaged_is_never_offered_and_comes_from_a_peer(relays: Relays, damage: str) -> None:
     daemons = {name: relays.start(name) for name in "ab"}
     await publish_on(daemons["a"], 1)
-    pool = next(relays.pools.glob("b-*"))
+    [pool] = relays.pools.glob("b-*")
     daemons["b"].kill()
     _damage(pool, damage)
     again = relays.start("b", "--pool-dir", str(pool))
@@ -99,9 +99,9 @@ async def test_what_was_never_sealed_is_not_offered(relays: Relays) -> None:
     """The record says sealed; the registry, which decides, does not know it (another one, with nothing in it)."""
     first = relays.start("a")
     await publish_on(first, 1)
-    pool = next(relays.pools.glob("a-*"))
+    [pool] = relays.pools.glob("a-*")
     first.kill()
-    record = next(pool.glob(f"records/{MODEL}/*"))
+    [record] = pool.glob(f"records/{MODEL}/*")
     shutil.copytree(pool / "snapshots" / MODEL, pool / "snapshots" / "critic")
     (pool / "records" / "critic").mkdir()
     record.rename(pool / "records" / "critic" / record.name)  # names another model than it tells of
@@ -120,8 +120,8 @@ async def test_a_tier_that_went_down_serves_its_last_version_again_from_disk(rel
         await until(lambda name=name: _spilled(tmp_path / f"spill-{name}", 2), f"{name} has written it")  # type: ignore[misc]
     for name, daemon in daemons.items():
         daemon.kill()
-        shutil.rmtree(next(relays.pools.glob(f"{name}-*")))  # the host was started anew: its memory is gone
-    with next((tmp_path / "spill-b").glob(f"snapshots/*/v{2:08d}/{FILE}")).open("r+b") as opened:
+        shutil.rmtree(*relays.pools.glob(f"{name}-*"))  # the host was started anew: its memory is gone
+    with (tmp_path / "spill-b" / "snapshots" / MODEL / f"v{2:08d}" / FILE).open("r+b") as opened:
         opened.seek(5000)
         opened.write(b"rot")
     again = {name: relays.start(name, *flags[name]) for name in "ab"}

@@ -53,7 +53,7 @@ async def test_a_relay_killed_and_started_again_under_its_name_takes_part_again(
     async with client(daemons["a"]) as head:
         first = await version_on(head, 1)
         await first.wait_all(10.0)
-    directory = next((relays.pools).glob(f"{who}-*"))
+    [directory] = relays.pools.glob(f"{who}-*")
     daemons[who].kill()
     assert list(directory.rglob("model.safetensors")), "its memory was left behind"
     daemons[who] = relays.start(who, "--pool-dir", str(directory))

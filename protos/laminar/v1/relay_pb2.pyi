@@ -162,16 +162,24 @@ class ModelStatus(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     NEWEST_SEALED_FIELD_NUMBER: _builtins.int
+    PLAN_REASON_FIELD_NUMBER: _builtins.int
+    HOPS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     master: _builtins.str
     plan: _builtins.int
     newest_sealed: _builtins.int
+    plan_reason: _builtins.str
+    """why this order followed the one before"""
     @_builtins.property
     def epoch(self) -> Global___Epoch: ...
     @_builtins.property
     def chain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def hops(self) -> _containers.RepeatedCompositeFieldContainer[Global___HopStatus]:
+        """in the order of the chain, then holders that are not in it"""
+
     def __init__(
         self,
         *,
@@ -182,16 +190,58 @@ class ModelStatus(_message.Message):
         chain: _abc.Iterable[_builtins.str] | None = ...,
         versions: _abc.Iterable[_builtins.int] | None = ...,
         newest_sealed: _builtins.int | None = ...,
+        plan_reason: _builtins.str = ...,
+        hops: _abc.Iterable[Global___HopStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "epoch", b"epoch", "newest_sealed", b"newest_sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "chain", b"chain", "epoch", b"epoch", "master", b"master", "model", b"model", "newest_sealed", b"newest_sealed", "plan", b"plan", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "chain", b"chain", "epoch", b"epoch", "hops", b"hops", "master", b"master", "model", b"model", "newest_sealed", b"newest_sealed", "plan", b"plan", "plan_reason", b"plan_reason", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newest_sealed: _TypeAlias = _typing.Literal["newest_sealed"]  # noqa: Y015
     _WhichOneofArgType__newest_sealed: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_sealed) -> _WhichOneofReturnType__newest_sealed | None: ...
 
 Global___ModelStatus: _TypeAlias = ModelStatus  # noqa: Y015
+
+@_typing.final
+class HopStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELAY_FIELD_NUMBER: _builtins.int
+    UPSTREAM_FIELD_NUMBER: _builtins.int
+    RATE_BYTES_S_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    SLOW_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
+    relay: _builtins.str
+    upstream: _builtins.str
+    """of the newest version that came to it by a hop"""
+    rate_bytes_s: _builtins.float
+    """of one stripe, while bytes were there to come; 0: not known"""
+    slow: _builtins.str
+    """why it is at the tail"""
+    alive: _builtins.bool
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """held complete and sealed"""
+
+    def __init__(
+        self,
+        *,
+        relay: _builtins.str = ...,
+        upstream: _builtins.str = ...,
+        rate_bytes_s: _builtins.float = ...,
+        versions: _abc.Iterable[_builtins.int] | None = ...,
+        slow: _builtins.str = ...,
+        alive: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "rate_bytes_s", b"rate_bytes_s", "relay", b"relay", "slow", b"slow", "upstream", b"upstream", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HopStatus: _TypeAlias = HopStatus  # noqa: Y015
 
 @_typing.final
 class TransferStatus(_message.Message):

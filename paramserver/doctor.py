@@ -1,0 +1,65 @@
+"""`paramserver doctor`: this host, etcd and other relays, looked at from here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from paramserver.data import wire
+from paramserver.host import Finding, judge, judge_clock, look
+from paramserver.membership.etcd import EtcdRegistry
+from paramserver.relay_client import RelayClient
+from protos.errors import LaminarError
+
+CONNECT_TIMEOUT_S = 3.0
+ETCD_ROUNDS = 5
+
+
+async def examine(
+    pool_dir: Path, pool_bytes: int, etcd: str | None, relays: Sequence[str], lease_ttl_s: float
+) -> list[Finding]:
+    """Every finding, right or wrong; nothing is changed."""
+    findings = judge(await asyncio.to_thread(look, pool_dir), pool_bytes)
+    if etcd:
+        findings.append(await _etcd(etcd, lease_ttl_s))
+    for address in relays:
+        findings += await _relay(address)
+    return findings
+
+
+async def _etcd(endpoint: str, lease_ttl_s: float) -> Finding:
+    """The slowest of a few reads."""
+    try:
+        registry = await EtcdRegistry.connect(endpoint)
+    except LaminarError as error:
+        return Finding("etcd answers in time", False, error.message, error.hint)
+    slowest = 0.0
+    try:
+        for _ in range(ETCD_ROUNDS):
+            started = time.monotonic()
+            await registry.list("/laminar/store")
+            slowest = max(slowest, time.monotonic() - started)
+    except LaminarError as error:
+        return Finding("etcd answers in time", False, error.message, error.hint)
+    finally:
+        await registry.close()
+    return judge_clock(slowest, lease_ttl_s)
+
+
+async def _relay(address: str) -> list[Finding]:
+    remedy = "open the port in the firewall; is the relay started with --host of a reachable address?"
+    async with RelayClient(address, timeout_s=CONNECT_TIMEOUT_S) as client:
+        try:
+            status = await client.status()
+        except LaminarError as error:
+            return [Finding(f"control port of {address}", False, error.message, remedy)]
+    control = Finding(f"control port of {address}", True, f"relay {status.relay}")
+    what = f"data port of {status.relay}"
+    try:
+        sock = await asyncio.to_thread(wire.connect, status.data_address, CONNECT_TIMEOUT_S)
+    except LaminarError as error:
+        return [control, Finding(what, False, error.message, remedy)]
+    sock.close()
+    return [control, Finding(what, True, status.data_address)]

@@ -1,0 +1,182 @@
+"""What a relay needs of its host, looked at: for `paramserver doctor`, and for the addresses of interfaces.
+
+Every check is a pure judgement of numbers that were read; reading is in `look`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from paramserver.config import show_bytes
+from protos.errors import InvalidRequest
+
+_SIOCGIFADDR = 0x8915
+FILES_MIN = 4096
+"""Open files: 256 data connections, the pool's files, gRPC."""
+BUFFER_MIN = 4 << 20
+"""Bytes of socket buffer that a 100 Gbit/s link with a round trip of 0.3 ms fills."""
+CLOCK_STEP_MAX_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at; `remedy` says how to mend what is not right. `advice`: it works as it is, only slower."""
+
+    what: str
+    right: bool
+    found: str
+    remedy: str = ""
+    advice: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What was read. Sizes in bytes; None: it could not be read."""
+
+    pool_dir: Path
+    file_system: str
+    free_bytes: int
+    huge: str  # the tmpfs's huge= option, "never" without one
+    files_max: int
+    receive_buffer_max: int | None
+    send_buffer_max: int | None
+    orphans: tuple[tuple[Path, int], ...]  # pool directories that no relay holds, and their bytes
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface. InvalidRequest names those that there are."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise InvalidRequest(
+                f"--bind-interface {interface}: {error.strerror}", hint=f"interfaces of this host: {names}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def look(pool_dir: Path) -> Host:
+    """Reads this host. The directory need not exist: its nearest parent that does is looked at."""
+    existing = next(path for path in (pool_dir, *pool_dir.parents) if path.exists())
+    kind, options = mount_of(existing.resolve())
+    status = os.statvfs(existing)
+    return Host(
+        pool_dir,
+        kind,
+        status.f_bavail * status.f_frsize,
+        next((o.removeprefix("huge=") for o in options.split(",") if o.startswith("huge=")), "never"),
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        _sysctl("net/core/rmem_max"),
+        _sysctl("net/core/wmem_max"),
+        tuple(_orphans(pool_dir.parent)),
+    )
+
+
+def judge(host: Host, pool_bytes: int) -> list[Finding]:
+    """Every finding, right or wrong, for a relay whose pool has `pool_bytes`."""
+    memory = host.file_system in ("tmpfs", "ramfs")
+    orphaned = sum(size for _, size in host.orphans)
+    findings = [
+        Finding(
+            "pool directory in memory",
+            memory,
+            f"{host.pool_dir} is on {host.file_system}",
+            "choose a --pool-dir below /dev/shm, or mount a tmpfs for it",
+        ),
+        Finding(
+            "room for the pool",
+            host.free_bytes >= pool_bytes,
+            f"{show_bytes(host.free_bytes)} free, {show_bytes(pool_bytes)} wanted",
+            f"mount -o remount,size={-(-pool_bytes >> 30) + 1}G ...; in a container, raise --shm-size",
+        ),
+        Finding(
+            "huge pages on the tmpfs",
+            host.huge not in ("never", "0"),
+            f"huge={host.huge}",
+            "mount -o remount,huge=within_size ...: the first mapping of a version is then as fast as the next",
+            advice=True,
+        ),
+        Finding(
+            "open files",
+            host.files_max >= FILES_MIN,
+            f"{host.files_max} at most",
+            f"ulimit -n {FILES_MIN}, or LimitNOFILE={FILES_MIN} in the unit",
+        ),
+        Finding(
+            "orphaned pools",
+            not host.orphans,
+            "; ".join(f"{path} ({show_bytes(size)})" for path, size in host.orphans) or "none",
+            f"no relay holds them: {show_bytes(orphaned)} come back with rm -r, or by starting the relay of that name",
+            advice=True,
+        ),
+    ]
+    for name, value in (("rmem_max", host.receive_buffer_max), ("wmem_max", host.send_buffer_max)):
+        if value is not None:
+            findings.append(
+                Finding(
+                    f"socket buffers ({name})",
+                    value >= BUFFER_MIN,
+                    show_bytes(value),
+                    f"sysctl -w net.core.{name}={BUFFER_MIN}: one stripe fills a faster link then",
+                    advice=True,
+                )
+            )
+    return findings
+
+
+def judge_clock(offset_s: float, lease_ttl_s: float) -> Finding:
+    """How long etcd took to answer, against how long a lease lives without a heartbeat."""
+    right = offset_s < lease_ttl_s / 4
+    return Finding(
+        "etcd answers in time",
+        right,
+        f"{offset_s * 1000:.0f} ms, leases live {lease_ttl_s:g} s",
+        "raise --lease-ttl-s, or put etcd on faster disks and a nearer network",
+    )
+
+
+def mount_of(directory: Path) -> tuple[str, str]:
+    """Kind and options of the file system: that of the deepest mount point above, the last mounted there."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [
+        (len(point), number, kind, options)
+        for number, (_, point, kind, options, *_) in enumerate(mounts)
+        if directory.is_relative_to(point)
+    ]
+    _, _, kind, options = max(above)
+    return kind, options
+
+
+def _sysctl(name: str) -> int | None:
+    path = Path("/proc/sys") / name
+    return int(path.read_text()) if path.exists() else None
+
+
+def _orphans(parent: Path) -> list[tuple[Path, int]]:
+    """Pool directories beside this one whose lock nobody holds."""
+    found = []
+    for lock in sorted(parent.glob("*/.lock")) if parent.is_dir() else []:
+        if _held(lock):
+            continue
+        size = sum(path.stat().st_blocks * 512 for path in lock.parent.rglob("*") if path.is_file())
+        if size:
+            found.append((lock.parent, size))
+    return found
+
+
+def _held(lock: Path) -> bool:
+    fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

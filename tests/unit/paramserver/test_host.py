@@ -1,0 +1,101 @@
+"""What `paramserver doctor` says of a host: judgements of numbers, and of the real host and real ports."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from paramserver.cli import cli
+from paramserver.doctor import examine
+from paramserver.host import BUFFER_MIN, FILES_MIN, Finding, Host, address_of, judge, judge_clock, look
+from protos.errors import InvalidRequest
+from tests.support.relays import Relays
+
+GOOD = Host(
+    pool_dir=Path("/dev/shm/laminar/a"),
+    file_system="tmpfs",
+    free_bytes=100 << 30,
+    huge="within_size",
+    files_max=FILES_MIN,
+    receive_buffer_max=BUFFER_MIN,
+    send_buffer_max=BUFFER_MIN,
+    orphans=(),
+)
+
+
+def wrong(findings: list[Finding]) -> list[str]:
+    return [finding.what for finding in findings if not finding.right]
+
+
+def test_a_good_host_has_nothing_wrong() -> None:
+    assert wrong(judge(GOOD, 64 << 30)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "advice", "remedy"),
+    [
+        ({"file_system": "ext4"}, "pool directory in memory", False, "/dev/shm"),
+        ({"free_bytes": 63 << 30}, "room for the pool", False, "size=65G"),
+        ({"huge": "never"}, "huge pages on the tmpfs", True, "huge=within_size"),
+        ({"files_max": 1024}, "open files", False, "ulimit -n 4096"),
+        ({"orphans": ((Path("/dev/shm/laminar/b"), 1 << 30),)}, "orphaned pools", True, "1 GiB come back"),
+        ({"receive_buffer_max": 212992}, "socket buffers (rmem_max)", True, "net.core.rmem_max=4194304"),
+    ],
+)
+def test_what_is_not_right_is_named_with_what_mends_it(
+    change: dict[str, object], what: str, advice: bool, remedy: str
+) -> None:
+    findings = judge(replace(GOOD, **change), 64 << 30)  # type: ignore[arg-type]
+    assert wrong(findings) == [what]
+    [finding] = [finding for finding in findings if not finding.right]
+    assert finding.advice is advice
+    assert remedy in finding.remedy
+
+
+def test_etcd_must_answer_well_within_a_lease() -> None:
+    assert judge_clock(0.4, 5.0).right
+    assert not judge_clock(2.0, 5.0).right
+
+
+def test_this_host_is_read_and_pools_without_a_relay_are_found(tmp_path: Path) -> None:
+    for name in ("left", "live"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").touch()
+        (tmp_path / name / "file").write_bytes(bytes(8192))
+    held = os.open(tmp_path / "live" / ".lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    found = look(tmp_path / "new" / "pool")
+    assert look(tmp_path / "new").orphans == ((tmp_path / "left", 8192),)
+    assert found.free_bytes > 0
+    assert found.files_max > 0
+    os.close(held)
+
+
+def test_an_interface_gives_its_address_and_an_unknown_one_is_named() -> None:
+    assert address_of("lo") == "127.0.0.1"
+    with pytest.raises(InvalidRequest, match=r"--bind-interface eth99: .* \(interfaces of this host: lo"):
+        address_of("eth99")
+
+
+async def test_ports_that_are_open_and_those_that_are_not(relays: Relays, etcd: str, tmp_path: Path) -> None:
+    daemon = relays.start("a", "--bind-interface", "lo", "--max-rate", "1GiB")
+    findings = await examine(tmp_path, 1, etcd, [daemon.ready["grpc"], "127.0.0.1:1"], 5.0)
+    ports = {finding.what: finding.right for finding in findings if "port" in finding.what or "etcd" in finding.what}
+    assert ports == {
+        "etcd answers in time": True,
+        f"control port of {daemon.ready['grpc']}": True,
+        "data port of a": True,
+        "control port of 127.0.0.1:1": False,
+    }
+
+
+def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["doctor", "--pool-dir", str(tmp_path / "p"), "--pool-bytes", "1000TiB"])
+    assert result.exit_code == 1
+    assert "wrong   room for the pool:" in result.output
+    assert "mount -o remount,size=1024001G" in result.output
