@@ -28,10 +28,11 @@ def receive(sock: socket.socket, part: memoryview, piece: int) -> None:
 
 def main() -> None:
     args = arguments()
+    listen = args.settings.get("listen", "127.0.0.1")
     stripes, piece = args.settings.get("stripes", 2), args.settings.get("piece", 1 << 30)
     if args.role == "sender":
         view = memoryview(mapped(args.source))
-        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(stripes)]
+        listeners = [socket.create_server((listen, 0)) for _ in range(stripes)]
         threads = [
             threading.Thread(target=send, args=(listener, view[start:end], piece))
             for listener, (start, end) in zip(listeners, ranges(len(view), stripes), strict=True)
@@ -43,7 +44,7 @@ def main() -> None:
             thread.join()
         return
     view = memoryview(mapped(args.target))
-    socks = [socket.create_connection(("127.0.0.1", port)) for port in Other(args).said["ports"]]
+    socks = [socket.create_connection((listen, port)) for port in Other(args).said["ports"]]
     parts = [view[start:end] for start, end in ranges(len(view), stripes)]
     pool = ThreadPoolExecutor(stripes)
     rounds(lambda: list(pool.map(receive, socks, parts, [piece] * stripes)) and None)

@@ -71,6 +71,7 @@ class Other:
     def __init__(self, args: argparse.Namespace, info: str = "") -> None:
         self._process = subprocess.Popen(
             [
+                *args.settings.get("sender_prefix", []),  # puts it on another host
                 sys.executable,
                 *([sys.argv[0]] if __package__ in (None, "") else ["-m", _main_module()]),
                 *("--source", str(args.source), "--target", str(args.target)),

@@ -65,7 +65,7 @@ def main() -> None:
             for index in range(snapshot.chunks.num_chunks):
                 snapshot.present(index, digest(snapshot.place(index)))
             server = DataServer(Holder(snapshot))
-            say({"address": server.listen_tcp("127.0.0.1", 0)})
+            say({"address": server.listen_tcp(args.settings.get("listen", "127.0.0.1"), 0)})
             end_with_stdin(exit_now=False)
             return
         source = Source("sender", Other(args).said["address"])
