@@ -189,6 +189,8 @@ class Relay:
             state = versions.get(version) if versions else None
             if state is not None and state.stage in ("skipped", "retired", "ended"):
                 raise NotFound(f"version {version} of {model} is {state.stage} here")
+            if (model, version) in self._no_room:  # those behind must not wait for it here
+                raise NotFound(f"no room for version {version} of {model} here")
         return snapshot
 
     def chunk_is_bad(self, snapshot: Snapshot, error: Corrupt) -> None:
@@ -358,6 +360,7 @@ class Relay:
             self._say_no_room(manifest.model, manifest.version, error)
             self.retire(manifest.model, need_room=True)
             return
+        self._no_room.discard((manifest.model, manifest.version))
         versions = self.of(manifest.model)
         versions.opened(announced)
         fetch = data_fetch.Fetch(

@@ -77,6 +77,14 @@ class TransferState:
         self._suspect.discard(index)
         self._finish(index)
 
+    def recheck(self, index: int) -> Want | None:
+        """The digest was wrong: whoever sent it is asked once more, and to check its own; None if it was."""
+        if index in self._suspect:
+            return None
+        self._suspect.add(index)
+        self._received.pop(index, None)
+        return Want(index, 0, suspect=True)
+
     def mismatched(self, index: int) -> None:
         """The digest was wrong: ask again from the start, and have the sender check itself."""
         del self._in_flight[index]

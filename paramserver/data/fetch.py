@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paramserver.core.records import ChunkMap, digest
-from paramserver.core.transfer import TransferState
+from paramserver.core.transfer import TransferState, Want
 from paramserver.data.transport import Dial, Link, Source
 from paramserver.data.wire import HEARTBEAT_S, Greeting
 from protos.errors import Corrupt, LaminarError, OutOfCapacity, Unavailable
@@ -179,8 +179,12 @@ class Fetch:
                     self._changed.wait_for(self._over, HEARTBEAT_S)
                 continue
             arrived = link.receive(self._sink.place, self._received)
+            again = self._verify(arrived.index, arrived.digest)
+            if again is not None:
+                log.warning("chunk %d came with a wrong digest; %s is to check its own", again.index, self.upstream)
+                link.ask(again)
+                continue
             outstanding -= 1
-            self._verify(arrived.index, arrived.digest)
             self._note_active(arrived.num_bytes, time.monotonic() - arrived.began_at)
 
     def _received(self, index: int, upto_byte: int) -> None:
@@ -190,15 +194,20 @@ class Fetch:
         if self._cancelled.is_set():
             raise Unavailable("the transfer was cancelled")
 
-    def _verify(self, index: int, expected: bytes) -> None:
+    def _verify(self, index: int, expected: bytes) -> Want | None:
+        """What to ask of the same sender again; None when the chunk is there and right. Corrupt the second time."""
         if digest(self._sink.place(index)) != expected:
             with self._changed:
+                again = self._state.recheck(index)
+                if again is not None:
+                    return again
                 self._state.mismatched(index)
             raise Corrupt(f"chunk {index} came with a wrong digest")
         self._sink.present(index, expected)
         with self._changed:
             self._state.verified(index)
             self._changed.notify_all()
+        return None
 
     def _note_active(self, num_bytes: int, seconds: float) -> None:
         with self._mutex:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from paramserver.core.records import Manifest
@@ -22,6 +23,7 @@ class TcpLink:
     ) -> None:
         self.source = source
         self._silence_s = silence_s
+        self._asked: deque[Want] = deque()
         self._sock = wire.connect(source.address, CONNECT_TIMEOUT_S, bind_host=bind_host)
         try:
             wire.send_greeting(self._sock, greeting)
@@ -34,15 +36,20 @@ class TcpLink:
     def ask(self, want: Want) -> None:
         flags = wire.FLAG_SUSPECT if want.suspect else 0
         wire.send_all(self._sock, wire.REQUEST.pack(Kind.GET, flags, want.index, want.from_byte))
+        self._asked.append(want)
 
     def alive(self) -> None:
         wire.send_all(self._sock, wire.REQUEST.pack(Kind.ALIVE, 0, 0, 0))
 
     def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
-        header = self._header()
-        target = place(header.index)
-        if header.from_byte + header.length != len(target):
-            raise LinkBroken(f"chunk {header.index} was answered with a wrong length")
+        header, want = self._header(), self._asked.popleft()
+        target = place(want.index)
+        if (header.index, header.from_byte, header.from_byte + header.length) != (
+            want.index,
+            want.from_byte,
+            len(target),
+        ):  # taken at its word, a header that was damaged would have bytes written over another chunk
+            raise LinkBroken(f"{header} answers chunk {want.index} from byte {want.from_byte}")
         began_at = time.monotonic()
         upto = header.from_byte
         while upto < len(target):
