@@ -24,7 +24,7 @@ from paramserver.data.publish import Image, write_mapped, write_tcp
 from paramserver.data.wire import Greeting
 from paramserver.relay_client import RelayClient
 from paramserver.ticket import Ticket
-from protos.errors import LaminarError, StaleEpoch, Unavailable
+from protos.errors import Conflict, LaminarError, NotFound, StaleEpoch, Unavailable, VersionLost
 from protos.laminar.v1 import relay_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -122,6 +122,8 @@ async def _publish_once(
         await master.call(master.stub.Commit(commit, timeout=master.timeout_s))
     except BaseException as error:
         await _abort(master, request.model, opened, error)
+        if isinstance(error, Conflict | NotFound | VersionLost):
+            await _check_epoch(master, request.model, opened, error)
         raise
     return Ticket(relay, request.model, opened.version, request.run, request.step)
 
@@ -146,6 +148,14 @@ def _manifest(request: pb.AnnounceRequest, opened: pb.AnnounceReply) -> Manifest
         tuple(FileSpec(file.name, file.size_bytes) for file in opened.files),
         opened.chunk_bytes,
     )
+
+
+async def _check_epoch(master: RelayClient, model: str, opened: pb.AnnounceReply, refusal: LaminarError) -> None:
+    """StaleEpoch when what was refused belonged to an epoch that is over: then it is no fault of the publisher's."""
+    timeout_s = max(master.timeout_s, MASTER_WAIT_S / 2)  # an election may have to run first
+    found = await master.call(master.stub.Locate(pb.LocateRequest(model=model), timeout=timeout_s))
+    if found.epoch != opened.epoch:
+        raise StaleEpoch(f"version {opened.version} of {model} lost its master: {refusal.message}") from refusal
 
 
 async def _abort(master: RelayClient, model: str, opened: pb.AnnounceReply, error: BaseException) -> None:

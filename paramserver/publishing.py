@@ -397,6 +397,8 @@ class Publishing:
         manifest = draft.manifest
         log.warning("%s is given up: %s", draft.snapshot, reason)
         ended = Ended("aborted", reason)
+        if not self._is_current(draft):
+            return
         self._relay.record(manifest.model, manifest.version, ended)
         self._relay.spawn(self._write_end(manifest, ended))
         self._relay.wake()
@@ -481,7 +483,14 @@ class Publishing:
         return draft
 
     def draft(self, model: str, version: int) -> Draft | None:
-        return self._drafts.get((model, version))
+        draft = self._drafts.get((model, version))
+        return draft if draft is not None and self._is_current(draft) else None
+
+    def _is_current(self, draft: Draft) -> bool:
+        """Whether the number is still this draft's: one never recorded may be given again by another master."""
+        state = self._relay.of(draft.manifest.model).get(draft.manifest.version)
+        of = state.announced.manifest.epoch if state is not None and state.announced is not None else None
+        return of is None or of == draft.manifest.epoch
 
     def _forget_old(self, model: str) -> None:
         mine = sorted(version for m, version in self._drafts if m == model)

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections import Counter
@@ -20,6 +21,8 @@ from paramserver.core.records import ChunkMap, Manifest, digest, version_root
 from paramserver.kept import Kept, remove_record, write_record
 from paramserver.pool import Pool, PoolFile
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
+
+log = logging.getLogger(__name__)
 
 
 class Snapshot:
@@ -161,6 +164,8 @@ class Store:
                 hint=f"start the relay with --pool-bytes of at least {4 * manifest.size_bytes}",
             )
         directory = self._directory("filling", manifest)
+        if directory.exists():
+            raise OutOfCapacity(f"another version {manifest.version} of {manifest.model} is still on its way out")
         files = self.pool.take([file.size_bytes for file in manifest.files])
         directory.mkdir(parents=True)
         for file, spec in zip(files, manifest.files, strict=True):
@@ -213,7 +218,10 @@ class Store:
         snapshot.directory = path
         for file, spec in zip(snapshot.files, snapshot.manifest.files, strict=True):
             file.path = path / spec.name
-        write_record(self.pool.directory, snapshot.manifest, snapshot.root(), snapshot.digests())
+        try:
+            write_record(self.pool.directory, snapshot.manifest, snapshot.root(), snapshot.digests())
+        except OSError as error:  # others may have filled the tmpfs: readers are served all the same
+            log.warning("%s would not be found again after a crash: %s", snapshot, error)
         return path
 
     def remove(self, snapshot: Snapshot, why: str, *, reuse: bool = True) -> int:

@@ -110,8 +110,16 @@ class ModelVersions:
     # ---- events from the registry
 
     def announced(self, record: Announced) -> list[Effect]:
-        self._state(record.manifest.version).announced = record
-        return []
+        """What the registry says is the version of that number; one that only this relay announced makes way."""
+        state = self._state(record.manifest.version)
+        mine, state.announced = state.announced, record
+        if mine is None or mine.manifest.epoch == record.manifest.epoch:
+            return []
+        here = state.stage in ("filling", "complete")
+        self._versions[record.manifest.version] = VersionState(
+            announced=record, holders=state.holders, spilled=state.spilled
+        )
+        return [Drop(record.manifest.version, "another master gave its number to another version")] if here else []
 
     def sealed(self, record: Sealed) -> list[Effect]:
         state = self._state(record.version)
