@@ -1,6 +1,6 @@
 """The chain on eight hosts with links of 1 Gbit/s: against itself on two, a star, gloo's broadcast, and the formula.
 
-Method. Network namespaces on one bridge, each host's cable limited both ways by tbf with a burst of 64 KiB, which any
+Method. Network namespaces on one bridge, each host's cable limited both ways by tbf with a burst of 160 KiB, which any
 transfer drains at once. The publisher runs beside the master relay and writes into its memory; a time runs from the
 call of `publish` until the ticket says that every relay of the chain holds the version verified, so it includes
 announcing, copying, sealing and the registry. Rounds alternate between the tiers, or between chain, gloo and star.
