@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +27,7 @@ from protos.process import setup_logging, write_ready_file
 
 T = TypeVar("T")
 
+DRAIN_POLL_S = 0.3
 _LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
 
 
@@ -198,6 +200,50 @@ def status(relay: str, as_json: bool) -> None:
             show_status(await client.status(), as_json=as_json)
 
     _run(ask())
+
+
+@cli.command()
+@relay_option
+@click.option("--wait-s", type=click.FloatRange(0), default=600.0, help="How long to wait until nobody needs it.")
+def drain(relay: str, wait_s: float) -> None:
+    """Makes a relay ready to be stopped: it gives up mastership, leaves the chain, and waits until nobody needs it.
+
+    What it holds is served on meanwhile. Exit status 1 when it is still needed after --wait-s.
+    """
+
+    async def wait() -> list[str]:
+        told: list[str] = []
+        deadline = time.monotonic() + wait_s
+        async with RelayClient(relay) as client:
+            while (needed := await client.drain()) and time.monotonic() < deadline:
+                if needed != told:
+                    click.echo(f"still needed as {'; '.join(needed)}", err=True)
+                    told = needed
+                await asyncio.sleep(DRAIN_POLL_S)
+        return needed
+
+    needed = _run(wait())
+    if needed:
+        click.echo(f"error: still needed after {wait_s:g} s as {'; '.join(needed)}", err=True)
+        sys.exit(1)
+    click.echo("nobody needs it: stop it when you like")
+
+
+@cli.command()
+@relay_option
+def adopt(relay: str) -> None:
+    """Makes a relay join the etcd that is there now, after the one it belonged to was replaced by an empty one.
+
+    Until then it serves what it has and takes nothing new: a wiped etcd counts its revisions from the start, so old
+    masters would look new. What it holds sealed comes along under the same numbers. Run it for every relay.
+    """
+
+    async def ask() -> tuple[str, list[str]]:
+        async with RelayClient(relay) as client:
+            return await client.adopt()
+
+    store_id, versions = _run(ask())
+    click.echo(f"joined {store_id} with {', '.join(versions) or 'no version'}")
 
 
 @cli.command()

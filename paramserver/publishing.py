@@ -128,7 +128,7 @@ class Publishing:
         while model not in seat.view.masters:
             if time.monotonic() > deadline:
                 raise Unavailable(f"no relay became master of {model} in 10 s", hint="see `paramserver status`")
-            if self._relay.config.publish_host and model not in seat.view.models:
+            if seat.member.publish_host and model not in seat.view.models:
                 if await seat.campaign(model):
                     await self._settle(model)
             else:
@@ -413,6 +413,31 @@ class Publishing:
         key = keys.version_key(model, version, "ended")
         await self._relay.seat.as_master(epoch, model, [Absent(key)], [Put(key, msgspec.json.encode(ended))])
 
+    # ---- leaving, and joining another registry
+
+    async def resign(self, model: str) -> bool:
+        """Gives the model to whoever is elected next; False while a version of it is being written or sealed."""
+        epoch = self._relay.seat.epoch(model)
+        busy = any(m == model and d.state in ("writing", "committed") for (m, _), d in self._drafts.items())
+        if epoch is None or busy:
+            return not busy
+        await self._relay.seat.as_master(epoch, model, [], [Delete(keys.master_key(model))])
+        return True
+
+    async def _bring_along(self, model: str, epoch: Epoch) -> None:
+        """Records what is held here and this registry does not know: it was replaced, and this relay adopted it."""
+        for record in self._relay.of(model).shown():
+            state = self._relay.of(model).get(record.version)
+            seal_key = keys.version_key(model, record.version, "sealed")
+            if state is None or state.announced is None or self._relay.view.knows(seal_key):
+                continue
+            writes = [
+                Put(keys.version_key(model, record.version, "announced"), msgspec.json.encode(state.announced)),
+                Put(seal_key, msgspec.json.encode(record)),
+            ]
+            await self._relay.seat.as_master(epoch, model, [Absent(seal_key)], writes)
+            log.info("%s version %d is recorded in the new registry", model, record.version)
+
     # ---- a new master's first duties
 
     async def _settle(self, model: str) -> None:
@@ -429,6 +454,7 @@ class Publishing:
             open_ended = state.announced is not None and state.sealed is None and state.ended is None
             if open_ended and state.announced is not None and state.announced.manifest.epoch != epoch:
                 await self._end(model, version, epoch, Ended("aborted", "its master died before it was sealed"))
+        await self._bring_along(model, epoch)
         self._settled[model] = epoch
 
     async def _note_lost(self, model: str) -> None:

@@ -261,7 +261,8 @@ class Relay:
         if not self.seat.is_master(model):  # the master forgets when it deletes the records
             versions.forget(2 * VERSIONS_KEPT)
         self._cancel_overtaken(model)
-        self.apply(model, versions.next_fetch())
+        if not self.seat.member.draining:
+            self.apply(model, versions.next_fetch())
 
     def retire(self, model: str, *, need_room: bool = False) -> None:
         """A version that a peer is fetching stays, unless `need_room`: the peer then asks others, or skips it."""

@@ -227,6 +227,17 @@ class RelayClient:
         """Ends the pin. NotFound when it had lapsed: what was loaded under it does not count."""
         await self.call(self.stub.Release(pb.LeaseRequest(lease_id=lease.lease_id), timeout=self.timeout_s))
 
+    # ---- for operators
+
+    async def drain(self) -> list[str]:
+        """Makes the relay take no more; what it is still needed for. Ask again until that is nothing."""
+        return list((await self.call(self.stub.Drain(pb.DrainRequest(), timeout=self.timeout_s))).waiting_for)
+
+    async def adopt(self) -> tuple[str, list[str]]:
+        """Makes the relay join a registry that replaced its own: the store's id, and the versions it brings along."""
+        reply = await self.call(self.stub.Adopt(pb.AdoptRequest(), timeout=self.timeout_s))
+        return reply.store_id, list(reply.versions)
+
     # ---- what the publisher and the CLI build on
 
     @property

@@ -57,6 +57,7 @@ class Seat:
         self._written: set[str] = set()
         self._holders_changed = asyncio.Event()
         self._vacant_since: dict[str, float] = {}
+        self._adopted = asyncio.Event()
 
     # ---- taking and leaving the seat
 
@@ -85,10 +86,10 @@ class Seat:
         state = await self._registry.list(keys.STORE)
         found = state.entries[0].value.decode()
         if self._store_id and found != self._store_id:
-            self.foreign_store = found
+            self._note_foreign(found)
             raise Unavailable(
                 f"the registry is another store ({found}) than the one this relay began with ({self._store_id})",
-                hint="restart the relay to join it",
+                hint="`paramserver adopt` joins it with what is held here; a restart joins it without",
             )
         self._store_id, self.foreign_store = found, ""
         self.view.store_id = found
@@ -105,6 +106,27 @@ class Seat:
         self._holders_changed.set()
         return True
 
+    async def adopt(self) -> str:
+        """Joins the store that is there now, under the same name; returns its id. Conflict when it is the same one."""
+        before, self._store_id = self._store_id, ""
+        try:
+            await self.check_store()
+        except Unavailable:
+            self._store_id = before
+            raise
+        if self._store_id == before:
+            raise Conflict(f"etcd is the store that {self.member.name} belongs to ({before})", hint="nothing to adopt")
+        if not await self._register():
+            raise Conflict(f"a relay named {self.member.name!r} is in the new store already")
+        self._adopted.set()
+        return self._store_id
+
+    async def drain(self) -> None:
+        """Tells everybody that this relay takes no more: no chain, no election, no new version."""
+        self.member = msgspec.structs.replace(self.member, draining=True, publish_host=False)
+        key = keys.member_key(self.member.name)
+        await self._registry.transact([], [Put(key, msgspec.json.encode(self.member), self._lease)])
+
     # ---- tasks
 
     async def keep(self) -> None:
@@ -113,7 +135,8 @@ class Seat:
             await asyncio.sleep(self._ttl_s / 4)
             try:
                 if not await self._registry.keep_alive(self._lease):
-                    log.warning("the lease was lost; registering again")
+                    if self.reachable:
+                        log.warning("the lease was lost; registering again")
                     await self.check_store()
                     await self._register()
                 self.reachable = True
@@ -124,27 +147,43 @@ class Seat:
 
     async def follow(self) -> AsyncIterator[list[Fact]]:
         """The registry's state and changes as facts, in order, for ever."""
-        async for event in self._registry.watch(keys.ROOT):
-            if self._is_foreign(event):
-                yield []
-                continue
-            match event:
-                case State(entries, _):
-                    facts = self.view.replace([(e.key, e.value, e.created) for e in entries])
-                case Changed(entry):
-                    facts = self.view.put(entry.key, entry.value, entry.created)
-                case Removed(key):
-                    facts = self.view.remove(key)
-            yield facts
+        while True:
+            self._adopted.clear()
+            events = self._registry.watch(keys.ROOT)
+            while (event := await self._next(events)) is not None:
+                yield [] if self._is_foreign(event) else self._facts(event)
+
+    async def _next(self, events: AsyncIterator[Event]) -> Event | None:
+        """The next event; None when another store was adopted: the watch must begin anew there."""
+        event, adopted = asyncio.ensure_future(anext(events)), asyncio.ensure_future(self._adopted.wait())
+        try:
+            await asyncio.wait([event, adopted], return_when=asyncio.FIRST_COMPLETED)
+            return await event if event.done() else None
+        finally:
+            for task in (event, adopted):
+                task.cancel()
+            await asyncio.wait([event, adopted])
+
+    def _facts(self, event: Event) -> list[Fact]:
+        match event:
+            case State(entries, _):
+                return self.view.replace([(e.key, e.value, e.created) for e in entries])
+            case Changed(entry):
+                return self.view.put(entry.key, entry.value, entry.created)
+            case Removed(key):
+                return self.view.remove(key)
 
     def _is_foreign(self, event: Event) -> bool:
         """Whether the watch speaks for another store. A state without a store id is one that was wiped."""
         if isinstance(event, State) and self._store_id:
             found = next((e.value.decode() for e in event.entries if e.key == keys.STORE), "none")
-            if found != self._store_id and found != self.foreign_store:
-                log.error("the registry is another store now (%s); restart the relay to join it", found)
-            self.foreign_store = "" if found == self._store_id else found
+            self._note_foreign("" if found == self._store_id else found)
         return bool(self.foreign_store)
+
+    def _note_foreign(self, found: str) -> None:
+        if found and not self.foreign_store:
+            log.error("the registry is another store now (%s); `paramserver adopt` joins it", found)
+        self.foreign_store = found
 
     async def tell_holdings(self) -> None:
         """Writes which versions this relay holds, as they come and go."""
@@ -203,7 +242,9 @@ class Seat:
 
     async def stand(self, newest_holders: dict[str, set[str]], now: float) -> list[str]:
         """Stands for master of each known model that has none, when it is this relay's turn. Returns those won."""
-        won = []
+        won: list[str] = []
+        if self.member.draining:
+            return won
         for model in sorted(self.view.models):
             if model in self.view.masters:
                 self._vacant_since.pop(model, None)

@@ -16,6 +16,7 @@ import grpc.aio
 from paramserver.core.layout import TensorSpec
 from paramserver.core.records import Epoch, Rank, Sealed
 from paramserver.core.versions import ModelVersions
+from paramserver.operating import Operating
 from paramserver.publishing import Publishing
 from paramserver.relay import Relay
 from protos import grpc_errors
@@ -62,6 +63,7 @@ class RelayService(pb_grpc.RelayServicer):
     def __init__(self, relay: Relay, publishing: Publishing, *, data_address: str, publish_socket: Path) -> None:
         self._relay = relay
         self._publishing = publishing
+        self._operating = Operating(relay, publishing)
         self._data_address = data_address
         self._publish_socket = publish_socket
 
@@ -240,6 +242,17 @@ class RelayService(pb_grpc.RelayServicer):
             reply = self._stage(request)
         reply.reached = _reached(reply, request)
         return reply
+
+    # ---- operators
+
+    @_unary
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:  # noqa: N802
+        return pb.DrainReply(waiting_for=await self._operating.drain())
+
+    @_unary
+    async def Adopt(self, request: pb.AdoptRequest, context: Context) -> pb.AdoptReply:  # noqa: N802
+        store_id, versions = await self._operating.adopt()
+        return pb.AdoptReply(store_id=store_id, versions=versions)
 
     def _stage(self, request: pb.StageRequest) -> pb.StageReply:
         draft = self._publishing.draft(request.model, request.version)

@@ -204,6 +204,9 @@ class Store:
     def get(self, model: str, version: int) -> Snapshot | None:
         return self._snapshots.get(Key(model, version))
 
+    def snapshots(self) -> list[Snapshot]:
+        return list(self._snapshots.values())
+
     def wait(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
         """The snapshot, waiting for it to be opened; None after `timeout_s`."""
         with self._changed:

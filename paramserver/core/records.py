@@ -119,6 +119,7 @@ class Member(msgspec.Struct, frozen=True):
     publish_host: bool = True
     zone: str = ""
     rack: str = ""
+    draining: bool = False  # leaves soon: serves what it has, takes no more
 
 
 class Holding(msgspec.Struct, frozen=True):

@@ -135,8 +135,12 @@ class View:
     _raw: dict[str, tuple[bytes, int]] = field(default_factory=dict)
 
     def places(self) -> dict[str, Place]:
-        """Every live relay and where it is."""
-        return {name: Place(member.zone, member.rack) for name, member in self.members.items()}
+        """Every live relay that stays, and where it is."""
+        return {name: Place(member.zone, member.rack) for name, member in self.members.items() if not member.draining}
+
+    def knows(self, key: str) -> bool:
+        """Whether the registry has the key, as far as this relay has seen."""
+        return key in self._raw
 
     def epoch(self, model: str) -> Epoch | None:
         seen = self.masters.get(model)

@@ -94,6 +94,16 @@ class RelayStub:
                 request_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.StageRequest.SerializeToString,
                 response_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.StageReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/laminar.v1.Relay/Drain',
+                request_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DrainReply.FromString,
+                _registered_method=True)
+        self.Adopt = channel.unary_unary(
+                '/laminar.v1.Relay/Adopt',
+                request_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptReply.FromString,
+                _registered_method=True)
 
 
 class RelayServicer:
@@ -176,6 +186,20 @@ class RelayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """For operators. Begins to drain, and tells what this relay is still needed for; ask again until it is nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Adopt(self, request, context):
+        """Joins the registry that is there now, after the one this relay belonged to was replaced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RelayServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -238,6 +262,16 @@ def add_RelayServicer_to_server(servicer, server):
                     servicer.Stage,
                     request_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.StageRequest.FromString,
                     response_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.StageReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DrainReply.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptRequest.FromString,
+                    response_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -564,6 +598,60 @@ class Relay:
             '/laminar.v1.Relay/Stage',
             protos_dot_laminar_dot_v1_dot_relay__pb2.StageRequest.SerializeToString,
             protos_dot_laminar_dot_v1_dot_relay__pb2.StageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/laminar.v1.Relay/Drain',
+            protos_dot_laminar_dot_v1_dot_relay__pb2.DrainRequest.SerializeToString,
+            protos_dot_laminar_dot_v1_dot_relay__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/laminar.v1.Relay/Adopt',
+            protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptRequest.SerializeToString,
+            protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,10 @@ class RelayStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_relay_pb2.AbortRequest, _relay_pb2.AbortReply]
     Stage: _grpc.UnaryUnaryMultiCallable[_relay_pb2.StageRequest, _relay_pb2.StageReply]
     """What became of a published version; waits until `want` is reached or `wait_s` is over."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_relay_pb2.DrainRequest, _relay_pb2.DrainReply]
+    """For operators. Begins to drain, and tells what this relay is still needed for; ask again until it is nothing."""
+    Adopt: _grpc.UnaryUnaryMultiCallable[_relay_pb2.AdoptRequest, _relay_pb2.AdoptReply]
+    """Joins the registry that is there now, after the one this relay belonged to was replaced."""
 
 @_typing.type_check_only
 class RelayAsyncStub(RelayStub):
@@ -69,6 +73,10 @@ class RelayAsyncStub(RelayStub):
     Abort: _aio.UnaryUnaryMultiCallable[_relay_pb2.AbortRequest, _relay_pb2.AbortReply]  # type: ignore[assignment]
     Stage: _aio.UnaryUnaryMultiCallable[_relay_pb2.StageRequest, _relay_pb2.StageReply]  # type: ignore[assignment]
     """What became of a published version; waits until `want` is reached or `wait_s` is over."""
+    Drain: _aio.UnaryUnaryMultiCallable[_relay_pb2.DrainRequest, _relay_pb2.DrainReply]  # type: ignore[assignment]
+    """For operators. Begins to drain, and tells what this relay is still needed for; ask again until it is nothing."""
+    Adopt: _aio.UnaryUnaryMultiCallable[_relay_pb2.AdoptRequest, _relay_pb2.AdoptReply]  # type: ignore[assignment]
+    """Joins the registry that is there now, after the one this relay belonged to was replaced."""
 
 class RelayServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -159,5 +167,21 @@ class RelayServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_relay_pb2.StageReply, _abc.Awaitable[_relay_pb2.StageReply]]:
         """What became of a published version; waits until `want` is reached or `wait_s` is over."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _relay_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_relay_pb2.DrainReply, _abc.Awaitable[_relay_pb2.DrainReply]]:
+        """For operators. Begins to drain, and tells what this relay is still needed for; ask again until it is nothing."""
+
+    @_abc_1.abstractmethod
+    def Adopt(
+        self,
+        request: _relay_pb2.AdoptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_relay_pb2.AdoptReply, _abc.Awaitable[_relay_pb2.AdoptReply]]:
+        """Joins the registry that is there now, after the one this relay belonged to was replaced."""
 
 def add_RelayServicer_to_server(servicer: RelayServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,70 @@
+"""What operators do to a running relay: drain it before it is stopped, adopt a registry that was replaced.
+
+Invariants:
+- a draining relay goes on serving what it has; it is done when nobody needs it for anything;
+- adopting brings sealed versions along as they are: their roots, numbers and bytes do not change.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from paramserver.publishing import Publishing
+from paramserver.relay import Relay
+
+log = logging.getLogger(__name__)
+
+
+class Operating:
+    """One relay's operator commands; on the relay's event loop."""
+
+    def __init__(self, relay: Relay, publishing: Publishing) -> None:
+        self._relay = relay
+        self._publishing = publishing
+
+    async def drain(self) -> list[str]:
+        """Begins or goes on to drain; what the relay is still needed for, in words."""
+        relay = self._relay
+        if not relay.seat.member.draining:
+            log.info("draining: no new version, no chain, no election")
+            await relay.seat.drain()
+        for model in sorted(relay.view.masters):
+            if relay.seat.is_master(model):
+                await self._publishing.resign(model)
+        return [*self._mastered(), *self._only_here(), *self._in_use()]
+
+    def _mastered(self) -> list[str]:
+        return [f"master of {model}" for model in sorted(self._relay.view.masters) if self._relay.seat.is_master(model)]
+
+    def _only_here(self) -> list[str]:
+        """The newest sealed version of each model must be held by another relay that stays."""
+        relay, found = self._relay, []
+        for model, versions in sorted(relay.models.items()):
+            newest = versions.newest_sealed
+            state = versions.get(newest) if newest is not None else None
+            if state is None or state.stage != "shown":
+                continue
+            others = state.holders & relay.view.places().keys() - {relay.config.name}
+            if not others and not state.spilled - {relay.config.name}:
+                found.append(f"only holder of {model} version {newest}")
+        return found
+
+    def _in_use(self) -> list[str]:
+        relay = self._relay
+        pins = [f"pin of {pin.holder} on {pin.model} version {pin.version}" for pin in relay.pins.all()]
+        links = [f"peers fetching {snapshot}" for snapshot in relay.store.snapshots() if snapshot.num_links]
+        return [*pins, *links]
+
+    async def adopt(self) -> tuple[str, list[str]]:
+        """Joins the registry that is there now: its id, and the versions that come along."""
+        store_id = await self._relay.seat.adopt()
+        for fact in await self._relay.seat.refresh():
+            self._relay.take_fact(fact)
+        held = []
+        for model, versions in sorted(self._relay.models.items()):
+            shown = versions.shown()
+            held += [f"{model} version {record.version}" for record in shown]
+            if shown:
+                await self._relay.seat.want(model)
+        log.info("adopted the registry %s with %s", store_id, ", ".join(held) or "nothing")
+        return store_id, held

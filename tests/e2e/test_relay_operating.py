@@ -1,0 +1,123 @@
+"""What operators do to running relays: drain one before an upgrade, adopt an etcd that was replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save
+
+from paramserver.client import RelayClient, Ticket, publish
+from paramserver.membership import LocalEtcd
+from protos.errors import Conflict, UnknownModel
+from tests.support.processes import Daemon
+from tests.support.relays import Relays, until
+from tests.support.weights import source_of, weights
+
+MODEL = "policy"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def client(daemon: Daemon) -> RelayClient:
+    return RelayClient(daemon.ready["grpc"])
+
+
+async def version_on(relay: RelayClient, seed: int) -> Ticket:
+    return await publish(relay, MODEL, source_of(weights(seed)), step=seed, run="r")
+
+
+async def check_newest(daemon: Daemon, seed: int) -> int:
+    async with client(daemon) as relay:
+        lease = await relay.acquire(MODEL, holder="test")
+        assert (lease.path / "model.safetensors").read_bytes() == save(weights(seed))
+        await relay.release(lease)
+        return lease.version
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paramserver", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+async def test_a_drained_master_hands_over_and_is_safe_to_stop(relays: Relays) -> None:
+    a, b = relays.start("a"), relays.start("b")
+    async with client(a) as head, client(b) as other:
+        await (await version_on(head, 1)).wait_all(10.0)
+        lease = await head.acquire(MODEL, holder="engine-7")
+        still = await asyncio.to_thread(command, "drain", "--relay", a.ready["grpc"], "--wait-s", "1.5")
+        assert still.returncode == 1
+        assert "still needed after 1.5 s as pin of engine-7 on policy version 1" in still.stderr
+        await head.release(lease)
+        done = await asyncio.to_thread(command, "drain", "--relay", a.ready["grpc"])
+        assert (done.returncode, done.stdout) == (0, "nobody needs it: stop it when you like\n")
+
+        async def led_by_b() -> bool:
+            return any(model.master == "b" for model in (await other.status()).models)
+
+        await until(led_by_b, "b is master")
+        ticket = await version_on(head, 2)  # through the drained relay: it says where the master is
+        await ticket.wait_all(10.0)
+        assert await ticket.holders() == ("b",), "the drained one takes no more"
+    assert a.stop() == 0
+    assert await check_newest(b, 2) == 2
+
+
+async def test_the_last_holder_says_that_it_is_needed(relays: Relays) -> None:
+    a = relays.start("a")
+    async with client(a) as head:
+        await (await version_on(head, 1)).wait_sealed(10.0)
+        assert "only holder of policy version 1" in await head.drain()
+        await check_newest(a, 1)
+
+
+async def test_relays_adopt_an_etcd_that_was_replaced_and_bring_their_versions_along(tmp_path: Path) -> None:
+    async with AsyncExitStack() as first_life:
+        first = await first_life.enter_async_context(LocalEtcd())
+        port = int(first.endpoint.rpartition(":")[2])
+        with contextlib.closing(Relays(first.endpoint, tmp_path)) as relays:
+            a, b = [await asyncio.to_thread(relays.start, name) for name in "ab"]
+            async with client(a) as head:
+                for seed in (1, 2):
+                    await (await version_on(head, seed)).wait_all(10.0)
+                with pytest.raises(Conflict, match="is the store that a belongs to"):
+                    await head.adopt()
+            await first_life.aclose()
+            async with LocalEtcd(port=port):
+                await _adopted(relays, a, b)
+
+
+async def _adopted(relays: Relays, a: Daemon, b: Daemon) -> None:
+    for daemon in (a, b):
+        await until(lambda daemon=daemon: _said(daemon, "is another store now"), "it sees another store")  # type: ignore[misc]
+    async with client(a) as head, client(b) as tail:
+        await check_newest(b, 2)  # what is held is served on
+        told = await asyncio.to_thread(command, "adopt", "--relay", a.ready["grpc"])
+        assert told.returncode == 0, told.stderr
+        assert told.stdout.endswith("with policy version 1, policy version 2\n")
+        await tail.adopt()
+        ticket = await version_on(head, 3)
+        await ticket.wait_sealed(20.0)
+        assert ticket.version > 2, "numbers go on, never back"
+        for daemon in (a, b):
+            await until(lambda daemon=daemon: _newest(daemon, 3), "both hold the newest")  # type: ignore[misc]
+            await check_newest(daemon, 3)
+        joined = await asyncio.to_thread(relays.start, "c")
+        await until(lambda: _newest(joined, 3), "one that joins later gets it too")
+
+
+async def _said(daemon: Daemon, words: str) -> bool:
+    return words in daemon.log()
+
+
+async def _newest(daemon: Daemon, step: int) -> bool:
+    async with client(daemon) as relay:
+        with contextlib.suppress(UnknownModel):
+            found = await relay.newest(MODEL)
+            return found is not None and found.step == step
+    return False
