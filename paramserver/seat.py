@@ -4,7 +4,8 @@ Invariants:
 - one live holder per name: a second is refused;
 - every key that says "alive", "master" or "holder" hangs on this relay's lease, and vanishes with it;
 - a relay that finds another store id than the one it began with takes no seat there: revisions of a wiped
-  registry start again, and old epochs would look new.
+  registry start again, and old epochs would look new. A master's transaction names the store in its guards, for
+  the registry may be replaced between two calls.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Seat:
         self.reachable = True
         self.foreign_store = ""
         self._store_id = ""
+        self._mark = Created("", 0)  # a key that only this store has
         self._lease = 0
         self._held: dict[str, bytes] = {}  # keys that say what this relay has, on its lease
         self._written: set[str] = set()
@@ -91,6 +93,9 @@ class Seat:
                 f"the registry is another store ({found}) than the one this relay began with ({self._store_id})",
                 hint="`paramserver adopt` joins it with what is held here; a restart joins it without",
             )
+        mark = keys.store_mark(found)
+        await self._registry.transact([Absent(mark), Created(keys.STORE, state.entries[0].created)], [Put(mark, b"")])
+        self._mark = Created(mark, (await self._registry.list(mark)).entries[0].created)
         self._store_id, self.foreign_store = found, ""
         self.view.store_id = found
 
@@ -281,7 +286,7 @@ class Seat:
         if self.epoch(model) != epoch:
             raise StaleEpoch(f"{self.member.name} is no longer master of {model} in epoch {epoch}")
         fence = Created(keys.master_key(model), epoch.revision)
-        outcome = await self._registry.transact([fence, *guards], writes)
+        outcome = await self._registry.transact([self._mark, fence, *guards], writes)
         return outcome.succeeded
 
     async def refresh(self) -> list[Fact]:

@@ -28,6 +28,11 @@ def member_key(name: str) -> str:
     return _MEMBERS + name
 
 
+def store_mark(store_id: str) -> str:
+    """A guard on this key holds in that store only, whatever the revisions of another have come to."""
+    return f"{STORE}/{store_id}"
+
+
 def wanted_key(model: str) -> str:
     """Exists as long as the model does, so that relays know to elect a master for it."""
     return f"{_MODELS}{model}/wanted"

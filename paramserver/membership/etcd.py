@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.3
+RECONNECT_MAX_S = 1.0  # an etcd that is back is found within this, however long it was away
 _EVENT_DELETE = 1
 
 T = TypeVar("T")
@@ -45,7 +46,11 @@ class EtcdRegistry:
     def __init__(self, endpoint: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
-        self._client = Etcd3Client([endpoint], rpc_max_attempts=1)
+        self._client = Etcd3Client([endpoint], rpc_max_attempts=1, watch_max_reconnect_backoff_seconds=RECONNECT_MAX_S)
+        self._client._manager.grpc_options += [  # else the channel looks again only every two minutes in the end
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", round(RECONNECT_MAX_S * 1000)),
+        ]
         self._client._manager.target = f"dns:///{endpoint}"  # it makes "ipv4:" targets, to which names are no address
 
     @classmethod

@@ -1,0 +1,173 @@
+"""etcd replaced, away for several leases, compacted behind a relay's back: what was sealed goes on being served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from paramserver.client import RelayClient
+from paramserver.membership import LocalEtcd
+from protos.errors import InDoubt, LaminarError
+from tests.support.middleman import Middleman
+from tests.support.processes import Daemon
+from tests.support.relays import Relays, until
+from tests.support.survivors import (
+    MODEL,
+    client,
+    held,
+    identical,
+    in_the_middle,
+    master_at,
+    publish_seed,
+    registered,
+    status_of,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+AWAY_S = 8.0  # four leases of 2 s: everything that a lease holds has lapsed, whatever the clock of etcd does
+
+
+@contextlib.asynccontextmanager
+async def relays_on(etcd: LocalEtcd, directory: Path) -> AsyncIterator[Relays]:
+    found = Relays(etcd.endpoint, directory)
+    try:
+        yield found
+    finally:
+        await asyncio.to_thread(found.close)
+
+
+async def start(relays: Relays, name: str, *flags: str) -> Daemon:
+    return await asyncio.to_thread(relays.start, name, *flags)
+
+
+async def reachable(daemon: Daemon) -> bool:
+    status = await status_of(daemon)
+    return status is not None and status.registry_reachable
+
+
+async def test_etcd_away_for_several_leases_in_mid_broadcast_stops_no_byte(tmp_path: Path) -> None:
+    """The version was sealed before; it reaches the tail during the outage, and all are holders after it."""
+    async with LocalEtcd() as etcd, relays_on(etcd, tmp_path) as relays:
+        a = await start(relays, "a", "--max-rate", "16MiB")
+        b, c = await start(relays, "b", "--max-rate", "4MiB"), await start(relays, "c")
+        async with client(a) as head:
+            ticket = await publish_seed(head, 1, scale=2)
+            await ticket.wait_sealed(10.0)
+            await until(lambda: in_the_middle(c, ticket.version), "the tail has a part")
+            await etcd.kill()
+            away_until = asyncio.get_running_loop().time() + AWAY_S
+            await identical([a, b, c], ticket.version, 1, scale=2)
+            pending = await publish_seed(head, 2)
+            while (left := away_until - asyncio.get_running_loop().time()) > 0:
+                with pytest.raises(InDoubt, match="it is copied"):
+                    await pending.wait_sealed(left)
+            assert {await held(daemon) for daemon in (a, b, c)} == {(ticket.version,)}
+            await etcd.start()
+            await until(lambda: all_see(etcd.endpoint, a, b, c), "it is found again soon", 3.0)
+            await settled(head, pending.version, 2, [a, b, c])
+
+
+async def all_see(etcd: str, *daemons: Daemon) -> bool:
+    names = [key.rpartition("/")[2] for key in await registered(etcd) if "/members/" in key]
+    return names == ["a", "b", "c"] and all([await reachable(daemon) for daemon in daemons])
+
+
+async def settled(head: RelayClient, version: int, seed: int, daemons: list[Daemon]) -> None:
+    """The pending version is sealed or known to be lost, the same on all; then the next one reaches everybody."""
+    try:
+        await identical(daemons, version, seed, timeout_s=10.0)
+    except AssertionError:
+        assert all(version not in await held(daemon) for daemon in daemons), "sealed on some"
+
+    async def published() -> int:
+        with contextlib.suppress(LaminarError):
+            ticket = await publish_seed(head, 9)
+            await ticket.wait_sealed(10.0)
+            return ticket.version
+        return 0
+
+    await identical(daemons, await until(published, "publishing goes on"), 9)
+
+
+async def test_an_empty_etcd_in_the_place_of_the_old_one_gets_nothing(tmp_path: Path) -> None:
+    """Its revisions begin again, so that its elections look like those of before: only the store's id tells them apart.
+
+    What was sealed is served on; nothing is sealed, and the ticket does not say so, until an operator decides.
+    """
+    async with LocalEtcd() as etcd, relays_on(etcd, tmp_path) as relays:
+        a = await start(relays, "a")
+        async with client(a) as head:
+            first = await publish_seed(head, 1)
+            await first.wait_all(10.0)
+            b = await start(relays, "b")
+            await identical([a, b], 1, 1)
+            await etcd.kill()
+            shutil.rmtree(etcd.directory / "etcd")
+            await etcd.start()
+            new = await start(relays, "new")
+            async with client(new) as relay:
+                await relay.master_of(MODEL)
+            assert await led_by(new, "new")
+            with contextlib.suppress(LaminarError):
+                ticket = await publish_seed(head, 2)
+                with pytest.raises(LaminarError):
+                    await ticket.wait_sealed(3.0)
+            for daemon in (a, b):
+                assert await held(daemon) == (1,)
+                async with client(daemon) as relay:
+                    lease = await relay.acquire(MODEL, holder="test")
+                    await relay.release(lease)
+            assert await held(new) == ()
+            found = await registered(etcd.endpoint)
+            assert not [key for key in found if "/versions/" in key or "/holders/" in key], "of the old store's relays"
+            assert "another store" in a.log()
+            assert "another store" in b.log()
+            async with client(new) as relay:
+                ticket = await publish_seed(relay, 3)
+                await ticket.wait_sealed(10.0)
+            await identical([new], ticket.version, 3)
+            assert {await held(daemon) for daemon in (a, b)} == {(1,)}
+
+
+async def led_by(daemon: Daemon, name: str) -> bool:
+    return await master_at(daemon) == name
+
+
+async def test_a_relay_whose_watch_was_down_while_history_was_compacted_catches_up(relays: Relays, etcd: str) -> None:
+    with Middleman(etcd) as between:
+        a, c = await start(relays, "a"), await start(relays, "c")
+        b = await start(relays, "b", "--etcd", between.address)
+        async with client(a) as head:
+            first = await publish_seed(head, 1)
+            await identical([a, b, c], first.version, 1)
+            between.cut()
+            await until(lambda: away(b), "b is cut off from etcd")
+            for seed in (2, 3, 4):
+                ticket = await publish_seed(head, seed)
+                await ticket.wait_copies(2, 20.0)
+            await compact(etcd)
+            between.mend()
+            await identical([a, b, c], ticket.version, 4)
+            await ticket.wait_copies(3, 10.0)
+            later = await publish_seed(head, 5)
+            await identical([a, b, c], later.version, 5)
+
+
+async def away(daemon: Daemon) -> bool:
+    return not await reachable(daemon)
+
+
+async def compact(etcd: str) -> None:
+    """Forgets all history but the state of now."""
+    from etcd3aio import Etcd3Client
+
+    async with Etcd3Client([etcd]) as admin:
+        assert admin.kv is not None
+        now = (await admin.kv.get("/laminar/store", timeout=5.0)).header.revision
+        await admin.kv.compact(now, physical=True, timeout=5.0)
