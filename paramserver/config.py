@@ -27,7 +27,7 @@ class RelayConfig:
     rack: str = ""
     pool_dir: Path = Path("/dev/shm/laminar")
     pool_bytes: int = 4 << 30
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int | None = None  # None: chosen for each version from measured hops
     retain: int = 2
     spill: Path | None = None
     spill_retain: int = 2
@@ -43,7 +43,7 @@ class RelayConfig:
             raise InvalidRequest(f"{self.name!r} cannot name a relay", hint="letters, digits, '.', '_', '-'")
         if self.retain < 1:
             raise InvalidRequest(f"--retain is {self.retain}", hint="keep at least 1 version")
-        if self.chunk_bytes < 4096:
+        if self.chunk_bytes is not None and self.chunk_bytes < 4096:
             raise InvalidRequest(f"chunks of {self.chunk_bytes} bytes", hint="use at least 4096")
 
 

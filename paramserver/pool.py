@@ -68,6 +68,8 @@ class PoolFile:
         if self.size_bytes:
             self.view().release()
             assert self._map is not None
+            with contextlib.suppress(OSError):  # huge pages, where the tmpfs has huge=advise; none is fine
+                self._map.madvise(mmap.MADV_HUGEPAGE)
             self._map.madvise(getattr(mmap, "MADV_POPULATE_WRITE", 23))
 
     def move(self, path: Path) -> None:

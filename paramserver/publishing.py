@@ -23,6 +23,7 @@ import msgspec
 from paramserver.config import show_bytes
 from paramserver.core import view as keys
 from paramserver.core.chain import next_plan
+from paramserver.core.chunking import choose_chunk_bytes, typical
 from paramserver.core.layout import RELAY, Layout, Part, TensorSpec, plan_ranks
 from paramserver.core.records import (
     SOLE,
@@ -230,7 +231,9 @@ class Publishing:
         deadline = time.monotonic() + wait_room_s
         while True:
             versions = relay.of(model)
-            manifest = Manifest(model, versions.newest_known + 1, run, step, epoch, files, relay.config.chunk_bytes)
+            manifest = Manifest(
+                model, versions.newest_known + 1, run, step, epoch, files, self._chunk_bytes(model, files)
+            )
             try:
                 snapshot = relay.store.open(manifest)
                 break
@@ -246,6 +249,13 @@ class Publishing:
         self._forget_old(model)
         log.info("%s announced by run %s, step %d, %s", snapshot, run, step, show_bytes(manifest.size_bytes))
         return draft
+
+    def _chunk_bytes(self, model: str, files: Sequence[FileSpec]) -> int:
+        if self._relay.config.chunk_bytes is not None:
+            return self._relay.config.chunk_bytes
+        num_bytes = sum(file.size_bytes for file in files)
+        hop = typical(self._relay.stragglers(model).costs())
+        return choose_chunk_bytes(num_bytes, len(self._relay.view.places()), hop)
 
     def _no_room(self, model: str, manifest: Manifest, error: OutOfCapacity) -> OutOfCapacity:
         held = [

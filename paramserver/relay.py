@@ -218,7 +218,9 @@ class Relay:
             case HolderFact(model, version, relay, present, came):
                 self.of(model).holder(version, relay, present=present)
                 if came is not None and came.rate_bytes_s:
-                    self.stragglers(model).saw(Hop(version, came.upstream, relay, came.rate_bytes_s))
+                    self.stragglers(model).saw(
+                        Hop(version, came.upstream, relay, came.rate_bytes_s, came.num_stripes, came.rtt_s)
+                    )
             case SpilledFact(model, version, relay, present):
                 self.of(model).spilled(version, relay, present=present)
             case MasterFact(model, seen):
@@ -430,7 +432,7 @@ class Relay:
         if complete and state.stage == "filling":
             took = time.monotonic() - started
             log.info("%s complete, %s in %.3f s", snapshot, show_bytes(manifest.size_bytes), took)
-            self._came[key] = Holding(fetch.upstream, fetch.rate_bytes_s)
+            self._came[key] = Holding(fetch.upstream, fetch.rate_bytes_s, fetch.num_stripes, fetch.rtt_s)
             self.apply(manifest.model, versions.filled(manifest.version, root))
         elif state.stage == "filling":
             await self._remove(snapshot, "its bytes could not be had", after=None)

@@ -122,6 +122,8 @@ class Spill:
 class FileLink:
     """One stripe's reading of a spilled version, behind the seam that sockets are behind too."""
 
+    rtt_s = 0.0
+
     def __init__(self, found: Kept) -> None:
         self._found = found
         self._chunks = ChunkMap.of(found.manifest)

@@ -123,10 +123,13 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """How a version came to a relay: from whom, in bytes per second of active time (0: not by a hop, or too few)."""
+    """How a version came to a relay: from whom, how fast one stripe was while bytes were there to come (0: not by a
+    hop, or too few), over how many stripes, and how long the network's round trip took."""
 
     upstream: str = ""
     rate_bytes_s: float = 0.0
+    num_stripes: int = 1
+    rtt_s: float = 0.0
 
 
 class Master(msgspec.Struct, frozen=True):

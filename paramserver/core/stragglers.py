@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
+from paramserver.core.chunking import HopCost
+
 SLOW_SHARE = 0.5
 """A hop below this share of the median of the others is slow."""
 GOOD_SHARE = 0.8
@@ -25,12 +27,14 @@ OTHERS_MIN = 2
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """How one version came to one relay: bytes per second of active time."""
+    """How one version came to one relay: bytes per second of active time, of one stripe."""
 
     version: int
     upstream: str
     relay: str
     rate_bytes_s: float
+    num_stripes: int = 1
+    rtt_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -72,6 +76,10 @@ class Stragglers:
     def last(self, relay: str) -> Hop | None:
         """How the newest version came to a relay, for people."""
         return self._last.get(relay)
+
+    def costs(self) -> list[HopCost]:
+        """What the newest version's hops cost, for choosing the next one's chunks."""
+        return [HopCost(hop.rate_bytes_s * hop.num_stripes, hop.rtt_s) for hop in self._last.values()]
 
     def forget(self, members: frozenset[str]) -> None:
         """Relays that left take their record with them."""

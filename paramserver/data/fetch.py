@@ -68,7 +68,6 @@ class Fetch:
         self._greeting = greeting
         self._sources = sources
         self._dial = dial
-        self._num_stripes = num_stripes
         self._patience_s = patience_s
         missing = set(sink.missing())
         self._state = TransferState(sink.chunks, [i for i in range(sink.chunks.num_chunks) if i not in missing])
@@ -82,6 +81,8 @@ class Fetch:
         self._active_s = 0.0
         self._active_bytes = 0
         self.upstream = ""
+        self.rtt_s = 0.0
+        self.num_stripes = num_stripes
         self.num_bypasses = 0
 
     @property
@@ -115,11 +116,9 @@ class Fetch:
     def run(self) -> bool:
         """True when every chunk is present and verified, False when cancelled. Unavailable past `patience_s`."""
         tiers = self._sources()
-        num_stripes = min(max(self._num_stripes, len(tiers[0]) if tiers else 0), STRIPES_MAX)
-        stripes = [
-            threading.Thread(target=self._guarded, args=(n,), daemon=True)
-            for n in range(min(num_stripes, max(1, self._sink.chunks.num_chunks)))
-        ]
+        num_stripes = min(max(self.num_stripes, len(tiers[0]) if tiers else 0), STRIPES_MAX)
+        self.num_stripes = min(num_stripes, max(1, self._sink.chunks.num_chunks))
+        stripes = [threading.Thread(target=self._guarded, args=(n,), daemon=True) for n in range(self.num_stripes)]
         for thread in stripes:
             thread.start()
         for thread in stripes:
@@ -156,7 +155,7 @@ class Fetch:
 
     def _use(self, source: Source, stripe: str) -> None:
         link = self._dial(source, self._greeting)
-        self.upstream = source.name
+        self.upstream, self.rtt_s = source.name, link.rtt_s
         try:
             self._pull(link, stripe)
         finally:

@@ -24,7 +24,9 @@ class TcpLink:
         self.source = source
         self._silence_s = silence_s
         self._asked: deque[Want] = deque()
+        connecting_at = time.monotonic()
         self._sock = wire.connect(source.address, CONNECT_TIMEOUT_S, bind_host=bind_host)
+        self.rtt_s = time.monotonic() - connecting_at
         try:
             wire.send_greeting(self._sock, greeting)
             self.manifest: Manifest = wire.receive_welcome(self._sock, silence_s=silence_s).manifest

@@ -34,6 +34,9 @@ class Arrived:
 class Link(Protocol):
     """One stripe's connection to one holder. Raises LinkBroken, or what the holder refused with."""
 
+    rtt_s: float
+    """The network's round trip, in seconds."""
+
     def ask(self, want: Want) -> None:
         """Requests the rest of a chunk; answers come in order."""
 

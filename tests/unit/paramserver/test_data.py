@@ -246,6 +246,8 @@ def test_garbage_ends_its_own_connection_and_no_other(make_host: MakeHost, garba
 class FakeLink:
     """A link in memory that breaks after a given number of answers, each time in mid-chunk."""
 
+    rtt_s = 0.0
+
     def __init__(self, content: bytes, answers: int) -> None:
         self._content = content
         self._answers = answers

@@ -52,7 +52,9 @@ class Host:
         self.registry = LossyRegistry(store)
         self.seat = Seat(self.registry, Member(name, f"instance-{name}", "h:1", "h:2"), ttl_s=2.0)
         pool = Pool(directory / name, 13 * MIB)
-        self.relay = Relay(RelayConfig(name, "", pool_dir=directory / name, retain=1), self.seat, Store(pool))
+        self.relay = Relay(
+            RelayConfig(name, "", pool_dir=directory / name, retain=1, chunk_bytes=MIB), self.seat, Store(pool)
+        )
         self.publishing = Publishing(self.relay)
         self._tasks: list[asyncio.Task[None]] = []
 

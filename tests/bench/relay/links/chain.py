@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.client import RelayClient, TensorSource
-from paramserver.config import RelayConfig
+from paramserver.core.chunking import HopCost, choose_chunk_bytes
 from tests.bench.relay.contenders import PEERS, Contender, files, project
 from tests.bench.relay.environment import peers
 from tests.bench.relay.figures import ROUNDS, Figure, median
@@ -38,7 +38,9 @@ TINY_CHUNK_BYTES = 4096
 TINY_BYTES = 8 * MIB
 BARE_BYTES = 128 * MIB
 WARM_UP = 3
-CHUNK_BYTES = RelayConfig("any", "").chunk_bytes
+CHUNK_BYTES = choose_chunk_bytes(NUM_BYTES, NUM_HOSTS, HopCost(RATE_BIT_S / 8))
+"""What the relays choose by themselves for these links; given to them, so that no first version differs."""
+CHUNKS = ("--chunk-bytes", str(CHUNK_BYTES))
 KEYS = {"chain_flatness": 1.06, "chain_vs_star": 5.0, "chain_vs_gloo": 2.0, "chain_vs_formula": 1.15}
 
 
@@ -104,9 +106,11 @@ def _short(times: list[float]) -> list[float]:
 def start_tier(stage: Scene, net: Net, count: int, *flags: str) -> list[Daemon]:
     """A relay on each of the first `count` hosts, with room for two versions: one kept, one in transit."""
     room = str(2 * (NUM_BYTES + MIB))
-    masters = [stage.relays.start("r0", "--retain", "1", *flags, pool_bytes=room, on=net.hosts[0])]
+    masters = [stage.relays.start("r0", "--retain", "1", *CHUNKS, *flags, pool_bytes=room, on=net.hosts[0])]
     others = [
-        stage.relays.start(f"r{n}", "--retain", "1", "--no-publish-host", *flags, pool_bytes=room, on=net.hosts[n])
+        stage.relays.start(
+            f"r{n}", "--retain", "1", "--no-publish-host", *CHUNKS, *flags, pool_bytes=room, on=net.hosts[n]
+        )
         for n in range(1, count)
     ]
     return masters + others
