@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="make bench-relay ARGS=...", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=f"any of: {', '.join(PARTS)} (default: all)")
     parts = parser.parse_args(arguments).parts or list(PARTS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # everything that was started is ended on the way out
     found: list[Figure] = []
     for part in parts:
         print(f"== {part}", flush=True)
