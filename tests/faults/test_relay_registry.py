@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.client import RelayClient
+from paramserver.client import RelayClient, Ticket
 from paramserver.membership import LocalEtcd
 from protos.errors import InDoubt, LaminarError
 from tests.support.middleman import Middleman
@@ -25,6 +25,7 @@ from tests.support.survivors import (
     master_at,
     publish_seed,
     registered,
+    stage_of,
     status_of,
 )
 
@@ -69,13 +70,20 @@ async def test_etcd_away_for_several_leases_in_mid_broadcast_stops_no_byte(tmp_p
                     await pending.wait_sealed(left)
             assert {await held(daemon) for daemon in (a, b, c)} == {(ticket.version,)}
             await etcd.start()
-            await until(lambda: all_see(etcd.endpoint, a, b, c), "it is found again soon", 3.0)
+            await until(lambda: all_hear(etcd.endpoint, pending, a, b, c), "it is found again soon", 4.0)
             await settled(head, pending.version, 2, [a, b, c])
 
 
-async def all_see(etcd: str, *daemons: Daemon) -> bool:
+async def all_hear(etcd: str, pending: Ticket, *daemons: Daemon) -> bool:
+    """Every relay is registered, and its watch has told it what became of the version."""
     names = [key.rpartition("/")[2] for key in await registered(etcd) if "/members/" in key]
-    return names == ["a", "b", "c"] and all([await reachable(daemon) for daemon in daemons])
+    told = [await newest_sealed(daemon) == pending.version for daemon in daemons]
+    return names == ["a", "b", "c"] and (all(told) or await stage_of(pending) == "lost")
+
+
+async def newest_sealed(daemon: Daemon) -> int | None:
+    status = await status_of(daemon)
+    return next((m.newest_sealed for m in status.models if m.model == MODEL), None) if status else None
 
 
 async def settled(head: RelayClient, version: int, seed: int, daemons: list[Daemon]) -> None:
