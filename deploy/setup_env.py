@@ -89,6 +89,10 @@ def thin_environment(shared: Path) -> None:
     wanted = f"{shared}\n{ROOT}\n{digest((ROOT / 'pyproject.toml').read_bytes(), repr(TOOLS).encode())}"
     if stamp.exists() and stamp.read_text() == wanted:
         return
+    if VENV.is_symlink():
+        fail(
+            f"{VENV} is a link to {VENV.resolve()}", "It would be emptied: remove the link, and run the command again."
+        )
     print(f"setup: making {VENV}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", str(VENV)], check=True)
     relative = Path(sysconfig.get_path("purelib", "venv", {"base": "", "platbase": ""}).lstrip("/"))

@@ -126,9 +126,7 @@ def cli() -> None:
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics there.")
 @click.option("--max-rate", type=_Size(), help="Bytes per second to send at most: links may be shared with training.")
 @click.option("--bind-interface", metavar="NAME", help="Network interface for bytes, such as eth1. Default: of --host.")
-@click.option(
-    "--chunk-bytes", type=_Size(), help="Size of chunks. Default: from measured hops."
-)
+@click.option("--chunk-bytes", type=_Size(), help="Size of chunks. Default: from measured hops.")
 @daemon_options
 def serve(
     name: str,

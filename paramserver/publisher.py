@@ -125,7 +125,7 @@ async def _publish_once(
         if isinstance(error, Conflict | NotFound | VersionLost):
             await _check_epoch(master, request.model, opened, error)
         raise
-    return Ticket(relay, request.model, opened.version, request.run, request.step)
+    return Ticket(relay, request.model, opened.version, request.run, request.step, opened.epoch)
 
 
 def _write(master: RelayClient, model: str, opened: pb.AnnounceReply, image: Image, force_tcp: bool) -> list[bytes]:

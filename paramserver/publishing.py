@@ -189,6 +189,11 @@ class Publishing:
         claim = self._claims.get(model, {}).get(rank.index)
         if claim is None or claim.run != run or claim.rank != rank:
             raise Conflict(f"run {run} has not claimed model {model}", hint="open HoldRun first; the SDK does")
+        if self._relay.seat.foreign_store:
+            raise Conflict(
+                f"the etcd of {self._relay.config.name} was replaced by another: nothing seals there",
+                hint="run `paramserver adopt` for every relay",
+            )
         wait_room_s = min(max(0.0, wait_room_s), WAIT_ROOM_MAX_S)
 
         part = Part(tensors, file_bytes_max, metadata)

@@ -266,6 +266,9 @@ class RelayService(pb_grpc.RelayServicer):
         if state.ended is not None or run != request.run:
             reason = state.ended.reason if state.ended else f"that number belongs to run {run}"
             return pb.StageReply(stage="lost", reason=reason)
+        begun = state.announced.manifest.epoch if state.announced else None
+        if begun is not None and request.HasField("epoch") and _epoch(begun) != request.epoch:
+            return pb.StageReply(stage="lost", reason=f"that number was given again in epoch {begun}")
         chain = state.announced.plan.order if state.announced else ()
         if state.sealed is None:
             return pb.StageReply(stage="copied", chain=chain)

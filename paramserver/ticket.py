@@ -20,8 +20,9 @@ ASK_WAIT_S = 5.0  # one question waits this long at the relay, so that a dead re
 class Ticket:
     """What is known of one published version. `relay` is asked; its master wrote the version."""
 
-    def __init__(self, relay: RelayClient, model: str, version: int, run: str, step: int) -> None:
+    def __init__(self, relay: RelayClient, model: str, version: int, run: str, step: int, epoch: pb.Epoch) -> None:
         self._relay = relay
+        self._epoch = epoch
         self.model = model
         self.version = version
         self.run = run
@@ -52,7 +53,13 @@ class Ticket:
 
     async def _ask(self, want: str, copies: int, wait_s: float) -> pb.StageReply:
         request = pb.StageRequest(
-            model=self.model, version=self.version, run=self.run, want=want, copies=copies, wait_s=wait_s
+            model=self.model,
+            version=self.version,
+            run=self.run,
+            want=want,
+            copies=copies,
+            wait_s=wait_s,
+            epoch=self._epoch,
         )
         return await self._relay.call(self._relay.stub.Stage(request, timeout=wait_s + self._relay.timeout_s))
 

@@ -97,6 +97,8 @@ async def _adopted(relays: Relays, a: Daemon, b: Daemon) -> None:
         await until(lambda daemon=daemon: _said(daemon, "is another store now"), "it sees another store")  # type: ignore[misc]
     async with client(a) as head, client(b) as tail:
         await check_newest(b, 2)  # what is held is served on
+        with pytest.raises(Conflict, match=r"was replaced by another: nothing seals there \(run `paramserver adopt`"):
+            await version_on(head, 99)
         told = await asyncio.to_thread(command, "adopt", "--relay", a.ready["grpc"])
         assert told.returncode == 0, told.stderr
         assert told.stdout.endswith("with policy version 1, policy version 2\n")

@@ -942,6 +942,7 @@ class StageRequest(_message.Message):
     WANT_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     run: _builtins.str
@@ -949,6 +950,10 @@ class StageRequest(_message.Message):
     """"", "sealed", "copies", "all" """
     copies: _builtins.int
     wait_s: _builtins.float
+    @_builtins.property
+    def epoch(self) -> Global___Epoch:
+        """under which the version was announced: a number may have been given again"""
+
     def __init__(
         self,
         *,
@@ -958,10 +963,11 @@ class StageRequest(_message.Message):
         want: _builtins.str = ...,
         copies: _builtins.int = ...,
         wait_s: _builtins.float = ...,
+        epoch: Global___Epoch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "model", b"model", "run", b"run", "version", b"version", "wait_s", b"wait_s", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "epoch", b"epoch", "model", b"model", "run", b"run", "version", b"version", "wait_s", b"wait_s", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
