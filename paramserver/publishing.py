@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -49,6 +50,7 @@ from protos.errors import Conflict, InvalidRequest, OutOfCapacity, StaleEpoch, U
 log = logging.getLogger(__name__)
 
 ROOM_POLL_S = 0.05
+RECORD_WAIT_S = 0.01  # the registry answers in a few milliseconds, or the announcement goes on without it
 WAIT_ROOM_MAX_S = 600.0
 LOST_GRACE_S = 10.0  # holders whose lease lapsed in an outage get this long to register again
 
@@ -221,13 +223,25 @@ class Publishing:
         draft = await self._open(model, run, step, specs, epoch, wait_room_s)
         draft.owners, draft.num_ranks = layout.owners, num_ranks
         _write_own(draft.snapshot, layout)
+        recording = asyncio.ensure_future(self._record(draft))
+        await asyncio.wait([recording], timeout=RECORD_WAIT_S)
+        if recording.done():
+            self._recorded(draft, recording)
+        else:  # the trainer does not wait for the registry: sealing will
+            recording.add_done_callback(lambda done: self._note_recording(draft, done))
+        return draft
+
+    def _recorded(self, draft: Draft, recording: asyncio.Future[None]) -> None:
         try:
-            await self._record(draft)
+            recording.result()
         except Unavailable as error:
             log.warning(
                 "version %d is announced here only until the registry is back: %s", draft.manifest.version, error
             )
-        return draft
+
+    def _note_recording(self, draft: Draft, recording: asyncio.Future[None]) -> None:
+        with contextlib.suppress(StaleEpoch):  # the draft has failed by it, and its commit will say so
+            self._recorded(draft, recording)
 
     async def _open(
         self, model: str, run: str, step: int, files: tuple[FileSpec, ...], epoch: Epoch, wait_room_s: float

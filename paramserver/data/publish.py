@@ -2,7 +2,8 @@
 
 Invariants:
 - every byte is copied once; each chunk is hashed as it is copied, in blocks that stay in the cache;
-- a tensor's `read` is called when its first byte is due, and its view is dropped with its last.
+- several threads copy, each a chunk at a time, in the order in which the chain wants them;
+- a tensor's `read` is called once, when its first byte is due; a view is dropped soon after its last.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import bisect
 import mmap
 import os
 import socket
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from paramserver.core.layout import FileLayout
@@ -26,6 +31,9 @@ from protos.errors import Corrupt, InvalidRequest, Unavailable
 BLOCK_BYTES = 256 << 10  # copy and hash while in cache: 1.1 x a bare memcpy; 1 MiB blocks 1.3, 16 MiB 1.5
 PUBLISH_STALL_S = 30.0
 MAPPINGS_MAX = 64
+COPY_THREADS_MAX = 4
+CHUNKS_PER_THREAD_MIN = 4
+VIEWS_KEPT = 2 * COPY_THREADS_MAX  # tensors being copied: each thread may be at another one
 
 Read = Callable[[], memoryview]
 
@@ -51,7 +59,8 @@ class Image:
         self.indices = [index for file in sorted(mine) for index in self.chunks.range_of(file)]
         self._segments = {number: _segments(file, reads) for number, file in mine.items()}
         self._offsets = {n: [segment.offset for segment in segments] for n, segments in self._segments.items()}
-        self._loaded: tuple[_Segment, memoryview] | None = None
+        self._views: OrderedDict[_Segment, memoryview] = OrderedDict()
+        self._loading = threading.Lock()
 
     def blocks(self, chunk: Chunk) -> Iterator[tuple[int, memoryview]]:
         """(offset within the chunk, bytes) pieces of at most BLOCK_BYTES that cover the chunk."""
@@ -72,20 +81,24 @@ class Image:
         hasher = xxhash.xxh3_128()
         for offset, block in self.blocks(chunk):
             placed = target[offset : offset + len(block)]
-            placed[:] = block
+            np.copyto(np.frombuffer(placed, np.uint8), np.frombuffer(block, np.uint8))  # lets other threads run
             hasher.update(placed)
         return hasher.digest()
 
     def _load(self, segment: _Segment) -> memoryview:
-        if self._loaded is None or self._loaded[0] is not segment:
-            view = segment.read().cast("B")
-            if len(view) != segment.size_bytes:
-                raise InvalidRequest(
-                    f"tensor {segment.what!r} gave {len(view)} bytes, its shape and dtype say {segment.size_bytes}",
-                    hint="read() must return the whole contiguous tensor",
-                )
-            self._loaded = (segment, view)
-        return self._loaded[1]
+        with self._loading:
+            view = self._views.get(segment)
+            if view is None:
+                view = segment.read().cast("B")
+                if len(view) != segment.size_bytes:
+                    raise InvalidRequest(
+                        f"tensor {segment.what!r} gave {len(view)} bytes, its shape and dtype say {segment.size_bytes}",
+                        hint="read() must return the whole contiguous tensor",
+                    )
+                self._views[segment] = view
+                if len(self._views) > VIEWS_KEPT:
+                    self._views.popitem(last=False)
+            return view
 
 
 def _segments(file: FileLayout, reads: dict[str, Read]) -> list[_Segment]:
@@ -143,14 +156,47 @@ def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mapping
             mappings.map(fd) if size else memoryview(b"")
             for fd, size in zip(_receive_fds(sock, len(sizes)), sizes, strict=True)
         ]
-        digests = []
-        for index in image.indices:
-            chunk = image.chunks.chunk(index)
-            chunk_digest = image.fill(chunk, views[chunk.file][chunk.offset : chunk.offset + chunk.length])
-            wire.send_all(sock, Header(Kind.PRESENT, index, 0, chunk.length, chunk_digest).pack())
-            digests.append(chunk_digest)
+        digests = _copy(image, views, sock)
         _finish(sock)
         return digests
+
+
+def num_copy_threads(num_chunks: int = 1 << 30) -> int:
+    """How many threads copy a version: memory is faster than one core, and a small version is not worth them."""
+    return max(1, min(COPY_THREADS_MAX, len(os.sched_getaffinity(0)), num_chunks // CHUNKS_PER_THREAD_MIN))
+
+
+def _copy(image: Image, views: Sequence[memoryview], sock: socket.socket) -> list[bytes]:
+    """Copies and hashes every chunk, and tells the relay of each; digests in the order of `image.indices`."""
+    digests: dict[int, bytes] = {}
+    work = iter(image.indices)
+    mutex = threading.Lock()
+    failed = threading.Event()
+
+    def copy() -> None:
+        try:
+            while not failed.is_set():
+                with mutex:
+                    index = next(work, None)
+                if index is None:
+                    return
+                chunk = image.chunks.chunk(index)
+                chunk_digest = image.fill(chunk, views[chunk.file][chunk.offset : chunk.offset + chunk.length])
+                with mutex:
+                    wire.send_all(sock, Header(Kind.PRESENT, index, 0, chunk.length, chunk_digest).pack())
+                    digests[index] = chunk_digest
+        except BaseException:
+            failed.set()
+            raise
+
+    num_threads = num_copy_threads(len(image.indices))
+    if num_threads == 1:
+        copy()
+    else:
+        with ThreadPoolExecutor(num_threads, "publish-copy") as threads:
+            for one in [threads.submit(copy) for _ in range(num_threads)]:
+                one.result()
+    return [digests[index] for index in image.indices]
 
 
 def write_tcp(address: str, greeting: Greeting, image: Image, *, attempts: int = 3) -> list[bytes]:

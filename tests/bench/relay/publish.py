@@ -55,7 +55,7 @@ ETCD_ROUNDS = 5
 
 def threads() -> int:
     """How many threads publish copies with on one host."""
-    return int(getattr(copying, "num_copy_threads", lambda: 1)())
+    return copying.num_copy_threads()
 
 
 class Memcpy:

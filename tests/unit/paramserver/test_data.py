@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -320,6 +321,46 @@ def test_a_publisher_writes_through_the_passed_descriptors(make_host: MakeHost) 
     assert bytes(host.snapshot.files[0].view()) == expected
     assert host.snapshot.complete
     assert version_root(found, digests) == host.snapshot.root()
+
+
+def test_many_threads_copy_one_version_and_read_each_tensor_once(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paramserver.data.publish.num_copy_threads", lambda chunks: 4)
+    reads: Counter[str] = Counter()
+
+    def reader(name: str, data: bytes) -> Callable[[], memoryview]:
+        def read() -> memoryview:
+            reads[name] += 1
+            return memoryview(data)
+
+        return read
+
+    tensors = {f"t{i}": CONTENT[i:] for i in range(6)}
+    (file,) = plan_layout([TensorSpec(name, "U8", (len(data),)) for name, data in tensors.items()])
+    image = Image([file.size_bytes], {0: file}, {n: reader(n, data) for n, data in tensors.items()}, CHUNK)
+    host = make_host(file.size_bytes)
+    mappings = Mappings()
+    digests = write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+    mappings.close()
+    assert bytes(host.snapshot.files[0].view()) == file.head + b"".join(tensors.values())
+    assert digests == host.snapshot.digests()
+    assert set(reads.values()) == {1}
+
+
+def test_a_tensor_that_fails_in_one_thread_ends_them_all(make_host: MakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paramserver.data.publish.num_copy_threads", lambda chunks: 4)
+
+    def gone() -> memoryview:
+        raise RuntimeError("the device is gone")
+
+    (file,) = plan_layout([TensorSpec("a", "U8", (len(CONTENT),)), TensorSpec("b", "U8", (len(CONTENT),))])
+    image = Image([file.size_bytes], {0: file}, {"a": lambda: memoryview(CONTENT), "b": gone}, CHUNK)
+    host, mappings = make_host(file.size_bytes), Mappings()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+    mappings.close()
+    assert not host.snapshot.complete
 
 
 def test_a_publisher_streams_and_sends_only_what_is_missing(make_host: MakeHost) -> None:
