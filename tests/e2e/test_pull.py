@@ -36,7 +36,7 @@ def interrupt_in_the_middle(relay: str, out: Path) -> None:
 
 @pytest.mark.slow
 async def test_an_interrupted_pull_resumes_and_rejects_what_was_damaged(relays: Relays, tmp_path: Path) -> None:
-    daemon = relays.start("a", "--max-rate", "6MiB")
+    daemon = relays.start("a", "--max-rate", "6MiB", "--chunk-bytes", "1MiB")
     tensors, out = weights(0, scale=2), tmp_path / "out"
     async with RelayClient(daemon.ready["grpc"]) as relay:
         await (await publish(relay, "policy", source_of(tensors), step=1, run="r")).wait_sealed(10.0)

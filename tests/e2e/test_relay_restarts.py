@@ -85,7 +85,7 @@ async def test_the_last_holder_gone_means_nothing_is_shown_and_numbers_go_on(rel
 
 
 async def test_one_that_joins_in_mid_write_follows_what_is_being_written(relays: Relays) -> None:
-    a = relays.start("a")
+    a = relays.start("a", "--chunk-bytes", "1MiB")
     go_on, half = threading.Event(), threading.Event()
     size = 3 << 20
 
