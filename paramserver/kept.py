@@ -43,11 +43,11 @@ class Kept:
 
     @property
     def directory(self) -> Path:
-        return self.base / SNAPSHOTS / _name(self.manifest)
+        return self.base / SNAPSHOTS / relative_path(self.manifest)
 
     @property
     def record(self) -> Path:
-        return self.base / RECORDS / _name(self.manifest)
+        return self.base / RECORDS / relative_path(self.manifest)
 
     @property
     def files(self) -> list[Path]:
@@ -56,7 +56,7 @@ class Kept:
 
 def write_record(base: Path, manifest: Manifest, root_digest: str, digests: Sequence[bytes]) -> None:
     """Writes the record of a snapshot; durable when this returns, as far as `base` is."""
-    path = base / RECORDS / _name(manifest)
+    path = base / RECORDS / relative_path(manifest)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -68,7 +68,7 @@ def write_record(base: Path, manifest: Manifest, root_digest: str, digests: Sequ
 
 
 def remove_record(base: Path, manifest: Manifest) -> None:
-    (base / RECORDS / _name(manifest)).unlink(missing_ok=True)
+    (base / RECORDS / relative_path(manifest)).unlink(missing_ok=True)
 
 
 def find(base: Path) -> list[Kept]:
@@ -97,7 +97,7 @@ def _read(base: Path, path: Path) -> Iterator[Kept]:
 
 def _wrong(kept: Kept, path: Path) -> str:
     if kept.record != path:
-        return f"it names {_name(kept.manifest)}"
+        return f"it names {relative_path(kept.manifest)}"
     if len(kept.digests) != ChunkMap.of(kept.manifest).num_chunks or any(
         len(one) != DIGEST_BYTES for one in kept.digests
     ):
@@ -146,5 +146,6 @@ def remove(kept: Kept) -> None:
     shutil.rmtree(kept.directory, ignore_errors=True)
 
 
-def _name(manifest: Manifest) -> str:
+def relative_path(manifest: Manifest) -> str:
+    """Where a version's files, or its record, lie below the folder of their kind."""
     return f"{manifest.model}/v{manifest.version:08d}"

@@ -406,6 +406,7 @@ class Relay:
         state = self.of(manifest.model).get(manifest.version)
         holders = set(state.holders) if state is not None else set()
         members = dict(self.view.members)
+        # Not `view.places()`: one that drains takes no more, but serves what it has.
         places = {name: Place(member.zone, member.rack) for name, member in members.items()}
         tiers = sources(self.config.name, announced.plan, holders, places)
         peers = [[Source(name, members[name].data_address) for name in tier] for tier in tiers]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.core.records import ChunkMap, Manifest, digest, version_root
-from paramserver.kept import Kept, remove_record, write_record
+from paramserver.kept import Kept, relative_path, remove_record, write_record
 from paramserver.pool import Pool, PoolFile
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
 
@@ -243,4 +243,4 @@ class Store:
         self.pool.close()
 
     def _directory(self, kind: str, manifest: Manifest) -> Path:
-        return self.pool.directory / kind / manifest.model / f"v{manifest.version:08d}"
+        return self.pool.directory / kind / relative_path(manifest)

@@ -6,7 +6,6 @@ least at k* = sqrt((p - 2) * M * T_byte / T_start). Here the publisher counts as
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -48,8 +47,3 @@ def choose_chunk_bytes(num_bytes: int, num_relays: int, hop: HopCost) -> int:
     """The power of two whose T is least, within the bounds."""
     sizes = [1 << bits for bits in range(CHUNK_BYTES_MIN.bit_length() - 1, CHUNK_BYTES_MAX.bit_length())]
     return min(sizes, key=lambda size: (transfer_s(num_relays + 1, num_bytes, size, hop), size))
-
-
-def best_num_chunks(num_nodes: int, num_bytes: int, hop: HopCost) -> float:
-    """k* of the paper."""
-    return math.sqrt(max(0, num_nodes - 2) * num_bytes / hop.rate_bytes_s / hop.start_s)

@@ -3,7 +3,8 @@
 Invariants:
 - every byte is copied once; each chunk is hashed as it is copied, in blocks that stay in the cache;
 - several threads copy, each a chunk at a time, in the order in which the chain wants them;
-- a tensor's `read` is called once, when its first byte is due; a view is dropped soon after its last.
+- a tensor's `read` is called when its first byte is due; of the views that it gave the last used VIEWS_KEPT are kept,
+  so that threads at work on one tensor share one.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class Image:
     def _load(self, segment: _Segment) -> memoryview:
         with self._loading:
             view = self._views.get(segment)
-            if view is None:
+            if view is not None:
+                self._views.move_to_end(segment)
+            else:
                 view = segment.read().cast("B")
                 if len(view) != segment.size_bytes:
                     raise InvalidRequest(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +12,16 @@ from paramserver.core.chunking import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
     HopCost,
-    best_num_chunks,
     choose_chunk_bytes,
     transfer_s,
     typical,
 )
+
+
+def best_num_chunks(num_nodes: int, num_bytes: int, hop: HopCost) -> float:
+    """k* of the paper."""
+    return math.sqrt(max(0, num_nodes - 2) * num_bytes / hop.rate_bytes_s / hop.start_s)
+
 
 HOP = HopCost(rate_bytes_s=2e9, rtt_s=2e-4)
 
