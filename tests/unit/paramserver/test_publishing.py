@@ -32,12 +32,18 @@ MODEL = "policy"
 
 
 class LossyRegistry(MemoryRegistry):
-    """Applies what it is told; `answers_lost` of the next transactions that write a key with `about` say nothing."""
+    """Applies what it is told; `answers_lost` of the next transactions that write a key with `about` say nothing.
+
+    While `hung` is there, those wait until it is set.
+    """
 
     about = ""
     answers_lost = 0
+    hung: asyncio.Event | None = None
 
     async def transact(self, guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        if self.hung is not None and any(write.key.endswith(self.about) for write in writes):
+            await self.hung.wait()
         outcome = await super().transact(guards, writes)
         if self.answers_lost and any(write.key.endswith(self.about) for write in writes):
             self.answers_lost -= 1
@@ -348,3 +354,16 @@ async def test_the_registry_and_this_relay_remember_a_bounded_number_of_versions
     assert world.recorded(draft.manifest.version, "sealed") is not None
     assert len(host.relay.of(MODEL).items()) <= VERSIONS_KEPT + 1
     assert len(host.publishing._drafts) <= VERSIONS_KEPT
+
+
+async def test_a_registry_that_hangs_holds_up_the_seal_and_never_the_trainer(host: Host) -> None:
+    await host.publish()
+    host.registry.about, host.registry.hung = "/announced", asyncio.Event()
+    async with asyncio.timeout(1.0):  # nothing would ever answer
+        draft = await host.announce()
+        write(draft)
+        await host.commit(draft)
+    assert draft.state == "committed", "not sealed, and not called so"
+    host.registry.hung.set()
+    await host.reaches(draft, "sealed")
+    assert draft.manifest.version in host.shown()
