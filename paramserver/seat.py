@@ -5,7 +5,9 @@ Invariants:
 - every key that says "alive", "master" or "holder" hangs on this relay's lease, and vanishes with it;
 - a relay that finds another store id than the one it began with takes no seat there: revisions of a wiped
   registry start again, and old epochs would look new. A master's transaction names the store in its guards, for
-  the registry may be replaced between two calls.
+  the registry may be replaced between two calls;
+- the view goes forward only: what the watch repeats of a list read meanwhile is skipped, and a list older than what
+  the watch has told is not taken.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class Seat:
         self.foreign_store = ""
         self._store_id = ""
         self._mark = Created("", 0)  # a key that only this store has
+        self._listed = self._seen = 0  # revision of the list in the view; the newest that came by list or by watch
         self._lease = 0
         self._held: dict[str, bytes] = {}  # keys that say what this relay has, on its lease
         self._written: set[str] = set()
@@ -96,6 +99,8 @@ class Seat:
         mark = keys.store_mark(found)
         await self._registry.transact([Absent(mark), Created(keys.STORE, state.entries[0].created)], [Put(mark, b"")])
         self._mark = Created(mark, (await self._registry.list(mark)).entries[0].created)
+        if found != self._store_id:
+            self._listed = self._seen = 0
         self._store_id, self.foreign_store = found, ""
         self.view.store_id = found
 
@@ -171,12 +176,20 @@ class Seat:
 
     def _facts(self, event: Event) -> list[Fact]:
         match event:
-            case State(entries, _):
-                return self.view.replace([(e.key, e.value, e.created) for e in entries])
-            case Changed(entry):
+            case State():
+                return self._replace(event)
+            case Changed(_, revision) | Removed(_, revision) if revision <= self._listed:
+                return []
+            case Changed(entry, revision):
+                self._seen = max(self._seen, revision)
                 return self.view.put(entry.key, entry.value, entry.created)
-            case Removed(key):
+            case Removed(key, revision):
+                self._seen = max(self._seen, revision)
                 return self.view.remove(key)
+
+    def _replace(self, state: State) -> list[Fact]:
+        self._listed = self._seen = state.revision
+        return self.view.replace([(e.key, e.value, e.created) for e in state.entries])
 
     def _is_foreign(self, event: Event) -> bool:
         """Whether the watch speaks for another store. A state without a store id is one that was wiped."""
@@ -290,8 +303,8 @@ class Seat:
         return outcome.succeeded
 
     async def refresh(self) -> list[Fact]:
-        """Reads the whole registry now, without waiting for the watch."""
+        """Reads the whole registry now, without waiting for the watch, which may have overtaken the answer."""
         state = await self._registry.list(keys.ROOT)
-        if self._is_foreign(state):
+        if self._is_foreign(state) or state.revision < self._seen:
             return []
-        return self.view.replace([(e.key, e.value, e.created) for e in state.entries])
+        return self._replace(state)

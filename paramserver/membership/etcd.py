@@ -1,7 +1,8 @@
 """The registry in etcd.
 
 Traps of the client that this module covers: a call without a timeout may wait for ever; a compacted watch skips
-what it missed without a word; the client's own keepalive reports life through an outage.
+what it missed without a word; so does one that reconnects while it is catching up (it goes on after the store's
+revision, not after the last event); the client's own keepalive reports life through an outage.
 """
 
 from __future__ import annotations
@@ -123,13 +124,15 @@ class EtcdRegistry:
                 yield event
 
     async def _follow(self, prefix: str, revision: int) -> AsyncIterator[Event]:
-        """Events until the history has a gap: compacted, cancelled, or a store that started over."""
+        """Events until the history may have a gap: compacted, cancelled, reconnected, or a store that started over."""
         assert self._client.watch is not None
         stream = self._client.watch.watch(prefix, range_end=prefix_range_end(prefix), start_revision=revision)
+        begun = False
         try:
             async for reply in stream:
-                if reply.canceled or reply.compact_revision > 0 or reply.header.revision < revision - 1:
-                    log.warning("the watch on %s has a gap; listing again", prefix)
+                again, begun = reply.created and begun, begun or reply.created
+                if again or reply.canceled or reply.compact_revision > 0 or reply.header.revision < revision - 1:
+                    log.info("the watch on %s may have a gap; listing again", prefix)
                     return
                 for event in reply.events:
                     yield _event(event)
@@ -157,5 +160,5 @@ class EtcdRegistry:
 def _event(event: object) -> Event:
     kv = event.kv  # type: ignore[attr-defined]
     if event.type == _EVENT_DELETE:  # type: ignore[attr-defined]
-        return Removed(kv.key.decode())
-    return Changed(Entry(kv.key.decode(), kv.value, kv.create_revision))
+        return Removed(kv.key.decode(), kv.mod_revision)
+    return Changed(Entry(kv.key.decode(), kv.value, kv.create_revision), kv.mod_revision)

@@ -64,9 +64,9 @@ class MemoryStore:
                 old = self.keys.get(write.key)
                 created = old.created if old else self.revision
                 self.keys[write.key] = _Key(write.value, created, write.lease)
-                self.log.append((self.revision, Changed(Entry(write.key, write.value, created))))
+                self.log.append((self.revision, Changed(Entry(write.key, write.value, created), self.revision)))
             elif self.keys.pop(write.key, None) is not None:
-                self.log.append((self.revision, Removed(write.key)))
+                self.log.append((self.revision, Removed(write.key, self.revision)))
         self.changed.set()
         self.changed = asyncio.Event()
 

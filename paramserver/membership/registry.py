@@ -70,16 +70,18 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A key was written."""
+    """A key was written, at `revision`."""
 
     entry: Entry
+    revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A key was deleted, or its lease ended."""
+    """A key was deleted, or its lease ended, at `revision`."""
 
     key: str
+    revision: int
 
 
 Guard = Absent | Created

@@ -47,6 +47,13 @@ async def start(relays: Relays, name: str, *flags: str) -> Daemon:
     return await asyncio.to_thread(relays.start, name, *flags)
 
 
+async def said(daemon: Daemon, words: str) -> None:
+    async def found() -> bool:
+        return words in daemon.log()
+
+    await until(found, f"{daemon.name} says {words!r}")
+
+
 async def reachable(daemon: Daemon) -> bool:
     status = await status_of(daemon)
     return status is not None and status.registry_reachable
@@ -134,8 +141,8 @@ async def test_an_empty_etcd_in_the_place_of_the_old_one_gets_nothing(tmp_path: 
             assert await held(new) == ()
             found = await registered(etcd.endpoint)
             assert not [key for key in found if "/versions/" in key or "/holders/" in key], "of the old store's relays"
-            assert "another store" in a.log()
-            assert "another store" in b.log()
+            for daemon in (a, b):
+                await said(daemon, "another store")
             async with client(new) as relay:
                 ticket = await publish_seed(relay, 3)
                 await ticket.wait_sealed(10.0)

@@ -120,9 +120,9 @@ class SimRelay:
             return self.refresh()
         for _, event in log[self.position : self.position + num]:
             match event:
-                case Changed(entry):
+                case Changed(entry, _):
                     self.take(self.view.put(entry.key, entry.value, entry.created))
-                case Removed(key):
+                case Removed(key, _):
                     self.take(self.view.remove(key))
                 case State():
                     raise AssertionError("the log holds changes only")

@@ -11,7 +11,7 @@ import pytest
 from paramserver.core import view as keys
 from paramserver.core.records import Holding, Member
 from paramserver.membership import MemoryRegistry, MemoryStore
-from paramserver.membership.registry import Put
+from paramserver.membership.registry import Delete, Put, State
 from paramserver.seat import Seat
 from protos.errors import Conflict, StaleEpoch, Unavailable
 
@@ -44,6 +44,39 @@ class World:
 @pytest.fixture
 def world() -> World:
     return World()
+
+
+async def test_a_list_that_the_watch_has_overtaken_is_not_taken(world: World) -> None:
+    """Else the view would forget what the watch has told, and never hear of it again."""
+    seat = await world.seat("a")
+    early = await seat._registry.list(keys.ROOT)
+    facts = seat.follow()
+    await anext(facts)
+    other = MemoryRegistry(world.store)
+    await other.transact([], [Put(keys.holder_key("m", 1, "b"), b"")])
+    assert [fact.relay for fact in await anext(facts)] == ["b"]  # type: ignore[union-attr]
+
+    async def answers_late(_: str) -> State:
+        return early
+
+    seat._registry.list = answers_late  # type: ignore[method-assign]
+    assert await seat.refresh() == []
+    assert seat.view.knows(keys.holder_key("m", 1, "b"))
+
+
+async def test_what_the_watch_repeats_of_a_list_does_not_take_the_view_back(world: World) -> None:
+    seat = await world.seat("a")
+    facts = seat.follow()
+    await anext(facts)
+    other = MemoryRegistry(world.store)
+    key = keys.holder_key("m", 1, "b")
+    await other.transact([], [Put(key, b"")])
+    await other.transact([], [Delete(key)])
+    await other.transact([], [Put(key, b"")])
+    assert [fact.present for fact in await seat.refresh()] == [True]  # type: ignore[union-attr]
+    assert [await anext(facts) for _ in range(3)] == [[], [], []]
+    await other.transact([], [Delete(key)])
+    assert [fact.present for fact in await anext(facts)] == [False]  # type: ignore[union-attr]
 
 
 async def test_two_live_relays_cannot_have_one_name(world: World) -> None:
