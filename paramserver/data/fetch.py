@@ -5,7 +5,7 @@ Invariants:
 - a source that breaks, falls silent, refuses or sends wrong bytes is bypassed for a while, not for ever;
   the next one up is asked for the rest, from the byte where the last one stopped;
 - stripes spread over the sources of one tier, different chunks from each;
-- the byte loop holds no policy: what to ask for is `TransferState`, whom to ask is `sources`.
+- the byte loop holds no policy: what to ask for is `TransferState`, whom to ask is `sources` and `Bypasses`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from paramserver.core.bypass import Bypasses
 from paramserver.core.records import ChunkMap, digest
 from paramserver.core.transfer import TransferState, Want
 from paramserver.data.transport import Dial, Link, Source
@@ -26,8 +26,6 @@ from protos.errors import Corrupt, LaminarError, OutOfCapacity, Unavailable
 log = logging.getLogger(__name__)
 
 WINDOW = 4  # requests outstanding per stripe: keeps the pipe full over a round trip, wastes little on a break
-BYPASS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # how long a source is left alone after its 1st, 2nd, ... failure
-BUSY_S = 0.2  # a holder that serves as many late joiners as it will is asked again so soon
 STRIPES_MAX = 8
 
 
@@ -43,12 +41,6 @@ class Sink(Protocol):
 
 Tiers = Sequence[Sequence[Source]]
 """Whom to ask, best first; those of one tier are equally good."""
-
-
-@dataclass(slots=True)
-class _Bypass:
-    num_failures: int = 0
-    until: float = 0.0
 
 
 class Fetch:
@@ -73,7 +65,7 @@ class Fetch:
         self._state = TransferState(sink.chunks, [i for i in range(sink.chunks.num_chunks) if i not in missing])
         self._mutex = threading.Lock()
         self._changed = threading.Condition(self._mutex)
-        self._bypassed: dict[str, _Bypass] = {}
+        self._bypasses = Bypasses()
         self._cancelled = threading.Event()
         self._failure: BaseException | None = None
         self._last_error: LaminarError | None = None
@@ -83,7 +75,6 @@ class Fetch:
         self.upstream = ""
         self.rtt_s = 0.0
         self.num_stripes = num_stripes
-        self.num_bypasses = 0
 
     @property
     def bytes_done(self) -> int:
@@ -104,9 +95,12 @@ class Fetch:
 
     def bypassed(self) -> set[str]:
         """Sources left alone right now."""
-        now = time.monotonic()
         with self._mutex:
-            return {name for name, entry in self._bypassed.items() if entry.until > now}
+            return self._bypasses.at(time.monotonic())
+
+    @property
+    def num_bypasses(self) -> int:
+        return self._bypasses.num_failures
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -214,29 +208,19 @@ class Fetch:
             self._active_s += seconds
 
     def _pick(self, number: int) -> Source | None:
-        """The stripe's own among the best tier that has anybody left."""
-        now = time.monotonic()
         with self._mutex:
-            for tier in self._sources():
-                free = [s for s in tier if self._bypassed.get(s.name, _Bypass()).until <= now]
-                if free:
-                    return free[number % len(free)]
-        return None
+            return self._bypasses.pick(self._sources(), number, time.monotonic())
 
     def _bypass(self, source: Source, stripe: str, error: LaminarError) -> None:
         if self._over():
             return
         with self._changed:
             back = self._state.broken(stripe)
-            entry = self._bypassed.setdefault(source.name, _Bypass())
-            if isinstance(error, OutOfCapacity):
-                entry.until = time.monotonic() + BUSY_S
-                self._changed.notify_all()
-                return
-            entry.until = time.monotonic() + BYPASS_S[min(entry.num_failures, len(BYPASS_S) - 1)]
-            entry.num_failures += 1
-            self.num_bypasses += 1
             self._changed.notify_all()
+            if isinstance(error, OutOfCapacity):
+                self._bypasses.busy(source.name, time.monotonic())
+                return
+            self._bypasses.failed(source.name, time.monotonic())
         where = ", ".join(f"chunk {want.index} from byte {want.from_byte}" for want in back)
         log.info("bypassing %s: %s; asking elsewhere for %s", source.name, error, where or "nothing in flight")
 
