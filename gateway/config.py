@@ -8,11 +8,11 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from gateway.core.fleet import FleetConfig
+from protos.engines import ENGINE_KINDS
 from protos.errors import InvalidRequest, UnsupportedField
 
 Mode = Literal["drain", "repack"]
 MODES_TO_COME = ("inflight", "barrier")
-ENGINE_KINDS = ("vllm",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def parse_engine(text: str, default_relay: str | None) -> EngineSpec:
     if kind not in ENGINE_KINDS:
         raise UnsupportedField(
             f"--engine {text!r}: no adapter for {kind!r}",
-            hint=f"known kinds: {', '.join(ENGINE_KINDS)}; the embedded engine speaks vllm's dialect",
+            hint=f"known kinds: {', '.join(ENGINE_KINDS)}",
         )
     return EngineSpec(name, kind, url, relay or default_relay)
 

@@ -21,7 +21,7 @@ from gateway.core.scheduler import Admission, Demand, Placement, Wait, admit, pl
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.data import Timeline
 from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport
-from gateway.engines.vllm import VllmEngine
+from gateway.engines.kinds import connect
 from paramserver.client import Lease, RelayClient
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable, UnknownModel
 
@@ -117,7 +117,7 @@ class Fleet:
             raise Conflict(
                 f"there is already an engine named {name!r}", hint=f"taken: {', '.join(sorted(self.members))}"
             )
-        adapter = VllmEngine(spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
+        adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
         state = EngineState(name, spec.kind, spec.url)
         member = self.members[name] = Member(spec, adapter, state)
         self.state.engines[name] = state

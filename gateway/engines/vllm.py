@@ -6,30 +6,21 @@ a finish reason of "stop" or "length": a bare `[DONE]`, an "abort" and an end of
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import aiohttp
 import msgspec
-from aiohttp.http_exceptions import LineTooLong
 
 from gateway.core.types import SamplingParams, TopLogprob
-from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
+from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, StreamCut
+from gateway.engines.http import LOAD_TIMEOUT_S, EngineHttp
 
-CONTROL_TIMEOUT_S = 10.0
-LOAD_TIMEOUT_S = 300.0
-CONNECT_TIMEOUT_S = 5.0
-EVENT_BYTES_MAX = 4 << 20
-"""One event's line: the first carries the prompt's ids."""
 BACKEND_INITIALISED_MESSAGE = "already"
 TOKEN_KEY = re.compile(r"token_id:[0-9]+")
-
-T = TypeVar("T")
 
 
 class _Logprobs(msgspec.Struct):
@@ -75,18 +66,11 @@ class VllmEngine:
     """One server. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
 
     def __init__(self, url: str, model: str, *, stall_timeout_s: float = 60.0) -> None:
-        self.url = url.rstrip("/")
+        self._http = EngineHttp(url, stall_timeout_s=stall_timeout_s)
+        self.url = self._http.url
         self._model = model
-        self._streams: set[aiohttp.ClientResponse] = set()
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            read_bufsize=EVENT_BYTES_MAX,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=stall_timeout_s),
-        )
 
     async def close(self) -> None:
-        for response in self._streams:  # aiohttp forgets them without a word
-            response.content.set_exception(aiohttp.ClientConnectionError("the engine was taken out"))
         await self._http.close()
 
     # -- generation
@@ -96,23 +80,13 @@ class VllmEngine:
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
     ) -> AsyncIterator[AsyncIterator[EngineChunk]]:
         body = _completion_body(self._model, prompt_ids, sampling, request_id)
-        try:
-            response = await self._http.post(f"{self.url}/v1/completions", json=body)
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
-            raise _cut_of(e, self.url) from e
-        self._streams.add(response)
-        try:
-            if response.status != 200:
-                await _raise_refusal(response)
-            yield _chunks(response, self.url)
-        finally:
-            self._streams.discard(response)
-            response.close()  # closing an unfinished stream aborts the request in the engine
+        async with self._http.stream("/v1/completions", body) as events:
+            yield _chunks(events, self.url)
 
     # -- looking
 
     async def report(self) -> EngineReport:
-        text = await self._text("GET", "/metrics")
+        text = await self._http.text("GET", "/metrics")
         try:
             values = _metric_values(text)
         except ValueError as e:
@@ -126,7 +100,7 @@ class VllmEngine:
         )
 
     async def limits(self) -> EngineLimits:
-        served = {model.id: model for model in (await self._get("/v1/models", _Models)).data}
+        served = {model.id: model for model in (await self._http.get("/v1/models", _Models)).data}
         if self._model not in served:
             raise EngineFailed(
                 f"{self.url} serves {sorted(served)}, not {self._model!r}",
@@ -134,7 +108,7 @@ class VllmEngine:
             )
         return EngineLimits(
             context_tokens=served[self._model].max_model_len or 0,
-            kv_capacity_tokens=_kv_capacity(await self._text("GET", "/metrics")),
+            kv_capacity_tokens=_kv_capacity(await self._http.text("GET", "/metrics")),
             weight_version=await self._label(),
         )
 
@@ -142,51 +116,28 @@ class VllmEngine:
 
     async def load(self, path: Path, version: int, digest: str) -> float:
         started = time.monotonic()
-        await self._post("/pause?mode=abort&clear_cache=true")
+        await self._http.post("/pause?mode=abort&clear_cache=true")
         await self._init_backend()
-        await self._post("/start_weight_update")
+        await self._http.post("/start_weight_update")
         update = {"update_info": {"path": str(path), "version": str(version), "digest": digest}}
-        await self._post("/update_weights", update, timeout_s=LOAD_TIMEOUT_S)
-        await self._post("/finish_weight_update", {"weight_version": str(version)}, timeout_s=LOAD_TIMEOUT_S)
+        await self._http.post("/update_weights", update, timeout_s=LOAD_TIMEOUT_S)
+        await self._http.post("/finish_weight_update", {"weight_version": str(version)}, timeout_s=LOAD_TIMEOUT_S)
         label = await self._label()
         if label != str(version):
             raise EngineFailed(f"{self.url} says it holds version {label!r} after loading version {version}")
-        await self._post("/resume")
+        await self._http.post("/resume")
         return time.monotonic() - started
 
     async def _init_backend(self) -> None:
         """Once per incarnation; a server that was told before says so, which is as good."""
         try:
-            await self._post("/init_weight_transfer_engine", {"init_info": {}})
+            await self._http.post("/init_weight_transfer_engine", {"init_info": {}})
         except EngineFailed as e:
             if BACKEND_INITIALISED_MESSAGE not in e.message:
                 raise
 
-    # -- HTTP
-
-    async def _post(self, path: str, body: object | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> str:
-        return await self._text("POST", path, body, timeout_s=timeout_s)
-
     async def _label(self) -> str:
-        return str((await self._get("/weight_info", _WeightInfo)).weight_version)
-
-    async def _get(self, path: str, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(await self._text("GET", path), type=kind)
-        except msgspec.DecodeError as e:
-            raise EngineFailed(f"GET {self.url}{path} gave no {kind.__name__.strip('_')}: {e}") from e
-
-    async def _text(
-        self, method: str, path: str, body: object | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> str:
-        try:
-            async with asyncio.timeout(timeout_s), self._http.request(method, self.url + path, json=body) as response:
-                text = await response.text()
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
-            raise EngineFailed(f"{method} {self.url}{path}: {e or type(e).__name__}") from e
-        if response.status >= 400:
-            raise EngineFailed(f"{method} {self.url}{path} answered {response.status}: {text[:300]}")
-        return text
+        return str((await self._http.get("/weight_info", _WeightInfo)).weight_version)
 
 
 def _completion_body(
@@ -221,24 +172,17 @@ def _completion_body(
     return body
 
 
-async def _chunks(response: aiohttp.ClientResponse, url: str) -> AsyncIterator[EngineChunk]:
+async def _chunks(events: AsyncIterator[bytes], url: str) -> AsyncIterator[EngineChunk]:
     finished = False
     try:
-        async for line in response.content:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                break
+        async for data in events:
             chunk = _chunk(data, url)
             if chunk is not None:
                 finished = finished or chunk.finish_reason is not None
                 yield chunk
-    except LineTooLong as e:
-        raise StreamCut("protocol", f"{url} sent too long a line: {e}") from e
-    except (aiohttp.ClientError, TimeoutError, OSError) as e:
-        if not finished:
-            raise _cut_of(e, url) from e
+    except StreamCut as cut:
+        if not finished or cut.reason == "protocol":
+            raise
     if not finished:
         raise StreamCut("early_end", f"{url} ended a stream without a finish reason")
 
@@ -282,24 +226,6 @@ def _top_logprobs(choice: _Choice) -> tuple[tuple[TopLogprob, ...], ...] | None:
         tuple(TopLogprob(int(key[9:]), value) for key, value in (top or {}).items() if TOKEN_KEY.fullmatch(key))
         for top in tops
     )
-
-
-async def _raise_refusal(response: aiohttp.ClientResponse) -> None:
-    try:
-        text = (await response.text(errors="replace"))[:500]
-    except (aiohttp.ClientError, TimeoutError, OSError) as e:
-        text = f"(its body broke off: {e})"
-    if 400 <= response.status < 500 and response.status not in (408, 429):
-        raise RequestRefused(f"{response.url.origin()} refused the request: {text}")
-    raise StreamCut("server_error", f"{response.url.origin()} answered {response.status}: {text}")
-
-
-def _cut_of(error: Exception, url: str) -> StreamCut:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return StreamCut("refused", f"{url} does not accept connections: {error}")
-    if isinstance(error, TimeoutError):
-        return StreamCut("stalled", f"{url} was silent for too long")
-    return StreamCut("reset", f"{url} broke the stream: {error or type(error).__name__}")
 
 
 def _metric_values(text: str) -> dict[str, float]:

@@ -12,8 +12,8 @@ import pytest
 
 from gateway import fleet as fleet_module
 from gateway.core.types import SamplingParams, TopLogprob
-from gateway.engines import vllm
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
+from gateway.engines.http import EngineHttp
 from gateway.engines.vllm import VllmEngine
 from tests.support.cutting_engine import LOAD_STEPS, MODEL, Cut, CutKind, CuttingEngine, said, until
 from tests.unit.gateway_shell.shell import check_whole, read, relay, shell
@@ -193,8 +193,7 @@ async def test_another_model_is_named() -> None:
 async def test_an_engine_that_cannot_be_looked_at_failed(
     path: str, failure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "CONTROL_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(VllmEngine._text, "__kwdefaults__", {"timeout_s": 0.1})
+    monkeypatch.setattr(EngineHttp.text, "__kwdefaults__", {"timeout_s": 0.1})
     async with CuttingEngine() as e0, adapter(e0) as found:
         if failure == "away":
             await e0.die()
