@@ -123,6 +123,11 @@ def cli() -> None:
 @click.option(
     "--silence-s", type=click.FloatRange(0.2), default=0.5, help="An upstream silent for so long is bypassed."
 )
+@click.option(
+    "--distrust-publisher",
+    is_flag=True,
+    help="Map no memory into publishers: they send their bytes, which are copied and hashed again here.",
+)
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics there.")
 @click.option("--max-rate", type=_Size(), help="Bytes per second to send at most: links may be shared with training.")
 @click.option("--bind-interface", metavar="NAME", help="Network interface for bytes, such as eth1. Default: of --host.")

@@ -23,6 +23,7 @@ class RelayConfig:
     port: int = 0
     data_port: int = 0
     publish_host: bool = True
+    distrust_publisher: bool = False  # publishers get no descriptor: their bytes are copied and hashed again here
     zone: str = ""
     rack: str = ""
     pool_dir: Path = Path("/dev/shm/laminar")

@@ -30,7 +30,7 @@ class Operating:
             await relay.seat.drain()
         for model in sorted(relay.view.masters):
             if relay.seat.is_master(model):
-                await self._publishing.resign(model)
+                await self._publishing.presiding.resign(model)
         return [*self._mastered(), *self._only_here(), *self._in_use()]
 
     def _mastered(self) -> list[str]:

@@ -129,9 +129,9 @@ async def _publish_once(
 
 
 def _write(master: RelayClient, model: str, opened: pb.AnnounceReply, image: Image, force_tcp: bool) -> list[bytes]:
-    path = Path(opened.publish_socket)
+    path = Path(opened.publish_socket)  # empty: the relay takes bytes only
     name = f"{socket.gethostname()}:{os.getpid()}"
-    if not force_tcp and os.access(path, os.W_OK):
+    if opened.publish_socket and not force_tcp and os.access(path, os.W_OK):
         return write_mapped(
             path, Greeting("map", model, opened.version, name, token=opened.token), image, master.mappings
         )

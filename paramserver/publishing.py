@@ -1,80 +1,48 @@
-"""The master's side of a version's life: announce, write, commit, seal.
+"""What publishers ask of a master: where to publish, a run, a number, room to write, commit.
 
 Invariants:
 - one run per model at a time, and at most one version of it being written;
-- a number is given once per epoch, and announced in the registry under the guard that it is new;
-- sealing is one transaction: "I am master in this epoch, and this version has neither seal nor end"; a
-  transaction whose outcome is not known is settled by reading back before anything is answered;
-- a version that cannot be sealed any more ends as aborted, and its ticket says why.
+- a number is given once per epoch;
+- what was committed has every chunk, and the root that its publisher computed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
-
-import msgspec
+from dataclasses import dataclass
 
 from paramserver.config import show_bytes
-from paramserver.core import view as keys
 from paramserver.core.chain import next_plan
 from paramserver.core.chunking import choose_chunk_bytes, typical
 from paramserver.core.layout import RELAY, Layout, Part, TensorSpec, plan_ranks
 from paramserver.core.records import (
     SOLE,
     Announced,
-    Ended,
     Epoch,
     FileSpec,
     Manifest,
     Plan,
     Rank,
-    Sealed,
     check_model_name,
     digest,
     part_root,
 )
-from paramserver.membership.registry import Absent, Delete, Put
+from paramserver.drafts import Draft, Drafts
+from paramserver.presiding import Presiding
 from paramserver.ranks import Meeting
-from paramserver.relay import VERSIONS_KEPT, Relay
-from paramserver.seat import RETRY_S
+from paramserver.relay import Relay
+from paramserver.sealing import Sealing
 from paramserver.store import Snapshot
 from protos.errors import Conflict, InvalidRequest, OutOfCapacity, StaleEpoch, Unavailable, VersionLost
 
 log = logging.getLogger(__name__)
 
 ROOM_POLL_S = 0.05
-RECORD_WAIT_S = 0.01  # the registry answers in a few milliseconds, or the announcement goes on without it
 WAIT_ROOM_MAX_S = 600.0
-LOST_GRACE_S = 10.0  # holders whose lease lapsed in an outage get this long to register again
-
-DraftState = Literal["writing", "committed", "sealed", "failed"]
-
-
-@dataclass
-class Draft:
-    """A version on its way to its seal, on its master."""
-
-    announced: Announced
-    snapshot: Snapshot
-    token: str
-    owners: tuple[int, ...] = (0,)  # per file: the rank that writes it
-    num_ranks: int = 1
-    committed: set[int] = field(default_factory=set)
-    recorded: bool = False
-    state: DraftState = "writing"
-    reason: str = ""
-    root: str = ""
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.announced.manifest
 
 
 @dataclass(eq=False)
@@ -87,39 +55,18 @@ class RunClaim:
 
 
 class Publishing:
-    """All that this relay does as a master."""
+    """The publishers' side of a master."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self._drafts: dict[tuple[str, int], Draft] = {}
+        self._drafts = Drafts()
+        self._sealing = Sealing(relay)
+        self.presiding = Presiding(relay, self._drafts)
         self._claims: dict[str, dict[int, RunClaim]] = {}
         self._meetings: dict[tuple[str, str, int], Meeting] = {}
-        self._settled: dict[str, Epoch] = {}
-        self._lost_since: dict[tuple[str, int], float] = {}
-        self._seals: set[asyncio.Task[None]] = set()
-
-    # ---- tasks
-
-    async def preside(self) -> None:
-        """Stands in elections, settles what an earlier master left, and records what was lost."""
-        while True:
-            await asyncio.sleep(RETRY_S / 2)
-            try:
-                for model in await self._relay.seat.stand(self._newest_holders(), time.monotonic()):
-                    await self._settle(model)
-                for model in self._mastered():
-                    await self._settle(model)  # again, when an answer was lost in the election or in settling
-                    await self._note_lost(model)
-                    await self._prune(model)
-            except Unavailable as error:
-                log.debug("as master: %s", error)
-            except StaleEpoch as error:
-                log.info("%s", error)
 
     async def close(self) -> None:
-        for task in self._seals:
-            task.cancel()
-        await asyncio.gather(*self._seals, return_exceptions=True)
+        await self._sealing.close()
 
     # ---- where to publish
 
@@ -133,7 +80,7 @@ class Publishing:
                 raise Unavailable(f"no relay became master of {model} in 10 s", hint="see `paramserver status`")
             if seat.member.publish_host and model not in seat.view.models:
                 if await seat.campaign(model):
-                    await self._settle(model)
+                    await self.presiding.settle(model)
             else:
                 await seat.want(model)
                 await asyncio.sleep(ROOM_POLL_S)
@@ -163,12 +110,9 @@ class Publishing:
         claims = self._claims.get(model, {})
         if claims.get(claim.rank.index) is claim:
             del claims[claim.rank.index]
-        for draft in self._writing(model):
+        for draft in self._drafts.writing(model):
             if draft.manifest.run == claim.run:
-                self._fail(draft, f"its publisher {claim.publisher} left before it was committed")
-
-    def _writing(self, model: str) -> list[Draft]:
-        return [d for (m, _), d in sorted(self._drafts.items()) if m == model and d.state == "writing"]
+                self._sealing.fail(draft, f"its publisher {claim.publisher} left before it was committed")
 
     # ---- announce, write, commit, abort
 
@@ -217,31 +161,14 @@ class Publishing:
         self, model: str, run: str, step: int, layout: Layout, num_ranks: int, wait_room_s: float
     ) -> Draft:
         specs = tuple(FileSpec(file.name, file.size_bytes) for file in layout.files)
-        for draft in self._writing(model):
-            self._fail(draft, f"run {run} announced again before committing")
+        for draft in self._drafts.writing(model):
+            self._sealing.fail(draft, f"run {run} announced again before committing")
         epoch = self._epoch(model)
         draft = await self._open(model, run, step, specs, epoch, wait_room_s)
         draft.owners, draft.num_ranks = layout.owners, num_ranks
         _write_own(draft.snapshot, layout)
-        recording = asyncio.ensure_future(self._record(draft))
-        await asyncio.wait([recording], timeout=RECORD_WAIT_S)
-        if recording.done():
-            self._recorded(draft, recording)
-        else:  # the trainer does not wait for the registry: sealing will
-            recording.add_done_callback(lambda done: self._note_recording(draft, done))
+        await self._sealing.announce(draft)
         return draft
-
-    def _recorded(self, draft: Draft, recording: asyncio.Future[None]) -> None:
-        try:
-            recording.result()
-        except Unavailable as error:
-            log.warning(
-                "version %d is announced here only until the registry is back: %s", draft.manifest.version, error
-            )
-
-    def _note_recording(self, draft: Draft, recording: asyncio.Future[None]) -> None:
-        with contextlib.suppress(StaleEpoch):  # the draft has failed by it, and its commit will say so
-            self._recorded(draft, recording)
 
     async def _open(
         self, model: str, run: str, step: int, files: tuple[FileSpec, ...], epoch: Epoch, wait_room_s: float
@@ -264,8 +191,7 @@ class Publishing:
         announced = Announced(manifest, self._plan(model, epoch))
         versions.opened(announced)
         draft = Draft(announced, snapshot, secrets.token_hex(16))
-        self._drafts[model, manifest.version] = draft
-        self._forget_old(model)
+        self._drafts.add(draft)
         log.info("%s announced by run %s, step %d, %s", snapshot, run, step, show_bytes(manifest.size_bytes))
         return draft
 
@@ -299,31 +225,15 @@ class Publishing:
         view.plans[model] = plan
         return plan
 
-    async def _record(self, draft: Draft) -> None:
-        """Writes the announcement, after which relays begin to fetch."""
-        manifest = draft.manifest
-        key = keys.version_key(manifest.model, manifest.version, "announced")
-        writes = [
-            Put(key, msgspec.json.encode(draft.announced)),
-            Put(keys.plan_key(manifest.model), msgspec.json.encode(draft.announced.plan)),
-        ]
-        seat = self._relay.seat
-        if not await seat.as_master(manifest.epoch, manifest.model, [Absent(key)], writes):
-            await seat.refresh()
-            if seat.epoch(manifest.model) != manifest.epoch:
-                self._fail(draft, "another relay became master")
-                raise StaleEpoch(f"{self._relay.config.name} is no longer master of {manifest.model}")
-        draft.recorded = True  # the only other writer of this key in this epoch is an earlier try of this call
-
     def writable(self, model: str, version: int, token: str) -> Snapshot:
-        draft = self._draft(model, version, token)
+        draft = self._drafts.of(model, version, token)
         if draft.state != "writing":
             raise Conflict(f"version {version} of {model} is {draft.state}: {draft.reason or 'no more writing'}")
         return draft.snapshot
 
     async def commit(self, model: str, version: int, token: str, root_digest: str, rank: int = 0) -> None:
         """The publisher, or one rank of it, has written its all. Sealing goes on by itself; the ticket follows it."""
-        draft = self._draft(model, version, token)
+        draft = self._drafts.of(model, version, token)
         if draft.state in ("committed", "sealed"):
             return
         if draft.state == "failed":
@@ -335,13 +245,11 @@ class Publishing:
             raise Conflict(f"{len(missing)} chunks of {draft.snapshot} are not written, the first is {missing[0]}")
         draft.root = await asyncio.to_thread(draft.snapshot.root)
         if draft.num_ranks == 1 and draft.root != root_digest:
-            self._fail(draft, f"the publisher computed root {root_digest}, the relay {draft.root}")
+            self._sealing.fail(draft, f"the publisher computed root {root_digest}, the relay {draft.root}")
             raise Conflict(draft.reason, hint="publish again")
         draft.state = "committed"
         self._relay.apply(model, self._relay.of(model).filled(version, draft.root))
-        task = asyncio.ensure_future(self._seal_until_settled(draft))
-        self._seals.add(task)
-        task.add_done_callback(self._seals.discard)
+        self._sealing.begin(draft)
 
     def _commit_part(self, draft: Draft, rank: int, root_digest: str) -> bool:
         """One rank's files are written; true for the last one, after which the whole is committed."""
@@ -355,7 +263,7 @@ class Publishing:
         if len(known) < len(found):
             raise Conflict(f"{len(found) - len(known)} chunks of rank {rank} of {draft.snapshot} are not written")
         if part_root(known) != root_digest:
-            self._fail(draft, f"rank {rank} computed root {root_digest}, the relay {part_root(known)}")
+            self._sealing.fail(draft, f"rank {rank} computed root {root_digest}, the relay {part_root(known)}")
             raise Conflict(draft.reason, hint="publish again")
         if rank in draft.committed:
             return False
@@ -363,163 +271,9 @@ class Publishing:
         return len(draft.committed) == draft.num_ranks
 
     def abort(self, model: str, version: int, token: str, reason: str) -> None:
-        draft = self._draft(model, version, token)
+        draft = self._drafts.of(model, version, token)
         if draft.state == "writing":
-            self._fail(draft, reason)
-
-    # ---- sealing
-
-    async def _seal_until_settled(self, draft: Draft) -> None:
-        """Retries while the registry is away: the version stays at `copied` until the outcome is known."""
-        while draft.state == "committed":
-            try:
-                if not draft.recorded:
-                    await self._record(draft)
-                await self._seal(draft)
-            except Unavailable as error:
-                log.warning("%s is not sealed yet: %s", draft.snapshot, error)
-                await asyncio.sleep(RETRY_S)
-            except StaleEpoch as error:
-                await self._read_back(draft, str(error))
-
-    async def _seal(self, draft: Draft) -> None:
-        manifest = draft.manifest
-        sealed = Sealed(
-            manifest.model,
-            manifest.version,
-            manifest.step,
-            manifest.run,
-            draft.root,
-            manifest.size_bytes,
-            time.time(),
-        )
-        seal_key = keys.version_key(manifest.model, manifest.version, "sealed")
-        guards = [Absent(seal_key), Absent(keys.version_key(manifest.model, manifest.version, "ended"))]
-        done = await self._relay.seat.as_master(
-            manifest.epoch, manifest.model, guards, [Put(seal_key, msgspec.json.encode(sealed))]
-        )
-        if done:
-            self._sealed(draft, sealed)
-        else:
-            await self._read_back(draft, "the sealing transaction was refused")
-
-    async def _read_back(self, draft: Draft, why: str) -> None:
-        """Settles a doubt: an earlier try may have sealed it, or a newer master may have ended it."""
-        for fact in await self._relay.seat.refresh():
-            self._relay.take_fact(fact)
-        state = self._relay.of(draft.manifest.model).get(draft.manifest.version)
-        assert state is not None
-        if state.sealed is not None and state.sealed.root_digest == draft.root:
-            self._sealed(draft, state.sealed)
-        else:
-            self._fail(draft, why)
-
-    def _sealed(self, draft: Draft, sealed: Sealed) -> None:
-        draft.state = "sealed"
-        log.info("%s sealed, root %s", draft.snapshot, sealed.root_digest)
-        self._relay.record(sealed.model, sealed.version, sealed)
-        self._relay.wake()
-
-    def _fail(self, draft: Draft, reason: str) -> None:
-        """Ends a version that was never sealed, here and (when this relay may still say so) for everybody."""
-        draft.state, draft.reason = "failed", reason
-        manifest = draft.manifest
-        log.warning("%s is given up: %s", draft.snapshot, reason)
-        ended = Ended("aborted", reason)
-        if not self._is_current(draft):
-            return
-        self._relay.record(manifest.model, manifest.version, ended)
-        self._relay.spawn(self._write_end(manifest, ended))
-        self._relay.wake()
-
-    async def _write_end(self, manifest: Manifest, ended: Ended) -> None:
-        try:
-            await self._end(manifest.model, manifest.version, manifest.epoch, ended)
-        except (Unavailable, StaleEpoch) as error:
-            log.info("the next master ends version %d: %s", manifest.version, error)
-
-    async def _end(self, model: str, version: int, epoch: Epoch, ended: Ended) -> None:
-        key = keys.version_key(model, version, "ended")
-        await self._relay.seat.as_master(epoch, model, [Absent(key)], [Put(key, msgspec.json.encode(ended))])
-
-    # ---- leaving, and joining another registry
-
-    async def resign(self, model: str) -> bool:
-        """Gives the model to whoever is elected next; False while a version of it is being written or sealed."""
-        epoch = self._relay.seat.epoch(model)
-        busy = any(m == model and d.state in ("writing", "committed") for (m, _), d in self._drafts.items())
-        if epoch is None or busy:
-            return not busy
-        await self._relay.seat.as_master(epoch, model, [], [Delete(keys.master_key(model))])
-        return True
-
-    async def _bring_along(self, model: str, epoch: Epoch) -> None:
-        """Records what is held here and this registry does not know: it was replaced, and this relay adopted it."""
-        for record in self._relay.of(model).shown():
-            state = self._relay.of(model).get(record.version)
-            seal_key = keys.version_key(model, record.version, "sealed")
-            if state is None or state.announced is None or self._relay.view.knows(seal_key):
-                continue
-            writes = [
-                Put(keys.version_key(model, record.version, "announced"), msgspec.json.encode(state.announced)),
-                Put(seal_key, msgspec.json.encode(record)),
-            ]
-            await self._relay.seat.as_master(epoch, model, [Absent(seal_key)], writes)
-            log.info("%s version %d is recorded in the new registry", model, record.version)
-
-    # ---- a new master's first duties
-
-    async def _settle(self, model: str) -> None:
-        """Once in each epoch: reads everything, then ends what an earlier master announced and never sealed."""
-        epoch = self._relay.seat.epoch(model)
-        if epoch is not None and self._settled.get(model) == epoch:
-            return
-        for fact in await self._relay.seat.refresh():
-            self._relay.take_fact(fact)
-        epoch = self._relay.seat.epoch(model)
-        if epoch is None:
-            return
-        for version, state in self._relay.of(model).items():
-            open_ended = state.announced is not None and state.sealed is None and state.ended is None
-            if open_ended and state.announced is not None and state.announced.manifest.epoch != epoch:
-                await self._end(model, version, epoch, Ended("aborted", "its master died before it was sealed"))
-        await self._bring_along(model, epoch)
-        self._settled[model] = epoch
-
-    async def _note_lost(self, model: str) -> None:
-        """Records sealed versions that nobody has held for a while. The newest decide; old ones retire by design."""
-        epoch = self._relay.seat.epoch(model)
-        newest = self._relay.of(model).newest_sealed
-        if epoch is None or newest is None:
-            return
-        state = self._relay.of(model).get(newest)
-        assert state is not None
-        if state.holders or state.spilled or state.stage in ("complete", "shown"):
-            self._lost_since.pop((model, newest), None)
-            return
-        since = self._lost_since.setdefault((model, newest), time.monotonic())
-        if time.monotonic() - since > LOST_GRACE_S:
-            await self._end(model, newest, epoch, Ended("lost", "no verified holder is left"))
-
-    async def _prune(self, model: str) -> None:
-        """Deletes the registry's records of versions long past, so that it does not grow without bound."""
-        epoch = self._relay.seat.epoch(model)
-        old = self._relay.of(model).forget(VERSIONS_KEPT)
-        if epoch is None or not old:
-            return
-        writes = [Delete(keys.version_key(model, v, what)) for v in old for what in ("announced", "sealed", "ended")]
-        await self._relay.seat.as_master(epoch, model, [], writes)
-
-    def _newest_holders(self) -> dict[str, set[str]]:
-        found = {}
-        for model, versions in self._relay.models.items():
-            newest = versions.newest_sealed
-            state = versions.get(newest) if newest is not None else None
-            found[model] = set(state.holders) if state is not None else set()
-        return found
-
-    def _mastered(self) -> list[str]:
-        return sorted(model for model in self._relay.view.masters if self._relay.seat.is_master(model))
+            self._sealing.fail(draft, reason)
 
     def _epoch(self, model: str) -> Epoch:
         epoch = self._relay.seat.epoch(model)
@@ -531,26 +285,10 @@ class Publishing:
             )
         return epoch
 
-    def _draft(self, model: str, version: int, token: str) -> Draft:
-        draft = self._drafts.get((model, version))
-        if draft is None or not secrets.compare_digest(draft.token, token):
-            raise Conflict(f"nothing may be written to version {version} of {model} with this token")
-        return draft
-
     def draft(self, model: str, version: int) -> Draft | None:
-        draft = self._drafts.get((model, version))
-        return draft if draft is not None and self._is_current(draft) else None
-
-    def _is_current(self, draft: Draft) -> bool:
-        """Whether the number is still this draft's: one never recorded may be given again by another master."""
-        state = self._relay.of(draft.manifest.model).get(draft.manifest.version)
-        of = state.announced.manifest.epoch if state is not None and state.announced is not None else None
-        return of is None or of == draft.manifest.epoch
-
-    def _forget_old(self, model: str) -> None:
-        mine = sorted(version for m, version in self._drafts if m == model)
-        for version in mine[:-VERSIONS_KEPT]:
-            del self._drafts[model, version]
+        """None also when the number was given to another version meanwhile."""
+        draft = self._drafts.get(model, version)
+        return draft if draft is not None and self._sealing.is_current(draft) else None
 
 
 def _write_own(snapshot: Snapshot, layout: Layout) -> None:

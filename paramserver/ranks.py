@@ -15,7 +15,7 @@ from paramserver.core.layout import Part
 from protos.errors import Conflict, LaminarError, Unavailable
 
 if TYPE_CHECKING:
-    from paramserver.publishing import Draft
+    from paramserver.drafts import Draft
 
 Begin = Callable[[Sequence[Part]], Awaitable["Draft"]]
 

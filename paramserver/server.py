@@ -108,8 +108,9 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         data = DataServer(provider, max_rate=config.max_rate)
         stack.push_async_callback(asyncio.to_thread, data.close)
         data_address = data.listen_tcp(data_host, config.data_port)
-        socket_path = _socket_path(config.pool_dir)
-        data.listen_unix(socket_path)
+        socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir)
+        if socket_path is not None:
+            data.listen_unix(socket_path)
 
         member = Member(
             config.name, secrets.token_hex(8), grpc_address, data_address, config.publish_host, config.zone, config.rack
@@ -164,7 +165,7 @@ async def _live(relay: Relay, publishing: Publishing) -> None:
         group.create_task(relay.seat.tell_holdings())
         group.create_task(relay.follow())
         group.create_task(relay.housekeep())
-        group.create_task(publishing.preside())
+        group.create_task(publishing.presiding.preside())
 
 
 async def _end(life: asyncio.Future[None], relay: Relay, publishing: Publishing) -> None:

@@ -60,7 +60,7 @@ def _stream(
 class RelayService(pb_grpc.RelayServicer):
     """One relay's control interface."""
 
-    def __init__(self, relay: Relay, publishing: Publishing, *, data_address: str, publish_socket: Path) -> None:
+    def __init__(self, relay: Relay, publishing: Publishing, *, data_address: str, publish_socket: Path | None) -> None:
         self._relay = relay
         self._publishing = publishing
         self._operating = Operating(relay, publishing)
@@ -211,7 +211,7 @@ class RelayService(pb_grpc.RelayServicer):
             files=[pb.FileSpec(name=file.name, size_bytes=file.size_bytes) for file in manifest.files],
             chunk_bytes=manifest.chunk_bytes,
             token=draft.token,
-            publish_socket=str(self._publish_socket),
+            publish_socket=str(self._publish_socket or ""),
             data_address=self._data_address,
             owners=draft.owners,
         )

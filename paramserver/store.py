@@ -24,6 +24,8 @@ from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
 
 log = logging.getLogger(__name__)
 
+WRITER_WAIT_S = 5.0  # a publisher that connects again may find its broken connection still at a chunk
+
 
 class Snapshot:
     """One version on this relay. Threads call it; a condition guards the chunk table."""
@@ -40,6 +42,7 @@ class Snapshot:
         self._num_present = 0
         self._bytes_present = 0
         self._num_readers = 0
+        self._writers: set[int] = set()  # chunks that a publisher is sending
         self._closed: str | None = None
         self._changed = threading.Condition()
 
@@ -61,6 +64,8 @@ class Snapshot:
         with self._changed:
             if self._closed is not None:
                 raise Conflict(f"{self} was closed: {self._closed}")
+            if self._digests[index] not in (None, chunk_digest):
+                raise Conflict(f"chunk {index} of {self} is present with another digest")
             if self._digests[index] is None:
                 self._num_present += 1
                 self._bytes_present += self.chunks.chunk(index).length
@@ -93,6 +98,21 @@ class Snapshot:
         """Hashes the chunk again, because somebody received it otherwise. Raises Corrupt when it is bad here."""
         if digest(self.place(index)) != self._digests[index]:
             raise Corrupt(f"chunk {index} of {self} changed in memory since it was verified")
+
+    @contextmanager
+    def writing(self, index: int, timeout_s: float = WRITER_WAIT_S) -> Iterator[memoryview]:
+        """The place of a chunk for one writer at a time. Conflict once it is present: verified bytes do not change."""
+        with self._changed:
+            self._changed.wait_for(lambda: index not in self._writers, timeout_s)
+            if index in self._writers or self._digests[index] is not None:
+                raise Conflict(f"chunk {index} of {self} is {'present' if self._digests[index] else 'being written'}")
+            self._writers.add(index)
+        try:
+            yield self.place(index)
+        finally:
+            with self._changed:
+                self._writers.discard(index)
+                self._changed.notify_all()
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -257,13 +257,13 @@ class DataServer:
 
 
 def _take_chunk(sock: socket.socket, snapshot: Snapshot, header: Header) -> None:
-    place = snapshot.place(header.index)
-    if header.length != len(place):
-        raise LinkBroken(f"chunk {header.index} has {len(place)} bytes, {header.length} came")
-    wire.receive_exactly(sock, place)
-    if digest(place) != header.digest:
-        raise Corrupt(f"chunk {header.index} of {snapshot} arrived with a wrong digest", hint="send it again")
-    snapshot.present(header.index, header.digest)
+    with snapshot.writing(header.index) as place:
+        if header.length != len(place):
+            raise LinkBroken(f"chunk {header.index} has {len(place)} bytes, {header.length} came")
+        wire.receive_exactly(sock, place)
+        if digest(place) != header.digest:
+            raise Corrupt(f"chunk {header.index} of {snapshot} arrived with a wrong digest", hint="send it again")
+        snapshot.present(header.index, header.digest)
 
 
 def _check_epoch(snapshot: Snapshot, epoch: Epoch | None) -> None:

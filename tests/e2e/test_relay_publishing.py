@@ -78,6 +78,21 @@ async def test_a_publisher_killed_in_mid_write_leaves_nothing_and_the_next_goes_
     assert "left before it was committed" in head.log()
 
 
+@pytest.mark.slow
+async def test_a_relay_that_distrusts_publishers_maps_nothing_into_them(relays: Relays, tmp_path: Path) -> None:
+    """Their bytes come by the data port, where the relay copies and hashes them itself."""
+    head, tail = relays.start("a", "--distrust-publisher"), relays.start("b")
+    async with RelayClient(head.ready["grpc"]) as first, RelayClient(tail.ready["grpc"]) as second:
+        for step, count in ((1, 1), (2, 2)):
+            tensors = weights(step)
+            ticket = await publish(first, MODEL, source_of(tensors), step=step, run="r")
+            await ticket.wait_all(10.0)
+            assert await bytes_at(second, count) == save(tensors)
+        assert first.mappings.num_kept == 0
+        mapped = Path(f"/proc/{os.getpid()}/maps").read_text()
+        assert "/a-" not in "".join(line for line in mapped.splitlines() if "laminar-test" in line)
+
+
 def spawn(command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
 

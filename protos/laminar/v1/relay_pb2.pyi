@@ -812,7 +812,7 @@ class AnnounceReply(_message.Message):
     token: _builtins.str
     """permits writing this version"""
     publish_socket: _builtins.str
-    """unix socket that passes the descriptors to a publisher on the same host"""
+    """unix socket that passes the descriptors to a publisher on the same host; empty: bytes only, to data_address"""
     data_address: _builtins.str
     @_builtins.property
     def epoch(self) -> Global___Epoch: ...

@@ -372,6 +372,24 @@ def test_a_publisher_streams_and_sends_only_what_is_missing(make_host: MakeHost)
     assert version_root(found, digests) == host.snapshot.root()
 
 
+def test_a_chunk_that_was_verified_is_not_written_again(make_host: MakeHost) -> None:
+    """Whoever still has the token, or a second connection of one publisher, cannot tear what others may read."""
+    image, found, expected = image_of(*TENSORS)
+    host = make_host(found.size_bytes)
+    greeting = Greeting("write", "policy", 1, "t", token="token")
+    write_tcp(host.source.address, greeting, image)
+    other = b"x" * host.snapshot.chunks.chunk(0).length
+    with wire.connect(host.source.address, 5.0) as sock:
+        wire.send_greeting(sock, greeting)
+        wire.receive_welcome(sock, silence_s=5.0)
+        wire.send_all(sock, Header(Kind.DATA, 0, 0, len(other), digest(other)).pack())
+        refusal = wire.receive_refusal(sock, wire.receive_header(sock))
+    assert (type(refusal), str(refusal)) == (Conflict, "chunk 0 of version 1 of policy is present")
+    with pytest.raises(Conflict, match="present with another digest"):
+        host.snapshot.present(0, digest(other))
+    assert bytes(host.snapshot.files[0].view()) == expected
+
+
 def test_a_chunk_that_arrives_broken_is_refused(make_host: MakeHost) -> None:
     host = make_host()
     with wire.connect(host.source.address, 5.0) as sock:

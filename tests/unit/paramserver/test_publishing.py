@@ -17,10 +17,11 @@ from paramserver.config import RelayConfig
 from paramserver.core import view as keys
 from paramserver.core.layout import TensorSpec
 from paramserver.core.records import Ended, Member, Sealed, digest
+from paramserver.drafts import Draft
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Guard, Outcome, Write
 from paramserver.pool import Pool
-from paramserver.publishing import Draft, Publishing
+from paramserver.publishing import Publishing
 from paramserver.relay import VERSIONS_KEPT, Relay
 from paramserver.seat import Seat
 from paramserver.store import Store
@@ -67,7 +68,7 @@ class Host:
     async def start(self) -> None:
         await self.seat.take()
         work = (self.seat.keep(), self.seat.tell_holdings(), self.relay.follow(), self.relay.housekeep())
-        self._tasks = [asyncio.create_task(task) for task in (*work, self.publishing.preside())]
+        self._tasks = [asyncio.create_task(task) for task in (*work, self.publishing.presiding.preside())]
         await until(self._sees_itself, "the relay sees itself")
 
     async def _sees_itself(self) -> bool:

@@ -1,0 +1,170 @@
+"""From announced to sealed or given up: the transactions of a master about one version.
+
+Invariants:
+- a version is announced in the registry under the guard that its number is new;
+- sealing is one transaction: "I am master in this epoch, and this version has neither seal nor end"; a
+  transaction whose outcome is not known is settled by reading back before anything is answered;
+- a version that cannot be sealed any more ends as aborted, and its ticket says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+import msgspec
+
+from paramserver.core import view as keys
+from paramserver.core.records import Ended, Epoch, Manifest, Sealed
+from paramserver.drafts import Draft
+from paramserver.membership.registry import Absent, Put
+from paramserver.relay import Relay
+from paramserver.seat import RETRY_S, Seat
+from protos.errors import StaleEpoch, Unavailable
+
+log = logging.getLogger(__name__)
+
+RECORD_WAIT_S = 0.01  # the registry answers in a few milliseconds, or the announcement goes on without it
+
+
+class Sealing:
+    """Owns the tasks that seal; one for each committed version."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._seals: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        for task in self._seals:
+            task.cancel()
+        await asyncio.gather(*self._seals, return_exceptions=True)
+
+    # ---- announced
+
+    async def announce(self, draft: Draft) -> None:
+        """Records the announcement; the trainer waits RECORD_WAIT_S for the registry, sealing waits for ever."""
+        recording = asyncio.ensure_future(self._record(draft))
+        await asyncio.wait([recording], timeout=RECORD_WAIT_S)
+        if recording.done():
+            self._recorded(draft, recording)
+        else:
+            recording.add_done_callback(lambda done: self._note_recording(draft, done))
+
+    def _recorded(self, draft: Draft, recording: asyncio.Future[None]) -> None:
+        try:
+            recording.result()
+        except Unavailable as error:
+            log.warning(
+                "version %d is announced here only until the registry is back: %s", draft.manifest.version, error
+            )
+
+    def _note_recording(self, draft: Draft, recording: asyncio.Future[None]) -> None:
+        with contextlib.suppress(StaleEpoch):  # the draft has failed by it, and its commit will say so
+            self._recorded(draft, recording)
+
+    async def _record(self, draft: Draft) -> None:
+        """Writes the announcement, after which relays begin to fetch."""
+        manifest = draft.manifest
+        key = keys.version_key(manifest.model, manifest.version, "announced")
+        writes = [
+            Put(key, msgspec.json.encode(draft.announced)),
+            Put(keys.plan_key(manifest.model), msgspec.json.encode(draft.announced.plan)),
+        ]
+        seat = self._relay.seat
+        if not await seat.as_master(manifest.epoch, manifest.model, [Absent(key)], writes):
+            await seat.refresh()
+            if seat.epoch(manifest.model) != manifest.epoch:
+                self.fail(draft, "another relay became master")
+                raise StaleEpoch(f"{self._relay.config.name} is no longer master of {manifest.model}")
+        draft.recorded = True  # the only other writer of this key in this epoch is an earlier try of this call
+
+    # ---- sealed
+
+    def begin(self, draft: Draft) -> None:
+        """All is written: seals in the background, however long the registry is away."""
+        task = asyncio.ensure_future(self._seal_until_settled(draft))
+        self._seals.add(task)
+        task.add_done_callback(self._seals.discard)
+
+    async def _seal_until_settled(self, draft: Draft) -> None:
+        """Retries while the registry is away: the version stays at `copied` until the outcome is known."""
+        while draft.state == "committed":
+            try:
+                if not draft.recorded:
+                    await self._record(draft)
+                await self._seal(draft)
+            except Unavailable as error:
+                log.warning("%s is not sealed yet: %s", draft.snapshot, error)
+                await asyncio.sleep(RETRY_S)
+            except StaleEpoch as error:
+                await self._read_back(draft, str(error))
+
+    async def _seal(self, draft: Draft) -> None:
+        manifest = draft.manifest
+        sealed = Sealed(
+            manifest.model,
+            manifest.version,
+            manifest.step,
+            manifest.run,
+            draft.root,
+            manifest.size_bytes,
+            time.time(),
+        )
+        seal_key = keys.version_key(manifest.model, manifest.version, "sealed")
+        guards = [Absent(seal_key), Absent(keys.version_key(manifest.model, manifest.version, "ended"))]
+        done = await self._relay.seat.as_master(
+            manifest.epoch, manifest.model, guards, [Put(seal_key, msgspec.json.encode(sealed))]
+        )
+        if done:
+            self._sealed(draft, sealed)
+        else:
+            await self._read_back(draft, "the sealing transaction was refused")
+
+    async def _read_back(self, draft: Draft, why: str) -> None:
+        """Settles a doubt: an earlier try may have sealed it, or a newer master may have ended it."""
+        for fact in await self._relay.seat.refresh():
+            self._relay.take_fact(fact)
+        state = self._relay.of(draft.manifest.model).get(draft.manifest.version)
+        assert state is not None
+        if state.sealed is not None and state.sealed.root_digest == draft.root:
+            self._sealed(draft, state.sealed)
+        else:
+            self.fail(draft, why)
+
+    def _sealed(self, draft: Draft, sealed: Sealed) -> None:
+        draft.state = "sealed"
+        log.info("%s sealed, root %s", draft.snapshot, sealed.root_digest)
+        self._relay.record(sealed.model, sealed.version, sealed)
+        self._relay.wake()
+
+    def fail(self, draft: Draft, reason: str) -> None:
+        """Ends a version that was never sealed, here and (when this relay may still say so) for everybody."""
+        draft.state, draft.reason = "failed", reason
+        manifest = draft.manifest
+        log.warning("%s is given up: %s", draft.snapshot, reason)
+        ended = Ended("aborted", reason)
+        if not self.is_current(draft):
+            return
+        self._relay.record(manifest.model, manifest.version, ended)
+        self._relay.spawn(self._write_end(manifest, ended))
+        self._relay.wake()
+
+    async def _write_end(self, manifest: Manifest, ended: Ended) -> None:
+        try:
+            await end_version(self._relay.seat, manifest.model, manifest.version, manifest.epoch, ended)
+        except (Unavailable, StaleEpoch) as error:
+            log.info("the next master ends version %d: %s", manifest.version, error)
+
+    def is_current(self, draft: Draft) -> bool:
+        """Whether the number is still this draft's: one never recorded may be given again by another master."""
+        state = self._relay.of(draft.manifest.model).get(draft.manifest.version)
+        of = state.announced.manifest.epoch if state is not None and state.announced is not None else None
+        return of is None or of == draft.manifest.epoch
+
+
+async def end_version(seat: Seat, model: str, version: int, epoch: Epoch, ended: Ended) -> None:
+    """Records the end of a version, as its model's master."""
+    key = keys.version_key(model, version, "ended")
+    await seat.as_master(epoch, model, [Absent(key)], [Put(key, msgspec.json.encode(ended))])
