@@ -1,0 +1,64 @@
+"""How long turns become, learnt from those that ended: what a running one will probably still need. Pure.
+
+Invariants:
+- memory is bounded by `KEPT` lengths;
+- before `SEEN_MIN` turns ended, half of what a turn may still generate is expected.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from dataclasses import dataclass, field
+
+KEPT = 2048
+"""Ended turns remembered: enough for a p99, few enough to follow a policy whose answers grow."""
+SEEN_MIN = 32
+
+
+@dataclass(slots=True)
+class TurnLengths:
+    """Generated tokens of turns that ended by themselves."""
+
+    _recent: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _sorted: list[int] = field(default_factory=list)
+
+    def ended(self, generated: int) -> None:
+        if len(self._recent) == KEPT:
+            del self._sorted[bisect.bisect_left(self._sorted, self._recent[0])]
+        self._recent.append(generated)
+        bisect.insort(self._sorted, generated)
+
+    @property
+    def known(self) -> bool:
+        return len(self._recent) >= SEEN_MIN
+
+    @property
+    def mean(self) -> float:
+        return sum(self._recent) / len(self._recent) if self._recent else 0.0
+
+    def remaining(self, generated: int, left: int) -> int:
+        """Tokens that a turn with `generated` will on average still generate; at least 1, at most `left`."""
+        longer = self._sorted[bisect.bisect_right(self._sorted, generated) :] if self.known else []
+        if not longer:
+            return max(1, left // 2)
+        return max(1, min(left, round(sum(longer) / len(longer)) - generated))
+
+    def alive(self, generated: int, further: int) -> float:
+        """Probability that a turn with `generated` goes on for more than `further` tokens."""
+        if not self.known:
+            return 1.0
+        now = len(self._sorted) - bisect.bisect_right(self._sorted, generated)
+        then = len(self._sorted) - bisect.bisect_right(self._sorted, generated + further)
+        return then / now if now else 0.5
+
+    def growth(self, tokens: int, generated: int, left: int, further: int, *, frees: bool) -> int:
+        """KV tokens more (or, below 0, less) that the turn will probably hold after `further` steps.
+
+        `frees`: its KV goes when it ends (a call without session); else its next turn will want it.
+        """
+        alive = self.alive(generated, further)
+        grown = min(further, left)
+        if frees:
+            return round(alive * (tokens + grown)) - tokens
+        return round(alive * grown + (1 - alive) * grown / 2)
