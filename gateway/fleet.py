@@ -185,6 +185,12 @@ class Fleet:
             state.turns.pop(turn_id, None)
         self.changed()
 
+    def decoded(self, engine: EngineName, num_tokens: int, seconds: float) -> None:
+        """Tokens of one turn came `seconds` after those before them."""
+        state = self.state.engines.get(engine)
+        if state is not None:
+            state.curve.observe(len(state.turns), num_tokens, seconds)
+
     def suspect(self, engine: EngineName) -> None:
         """A stream of it broke: look now rather than at the next poll."""
         member = self.members.get(engine)
@@ -243,6 +249,7 @@ class Fleet:
         member.failed_polls = 0
         state.kv_usage, state.running_reported = report.kv_usage, report.running
         state.waiting_reported = report.waiting
+        self.state.kv_ceiling(state).observe(report.kv_usage, report.running, report.waiting)
         restarted = state.incarnation != report.incarnation
         if state.status != "dead" and not restarted:
             return

@@ -65,7 +65,7 @@ class Repacker:
 
     def _move(self, turn_id: TurnId, destination: EngineName) -> bool:
         run = self._sessions.runs.get(turn_id)
-        return run is not None and run.move(destination)
+        return run is not None and run.move(destination) is not None
 
     def _limits(self) -> RepackConfig:
         fleet = self._config.fleet

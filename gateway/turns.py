@@ -85,12 +85,28 @@ class TurnOwner(Protocol):
     def turn_dropped(self, run: Run) -> None: ...
 
 
-class _Moved(Exception):
-    """The repacker wants the turn elsewhere."""
+@dataclass(slots=True)
+class _Leaving:
+    """The turn is to leave its engine: for `destination`, or (None) for wherever there is a place.
 
-    def __init__(self, destination: EngineName) -> None:
-        super().__init__(destination)
-        self.destination = destination
+    `arrived`: seconds without tokens, once the first came from elsewhere; None when it came to nothing.
+    """
+
+    destination: EngineName | None
+    asked_at: float
+    arrived: asyncio.Future[float | None]
+
+    def came_to_nothing(self) -> None:
+        if not self.arrived.done():
+            self.arrived.set_result(None)
+
+
+class _Left(Exception):
+    """The turn left its engine because it was asked to."""
+
+    def __init__(self, leaving: _Leaving) -> None:
+        super().__init__(leaving.destination)
+        self.leaving = leaving
 
 
 class Run:
@@ -115,7 +131,8 @@ class Run:
         self._started = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
         self._stream: asyncio.Task[None] | None = None
-        self._move_to: EngineName | None = None
+        self._leaving: _Leaving | None = None  # asked to leave the engine it streams from
+        self._left_for: _Leaving | None = None  # has left, and waits for the first token from elsewhere
         self._load: TurnLoad | None = None
         self._engine: EngineName | None = None
         self._ended = False
@@ -212,13 +229,31 @@ class Run:
         """Where it streams now; None while it waits for a place or has ended."""
         return self._engine if self._stream is not None and not self._ended else None
 
-    def move(self, destination: EngineName) -> bool:
-        """Asks the turn to go on elsewhere; False when it is not streaming now. The client notices nothing."""
-        if self._stream is None or self._ended or self._move_to is not None:
-            return False
-        self._move_to = destination
+    def move(self, destination: EngineName) -> asyncio.Future[float | None] | None:
+        """Asks the turn to go on elsewhere; None when it is not streaming now. The client notices but a pause.
+
+        The future gives that pause in seconds, or None when the turn ended or was cut first. From now on the turn
+        counts at its destination, too, so that nobody else takes its place there.
+        """
+        leaving = self._leave(destination)
+        if leaving is None:
+            return None
+        if destination in self._fleet.state.engines:
+            assert self._load is not None
+            self._fleet.enter(destination, self._load)
+        return leaving.arrived
+
+    def release(self) -> bool:
+        """Asks the turn to leave its engine, which is needed for something else, for any place there is."""
+        return self._leave(None) is not None
+
+    def _leave(self, destination: EngineName | None) -> _Leaving | None:
+        if self._stream is None or self._ended or self._leaving is not None:
+            return None
         self._stream.cancel()
-        return True
+        arrived = asyncio.get_running_loop().create_future()
+        self._leaving = _Leaving(destination, time.monotonic(), arrived)
+        return self._leaving
 
     # -- the driver
 
@@ -235,6 +270,8 @@ class Run:
             raise
         finally:
             self._arrived.set()
+            if self._left_for is not None:
+                self._left_for.came_to_nothing()
 
     async def _run_to_end(self) -> None:
         config = self._fleet.config
@@ -245,12 +282,12 @@ class Run:
             try:
                 await self._stay(placement, cause)
                 return
-            except _Moved as moved:
-                cause, placement = "move", Placement(moved.destination, "repack")
-                self.session.engine = moved.destination
-                self.session.moves += 1
-                self._owner.counters.moves += 1
+            except _Left as left:
+                cause = "move"
+                placement = await self._go_on(left.leaving, placement.engine)
             except StreamCut as cut:
+                if self._left_for is not None:
+                    self._left_for.came_to_nothing()
                 cause, cuts = "cut", cuts + 1
                 self._note_cut(placement.engine, cut)
                 if self._left():
@@ -261,10 +298,28 @@ class Run:
                     placement = await self._fleet.place(demand, resumed=True, timeout_s=config.placement_timeout_s)
                     self._owner.counters.turns_resumed += 1
             if self._left() == 0:
+                self._fleet.leave(placement.engine, self.request.turn_id)  # it was expected there
                 self.record.finish_reason = "length"
                 await self._end()
                 self._give(TokenDelta((), (), self._version(), placement.engine, self._last_segment(), None, "length"))
                 return
+
+    async def _go_on(self, leaving: _Leaving, left: EngineName) -> Placement:
+        """Where it goes on after leaving an engine: where it was sent, if that still serves its version."""
+        if self._left_for is not None:
+            self._left_for.came_to_nothing()
+        self._left_for = leaving
+        self.session.moves += 1
+        self._owner.counters.moves += 1
+        there = leaving.destination
+        if there is not None:
+            engine = self._fleet.state.engines.get(there)
+            if engine is None or (engine.status == "serving" and engine.version == self.session.version):
+                self.session.engine = there
+                return Placement(there, "repack")
+            self._fleet.leave(there, self.request.turn_id)
+        demand = dataclasses.replace(self._demand(), avoid=frozenset({left}))
+        return await self._fleet.place(demand, resumed=True, timeout_s=self._fleet.config.placement_timeout_s)
 
     def _demand(self) -> Demand:
         return Demand(self.session, len(self.request.prompt_ids) + len(self.record.token_ids))
@@ -273,7 +328,7 @@ class Run:
         return self.request.sampling.max_tokens - len(self.record.token_ids)
 
     async def _stay(self, placement: Placement, cause: SegmentCause) -> None:
-        """Streams on one engine until the turn's end, a cut (StreamCut) or a move (_Moved)."""
+        """Streams on one engine until the turn's end, a cut (StreamCut) or until it is asked to leave (_Left)."""
         member = self._fleet.members.get(placement.engine)
         if member is None or member.state.status != "serving":
             self._fleet.leave(placement.engine, self.request.turn_id)
@@ -283,22 +338,30 @@ class Run:
         self._fleet.enter(placement.engine, self._load)
         self._engine = placement.engine
         self._open_segment(placement.engine, member.state.version, member.state.incarnation, cause)
-        self._move_to = None
+        self._leaving = None
         stream_name = f"stream-{self.request.turn_id}"
         self._stream = asyncio.create_task(self._consume(member.adapter, placement.engine), name=stream_name)
+        ended = False
         try:
             await asyncio.wait({self._stream})
+            ended = True
         finally:
             stream, self._stream, self._engine = self._stream, None, None
             if not stream.done():
                 stream.cancel()
                 await asyncio.wait({stream})
-            self._close_segment("finished" if self.record.finish_reason else "moved" if self._move_to else "cut")
+            leaving, self._leaving = self._leaving, None
+            left = ended and leaving is not None and stream.cancelled()
+            self._close_segment("finished" if self.record.finish_reason else "moved" if left else "cut")
             self._fleet.leave(placement.engine, self.request.turn_id)
+            if leaving is not None and not left:  # it ended, was cut or given up first
+                leaving.came_to_nothing()
+                if leaving.destination is not None:
+                    self._fleet.leave(leaving.destination, self.request.turn_id)
+        if leaving is not None and left:
+            raise _Left(leaving)
         if stream.cancelled():
-            if self._move_to is None:
-                raise asyncio.CancelledError
-            raise _Moved(self._move_to)
+            raise asyncio.CancelledError
         last = self._finish_of(stream)
         await self._end()
         self._give(last)
@@ -317,7 +380,9 @@ class Run:
         request_id = f"{self.request.turn_id}-{self._last_segment()}"
         async with adapter.generate(prompt, sampling, request_id, self.request.session_id) as chunks:
             self._started.set()
+            last_at: float | None = None
             async for chunk in chunks:
+                last_at = self._note_pace(engine, len(chunk.token_ids), last_at)
                 delta = self._take(chunk, engine)
                 if chunk.finish_reason is not None:
                     self._check_version(chunk)
@@ -329,6 +394,19 @@ class Run:
                 while len(self._deltas) >= DELTAS_MAX:
                     self._taken.clear()
                     await self._taken.wait()
+
+    def _note_pace(self, engine: EngineName, num_tokens: int, last_at: float | None) -> float | None:
+        """Tokens came: how long those before them lie back goes into the engine's decode curve."""
+        if num_tokens == 0:
+            return last_at
+        now = time.monotonic()
+        if last_at is not None:
+            self._fleet.decoded(engine, num_tokens, now - last_at)
+        elif self._left_for is not None:
+            if not self._left_for.arrived.done():
+                self._left_for.arrived.set_result(now - self._left_for.asked_at)
+            self._left_for = None
+        return now
 
     def _take(self, chunk: EngineChunk, engine: EngineName) -> TokenDelta:
         if chunk.token_ids:

@@ -1,4 +1,4 @@
-"""What an engine can carry, learnt from its own streams and reports: seconds per token against batch, B and C_max. Pure.
+"""What an engine can carry, learnt from its streams and reports: seconds per token against batch, B and C_max. Pure.
 
 Invariants:
 - before enough was seen the configured value stands; what is learnt never exceeds it;

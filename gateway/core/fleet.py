@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gateway.core.curves import DecodeCurve, KvCeiling
 from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version
 
 EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
@@ -72,6 +73,8 @@ class EngineState:
     available: Version = NO_VERSION  # newest version that its host's relay holds
     refresh_not_before: float = 0.0  # a load failed: the next try waits
     last_error: str = ""
+    curve: DecodeCurve = field(default_factory=DecodeCurve)
+    ceiling: KvCeiling | None = None  # C_max as learnt; made with the first report
 
     @property
     def tokens(self) -> int:
@@ -126,6 +129,11 @@ class FleetState:
 
     def live_sessions(self, version: Version) -> tuple[SessionId, ...]:
         return tuple(sorted(s for s, v in self.session_versions.items() if v == version))
+
+    def kv_ceiling(self, engine: EngineState) -> KvCeiling:
+        if engine.ceiling is None:
+            engine.ceiling = KvCeiling(self.config.kv_max)
+        return engine.ceiling
 
     # -- intake
 

@@ -1,0 +1,92 @@
+"""What a repacker sees of a move: the place kept at its destination, the pause, or that it came to nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.core.types import EngineName
+from tests.support.cutting_engine import Cut, CuttingEngine, until
+from tests.unit.gateway_shell.shell import BUDGET, Shell, check_at_rest, check_whole, shell
+
+E0, E1 = EngineName("e0"), EngineName("e1")
+
+
+async def test_a_move_keeps_its_place_and_tells_how_long_the_pause_was(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1", hold_at=0)
+    async with e0, e1, shell(tmp_path, e0, e1) as found:
+        async with found.run() as run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            arrived = run.move(E1)
+            assert arrived is not None
+            assert found.turns_on(e1) == [run.request.turn_id], "before anything else can be placed there"
+            await until(lambda: e1.asked, "the rest asked for")
+            assert not arrived.done(), "no token came yet"
+            e1.go.set()
+            deltas = [delta async for delta in run]
+            pause_s = await arrived
+        assert pause_s is not None
+        assert 0 < pause_s < 5
+        check_whole(run, deltas)
+        check_at_rest(found)
+
+
+async def test_a_move_of_a_turn_that_ends_first_comes_to_nothing(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+        async with found.run() as run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            arrived = run.move(E1)
+            await run.abort("the test says so")
+        assert arrived is not None
+        assert await arrived is None
+        check_at_rest(found)
+
+
+async def test_a_move_whose_first_stream_there_is_cut_comes_to_nothing(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1", always=Cut("503"))
+    async with e0, e1, shell(tmp_path, e0, e1) as found:
+        async with found.run() as run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            arrived = run.move(E1)
+            e0.go.set()
+            check_whole(run, [delta async for delta in run])
+        assert arrived is not None
+        assert await arrived is None
+        check_at_rest(found)
+
+
+async def test_a_destination_that_left_the_version_gets_nothing(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    async with e0, e1, shell(tmp_path, e0, e1) as found:
+        async with found.run() as run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            found.fleet.state.engines[E1].version = 7  # type: ignore[assignment]
+            run.move(E1)
+            e0.go.set()
+            check_whole(run, [delta async for delta in run])
+        assert not e1.asked
+        assert {s.version for s in run.segments} == {0}
+        check_at_rest(found)
+
+
+async def test_a_released_turn_goes_on_wherever_there_is_a_place(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+        async with found.run() as run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            assert run.release()
+            check_whole(run, [delta async for delta in run])
+        assert [(s.engine, s.cause) for s in run.segments] == [("e0", "start"), ("e1", "move")]
+        assert found.sessions.counters.turns_cut == 0
+        check_at_rest(found)
+
+
+async def test_decode_curves_are_learnt_from_streams(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", chunk=1) as e0, shell(tmp_path, e0) as found:
+        for _ in range(8):
+            await _read(found)
+        curve = found.fleet.state.engines[E0].curve
+        assert curve.points() == [(1.0, curve.seconds_per_token(1))], "one turn at a time ran"
+
+
+async def _read(found: Shell) -> None:
+    async with found.run(budget=BUDGET) as run:
+        check_whole(run, [delta async for delta in run])
