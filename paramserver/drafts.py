@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,6 +31,7 @@ class Draft:
     owners: tuple[int, ...] = (0,)  # per file: the rank that writes it
     num_ranks: int = 1
     committed: set[int] = field(default_factory=set)
+    recording: asyncio.Task[None] | None = None  # the first try to announce it in the registry
     recorded: bool = False
     state: DraftState = "writing"
     reason: str = ""

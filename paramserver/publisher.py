@@ -84,7 +84,7 @@ async def publish(
         num_ranks=rank.count,
     )
     deadline = time.monotonic() + MASTER_WAIT_S
-    master = await relay.master_of(model)  # a wrong address fails here, at once
+    master = await relay.last_master_of(model)  # a wrong address fails here, at once
     while True:
         try:
             return await _publish_once(relay, master, request, files, reads, force_tcp=force_tcp)

@@ -167,7 +167,7 @@ class Publishing:
         draft = await self._open(model, run, step, specs, epoch, wait_room_s)
         draft.owners, draft.num_ranks = layout.owners, num_ranks
         _write_own(draft.snapshot, layout)
-        await self._sealing.announce(draft)
+        self._sealing.announce(draft)
         return draft
 
     async def _open(

@@ -154,6 +154,7 @@ class RelayClient:
         self.timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None
         self._peers: dict[str, RelayClient] = {}
+        self._masters: dict[str, RelayClient] = {}
         self._claims: dict[tuple[str, str], RunHold] = {}
         self.mappings = Mappings()
 
@@ -173,6 +174,7 @@ class RelayClient:
         for peer in self._peers.values():
             await peer.close()
         self._peers.clear()
+        self._masters.clear()
         self.mappings.close()
         if self._channel is not None:
             await self._channel.close()
@@ -257,11 +259,19 @@ class RelayClient:
         """A client of the model's master relay; this one, when it is the master itself."""
         timeout_s = max(self.timeout_s, 15.0)  # an election may have to run first
         reply = await self.call(self.stub.Locate(pb.LocateRequest(model=model), timeout=timeout_s))
-        if reply.grpc_address == self.address:
+        self._masters[model] = self._peer(reply.grpc_address)
+        return self._masters[model]
+
+    async def last_master_of(self, model: str) -> RelayClient:
+        """The master as it was when last asked for: it refuses what it is no longer master of."""
+        return self._masters.get(model) or await self.master_of(model)
+
+    def _peer(self, address: str) -> RelayClient:
+        if address == self.address:
             return self
-        if reply.grpc_address not in self._peers:
-            self._peers[reply.grpc_address] = RelayClient(reply.grpc_address, timeout_s=self.timeout_s)
-        return self._peers[reply.grpc_address]
+        if address not in self._peers:
+            self._peers[address] = RelayClient(address, timeout_s=self.timeout_s)
+        return self._peers[address]
 
     async def hold_run(self, model: str, run: str, publisher: str, rank: Rank = SOLE) -> None:
         """Claims the model for `run` until this client closes. Conflict when another publisher is connected."""

@@ -10,9 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
+from collections.abc import Coroutine
 
 import msgspec
 
@@ -26,43 +26,39 @@ from protos.errors import StaleEpoch, Unavailable
 
 log = logging.getLogger(__name__)
 
-RECORD_WAIT_S = 0.01  # the registry answers in a few milliseconds, or the announcement goes on without it
-
 
 class Sealing:
-    """Owns the tasks that seal; one for each committed version."""
+    """Owns the tasks that record and seal: at most two for each draft."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self._seals: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        for task in self._seals:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._seals, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # ---- announced
 
-    async def announce(self, draft: Draft) -> None:
-        """Records the announcement; the trainer waits RECORD_WAIT_S for the registry, sealing waits for ever."""
-        recording = asyncio.ensure_future(self._record(draft))
-        await asyncio.wait([recording], timeout=RECORD_WAIT_S)
-        if recording.done():
-            self._recorded(draft, recording)
-        else:
-            recording.add_done_callback(lambda done: self._note_recording(draft, done))
+    def announce(self, draft: Draft) -> None:
+        """Records the announcement in the background: the trainer copies meanwhile, and sealing waits for it."""
+        draft.recording = self._spawn(self._try_to_record(draft))
 
-    def _recorded(self, draft: Draft, recording: asyncio.Future[None]) -> None:
+    async def _try_to_record(self, draft: Draft) -> None:
         try:
-            recording.result()
+            await self._record(draft)
         except Unavailable as error:
-            log.warning(
-                "version %d is announced here only until the registry is back: %s", draft.manifest.version, error
-            )
-
-    def _note_recording(self, draft: Draft, recording: asyncio.Future[None]) -> None:
-        with contextlib.suppress(StaleEpoch):  # the draft has failed by it, and its commit will say so
-            self._recorded(draft, recording)
+            version = draft.manifest.version
+            log.warning("version %d is announced here only until the registry is back: %s", version, error)
+        except StaleEpoch as error:  # the draft has failed by it, and its commit will say so
+            log.info("%s", error)
 
     async def _record(self, draft: Draft) -> None:
         """Writes the announcement, after which relays begin to fetch."""
@@ -84,12 +80,12 @@ class Sealing:
 
     def begin(self, draft: Draft) -> None:
         """All is written: seals in the background, however long the registry is away."""
-        task = asyncio.ensure_future(self._seal_until_settled(draft))
-        self._seals.add(task)
-        task.add_done_callback(self._seals.discard)
+        self._spawn(self._seal_until_settled(draft))
 
     async def _seal_until_settled(self, draft: Draft) -> None:
         """Retries while the registry is away: the version stays at `copied` until the outcome is known."""
+        if draft.recording is not None:
+            await draft.recording
         while draft.state == "committed":
             try:
                 if not draft.recorded:
