@@ -271,6 +271,8 @@ async def test_without_a_registry_nothing_seals_and_with_it_again_everything_doe
 
 async def test_a_master_that_was_replaced_seals_nothing(world: World, host: Host) -> None:
     draft = await host.announce()
+    assert draft.recording is not None
+    await draft.recording
     write(draft)
     world.store.reachable = False
     await host.commit(draft)
