@@ -170,7 +170,7 @@ class Fleet:
                 self._queue.remove(waiter)
 
     def _unbook(self, waiter: Waiter) -> None:
-        placed, turn_id = waiter.placed, waiter.demand.session.running
+        placed, turn_id = waiter.placed, waiter.demand.turn_id
         if turn_id is not None and placed.done() and not placed.cancelled() and placed.exception() is None:
             self.leave(placed.result().engine, turn_id)
 
@@ -223,7 +223,7 @@ class Fleet:
     def _book(self, placement: Placement, demand: Demand) -> None:
         admit(placement, demand, self.state)
         # A place counts from now on, not from when the turn's task comes to run: others are placed meanwhile.
-        turn_id = demand.session.running
+        turn_id = demand.turn_id
         if turn_id is not None:
             load = TurnLoad(turn_id, demand.session.session_id, demand.prompt_tokens, demand.prompt_tokens)
             self.state.engines[placement.engine].turns[turn_id] = load

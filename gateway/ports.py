@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from gateway.core.tree import TurnTree
 from gateway.core.types import Segment, SessionId, TokenDelta, TurnRequest
 
 IdentitySource = Literal["url", "api_key", "header", "body", "none"]
@@ -36,18 +37,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """A session as it stood when the turn opened it.
-
-    `recorded_ids` are all ids of its turns so far (prompts, answers, tool results); the next turn's prompt extends
-    them, or starts the record anew. `recorded_messages` is the history that these ids stand for, answers included.
-    """
+    """A session: the next turn's prompt extends a turn of its tree, or is a root."""
 
     session_id: SessionId
-    turn_index: int
-    recorded_ids: Sequence[int]
-    recorded_messages: Sequence[Message]
+    tree: TurnTree
     ephemeral: bool
-    last_finish_reason: str | None = None  # of the last turn: "length" leaves the assistant's message unclosed
 
 
 class TurnRun(Protocol):
@@ -84,13 +78,13 @@ class Turns(Protocol):
         ...
 
     async def open_session(self, identity: SessionIdentity) -> SessionView:
-        """Gets or makes the session. Raises Conflict while another turn of it runs or when it has ended."""
+        """Gets or makes the session. Raises Conflict when it has ended."""
         ...
 
     def start(self, request: TurnRequest) -> TurnRun:
         """The turn, not yet started: entering the context places it. OutOfCapacity when every queue is full."""
         ...
 
-    async def record_turn(self, request: TurnRequest, messages: Sequence[Message]) -> None:
-        """The turn's whole history, the answer included, for the next turn to extend."""
+    async def record_turn(self, request: TurnRequest, head: Message, messages: Sequence[Message]) -> None:
+        """What the ended turn adds to the history before it, the answer included, for later turns to extend."""
         ...

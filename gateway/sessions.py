@@ -94,22 +94,16 @@ class Sessions:
     async def open_session(self, identity: SessionIdentity) -> SessionView:
         state = self._find_or_make(identity)
         state.check_open()
-        return SessionView(
-            state.session_id,
-            state.turns,
-            state.token_ids,
-            state.messages,
-            state.spec.ephemeral,
-            state.last_finish_reason,
-        )
+        return SessionView(state.session_id, state.tree, state.spec.ephemeral)
 
     def start(self, request: TurnRequest) -> Run:
         return Run(request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline)
 
-    async def record_turn(self, request: TurnRequest, messages: Sequence[Message]) -> None:
+    async def record_turn(self, request: TurnRequest, head: Message, messages: Sequence[Message]) -> None:
         state = self._live.get(request.session_id)
         if state is not None:
-            state.messages = tuple(messages)
+            turn = state.tree.turns[request.turn_id]
+            turn.head, turn.messages = head, tuple(messages)
 
     # -- gateway.turns.TurnOwner
 
@@ -129,13 +123,13 @@ class Sessions:
         newest = self.fleet.state.newest
         for segment in run.record.segments:
             _count(self.staleness.generation, max(0, newest - segment.version), segment.end - segment.start)
-        if run.session.spec.ephemeral:
+        if run.session.spec.ephemeral and not run.session.running:
             self._forget(run.session)
 
     def turn_dropped(self, run: Run) -> None:
         self.runs.pop(run.request.turn_id, None)
-        run.session.drop_turn(time.time())
-        if run.session.spec.ephemeral:
+        run.session.drop_turn(run.request.turn_id, time.time())
+        if run.session.spec.ephemeral and not run.session.running:
             self._forget(run.session)
 
     # -- making and ending
@@ -169,21 +163,21 @@ class Sessions:
 
     async def finish(
         self, session_id: SessionId, reward: float, status: str, metrics: Mapping[str, float]
-    ) -> Trajectory:
-        """Ends the session; its trajectory is on disk in the experience buffer when this returns."""
+    ) -> list[Trajectory]:
+        """Ends the session; its trajectories, one a leaf, are on disk in the experience buffer when this returns."""
         state = self._get(session_id)
-        if not state.token_ids:
+        if not state.turns:
             raise Conflict(f"session {session_id} has no turn to reward", hint="abandon it instead")
         state.end("finished")
-        trajectory = state.trajectory(reward, status, metrics, time.time())
+        trajectories = state.trajectories(reward, status, metrics, time.time())
         self._close(state, "finished", reward=reward)
         if state.spec.train and state.spec.split == "train":
-            await self._buffer.add(trajectory)
+            await self._buffer.add(*trajectories)
         self.counters.trajectories_finished += 1
-        self._durations_s.append(trajectory.finished_unix_s - trajectory.started_unix_s)
+        self._durations_s.append(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
         await self._pool.forget_session(session_id)
         self.fleet.changed()
-        return trajectory
+        return trajectories
 
     async def abandon(self, session_id: SessionId, reason: str) -> None:
         """Ends the session without a trajectory; a running turn of it is aborted."""
@@ -201,7 +195,7 @@ class Sessions:
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             limit = time.time() - self.config.session_idle_s
-            for state in [s for s in self._live.values() if s.running is None and s.touched_unix_s < limit]:
+            for state in [s for s in self._live.values() if not s.running and s.touched_unix_s < limit]:
                 await self.abandon(state.session_id, f"idle for {self.config.session_idle_s:g} s")
 
     # -- what others ask
@@ -242,9 +236,7 @@ class Sessions:
         """Tokens of sessions that wait for a tool and will come back to this engine."""
         version = state.engines[engine].version  # type: ignore[index]  # EngineName is a str
         return sum(
-            len(s.token_ids)
-            for s in self._live.values()
-            if s.engine == engine and s.running is None and s.version == version
+            s.tokens for s in self._live.values() if s.engine == engine and not s.running and s.version == version
         )
 
     def _find_or_make(self, identity: SessionIdentity) -> SessionState:
@@ -279,6 +271,7 @@ class Sessions:
             staleness=max(0, newest - oldest),
             turns=state.turns,
             moves=state.moves,
+            branches=state.branches,
             **_environment(state.spec),
             **fields,
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import logging
 import time
 from collections import deque
@@ -25,11 +24,11 @@ from typing import Protocol, Self
 import msgspec
 
 from gateway.core.fleet import TurnLoad
+from gateway.core.sampling import segment_sampling
 from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
 from gateway.core.types import (
     EngineName,
-    SamplingParams,
     Segment,
     SegmentCause,
     TokenDelta,
@@ -195,7 +194,6 @@ class Run:
         else:
             await self._stop_driver()
         record = self.record
-        surplus = len(record.token_ids) - num_tokens
         del record.token_ids[num_tokens:], record.logprobs[num_tokens:]
         record.segments = [
             msgspec.structs.replace(segment, end=min(segment.end, num_tokens))
@@ -204,7 +202,7 @@ class Run:
         ]
         record.finish_reason = "stop"
         if self._ended:  # the engine was faster than the reader: the session has the whole answer
-            self.session.shorten_turn(surplus)
+            self.session.shorten_turn(self.request.turn_id, num_tokens)
         else:
             await self._end()
 
@@ -322,7 +320,8 @@ class Run:
         return await self._fleet.place(demand, resumed=True, timeout_s=self._fleet.config.placement_timeout_s)
 
     def _demand(self) -> Demand:
-        return Demand(self.session, len(self.request.prompt_ids) + len(self.record.token_ids))
+        tokens = len(self.request.prompt_ids) + len(self.record.token_ids)
+        return Demand(self.session, tokens, turn_id=self.request.turn_id)
 
     def _left(self) -> int:
         return self.request.sampling.max_tokens - len(self.record.token_ids)
@@ -375,7 +374,7 @@ class Run:
 
     async def _consume(self, adapter: EngineAdapter, engine: EngineName) -> None:
         """Takes the engine's events into record, pool and queue; returns at the finish, whose delta is kept back."""
-        sampling = resumed_sampling(self.request.sampling, len(self.record.token_ids))
+        sampling = segment_sampling(self.request, len(self.record.token_ids))
         prompt = (*self.request.prompt_ids, *self.record.token_ids)
         request_id = f"{self.request.turn_id}-{self._last_segment()}"
         async with adapter.generate(prompt, sampling, request_id, self.request.session_id) as chunks:
@@ -450,7 +449,7 @@ class Run:
             cause=cause,
             started_unix_s=now,
             ended_unix_s=now,
-            seed=resumed_sampling(self.request.sampling, at).seed,
+            seed=segment_sampling(self.request, at).seed,
         )
         self.record.segments.append(segment)
         self._pool.open_segment(self.request.turn_id, segment)
@@ -507,7 +506,7 @@ class Run:
 
     async def _close_in_pool(self, outcome: Outcome) -> None:
         await self._pool.end(self.request.turn_id, outcome)
-        if self.session.spec.ephemeral:  # no trajectory will ever be made of it
+        if self.session.spec.ephemeral and not self.session.running:  # no trajectory will ever be made of it
             await self._pool.forget_session(self.request.session_id)
 
     async def _stop_driver(self) -> None:
@@ -527,21 +526,3 @@ class Run:
         self._owner.turn_dropped(self)
         if self._in_pool:
             await self._close_in_pool("lost" if failed else "aborted")
-
-
-def resumed_sampling(sampling: SamplingParams, generated: int) -> SamplingParams:
-    """The same sampling for the rest of a turn: what is left of its budget, and a seed of the segment's own.
-
-    Engines restart a request's random stream when it is sent again, so the same seed would repeat the beginning.
-    """
-    if generated == 0:
-        return sampling
-    seed = sampling.seed
-    if seed is not None:
-        seed = int.from_bytes(hashlib.sha256(f"{seed}:{generated}".encode()).digest()[:4], "big")
-    return dataclasses.replace(
-        sampling,
-        max_tokens=sampling.max_tokens - generated,
-        min_tokens=max(0, sampling.min_tokens - generated),
-        seed=seed,
-    )

@@ -39,7 +39,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished session. Fields that a later gateway adds are ignored."""
+    """One path through a finished session. Fields that a later gateway adds are ignored."""
 
     session_id: str
     group_id: str
@@ -58,6 +58,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     finished_unix_s: float
     tags: dict[str, str] = msgspec.field(default_factory=dict)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    leaf: int = 0  # which path of a session with branches; what it shares with an earlier one is masked in it
+    leaves: int = 1
+    turn_rewards: list[float | None] = msgspec.field(default_factory=list)  # by turn of the path; empty: none were given
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The prompt of a turn: the session's record extended, or begun anew, visibly.
+"""The prompt of a turn: a turn of the session's tree extended, or a branch begun, visibly.
 
-A record is kept as its head (which API and what tools its first prompt was written with) and its messages: a history
-that matches the messages but not the head would continue a prompt that says something else.
+A root of the tree is kept with its head (which API and what tools its prompt was written with): a history that matches
+the messages but not the head would continue a prompt that says something else.
 """
 
 from __future__ import annotations
@@ -10,24 +10,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gateway.core.tree import Turn, TurnTree, matched
+from gateway.core.types import TurnId
 from gateway.ports import Message, SessionView
-from gateway.tokens import Branch, Codec
+from gateway.tokens import Codec
+from gateway.tokens.bridge import comparable, difference
 
-HistoryKind = Literal["first", "extended", "closed", "anew"]
-"""`closed`: extended, after the template ended a turn that was cut short. `anew`: the record did not fit (`reason`)."""
+HistoryKind = Literal["first", "extended", "closed", "branch"]
+"""`extended`: the newest turn, or a leaf. `closed`: the same, after the template ended a turn that was cut short.
+`branch`: another path through the session began (`reason`)."""
 
 HEAD_ROLE = "laminar:head"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """`parent` is the turn that it extends; `added` are the messages that it adds to that turn's."""
+
     token_ids: list[int]
     history: HistoryKind
+    parent: TurnId | None = None
+    added: Sequence[Message] = ()
     reason: str = ""
 
 
 def head(**written_with: Any) -> Message:
-    """The first entry of a record."""
+    """What a root was written with."""
     return {"role": HEAD_ROLE, **written_with}
 
 
@@ -38,32 +46,74 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> Prompt:
-    reason = ""
-    if view.recorded_ids:
-        recorded_head, recorded = view.recorded_messages[:1], view.recorded_messages[1:]
-        if list(recorded_head) != [head(api="chat", tools=tools, template_kwargs=template_kwargs)]:
-            reason = "tools, template arguments or API differ from the record's"
-        else:
-            outcome = codec.bridge(view.recorded_ids, recorded, messages, tools, template_kwargs=template_kwargs)
-            if not isinstance(outcome, Branch):
-                return Prompt(outcome.prompt_ids, "closed" if outcome.closed_turn else "extended")
-            reason = outcome.reason
-    ids = codec.render(messages, tools, template_kwargs=template_kwargs)
-    return Prompt(ids, "anew" if view.recorded_ids else "first", reason)
+    """From the deepest turn whose path the messages repeat; without one, from the template alone."""
+    tree, own_head = view.tree, head(api="chat", tools=tools, template_kwargs=template_kwargs)
+    parent = _extended_turn(tree, own_head, messages)
+    if parent is None:
+        ids = codec.render(messages, tools, template_kwargs=template_kwargs)
+        if not len(tree):
+            return Prompt(ids, "first", added=messages)
+        return Prompt(ids, "branch", added=messages, reason=_difference(tree, own_head, messages))
+    recorded = _messages(tree, parent)
+    added = messages[len(recorded) :]
+    bridged = codec.bridge(tree.ids(parent), recorded, added, tools, template_kwargs=template_kwargs)
+    if tree.children(parent):
+        reason = f"turn {parent.depth} has been gone on from already"
+        return Prompt(bridged.prompt_ids, "branch", parent.turn_id, added, reason)
+    return Prompt(bridged.prompt_ids, "closed" if bridged.closed_turn else "extended", parent.turn_id, added)
 
 
 def completion_prompt(codec: Codec, view: SessionView, prompt: str | list[int], *, add_special_tokens: bool) -> Prompt:
-    """A text that continues the record's text keeps the record's ids; token ids are taken as they are."""
-    recorded = list(view.recorded_ids)
+    """A text that continues a turn's text keeps its ids; token ids are taken as they are."""
+    tree = view.tree
     if isinstance(prompt, str):
-        before = codec.decode(recorded) if recorded else ""
-        if recorded and prompt.startswith(before):
-            return Prompt(recorded + codec.encode(prompt[len(before) :]), "extended")
-        ids = codec.encode(prompt, add_special_tokens=add_special_tokens)
+        parent, before = _text_before(codec, tree, prompt)
+        if parent is not None:
+            ids = tree.ids(parent) + codec.encode(prompt[len(before) :])
+        else:
+            ids = codec.encode(prompt, add_special_tokens=add_special_tokens)
     else:
         ids = prompt
-    if not recorded:
+        parent = matched(tree, ids, lambda turn: [*turn.prompt_ids, *turn.token_ids])
+    if not len(tree):
         return Prompt(ids, "first")
-    if ids[: len(recorded)] == recorded:
-        return Prompt(ids, "extended")
-    return Prompt(ids, "anew", "the prompt does not begin with the record")
+    if parent is None:
+        return Prompt(ids, "branch", reason="the prompt does not begin with the record")
+    if tree.children(parent):
+        return Prompt(ids, "branch", parent.turn_id, reason=f"turn {parent.depth} has been gone on from already")
+    return Prompt(ids, "extended", parent.turn_id)
+
+
+def _extended_turn(tree: TurnTree, own_head: Message, messages: Sequence[Message]) -> Turn | None:
+    """The first item of a history is its head, so that a turn of another head never matches."""
+    items = [own_head, *map(comparable, messages)]
+
+    def own(turn: Turn) -> list[Any] | None:
+        if not turn.messages:
+            return None  # ids that are no chat, or a turn whose answer is not told yet
+        said = list(map(comparable, turn.messages))
+        return [turn.head, *said] if turn.parent is None else said
+
+    return matched(tree, items, own)
+
+
+def _messages(tree: TurnTree, turn: Turn | None) -> list[Message]:
+    return [message for t in tree.path(turn) for message in t.messages]
+
+
+def _difference(tree: TurnTree, own_head: Message, messages: Sequence[Message]) -> str:
+    """Where the history parts from the newest path."""
+    path = tree.path(tree.newest)
+    if path[0].head != own_head:
+        return "tools, template arguments or API differ from the record's"
+    return difference(_messages(tree, path[-1]), messages)
+
+
+def _text_before(codec: Codec, tree: TurnTree, prompt: str) -> tuple[Turn | None, str]:
+    """The turn with the longest text that the prompt begins with, newest first."""
+    best: tuple[Turn | None, str] = (None, "")
+    for turn in reversed(tree.turns.values()):
+        text = codec.decode(tree.ids(turn))
+        if len(text) > len(best[1]) and prompt.startswith(text):
+            best = (turn, text)
+    return best

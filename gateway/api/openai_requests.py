@@ -34,6 +34,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's and vLLM's default for /v1/completions. Chat defaults to what the context has left."""
 LOGPROBS_MAX = 20
+CHOICES_MAX = 64
+"""Of one request: as many turns as a session may have side by side."""
 STOPS_MAX = 16
 STOP_LENGTH_MAX = 256
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -54,6 +56,7 @@ class AnswerShape:
     logprobs: int | None
     token_ids: bool
     weight_versions: bool
+    choices: int = 1
 
 
 def decode_chat(raw: bytes) -> ChatRequest:
@@ -187,7 +190,9 @@ def completion_prompt(body: CompletionRequest, vocab_size: int) -> str | list[in
     if isinstance(prompt, str):
         return prompt
     if prompt and all(isinstance(item, str | list) for item in prompt):
-        raise RefusedField("prompt", f"{len(prompt)} prompts in one request are not supported", hint=WHAT_TO_DO["n"])
+        raise RefusedField(
+            "prompt", f"{len(prompt)} prompts in one request are not supported", hint="send one request for each"
+        )
     if not prompt or not all(type(item) is int and item >= 0 for item in prompt):
         raise BadField("prompt", "`prompt` must be a string or a list of token ids that is not empty")
     if (largest := max(prompt)) >= vocab_size:
@@ -215,6 +220,7 @@ def _shape(body: _Common, logprobs: int | None) -> AnswerShape:
         logprobs=logprobs,
         token_ids=body.return_token_ids,
         weight_versions=body.return_weight_versions,
+        choices=in_range("n", body.n, 1, CHOICES_MAX) or 1,
     )
 
 

@@ -6,17 +6,18 @@ Every path is served at the root and below `/sessions/{sid}` and `/s/{sid}`. `X-
 Invariants:
 - the turn has left its engine and the record holds its answer before the client sees the finish: its next request,
   sent at once, finds both;
-- a client that goes away gives its turn up.
+- a client that goes away gives its turns up;
+- the `n` answers to a request are turns of their own, side by side in the session's tree.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -32,7 +33,8 @@ from gateway.api.openai_requests import AnswerShape
 from gateway.api.openai_shapes import AnswerHead, Api
 from gateway.api.openai_turn import Answer, Piece, pieces
 from gateway.api.openai_types import ChatRequest, CompletionRequest
-from gateway.core.types import SessionId, TurnId, TurnRequest
+from gateway.core.tree import TurnTree
+from gateway.core.types import SamplingParams, Segment, SessionId, TurnId, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionView, TurnRun, Turns
 from gateway.tokens import Codec, StreamDecoder, ToolCallParser
 from protos.errors import LaminarError
@@ -52,35 +54,42 @@ class OpenAIDeps:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A request that was found right: what to do, before its session is known.
-
-    `messages` is empty for a completion: no chat can extend its record.
-    """
+    """A request that was found right: what to do, before its session is known."""
 
     api: Api
     body: ChatRequest | CompletionRequest
     model: ModelInfo
     shape: AnswerShape
     record_head: Message
-    messages: Sequence[Message]
     parses_tools: bool
     make_prompt: Callable[[SessionView], Prompt]
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A turn ready to run, and how to read and answer it."""
+@dataclass(slots=True)
+class _Choice:
+    """One of a request's `n` answers: a turn ready to run, and how to read it."""
 
-    call: _Call
     request: TurnRequest
-    head: AnswerHead
-    prompt: Prompt
     decoder: StreamDecoder
     parser: ToolCallParser | None
+    answer: Answer = field(default_factory=Answer)
+
+    def pieces(self, run: TurnRun) -> AsyncGenerator[Piece, None]:
+        return pieces(run, self.decoder, self.parser, self.answer, self.request.sampling.stop_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request ready to be answered."""
+
+    call: _Call
+    head: AnswerHead
+    prompt: Prompt
+    choices: Sequence[_Choice]
     ephemeral: bool
 
 
-NOBODY = SessionView(SessionId(""), 0, (), (), ephemeral=True)
+NOBODY = SessionView(SessionId(""), TurnTree(), ephemeral=True)
 """What a call without a session extends: nothing."""
 
 
@@ -118,7 +127,6 @@ class _Handlers:
             model,
             requests.chat_shape(body),
             record_head=history.head(api="chat", tools=tools, template_kwargs=kwargs),
-            messages=messages,
             parses_tools=tools is not None and body.tool_choice != "none",
             make_prompt=lambda view: history.chat_prompt(self._codec, view, messages, tools, kwargs),
         )
@@ -136,13 +144,12 @@ class _Handlers:
             model,
             requests.completion_shape(body),
             record_head=history.head(api="completion"),
-            messages=(),
             parses_tools=False,
             make_prompt=lambda view: history.completion_prompt(self._codec, view, text, add_special_tokens=special),
         )
         return await self._answer(request, await self._prepare(request, raw, call))
 
-    async def _prepare(self, request: web.Request, raw: bytes, call: _Call) -> _Turn:
+    async def _prepare(self, request: web.Request, raw: bytes, call: _Call) -> _Asked:
         """Session, prompt and sampling. A call without a session gets its own last: refused, it leaves none behind."""
         body = call.body
         identity = identify(request, self._turns, metadata=body.metadata, session_id=body.session_id, user=body.user)
@@ -156,45 +163,51 @@ class _Handlers:
         sampling = requests.sampling(body, prompt_tokens=len(ids), model=call.model, top=top)
         if not named:
             view = await self._turns.open_session(identity)
-        turn_id = TurnId(secrets.token_hex(12))
-        return _Turn(
-            call=call,
-            request=TurnRequest(turn_id, view.session_id, view.turn_index, tuple(ids), sampling),
-            head=AnswerHead(call.api, turn_id, view.session_id, call.model.name, call.shape, ids, prompt.history),
-            prompt=prompt,
-            decoder=self._codec.stream_decoder(
-                ids,
-                stop=sampling.stop,
-                min_tokens=sampling.min_tokens,
-                show_special=not body.skip_special_tokens,
-                tools=call.parses_tools,
-            ),
-            parser=ToolCallParser(self._codec.tool_format) if call.parses_tools else None,
-            ephemeral=view.ephemeral,
+        name = secrets.token_hex(12)
+        choices = [self._choice(call, view, prompt, sampling, name, i) for i in range(call.shape.choices)]
+        head = AnswerHead(call.api, name, view.session_id, call.model.name, call.shape, ids, prompt.history)
+        return _Asked(call, head, prompt, choices, view.ephemeral)
+
+    def _choice(
+        self, call: _Call, view: SessionView, prompt: Prompt, sampling: SamplingParams, name: str, index: int
+    ) -> _Choice:
+        turn_id = TurnId(f"{name}-{index}" if index else name)
+        depth = 0 if prompt.parent is None else view.tree.turns[prompt.parent].depth + 1
+        ids = tuple(prompt.token_ids)
+        decoder = self._codec.stream_decoder(
+            ids,
+            stop=sampling.stop,
+            min_tokens=sampling.min_tokens,
+            show_special=not call.body.skip_special_tokens,
+            tools=call.parses_tools,
         )
+        parser = ToolCallParser(self._codec.tool_format) if call.parses_tools else None
+        asked = TurnRequest(turn_id, view.session_id, depth, ids, sampling, prompt.parent, index)
+        return _Choice(asked, decoder, parser)
 
-    async def _answer(self, request: web.Request, turn: _Turn) -> web.StreamResponse:
-        run = self._turns.start(turn.request)
-        if turn.call.shape.stream:
-            return await self._stream(request, turn, run)
-        return await self._whole(turn, run)
+    async def _answer(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
+        if asked.call.shape.stream:
+            return await self._stream(request, asked)
+        return await self._whole(asked)
 
-    async def _whole(self, turn: _Turn, run: TurnRun) -> web.Response:
-        answer = Answer()
-        async with run, aclosing(_pieces(run, turn, answer)) as reading:
+    async def _whole(self, asked: _Asked) -> web.Response:
+        answered = await _side_by_side([self._read(asked, choice) for choice in asked.choices])
+        body = shapes.body(self._codec, asked.head, answered)
+        return web.Response(body=body, content_type="application/json", headers=_headers(asked))
+
+    async def _read(self, asked: _Asked, choice: _Choice) -> tuple[Answer, Sequence[Segment]]:
+        run = self._turns.start(choice.request)
+        async with run, aclosing(choice.pieces(run)) as reading:
             async for _ in reading:
                 pass
-        await self._record(turn, answer)
-        body = shapes.body(self._codec, turn.head, answer, run.segments)
-        return web.Response(body=body, content_type="application/json", headers=_headers(turn))
+        await self._record(asked, choice)
+        return choice.answer, run.segments
 
-    async def _stream(self, request: web.Request, turn: _Turn, run: TurnRun) -> web.StreamResponse:
-        answer, chunks = Answer(), shapes.Chunks(self._codec, turn.head)
-        async with EventStream(request, _headers(turn)) as events:
+    async def _stream(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
+        async with EventStream(request, _headers(asked)) as events:
             try:
-                await self._send_pieces(events, turn, run, answer, chunks)
-                await self._record(turn, answer)
-                await events.send(chunks.last(answer, run.segments))
+                await _side_by_side([self._send(events, asked, choice) for choice in asked.choices])
+                await events.send(shapes.stream_end(asked.head, [choice.answer for choice in asked.choices]))
                 return await events.end()
             except ConnectionError:  # the client is gone: there is nobody to tell
                 return events.response
@@ -204,37 +217,50 @@ class _Handlers:
                 await events.send(b"data: " + msgspec.json.encode(error_body(e)) + b"\n\n")
                 return await events.end()
 
-    async def _send_pieces(
-        self, events: EventStream, turn: _Turn, run: TurnRun, answer: Answer, chunks: shapes.Chunks
-    ) -> None:
-        first = True
-        async with run, aclosing(_pieces(run, turn, answer)) as reading:
+    async def _send(self, events: EventStream, asked: _Asked, choice: _Choice) -> None:
+        """One choice's chunks, up to its finish."""
+        chunks = shapes.Chunks(self._codec, asked.head, choice.request.choice)
+        run, first = self._turns.start(choice.request), True
+        async with run, aclosing(choice.pieces(run)) as reading:
             async for piece in reading:
                 event = chunks.piece(piece)
                 if first:
                     first, event = False, chunks.first() + event
                 if event:
                     await events.send(event)
+        await self._record(asked, choice)
+        await events.send(chunks.last(choice.answer, run.segments))
 
-    async def _record(self, turn: _Turn, answer: Answer) -> None:
-        if turn.ephemeral:
+    async def _record(self, asked: _Asked, choice: _Choice) -> None:
+        if asked.ephemeral:
             return
-        said = [*turn.call.messages, answer.message()] if turn.call.messages else []
-        await self._turns.record_turn(turn.request, [turn.call.record_head, *said])
+        said = [*asked.prompt.added, choice.answer.message()] if asked.call.api == "chat" else []
+        await self._turns.record_turn(choice.request, asked.call.record_head, said)
 
 
-def _pieces(run: TurnRun, turn: _Turn, answer: Answer) -> AsyncGenerator[Piece, None]:
-    return pieces(run, turn.decoder, turn.parser, answer, turn.request.sampling.stop_token_ids)
+R = TypeVar("R")
 
 
-def _headers(turn: _Turn) -> dict[str, str]:
+async def _side_by_side(choices: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
+    """All of them; the first that fails ends the others."""
+    if len(choices) == 1:
+        return [await choices[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(choice) for choice in choices]
+    except* (LaminarError, ConnectionError) as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _headers(asked: _Asked) -> dict[str, str]:
     headers = {
-        "X-Session-ID": turn.head.session_id,
-        "X-Request-Id": turn.head.answer_id,
-        "X-Laminar-History": turn.prompt.history,
+        "X-Session-ID": asked.head.session_id,
+        "X-Request-Id": asked.head.answer_id,
+        "X-Laminar-History": asked.prompt.history,
     }
-    if turn.prompt.reason:
-        headers["X-Laminar-History-Reason"] = turn.prompt.reason
+    if asked.prompt.reason:
+        headers["X-Laminar-History-Reason"] = asked.prompt.reason
     return headers
 
 

@@ -48,11 +48,26 @@ class AnswerHead:
         return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
 
 
-def body(codec: Codec, head: AnswerHead, answer: Answer, segments: Sequence[Segment]) -> bytes:
-    """The whole answer of a request without `stream`."""
+def body(codec: Codec, head: AnswerHead, answered: Sequence[tuple[Answer, Sequence[Segment]]]) -> bytes:
+    """The whole answer of a request without `stream`: its choices in order."""
     shape = head.shape
     out = head.fields("chat.completion" if head.api == "chat" else "text_completion")
-    choice: dict[str, Any] = {"index": 0}
+    out["choices"] = [_choice(codec, head, index, answer) for index, (answer, _) in enumerate(answered)]
+    out["usage"] = usage(head, [answer for answer, _ in answered])
+    if shape.token_ids:
+        out["prompt_token_ids"] = head.prompt_ids
+    if shape.token_ids or shape.weight_versions:
+        told = [laminar(head, segments) for _, segments in answered]
+        if len(told) == 1:
+            out["laminar"] = told[0]
+        else:
+            for choice, how in zip(out["choices"], told, strict=True):
+                choice["laminar"] = how
+    return _json(out)
+
+
+def _choice(codec: Codec, head: AnswerHead, index: int, answer: Answer) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index}
     if head.api == "chat":
         choice["message"] = {**answer.message(), "refusal": None}
     else:
@@ -60,27 +75,22 @@ def body(codec: Codec, head: AnswerHead, answer: Answer, segments: Sequence[Segm
     choice["logprobs"] = _logprobs(codec, head, answer.token_ids, answer.logprobs, answer.top_logprobs, 0)
     choice["finish_reason"] = finish_reason(answer)
     choice["stop_reason"] = answer.stop_reason
-    if shape.token_ids:
+    if head.shape.token_ids:
         choice["token_ids"] = answer.token_ids
-        out["prompt_token_ids"] = head.prompt_ids
-    if shape.weight_versions:
+    if head.shape.weight_versions:
         choice["weight_versions"] = answer.spans
-    out["choices"] = [choice]
-    out["usage"] = usage(head, answer)
-    if shape.token_ids or shape.weight_versions:
-        out["laminar"] = laminar(head, segments)
-    return _json(out)
+    return choice
 
 
 class Chunks:
-    """The chunks of one streamed answer, as SSE events."""
+    """The chunks of one choice of a streamed answer, as SSE events."""
 
-    def __init__(self, codec: Codec, head: AnswerHead) -> None:
+    def __init__(self, codec: Codec, head: AnswerHead, index: int = 0) -> None:
         self._codec = codec
         self._head = head
         self._chat = head.api == "chat"
         fields = _json(head.fields("chat.completion.chunk" if self._chat else "text_completion"))
-        self._prefix = b"data: " + fields[:-1] + b',"choices":[{"index":0,'
+        self._prefix = b"data: " + fields[:-1] + b',"choices":[{"index":%d,' % index
         self._suffix = b'],"usage":null}\n\n' if head.shape.include_usage else b"]}\n\n"
         self._plain = b',"logprobs":null,"finish_reason":null}' + self._suffix
         self._carries_tokens = head.shape.logprobs is not None or head.shape.token_ids
@@ -108,7 +118,7 @@ class Chunks:
         return self._full_piece(piece)
 
     def last(self, answer: Answer, segments: Sequence[Segment]) -> bytes:
-        """The finish, the usage if asked for, and the end mark."""
+        """The choice's finish."""
         shape = self._head.shape
         choice: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         choice |= {"logprobs": None, "finish_reason": finish_reason(answer), "stop_reason": answer.stop_reason}
@@ -119,11 +129,7 @@ class Chunks:
         root = b""
         if shape.token_ids or shape.weight_versions:
             root = b',"laminar":' + _json(laminar(self._head, segments))
-        out = self._prefix + _json(choice)[1:] + b"]" + root + self._suffix[1:]
-        if shape.include_usage:
-            fields = self._head.fields("chat.completion.chunk" if self._chat else "text_completion")
-            out += b"data: " + _json({**fields, "choices": [], "usage": usage(self._head, answer)}) + b"\n\n"
-        return out + DONE
+        return self._prefix + _json(choice)[1:] + b"]" + root + self._suffix[1:]
 
     def _full_piece(self, piece: Piece) -> bytes:
         choice: dict[str, Any] = {"delta": self._delta(piece)} if self._chat else {"text": piece.text}
@@ -147,12 +153,21 @@ class Chunks:
         return delta
 
 
+def stream_end(head: AnswerHead, answers: Sequence[Answer]) -> bytes:
+    """After the last choice's finish: the usage if asked for, and the end mark."""
+    if not head.shape.include_usage:
+        return DONE
+    fields = head.fields("chat.completion.chunk" if head.api == "chat" else "text_completion")
+    return b"data: " + _json({**fields, "choices": [], "usage": usage(head, answers)}) + b"\n\n" + DONE
+
+
 def finish_reason(answer: Answer) -> str | None:
     return "tool_calls" if answer.calls and answer.finish_reason == "stop" else answer.finish_reason
 
 
-def usage(head: AnswerHead, answer: Answer) -> dict[str, int]:
-    prompt, completion = len(head.prompt_ids), len(answer.token_ids)
+def usage(head: AnswerHead, answers: Sequence[Answer]) -> dict[str, int]:
+    """The prompt counts once, however many choices it has."""
+    prompt, completion = len(head.prompt_ids), sum(len(answer.token_ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

@@ -127,7 +127,6 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
@@ -158,8 +157,7 @@ NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
 }
 
 WHAT_TO_DO: dict[str, str] = {
-    "n": "send one request for each sample, each with its own session",
-    "best_of": "sample several sessions and choose yourself",
+    "best_of": "ask for `n` and choose yourself",
     "presence_penalty": "penalties would change the policy that is trained on; leave it out",
     "frequency_penalty": "penalties would change the policy that is trained on; leave it out",
     "logit_bias": "biases would change the policy that is trained on; leave it out",

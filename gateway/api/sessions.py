@@ -75,16 +75,18 @@ class _Handlers:
 
     async def finish(self, request: web.Request) -> web.Response:
         wanted = decode(_finish, await request.read())
-        trajectory = await self._sessions.finish(_session_id(request), wanted.reward, wanted.status, wanted.metrics)
+        state = self._sessions.get(_session_id(request))
+        leaves = await self._sessions.finish(state.session_id, wanted.reward, wanted.status, wanted.metrics)
         return web.json_response(
             {
-                "session_id": trajectory.session_id,
-                "reward": trajectory.reward,
-                "status": trajectory.status,
-                "turns": trajectory.turns,
-                "tokens": len(trajectory.token_ids),
-                "sampled_tokens": sum(trajectory.loss_mask),
-                "mixed": trajectory.mixed,
+                "session_id": state.session_id,
+                "reward": wanted.reward,
+                "status": wanted.status,
+                "turns": state.turns,
+                "tokens": state.tokens,
+                "sampled_tokens": state.sampled_tokens,
+                "mixed": leaves[0].mixed,
+                "leaves": len(leaves),
             }
         )
 
@@ -109,13 +111,13 @@ def _summary(state: SessionState) -> dict[str, object]:
         "group_id": state.spec.group_id,
         "sample_index": state.spec.sample_index,
         "state": state.phase,
-        "running": state.running is not None,
+        "running": len(state.running),
         "version": state.version,
         "engine": state.engine,
         "turns": state.turns,
-        "tokens": len(state.token_ids),
-        "sampled_tokens": sum(state.loss_mask),
+        "tokens": state.tokens,
+        "sampled_tokens": state.sampled_tokens,
         "versions": list(state.sampled_versions),
         "moves": state.moves,
-        "rebased": state.rebased,
+        "branches": state.branches,
     }

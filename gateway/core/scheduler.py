@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gateway.core.fleet import EngineState, FleetState
 from gateway.core.sessions import SessionState
-from gateway.core.types import EngineName, Version
+from gateway.core.types import EngineName, TurnId, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Demand:
     session: SessionState
     prompt_tokens: int
     avoid: frozenset[EngineName] = frozenset()  # engines that just cut it
+    turn_id: TurnId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,23 @@
 """Sessions: one rollout each, token-exact. Pure; the shell owns one `SessionState` per live session.
 
 Invariants:
-- the four lists per token have equal length; `loss_mask` is 1 exactly where the policy sampled the token;
-- at most one turn runs at a time (sessions are linear in this release; concurrent turns and edited histories that
-  should become branches are named as such: a second turn is refused, an edited history starts the record anew);
+- what turns said stands in a tree (`gateway.core.tree`): turns may run side by side (sub-agents, `n` > 1), and an
+  edited history begins a branch; nothing that was sampled is lost by it;
+- a turn enters the tree when it has ended; one that comes to nothing leaves no trace;
 - an ended session never comes back to life.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
-
+from gateway.core.tree import PathRecord, Turn, TurnTree
 from gateway.core.types import (
     EngineName,
     FinishReason,
     GroupId,
-    Segment,
     SessionId,
     Split,
     Trajectory,
@@ -28,9 +26,14 @@ from gateway.core.types import (
     TurnRequest,
     Version,
 )
-from protos.errors import Conflict
+from protos.errors import Conflict, OutOfCapacity
 
 Phase = Literal["live", "finished", "abandoned"]
+
+RUNNING_MAX = 64
+"""Turns of one session at once: more are a client that does not wait for its answers."""
+TURNS_MAX = 4096
+"""Turns of one session altogether, so that a loop without an end does not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,7 @@ class SessionSpec:
     train: bool = True
     ephemeral: bool = False
     tags: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """The record before a turn began: its length, and the record itself where the turn started it anew."""
-
-    num_tokens: int
-    replaced: tuple[list[int], list[float], list[int], list[int], list[Segment]] | None = None
+    parent_session_id: SessionId | None = None  # whose sub-agent or opponent it is
 
 
 @dataclass(slots=True)
@@ -63,136 +59,143 @@ class SessionState:
     created_unix_s: float
     touched_unix_s: float
     phase: Phase = "live"
-    running: TurnId | None = None
+    running: dict[TurnId, TurnRequest] = field(default_factory=dict)
     version: Version | None = None
     engine: EngineName | None = None  # holds its prefix
-    turns: int = 0
     moves: int = 0
-    rebased: int = 0  # histories that did not extend the record
-    last_finish_reason: FinishReason | None = None
-    messages: tuple[Mapping[str, Any], ...] = ()
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    _before: _Before | None = None  # the running turn
+    tree: TurnTree = field(default_factory=TurnTree)
 
     @property
     def session_id(self) -> SessionId:
         return self.spec.session_id
 
     @property
+    def turns(self) -> int:
+        return len(self.tree)
+
+    @property
+    def branches(self) -> int:
+        """Leaves of the tree: 1 for a conversation that was never edited."""
+        return len(self.tree.leaves())
+
+    @property
+    def tokens(self) -> int:
+        """On the path of the newest turn, which is what an engine most likely still holds."""
+        newest = self.tree.newest
+        return 0 if newest is None else newest.end
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.tree.turns.values())
+
+    @property
     def sampled_versions(self) -> tuple[int, ...]:
-        return tuple(sorted({v for v, m in zip(self.versions, self.loss_mask, strict=True) if m}))
+        return self.tree.sampled_versions()
+
+    @property
+    def newest(self) -> PathRecord:
+        """The path to the turn that ended last."""
+        return self.tree.sequence(self.tree.newest, set())
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the path to the turn that ended last."""
+        return self.tree.ids(self.tree.newest)
+
+    @property
+    def last_finish_reason(self) -> FinishReason | None:
+        return None if self.tree.newest is None else self.tree.newest.finish_reason
 
     def check_open(self) -> None:
-        """Raises Conflict when a turn cannot begin now."""
+        """Raises Conflict or OutOfCapacity when a turn cannot begin now."""
         if self.phase != "live":
             raise Conflict(f"session {self.session_id} is {self.phase}", hint="make a new one with POST /sessions")
-        if self.running is not None:
-            raise Conflict(
-                f"session {self.session_id} has a turn under way",
-                hint="sessions are linear: wait for its answer, or use another session",
+        if len(self.running) >= RUNNING_MAX:
+            raise OutOfCapacity(
+                f"session {self.session_id} has {len(self.running)} turns under way",
+                hint="wait for an answer, or use another session",
+                retry_after_s=1.0,
             )
+        if self.turns + len(self.running) >= TURNS_MAX:
+            raise Conflict(f"session {self.session_id} has had {self.turns} turns", hint="finish it, and make another")
 
     def begin_turn(self, request: TurnRequest, now: float) -> None:
-        """Takes the prompt's new ids into the record. Raises Conflict, changing nothing."""
+        """Raises Conflict, changing nothing, when it cannot begin or what it extends is not there."""
         self.check_open()
-        recorded = len(self.token_ids)
-        self._before = _Before(recorded)
-        if list(request.prompt_ids[:recorded]) != self.token_ids:
-            self._before = self._rebase()
-            recorded = 0
-        self._extend(request.prompt_ids[recorded:], None, None)
-        self.running = request.turn_id
+        if request.parent is not None and request.parent not in self.tree:
+            raise Conflict(f"session {self.session_id} has no turn {request.parent} to go on from")
+        self.running[request.turn_id] = request
         self.touched_unix_s = now
 
-    def end_turn(self, record: TurnRecord, now: float) -> None:
-        """Takes the answer's tokens in; `record.segments` count its generated tokens."""
-        assert self.running == record.request.turn_id, (self.running, record.request.turn_id)
-        offset = len(self.token_ids)
-        versions = [v for s in record.segments for v in [s.version] * (s.end - s.start)]
-        self._extend(record.token_ids, record.logprobs, versions)
-        self.segments += [
-            msgspec.structs.replace(segment, start=segment.start + offset, end=segment.end + offset)
-            for segment in record.segments
-            if segment.end > segment.start
-        ]
-        self.running = None
-        self.turns += 1
-        self.last_finish_reason = record.finish_reason
+    def end_turn(self, record: TurnRecord, now: float) -> Turn:
+        """Takes the turn into the tree; `record.segments` count its generated tokens."""
+        del self.running[record.request.turn_id]
         self.touched_unix_s = now
+        return self.tree.add(record)
 
-    def shorten_turn(self, surplus: int) -> None:
-        """A stop string matched in an answer that was already taken in: its last `surplus` tokens were never said.
+    def shorten_turn(self, turn_id: TurnId, num_tokens: int) -> None:
+        """A stop string matched in an answer that was already taken in: only its first `num_tokens` tokens were said.
 
-        Too late once the next turn began or the session ended: what was sampled then stays.
+        Too late once a turn went on from it or the session ended: what was sampled then stays.
         """
-        if self.running is not None or self.phase != "live":
-            return
-        keep = len(self.token_ids) - surplus
-        for per_token in (self.token_ids, self.logprobs, self.loss_mask, self.versions):
-            del per_token[keep:]
-        self.segments = [
-            msgspec.structs.replace(segment, end=min(segment.end, keep))
-            for segment in self.segments
-            if segment.start < keep
-        ]
-        self.last_finish_reason = "stop"
+        turn = self.tree.turns[turn_id]
+        extended = any(request.parent == turn_id for request in self.running.values()) or self.tree.children(turn)
+        if self.phase == "live" and not extended:
+            turn.shorten(num_tokens)
 
-    def drop_turn(self, now: float) -> None:
-        """The running turn came to nothing (given up or lost): the record is again what it was before it."""
-        assert self._before is not None
-        self.running = None
+    def drop_turn(self, turn_id: TurnId, now: float) -> None:
+        """The turn came to nothing (given up or lost): it is as if it had never been asked for."""
+        del self.running[turn_id]
         self.touched_unix_s = now
-        if self._before.replaced is not None:
-            self.token_ids, self.logprobs, self.loss_mask, self.versions, self.segments = self._before.replaced
-            self.rebased -= 1
-        else:
-            for per_token in (self.token_ids, self.logprobs, self.loss_mask, self.versions):
-                del per_token[self._before.num_tokens :]
 
     def end(self, phase: Literal["finished", "abandoned"]) -> None:
         """Raises Conflict when it has ended before, or while a turn runs and it is to be finished."""
         if self.phase != "live":
             raise Conflict(f"session {self.session_id} is already {self.phase}")
-        if phase == "finished" and self.running is not None:
+        if phase == "finished" and self.running:
             raise Conflict(
                 f"session {self.session_id} has a turn under way", hint="finish it after the answer, or abandon it"
             )
         self.phase = phase
 
-    def trajectory(self, reward: float, status: str, metrics: Mapping[str, float], now: float) -> Trajectory:
-        """The record as a trainer reads it."""
+    def trajectories(self, reward: float, status: str, metrics: Mapping[str, float], now: float) -> list[Trajectory]:
+        """The record as a trainer reads it: one trajectory for each leaf, the session's own first."""
+        paths = self.tree.sequences()
+        return [
+            self._trajectory(path, leaf, len(paths), reward, status, metrics, now) for leaf, path in enumerate(paths)
+        ]
+
+    def _trajectory(
+        self,
+        path: PathRecord,
+        leaf: int,
+        leaves: int,
+        reward: float,
+        status: str,
+        metrics: Mapping[str, float],
+        now: float,
+    ) -> Trajectory:
+        own = path.turns[-1].leaf_reward
+        turn_rewards = [turn.reward for turn in path.turns]
         return Trajectory(
             session_id=self.session_id,
             group_id=self.spec.group_id,
             sample_index=self.spec.sample_index,
-            reward=reward,
+            reward=reward if own is None else own,
             status=status,
             mixed=len(self.sampled_versions) > 1,
             split=self.spec.split,
-            token_ids=list(self.token_ids),
-            logprobs=list(self.logprobs),
-            loss_mask=list(self.loss_mask),
-            versions=list(self.versions),
-            turns=self.turns,
-            segments=list(self.segments),
+            token_ids=path.token_ids,
+            logprobs=path.logprobs,
+            loss_mask=path.loss_mask,
+            versions=path.versions,
+            turns=len(path.turns),
+            segments=list(path.segments),
             started_unix_s=self.created_unix_s,
             finished_unix_s=now,
             tags=dict(self.spec.tags),
-            metrics={**metrics, **({"rebased": float(self.rebased)} if self.rebased else {})},
+            metrics=dict(metrics),
+            leaf=leaf,
+            leaves=leaves,
+            turn_rewards=[] if turn_rewards.count(None) == len(turn_rewards) else turn_rewards,
         )
-
-    def _extend(self, ids: Sequence[int], logprobs: Sequence[float] | None, versions: Sequence[int] | None) -> None:
-        self.token_ids += ids
-        self.logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
-        self.loss_mask += [0 if logprobs is None else 1] * len(ids)
-        self.versions += versions if versions is not None else [-1] * len(ids)
-
-    def _rebase(self) -> _Before:
-        record = (self.token_ids, self.logprobs, self.loss_mask, self.versions, self.segments)
-        self.rebased += 1
-        self.token_ids, self.logprobs, self.loss_mask, self.versions, self.segments = [], [], [], [], []
-        return _Before(len(record[0]), record)

@@ -50,6 +50,8 @@ class TurnRequest:
     turn_index: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    parent: TurnId | None = None  # the ended turn whose ids it extends; None: a root of the session's tree
+    choice: int = 0  # which of a request's `n` answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished session as a trainer reads it; the lists per token have equal length."""
+    """One path through a finished session as a trainer reads it; the lists per token have equal length.
+
+    A session whose history was edited, or that had turns side by side, gives one for each leaf: what they share is
+    masked in all but the first, so that every sampled token is trained on once.
+    """
 
     session_id: str
     group_id: str
@@ -98,7 +104,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     split: Split
     token_ids: list[int]
     logprobs: list[float]  # behaviour policy's; 0.0 where loss_mask is 0
-    loss_mask: list[int]  # 1: sampled by the policy
+    loss_mask: list[int]  # 1: sampled by the policy, and not trained on in an earlier leaf
     versions: list[int]  # -1 where loss_mask is 0
     turns: int
     segments: list[Segment]
@@ -106,6 +112,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     finished_unix_s: float
     tags: dict[str, str] = msgspec.field(default_factory=dict)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    leaf: int = 0  # which path of the session, in the order in which they ended
+    leaves: int = 1
+    turn_rewards: list[float | None] = msgspec.field(
+        default_factory=list
+    )  # by turn of the path; empty: none were given
 
 
 @dataclass(slots=True)

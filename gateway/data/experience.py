@@ -13,6 +13,7 @@ import asyncio
 import secrets
 import sqlite3
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -78,18 +79,21 @@ class ExperienceBuffer:
             held = [entry for entry, of in entries if of == lease_id]
             self._state.lease(lease_id, reader, held, until)
 
-    async def add(self, trajectory: Trajectory) -> None:
-        """Raises Conflict for a session that is already in, OutOfCapacity if every place is leased."""
+    async def add(self, *leaves: Trajectory) -> None:
+        """One session, whole: its leaves come in, are given out and are used up together.
+
+        Raises Conflict for a session that is already in, OutOfCapacity if every place is leased.
+        """
+        trajectory = leaves[0]
         if trajectory.split == "eval":
             raise ValueError(f"session {trajectory.session_id} is an evaluation: it never enters the buffer")
         async with self._order:
             self._refuse(trajectory.session_id)
-            oldest = min((v for v, m in zip(trajectory.versions, trajectory.loss_mask, strict=True) if m), default=0)
-            entry = Entry(self._next_seq, trajectory.session_id, trajectory.group_id, oldest)
+            entry = Entry(self._next_seq, trajectory.session_id, trajectory.group_id, _oldest_version(leaves))
             self._next_seq += 1
             gone = self._state.add(entry)
             self._count_evicted(gone)
-            body = msgspec.msgpack.encode(trajectory)
+            body = msgspec.msgpack.encode(leaves)
             try:
                 await self._database.run(lambda connection: _replace(connection, entry, body, gone))
             except LaminarError:
@@ -112,6 +116,7 @@ class ExperienceBuffer:
     ) -> tuple[str, list[Trajectory]]:
         """A lease and what it holds: as many as asked, or what is there after `wait_s`, possibly nothing (lease id "").
 
+        A session with branches counts as one and comes with all its leaves.
         With `groups`, whole groups of `group_size` only. Trajectories whose oldest token is more than `staleness_max`
         versions behind `trainer_version` are dropped, counted, and never given out.
         """
@@ -191,7 +196,7 @@ class ExperienceBuffer:
         seqs = [entry.seq for entry in chosen]
         bodies = await self._database.run(lambda connection: _lease_rows(connection, lease_id, reader, until, seqs))
         self._counters.sampled += len(bodies)
-        return lease_id, [msgspec.msgpack.decode(body, type=Trajectory) for body in bodies]
+        return lease_id, [leaf for body in bodies for leaf in msgspec.msgpack.decode(body, type=list[Trajectory])]
 
     async def _wait_for_change(self, remaining_s: float) -> None:
         lapse = self._state.next_lapse()
@@ -214,6 +219,11 @@ class ExperienceBuffer:
                 self._counters.evicted_stale += 1
             else:
                 self._counters.evicted_for_room += 1
+
+
+def _oldest_version(leaves: Sequence[Trajectory]) -> int:
+    sampled = (v for leaf in leaves for v, mask in zip(leaf.versions, leaf.loss_mask, strict=True) if mask)
+    return min(sampled, default=0)
 
 
 def _wanted(trajectories: int | None, groups: int | None, group_size: int | None) -> int:

@@ -1,8 +1,8 @@
 """Text and messages to token ids and back: the only part that knows a tokenizer. No torch, no transformers."""
 
-from gateway.tokens.bridge import Branch, Bridged
+from gateway.tokens.bridge import Bridged
 from gateway.tokens.codec import Codec
 from gateway.tokens.stream import StreamDecoder, TextDelta
 from gateway.tokens.toolcalls import ToolCall, ToolCallParser, ToolFormat
 
-__all__ = ["Branch", "Bridged", "Codec", "StreamDecoder", "TextDelta", "ToolCall", "ToolCallParser", "ToolFormat"]
+__all__ = ["Bridged", "Codec", "StreamDecoder", "TextDelta", "ToolCall", "ToolCallParser", "ToolFormat"]

@@ -32,27 +32,13 @@ class Bridged:
     closed_turn: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """The history is not a continuation of the record; `reason` says where they part."""
-
-    reason: str
-
-
-def new_messages(recorded: Sequence[Message], messages: Sequence[Message]) -> list[Message] | Branch:
-    """The messages after the recorded ones, or why they do not extend the record."""
-    if len(messages) < len(recorded):
-        return Branch(f"the history has {len(messages)} messages, the record {len(recorded)}")
+def difference(recorded: Sequence[Message], messages: Sequence[Message]) -> str:
+    """Where a history parts from the recorded one."""
     for position, (old, new) in enumerate(zip(recorded, messages, strict=False)):
         if (before := comparable(old)) != (now := comparable(new)):
             field = next(name for name in before if before[name] != now[name])
-            return Branch(f"message {position} ({new.get('role')}) differs from the record in its {field}")
-    added = list(messages[len(recorded) :])
-    if not added:
-        return Branch("the history ends with the recorded answer and adds no message")
-    if any(message.get("role") == "assistant" for message in added):
-        return Branch("the history adds an assistant message that this session did not generate")
-    return added
+            return f"message {position} ({new.get('role')}) differs from the record in its {field}"
+    return f"the history has {len(messages)} messages, the record {len(recorded)}"
 
 
 def comparable(message: Message) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gateway.tokens import bridge as bridging
-from gateway.tokens.bridge import Branch, Bridged
+from gateway.tokens.bridge import Bridged
 from gateway.tokens.bytes import is_byte_level, lone_token_bytes, token_bytes
 from gateway.tokens.stream import ByteLevelDetokenizer, Detokenizer, StreamDecoder, WindowDetokenizer
 from gateway.tokens.template import ChatTemplate, Message
@@ -186,18 +186,15 @@ class Codec:
         self,
         recorded_ids: Sequence[int],
         recorded_messages: Sequence[Message],
-        messages: Sequence[Message],
+        added: Sequence[Message],
         tools: Sequence[Tool] | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Bridged | Branch:
-        """The next prompt: the record, then only what `messages` (the whole history) adds to `recorded_messages`.
+    ) -> Bridged:
+        """The next prompt: the record, then only what `added` adds to `recorded_messages`, which end with an answer.
 
         `tools` and `template_kwargs` must be those of the recorded turns: the record's head was written with them.
         """
-        added = bridging.new_messages(recorded_messages, messages)
-        if isinstance(added, Branch):
-            return added
         marked = bridging.marked(recorded_messages, added)
         rendered = self._render_prepared(self._prepare(marked, tools), tools, True, template_kwargs)
         return bridging.join(recorded_ids, self.encode(bridging.after_mark(rendered)), self.turn_end_ids)

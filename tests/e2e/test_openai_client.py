@@ -223,6 +223,28 @@ def test_a_session_over_turns_is_one_record(gateway: Gateway) -> None:
     assert all((lp == 0.0) == (m == 0) for lp, m in zip(trajectory["logprobs"], trajectory["loss_mask"], strict=True))
 
 
+def test_branches_of_a_session_reach_the_trainer_as_its_leaves(gateway: Gateway) -> None:
+    made = httpx.post(f"{gateway.url}/sessions", json={"group_id": "branches"}).json()
+    asked: dict[str, Any] = {"model": "policy", "max_tokens": 6, "seed": 3, "extra_body": {"return_token_ids": True}}
+    with openai.OpenAI(base_url=made["base_url"], api_key=made["api_key"], max_retries=0) as client:
+        first: Any = client.chat.completions.create(messages=HELLO, n=2, **asked)
+        messages = [*HELLO, first.choices[1].message, {"role": "user", "content": "go on"}]
+        second: Any = client.chat.completions.create(messages=messages, **asked)
+    assert first.choices[0].token_ids != first.choices[1].token_ids, "each choice draws its own noise"
+    finished = httpx.post(f"{gateway.url}/sessions/{made['session_id']}/finish", json={"reward": 1.0}).json()
+    assert (finished["leaves"], finished["turns"]) == (2, 3)
+    sample = {"reader": "t", "trainer_version": 0, "trajectories": 1, "wait_s": 10.0}
+    leaves = httpx.post(f"{gateway.url}/experience/sample", json=sample, timeout=20).json()["trajectories"]
+    paths = [
+        first.prompt_token_ids + first.choices[0].token_ids,
+        second.prompt_token_ids + second.choices[0].token_ids,
+    ]
+    assert sorted(leaf["token_ids"] for leaf in leaves) == sorted(paths)
+    assert [sum(leaf["loss_mask"]) for leaf in leaves] == [len(first.choices[0].token_ids)] + [
+        len(first.choices[1].token_ids) + len(second.choices[0].token_ids)
+    ]
+
+
 def test_a_stop_string_ends_the_record_where_the_text_ends(gateway: Gateway) -> None:
     made = httpx.post(f"{gateway.url}/sessions", json={}).json()
     extra = {"return_token_ids": True}
@@ -247,8 +269,8 @@ def test_errors_are_the_clients_own(gateway: Gateway) -> None:
     with gateway.client() as client:
         with pytest.raises(openai.NotFoundError, match="served: 'policy'"):
             client.chat.completions.create(model="gpt-4", messages=HELLO)
-        with pytest.raises(openai.BadRequestError, match="send one request for each sample"):
-            client.chat.completions.create(model="policy", messages=HELLO, n=2)
+        with pytest.raises(openai.BadRequestError, match="1 to 64"):
+            client.chat.completions.create(model="policy", messages=HELLO, n=65)
         with pytest.raises(openai.BadRequestError, match=r"3000 tokens.* 2048") as caught:
             client.completions.create(model="policy", prompt=[5] * 3000)
         assert caught.value.code == "too_large"

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gateway.api.openai_errors import answer_errors
 from gateway.api.openai_routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
+from gateway.core.tree import TurnTree
 from gateway.core.types import (
     EngineName,
     FinishReason,
@@ -20,12 +21,13 @@ from gateway.core.types import (
     SessionId,
     TokenDelta,
     TopLogprob,
+    TurnRecord,
     TurnRequest,
     Version,
 )
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.tokens import Codec
-from protos.errors import Conflict, LaminarError
+from protos.errors import LaminarError
 
 
 @dataclass
@@ -48,10 +50,8 @@ class Script:
 @dataclass
 class Kept:
     session_id: str
-    ids: list[int] = field(default_factory=list)
-    messages: Sequence[Message] = ()
-    turns: int = 0
-    running: bool = False
+    tree: TurnTree = field(default_factory=TurnTree)
+    running: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -77,17 +77,17 @@ class ScriptedTurns:
         self.identities.append(identity)
         name = identity.session_id or f"own-{len(self.identities)}"
         kept = self.sessions.setdefault(name, Kept(name))
-        if kept.running:
-            raise Conflict(f"session {name} has a turn under way")
-        return SessionView(SessionId(name), kept.turns, kept.ids, kept.messages, identity.session_id is None)
+        return SessionView(SessionId(name), kept.tree, identity.session_id is None)
 
     def start(self, request: TurnRequest) -> ScriptedRun:
         self.requests.append(request)
         return ScriptedRun(self, request, self.script(request))
 
-    async def record_turn(self, request: TurnRequest, messages: Sequence[Message]) -> None:
-        assert not self.sessions[request.session_id].running, "recorded while the turn still held its session"
-        self.sessions[request.session_id].messages = messages
+    async def record_turn(self, request: TurnRequest, head: Message, messages: Sequence[Message]) -> None:
+        kept = self.sessions[request.session_id]
+        assert request.turn_id not in kept.running, "recorded while the turn still ran"
+        turn = kept.tree.turns[request.turn_id]
+        turn.head, turn.messages = head, tuple(messages)
 
 
 class ScriptedRun:
@@ -100,17 +100,17 @@ class ScriptedRun:
     async def __aenter__(self) -> Self:
         if self._script.error is not None and not self._script.fails_after:
             raise self._script.error
-        self._kept.running = True
+        self._kept.running.add(self._request.turn_id)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._kept.running = False
+        self._kept.running.discard(self._request.turn_id)
         self._turns.outcomes.append(self._outcome)
         if self._outcome != "aborted":
-            self._kept.ids = [*self._request.prompt_ids, *self._sent]
-            self._kept.turns += 1
+            finish: FinishReason = "length" if self._outcome == "length" else "stop"
+            self._kept.tree.add(TurnRecord(self._request, self._sent, [-0.5] * len(self._sent), [], finish))
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         ids = list(self._script.token_ids)[: self._request.sampling.max_tokens]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gateway.api import openai_requests as requests
 from gateway.api.openai_history import chat_prompt
 from gateway.api.openai_types import ChatRequest, CompletionRequest
+from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId
 from gateway.ports import ModelInfo, SessionView
 from protos.errors import InvalidRequest
@@ -53,7 +54,7 @@ def take_chat(raw: bytes) -> SamplingParams:
     requests.chat_shape(body)
     messages = requests.chat_messages(body.messages)
     tools = requests.chat_tools(body, codec.tool_format)
-    view = SessionView(SessionId("s"), 0, (), (), ephemeral=True)
+    view = SessionView(SessionId("s"), TurnTree(), ephemeral=True)
     prompt = chat_prompt(codec, view, messages, tools, body.chat_template_kwargs)
     return requests.sampling(body, prompt_tokens=len(prompt.token_ids), model=MODEL, top=0)
 

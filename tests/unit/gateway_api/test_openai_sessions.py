@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -11,6 +12,8 @@ import aiohttp
 import openai
 import pytest
 
+from gateway.core.types import TurnRequest
+from protos.errors import Unavailable
 from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
 
@@ -88,12 +91,15 @@ async def test_a_cut_turn_is_closed_by_the_template_and_said_so() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"messages": [{"role": "user", "content": "other"}]}, "1 messages, the record 2"),
+        (
+            {"messages": [{"role": "user", "content": "other"}]},
+            "message 0 (user) differs from the record in its content",
+        ),
         ({"tools": TOOLS}, "tools"),
         ({"extra_body": {"chat_template_kwargs": {"x": 1}}}, "template arguments"),
     ],
 )
-async def test_a_history_that_does_not_fit_begins_anew_visibly(change: dict[str, Any], reason: str) -> None:
+async def test_a_history_that_does_not_fit_begins_a_branch_visibly(change: dict[str, Any], reason: str) -> None:
     turns = answering("yes", "no")
     messages: list[Any] = [{"role": "user", "content": "go"}]
     async with session_client(turns) as client:
@@ -102,7 +108,7 @@ async def test_a_history_that_does_not_fit_begins_anew_visibly(change: dict[str,
         raw = await client.chat.completions.with_raw_response.create(
             **{"model": "policy", "messages": messages, **change}
         )
-    assert raw.headers["X-Laminar-History"] == "anew"
+    assert raw.headers["X-Laminar-History"] == "branch"
     assert reason in raw.headers["X-Laminar-History-Reason"]
 
 
@@ -111,11 +117,11 @@ async def test_completions_keep_the_records_ids() -> None:
     turns = answering("one", "two", "three")
     async with session_client(turns) as client:
         await client.completions.create(model="policy", prompt="say")
-        before = codec.decode(turns.sessions["s1"].ids)
+        before = codec.decode(turns.sessions["s1"].tree.ids(turns.sessions["s1"].tree.newest))
         raw = await client.completions.with_raw_response.create(model="policy", prompt=before + "and")
         assert raw.headers["X-Laminar-History"] == "extended"
         raw = await client.completions.with_raw_response.create(model="policy", prompt=[1, 5, 6])
-        assert raw.headers["X-Laminar-History"] == "anew"
+        assert raw.headers["X-Laminar-History"] == "branch"
     first = turns.requests[0]
     assert turns.requests[1].prompt_ids == (*first.prompt_ids, *codec.encode("one"), EOS, *codec.encode("and"))
 
@@ -161,4 +167,103 @@ async def test_an_answer_to_nobodys_session_is_not_recorded() -> None:
     turns = answering("x")
     async with session_client(turns, "/v1") as client:
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
-    assert [kept.messages for kept in turns.sessions.values()] == [()]
+    assert [t.messages for kept in turns.sessions.values() for t in kept.tree.turns.values()] == [()]
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+async def test_an_edited_history_goes_on_from_the_turn_before_the_edit() -> None:
+    turns = answering("one", "two", "three", "four")
+    async with session_client(turns) as client:
+
+        async def ask(*messages: Any) -> str:
+            raw = await client.chat.completions.with_raw_response.create(model="policy", messages=messages)
+            return f"{raw.headers['X-Laminar-History']} {raw.headers.get('X-Laminar-History-Reason', '')}".strip()
+
+        assert await ask(user("a")) == "first"
+        assert await ask(user("a"), assistant("one"), user("b")) == "extended"
+        edited = [user("a"), assistant("one"), user("B")]
+        assert await ask(*edited) == "branch turn 0 has been gone on from already"
+        assert await ask(*edited, assistant("three"), user("c")) == "extended"
+    first, second, third, fourth = turns.requests
+    assert (second.parent, third.parent, fourth.parent) == (first.turn_id, first.turn_id, third.turn_id)
+    assert [r.turn_index for r in turns.requests] == [0, 1, 1, 2]
+    shared = (*first.prompt_ids, *codecs.tiny().encode("one"), EOS)
+    assert second.prompt_ids[: len(shared)] == third.prompt_ids[: len(shared)] == shared
+    assert len(turns.sessions["s1"].tree.leaves()) == 2
+
+
+async def test_an_answer_that_the_client_rewrote_is_prompt_and_not_the_policys() -> None:
+    turns = answering("one", "two", "three")
+    async with session_client(turns) as client:
+        messages = [user("a"), assistant("one"), user("b")]
+        await client.chat.completions.create(model="policy", messages=messages[:1])  # type: ignore[arg-type]
+        await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+        messages += [assistant("rewritten"), user("c")]
+        await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+    last = turns.requests[2]
+    assert last.parent == turns.requests[0].turn_id, "the rewritten answer was not sampled: it is no turn of the tree"
+    assert codecs.tiny().decode(last.prompt_ids) == codecs.tiny().render_text(messages)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_n_answers_are_branches_of_the_session(stream: bool) -> None:
+    codec, said = codecs.tiny(), ["one", "two two", "three"]
+    turns = ScriptedTurns(lambda request: Script([*codec.encode(said[request.choice]), EOS]))
+    async with session_client(turns) as client:
+        asked: dict[str, Any] = {"model": "policy", "messages": [user("go")], "n": 3}
+        texts = {0: "", 1: "", 2: ""}
+        if stream:
+            finished = []
+            options = {"include_usage": True}
+            async for chunk in await client.chat.completions.create(**asked, stream=True, stream_options=options):
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.delta.content or ""
+                    finished += [choice.index] * (choice.finish_reason == "stop")
+                usage = chunk.usage
+            assert sorted(finished) == [0, 1, 2]
+        else:
+            answer = await client.chat.completions.create(**asked)
+            texts = {choice.index: choice.message.content for choice in answer.choices}
+            usage = answer.usage
+        assert list(texts.values()) == said
+        tokens = sum(len(codec.encode(text)) + 1 for text in said)
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(codec.render([user("go")])), tokens)
+        history = [user("go"), assistant("two two"), user("on")]
+        raw = await client.chat.completions.with_raw_response.create(model="policy", messages=history)
+    assert raw.headers["X-Laminar-History"] == "extended"
+    assert [r.choice for r in turns.requests] == [0, 1, 2, 0]
+    assert turns.requests[3].parent == turns.requests[1].turn_id, "the choice that the client went on with"
+    assert len(turns.sessions["s1"].tree.leaves()) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_answer_of_n_that_fails_fails_the_request_and_gives_the_others_up(stream: bool) -> None:
+    codec, gate = codecs.tiny(), asyncio.Event()
+
+    def script(request: TurnRequest) -> Script:
+        ids = [*codec.encode("a long answer"), EOS]
+        if request.choice == 1:
+            return Script(ids, error=Unavailable("no engine is left"), fails_after=2)
+        return Script(ids, gate=gate, free=1)
+
+    turns = ScriptedTurns(script)
+    async with session_client(turns) as client:
+
+        async def ask() -> None:
+            answer: Any = await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "go"}], n=3, stream=stream
+            )
+            assert stream
+            async for _ in answer:
+                pass
+
+        with pytest.raises(openai.APIError, match="no engine is left"):
+            await ask()
+    assert turns.outcomes == ["aborted"] * 3

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +74,19 @@ async def test_first_in_first_out_and_bodies_are_whole(buffer: ExperienceBuffer)
     assert await buffer.ack(lease) == 2
     statistics = buffer.statistics()
     assert (statistics.trajectories, statistics.leased, statistics.acked) == (0, 1, 2)
+
+
+async def test_a_session_with_branches_counts_as_one_and_comes_whole(buffer: ExperienceBuffer) -> None:
+    leaves = [msgspec.structs.replace(trajectory("a", version=v), leaf=i, leaves=2) for i, v in enumerate((5, 2))]
+    await buffer.add(*leaves)
+    await buffer.add(trajectory("b"))
+    lease, got = await buffer.sample("trainer", trajectories=1, trainer_version=5)
+    assert got == leaves
+    assert buffer.statistics().leased == await buffer.ack(lease) == 1
+    assert names(await buffer.sample("trainer", trajectories=2, trainer_version=5)) == ["b"]
+    await buffer.add(*leaves)
+    await buffer.sample("trainer", trajectories=1, trainer_version=5, staleness_max=2)
+    assert buffer.statistics().evicted_stale == 1, "as stale as its oldest leaf"
 
 
 async def test_a_lapsed_lease_gives_back_to_the_old_place(buffer: ExperienceBuffer) -> None:

@@ -49,7 +49,9 @@ class Shell:
         prompt = (*session.token_ids, *PROMPT)
         turn_id = TurnId(f"t{next(self._numbers)}")
         params = SamplingParams(max_tokens=budget, **sampling)
-        return self.sessions.start(TurnRequest(turn_id, session.session_id, session.turns, prompt, params))
+        newest = session.tree.newest
+        parent, depth = (None, 0) if newest is None else (newest.turn_id, newest.depth + 1)
+        return self.sessions.start(TurnRequest(turn_id, session.session_id, depth, prompt, params, parent))
 
     def status(self, engine: CuttingEngine) -> str:
         return self.fleet.state.engines[EngineName(engine.name)].status

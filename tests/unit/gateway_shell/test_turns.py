@@ -13,6 +13,7 @@ import pytest
 
 from gateway import turns
 from gateway.core.fleet import FleetConfig, TurnLoad
+from gateway.core.sampling import segment_seed
 from gateway.core.scheduler import Demand
 from gateway.core.types import EngineName, SessionId, TurnId
 from gateway.engines.base import RequestRefused
@@ -75,7 +76,7 @@ async def test_an_uncut_turn(tmp_path: Path, how: dict[str, Any]) -> None:
         check_whole(run, await read(run))
         assert spans(run) == [("e0", 0, BUDGET, "start")]
         assert await found.outcome(run) == (*said(PROMPT, BUDGET), [("e0", 0, BUDGET)])
-        assert (e0.asked[0].body["seed"], run.segments[0].seed) == (7, 7)
+        assert e0.asked[0].body["seed"] == run.segments[0].seed == segment_seed(7, 0, 0, 0)
         assert cut_counts(found) == (0, 0, 0, {})
         assert found.sessions.counters.tokens_generated == BUDGET
         check_at_rest(found)
@@ -98,14 +99,14 @@ async def test_a_cut_turn_goes_on_elsewhere_as_if_uncut(tmp_path: Path, kind: Cu
         assert e1.asked[0].prompt == [*PROMPT, *said(PROMPT, after)[0]]
         assert e1.asked[0].body["min_tokens"] == 8 - after
         # A seed of the segment's own, or the rest would repeat the beginning's random stream; told as it was used.
-        assert [e.asked[0].body["seed"] for e in (e0, e1)] == [s.seed for s in run.segments]
-        assert (run.segments[1].seed == 7) == (after == 0)
+        seeds = [segment_seed(7, 0, 0, 0), segment_seed(7, 0, 0, after)]
+        assert [e.asked[0].body["seed"] for e in (e0, e1)] == [s.seed for s in run.segments] == seeds
         assert cut_counts(found) == (1, 1, 0, {reason: 1})
         assert found.sessions.counters.tokens_generated == BUDGET
         ids, logprobs, kept = await found.outcome(run)
         assert (ids, logprobs) == said(PROMPT, BUDGET)
         assert kept == [("e0", 0, after), ("e1", after, BUDGET)]
-        assert [s.engine for s in run.session.segments] == (["e0", "e1"] if after else ["e1"])
+        assert [s.engine for s in run.session.newest.segments] == (["e0", "e1"] if after else ["e1"])
         check_at_rest(found)
 
 
@@ -181,7 +182,7 @@ async def test_with_no_engine_left_the_turn_is_lost_and_the_client_told(tmp_path
         assert (lost, reasons["reset"]) == (1, 1)
         assert resumed == cuts - 1  # what was resumed met a refusal
         assert found.status(e0) == "dead"
-        assert (session.token_ids, session.running) == ([], None)
+        assert (session.token_ids, session.running) == ([], {})
         check_at_rest(found)
 
 
@@ -228,7 +229,7 @@ async def test_full_queues_refuse_and_waiting_turns_are_served(tmp_path: Path, q
         with pytest.raises(OutOfCapacity, match=f"{queue_max} turns wait for an engine already") as refusal:
             await read(found.run(session))
         assert refusal.value.retry_after_s == 2.0
-        assert (session.token_ids, session.running) == ([], None)
+        assert (session.token_ids, session.running) == ([], {})
         e0.go.set()
         for run, task in zip(runs, reading, strict=True):
             check_whole(run, await task)
@@ -245,8 +246,7 @@ async def test_turns_that_were_cut_are_placed_before_new_ones(tmp_path: Path) ->
         waiting = {}
         for name, resumed in (("new", False), ("cut", True)):  # a full queue does not hold for turns that were cut
             session = found.session(name)
-            session.running = TurnId(name)
-            place = found.fleet.place(Demand(session, 3), resumed=resumed, timeout_s=5.0)
+            place = found.fleet.place(Demand(session, 3, turn_id=TurnId(name)), resumed=resumed, timeout_s=5.0)
             waiting[name] = asyncio.create_task(place)
             await until(lambda: found.fleet.statistics().queued == len(waiting), "a queued turn")
         found.fleet.leave(engine, TurnId("first"))
@@ -274,7 +274,7 @@ async def test_a_client_that_leaves_aborts_upstream(tmp_path: Path) -> None:
                 assert delta.token_ids
                 break
         await until(lambda: e0.asked[0].left, "the abort upstream")
-        assert (session.token_ids, session.running, found.sessions.counters.turns_aborted) == ([], None, 1)
+        assert (session.token_ids, session.running, found.sessions.counters.turns_aborted) == ([], {}, 1)
         check_at_rest(found)
         e0.hold_at = None
         again = found.run(session)
@@ -300,8 +300,8 @@ async def test_a_client_that_leaves_as_it_is_placed_leaves_no_booking(tmp_path: 
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
         found.fleet.enter(EngineName("e0"), TurnLoad(TurnId("first"), SessionId("other"), 3, 15))
         session = found.session()
-        session.running = TurnId("waiting")
-        waiting = asyncio.create_task(found.fleet.place(Demand(session, 3), resumed=False, timeout_s=5.0))
+        place = found.fleet.place(Demand(session, 3, turn_id=TurnId("waiting")), resumed=False, timeout_s=5.0)
+        waiting = asyncio.create_task(place)
         await until(lambda: found.fleet.statistics().queued == 1, "a queued turn")
         found.fleet.leave(EngineName("e0"), TurnId("first"))  # serves the queue
         waiting.cancel()
@@ -440,10 +440,10 @@ async def test_a_turn_finished_early_has_the_tokens_before_the_stop(tmp_path: Pa
             await run.finish_early(wanted)
         ids, logprobs = said(PROMPT, wanted)
         assert session.token_ids == [*PROMPT, *ids]
-        assert session.logprobs == [0.0] * len(PROMPT) + logprobs
-        assert session.loss_mask == [0] * len(PROMPT) + [1] * wanted
-        assert session.versions == [-1] * len(PROMPT) + [0] * wanted
-        assert [(s.start, s.end) for s in session.segments] == [(3, 3 + wanted)] * bool(wanted)
+        assert session.newest.logprobs == [0.0] * len(PROMPT) + logprobs
+        assert session.newest.loss_mask == [0] * len(PROMPT) + [1] * wanted
+        assert session.newest.versions == [-1] * len(PROMPT) + [0] * wanted
+        assert [(s.start, s.end) for s in session.newest.segments] == [(3, 3 + wanted)] * bool(wanted)
         assert [(s.start, s.end) for s in run.segments] == [(0, wanted)] * bool(wanted)
         assert (session.turns, session.last_finish_reason) == (1, "stop")
         assert (found.sessions.counters.turns_completed, found.sessions.counters.turns_aborted) == (1, 0)
@@ -488,7 +488,7 @@ async def test_an_engine_that_tells_another_version_is_believed_and_counted(tmp_
         run = found.run()
         check_whole(run, await read(run))
         assert found.sessions.counters.version_mismatches == 1
-        assert run.session.versions[len(PROMPT) :] == [4] * BUDGET
+        assert run.session.newest.versions[len(PROMPT) :] == [4] * BUDGET
         e0.version_told = None
         await read(found.run())
         assert found.sessions.counters.version_mismatches == 1
@@ -504,7 +504,7 @@ async def test_a_session_goes_on_under_another_version_when_its_own_is_gone(tmp_
         ].version
         run = found.run(session)
         check_whole(run, await read(run))
-        assert session.versions[len(PROMPT) :] == [5] * 4 + [6] * 8
+        assert session.newest.versions[len(PROMPT) :] == [5] * 4 + [6] * 8
         assert (session.sampled_versions, session.version) == ((5, 6), 6)
         assert found.sessions.counters.turns_mixed_version == 1
         check_at_rest(found)

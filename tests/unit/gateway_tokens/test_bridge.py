@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.tokens import Branch, Bridged, Codec
+from gateway.tokens import Codec
+from gateway.tokens.bridge import ANSWER_MARK, comparable, difference
 from protos.errors import InvalidRequest
 from tests.support import codecs
 
@@ -54,8 +55,7 @@ def test_bridged_turns_equal_the_templates_own_rendering(
         ids = [*ids, *codec.encode(text), end]
         recorded = [*history, answer(text)]
         history = [*recorded, *added]
-        bridged = codec.bridge(ids, recorded, history, offered)
-        assert isinstance(bridged, Bridged)
+        bridged = codec.bridge(ids, recorded, added, offered)
         assert bridged.prompt_ids[: len(ids)] == ids
         assert not bridged.closed_turn
         whole = codec.render(history, offered)
@@ -70,8 +70,7 @@ def test_a_truncated_turn_is_closed_by_the_template_visibly(make: Callable[[], C
     codec = make()
     ids = [*codec.render([user("xhiy")]), *codec.encode("xunfinishedy")]
     recorded = [user("xhiy"), answer("xunfinishedy")]
-    bridged = codec.bridge(ids, recorded, [*recorded, user("xgo ony")])
-    assert isinstance(bridged, Bridged)
+    bridged = codec.bridge(ids, recorded, [user("xgo ony")])
     assert bridged.closed_turn
     assert codec.decode(bridged.prompt_ids) == codec.render_text([*recorded, user("xgo ony")])
 
@@ -81,8 +80,7 @@ def test_what_was_sampled_is_kept_even_where_text_would_tokenise_otherwise() -> 
     prompt = codec.render([user("hello")])
     odd = [token for letter in "The answer" for token in codec.encode(letter)]  # letter by letter: not the usual merges
     recorded = [user("hello"), answer("The answer")]
-    bridged = codec.bridge([*prompt, *odd, 2], recorded, [*recorded, user("why?")])
-    assert isinstance(bridged, Bridged)
+    bridged = codec.bridge([*prompt, *odd, 2], recorded, [user("why?")])
     assert bridged.prompt_ids[len(prompt) :][: len(odd)] == odd
     assert bridged.prompt_ids != codec.render([*recorded, user("why?")])
 
@@ -100,7 +98,6 @@ RECORDED = [
 
 
 def test_clients_may_change_what_means_the_same() -> None:
-    codec = codecs.tiny()
     sent = [
         {"role": "user", "content": [{"type": "text", "text": "2+3?"}]},
         {
@@ -110,33 +107,23 @@ def test_clients_may_change_what_means_the_same() -> None:
                 {"id": "other", "type": "function", "function": {"name": "add", "arguments": '{"b":3,"a":2}'}}
             ],
         },
-        {"role": "tool", "content": "5", "tool_call_id": "other"},
     ]
-    ids = [*codec.render(RECORDED[:1], TOOLS), *codec.encode("<tool_call>{}</tool_call>"), 2]
-    assert isinstance(codec.bridge(ids, RECORDED, sent, TOOLS), Bridged)
+    assert list(map(comparable, RECORDED)) == list(map(comparable, sent))
 
 
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
         ([user("2+3?")], "1 messages, the record 2"),
-        (RECORDED, "adds no message"),
-        ([user("2+4?"), RECORDED[1], user("?")], r"message 0 \(user\) differs from the record in its content"),
-        ([RECORDED[0], answer("5"), user("?")], r"message 1 \(assistant\) differs"),
-        ([*RECORDED, answer("more"), user("?")], "did not generate"),
+        ([user("2+4?"), RECORDED[1], user("?")], "message 0 (user) differs from the record in its content"),
+        ([RECORDED[0], answer("5"), user("?")], "message 1 (assistant) differs"),
     ],
 )
-def test_a_history_that_does_not_extend_the_record_says_where(messages: list[dict[str, Any]], reason: str) -> None:
-    outcome = codecs.tiny().bridge([1, 2, 3], RECORDED, messages, TOOLS)
-    assert isinstance(outcome, Branch)
-    import re
-
-    assert re.search(reason, outcome.reason)
+def test_where_a_history_parts_from_the_record_is_said(messages: list[dict[str, Any]], reason: str) -> None:
+    assert reason in difference(RECORDED, messages)
 
 
 def test_the_reserved_mark_is_refused_in_messages() -> None:
-    from gateway.tokens.bridge import ANSWER_MARK
-
     recorded = [user("a"), answer("b")]
     with pytest.raises(InvalidRequest, match="reserved"):
-        codecs.tiny().bridge([1], recorded, [*recorded, user(ANSWER_MARK)])
+        codecs.tiny().bridge([1], recorded, [user(ANSWER_MARK)])

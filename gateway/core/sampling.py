@@ -1,0 +1,34 @@
+"""How each segment of a turn is sampled. Pure.
+
+Engines begin a request's random stream anew whenever it is sent, so a segment that used the turn's seed again would
+repeat the beginning's noise; siblings (`n` > 1) and later turns of a session would repeat each other's. So each segment
+has a seed of its own, derived from all that tells it apart, and recorded: the same request over the same history draws
+the same seeds. Bitwise the same answer is promised only for a turn that was neither cut nor moved, on one engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+from gateway.core.types import SamplingParams, TurnRequest
+
+
+def segment_seed(seed: int, choice: int, turn: int, generated: int) -> int:
+    """32 bits, which every engine takes. `turn` is its depth in the session, `generated` the turn's tokens so far."""
+    digest = hashlib.sha256(f"{seed}:{choice}:{turn}:{generated}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def segment_sampling(request: TurnRequest, generated: int) -> SamplingParams:
+    """The turn's sampling for what is left of it after `generated` tokens."""
+    sampling = request.sampling
+    seed = sampling.seed
+    if seed is not None:
+        seed = segment_seed(seed, request.choice, request.turn_index, generated)
+    return dataclasses.replace(
+        sampling,
+        max_tokens=sampling.max_tokens - generated,
+        min_tokens=max(0, sampling.min_tokens - generated),
+        seed=seed,
+    )

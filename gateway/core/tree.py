@@ -1,0 +1,179 @@
+"""A session's turns as a tree: each path from a root to a leaf is one training sequence. Pure.
+
+Invariants:
+- a turn holds only what it adds to the path before it: its prompt's new ids, then what the policy sampled;
+- a turn's parent ended before the turn began, so its ids never change under a child;
+- over all leaves every sampled token has a loss mask of 1 exactly once: in the first leaf (by end) whose path holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.core.types import FinishReason, Segment, TurnId, TurnRecord
+
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Turn:
+    """One ended turn. `start` is where it begins on its path; segments count the tokens of the path.
+
+    `head` (of a root) and `messages` say what its ids stand for: empty until told, and for ids that are no chat.
+    """
+
+    turn_id: TurnId
+    parent: TurnId | None
+    depth: int
+    start: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    segments: list[Segment]
+    finish_reason: FinishReason | None
+    head: Message | None = None
+    messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    leaf_reward: float | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of each sampled token."""
+        return [s.version for s in self.segments for _ in range(s.end - s.start)]
+
+    def shorten(self, num_tokens: int) -> None:
+        """Keeps the first `num_tokens` sampled tokens: a stop string ended the answer there."""
+        keep = self.start + len(self.prompt_ids) + num_tokens
+        del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
+        self.segments = [msgspec.structs.replace(s, end=min(s.end, keep)) for s in self.segments if s.start < keep]
+        self.finish_reason = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class PathRecord:
+    """One path's lists per token, equally long; `turns` from the root on."""
+
+    turns: tuple[Turn, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TurnTree:
+    """Turns in the order in which they ended."""
+
+    turns: dict[TurnId, Turn] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    def __contains__(self, turn_id: TurnId) -> bool:
+        return turn_id in self.turns
+
+    @property
+    def newest(self) -> Turn | None:
+        return next(reversed(self.turns.values()), None)
+
+    def path(self, turn: Turn | None) -> list[Turn]:
+        """From the root to `turn`; nothing for None."""
+        found: list[Turn] = []
+        while turn is not None:
+            found.append(turn)
+            turn = None if turn.parent is None else self.turns[turn.parent]
+        return found[::-1]
+
+    def ids(self, turn: Turn | None) -> list[int]:
+        """All ids up to the end of `turn`."""
+        return [i for t in self.path(turn) for part in (t.prompt_ids, t.token_ids) for i in part]
+
+    def children(self, turn: Turn | None) -> list[Turn]:
+        parent = None if turn is None else turn.turn_id
+        return [t for t in self.turns.values() if t.parent == parent]
+
+    def leaves(self) -> list[Turn]:
+        parents = {t.parent for t in self.turns.values()}
+        return [t for t in self.turns.values() if t.turn_id not in parents]
+
+    def add(self, record: TurnRecord) -> Turn:
+        """An ended turn; `record.segments` count its sampled tokens. ValueError if it does not extend its parent."""
+        request = record.request
+        before = self.ids(self.turns[request.parent]) if request.parent is not None else []
+        if list(request.prompt_ids[: len(before)]) != before:
+            raise ValueError(f"turn {request.turn_id} does not begin with the ids of turn {request.parent}")
+        offset = len(request.prompt_ids)
+        turn = self.turns[request.turn_id] = Turn(
+            turn_id=request.turn_id,
+            parent=request.parent,
+            depth=0 if request.parent is None else self.turns[request.parent].depth + 1,
+            start=len(before),
+            prompt_ids=list(request.prompt_ids[len(before) :]),
+            token_ids=list(record.token_ids),
+            logprobs=list(record.logprobs),
+            segments=[
+                msgspec.structs.replace(s, start=s.start + offset, end=s.end + offset)
+                for s in record.segments
+                if s.end > s.start
+            ],
+            finish_reason=record.finish_reason,
+        )
+        return turn
+
+    def sequence(self, leaf: Turn | None, counted: set[TurnId]) -> PathRecord:
+        """The path to `leaf`. Turns of `counted` stand in it unmasked (0), since another leaf trains on them."""
+        path = self.path(leaf)
+        out = PathRecord(tuple(path), segments=[s for t in path for s in t.segments])
+        for turn in path:
+            prompt, fresh = len(turn.prompt_ids), turn.turn_id not in counted
+            said = len(turn.token_ids)
+            out.token_ids.extend(turn.prompt_ids)
+            out.token_ids.extend(turn.token_ids)
+            out.logprobs.extend([0.0] * prompt)
+            out.logprobs.extend(turn.logprobs if fresh else [0.0] * said)
+            out.loss_mask.extend([0] * prompt + [int(fresh)] * said)
+            out.versions.extend([-1] * prompt)
+            out.versions.extend(turn.versions if fresh else [-1] * said)
+        return out
+
+    def sequences(self) -> list[PathRecord]:
+        """One for each leaf, in the order in which the leaves ended."""
+        found: list[PathRecord] = []
+        counted: set[TurnId] = set()
+        for leaf in self.leaves():
+            found.append(self.sequence(leaf, counted))
+            counted.update(t.turn_id for t in found[-1].turns)
+        return found
+
+    def sampled_versions(self) -> tuple[int, ...]:
+        return tuple(sorted({s.version for t in self.turns.values() for s in t.segments}))
+
+
+def matched(turns: TurnTree, items: Sequence[Any], own: Any) -> Turn | None:
+    """The deepest turn whose whole path is a beginning of `items`; of equals the one that ended last.
+
+    `own(turn)` are the items that one turn adds; None: it can never be matched.
+    """
+    by_parent: dict[TurnId | None, list[Turn]] = {}
+    for turn in turns.turns.values():
+        by_parent.setdefault(turn.parent, []).append(turn)
+    best: Turn | None = None
+    waiting: list[tuple[Turn | None, int]] = [(None, 0)]
+    while waiting:
+        at, position = waiting.pop()
+        if at is not None and (best is None or at.depth >= best.depth):
+            best = at
+        for child in by_parent.get(None if at is None else at.turn_id, ()):
+            added = own(child)
+            if added is not None and list(items[position : position + len(added)]) == list(added):
+                waiting.append((child, position + len(added)))
+    return best

@@ -1,0 +1,35 @@
+"""What a segment is sampled with: what is left of its turn, and a seed of its own."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.sampling import segment_sampling, segment_seed
+from gateway.core.types import SamplingParams, SessionId, TurnId, TurnRequest
+
+
+def request(choice: int = 0, turn: int = 0, **sampling: int) -> TurnRequest:
+    params = SamplingParams(**{"max_tokens": 10, **sampling})
+    return TurnRequest(TurnId("t"), SessionId("s"), turn, (1,), params, choice=choice)
+
+
+def test_no_two_segments_share_a_seed() -> None:
+    seeds = [segment_seed(*told) for told in itertools.product((0, 1, -1), range(4), range(4), range(12))]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 1 << 32 for seed in seeds)
+
+
+@given(st.integers(), st.integers(0, 9), st.integers(0, 99), st.integers(0, 9))
+def test_the_same_place_draws_the_same_seed(seed: int, choice: int, turn: int, generated: int) -> None:
+    found = segment_sampling(request(choice, turn, seed=seed), generated)
+    assert found.seed == segment_seed(seed, choice, turn, generated)
+    assert found == segment_sampling(request(choice, turn, seed=seed), generated)
+
+
+def test_a_segment_has_what_is_left_of_its_turn() -> None:
+    assert segment_sampling(request(min_tokens=4), 3) == SamplingParams(max_tokens=7, min_tokens=1)
+    assert segment_sampling(request(min_tokens=4), 6) == SamplingParams(max_tokens=4)
+    assert segment_sampling(request(), 0).seed is None
