@@ -4,5 +4,6 @@ from __future__ import annotations
 
 ENGINE_KINDS = {
     "vllm": "vLLM, its OpenAI server in development mode",
+    "sglang": "SGLang, its own API",
     "embedded": "`gateway engine`, which speaks vLLM's API",
 }

@@ -88,8 +88,12 @@ class EngineAdapter(Protocol):
 
     async def limits(self) -> EngineLimits: ...
 
-    async def load(self, path: Path, version: int, digest: str) -> float:
-        """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced."""
+    async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
+        """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced.
+
+        Turns that run meanwhile are aborted; with `keep_running` they stand still and go on under the new weights,
+        their KV computed anew. No KV of the old weights is used afterwards.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -28,10 +28,14 @@ T = TypeVar("T")
 
 
 class EngineHttp:
-    """Connections to one server. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
+    """Connections to one server. `stall_timeout_s`: silence on a stream for longer counts as a cut.
 
-    def __init__(self, url: str, *, stall_timeout_s: float) -> None:
+    `control_timeout_s`: for a whole control call that names no deadline of its own.
+    """
+
+    def __init__(self, url: str, *, stall_timeout_s: float, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         self.url = url.rstrip("/")
+        self._control_timeout_s = control_timeout_s
         self._streams: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -67,21 +71,21 @@ class EngineHttp:
     async def get(self, path: str, kind: type[T]) -> T:
         return self._decode("GET", path, await self.text("GET", path), kind)
 
-    async def post(self, path: str, body: object | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> str:
+    async def post(self, path: str, body: object | None = None, *, timeout_s: float | None = None) -> str:
         return await self.text("POST", path, body, timeout_s=timeout_s)
 
-    async def text(
-        self, method: str, path: str, body: object | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> str:
+    async def text(self, method: str, path: str, body: object | None = None, *, timeout_s: float | None = None) -> str:
         """The answer's body. EngineFailed when there is none in time, or its status is an error's."""
+        deadline_s = self._control_timeout_s if timeout_s is None else timeout_s
+        whole = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # a load says nothing for long
         try:
             async with (
-                asyncio.timeout(timeout_s),
-                self._session.request(method, self.url + path, json=body) as response,
+                asyncio.timeout(deadline_s),
+                self._session.request(method, self.url + path, json=body, timeout=whole) as response,
             ):
                 text = await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
-            raise EngineFailed(f"{method} {self.url}{path}: {_said(e, timeout_s)}") from e
+            raise EngineFailed(f"{method} {self.url}{path}: {_said(e, deadline_s)}") from e
         if response.status >= 400:
             raise EngineFailed(f"{method} {self.url}{path} answered {response.status}: {text[:300]}")
         return text

@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, StreamCut
-from gateway.engines.http import LOAD_TIMEOUT_S, EngineHttp
+from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp
 
 BACKEND_INITIALISED_MESSAGE = "already"
 TOKEN_KEY = re.compile(r"token_id:[0-9]+")
@@ -65,10 +65,19 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 class VllmEngine:
     """One server. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
 
-    def __init__(self, url: str, model: str, *, stall_timeout_s: float = 60.0) -> None:
-        self._http = EngineHttp(url, stall_timeout_s=stall_timeout_s)
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        stall_timeout_s: float = 60.0,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> None:
+        self._http = EngineHttp(url, stall_timeout_s=stall_timeout_s, control_timeout_s=control_timeout_s)
         self.url = self._http.url
         self._model = model
+        self._load_timeout_s = load_timeout_s
 
     async def close(self) -> None:
         await self._http.close()
@@ -114,14 +123,14 @@ class VllmEngine:
 
     # -- loading
 
-    async def load(self, path: Path, version: int, digest: str) -> float:
+    async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
         started = time.monotonic()
-        await self._http.post("/pause?mode=abort&clear_cache=true")
+        await self._http.post(f"/pause?mode={'keep' if keep_running else 'abort'}&clear_cache=true")
         await self._init_backend()
         await self._http.post("/start_weight_update")
         update = {"update_info": {"path": str(path), "version": str(version), "digest": digest}}
-        await self._http.post("/update_weights", update, timeout_s=LOAD_TIMEOUT_S)
-        await self._http.post("/finish_weight_update", {"weight_version": str(version)}, timeout_s=LOAD_TIMEOUT_S)
+        await self._http.post("/update_weights", update, timeout_s=self._load_timeout_s)
+        await self._http.post("/finish_weight_update", {"weight_version": str(version)}, timeout_s=self._load_timeout_s)
         label = await self._label()
         if label != str(version):
             raise EngineFailed(f"{self.url} says it holds version {label!r} after loading version {version}")

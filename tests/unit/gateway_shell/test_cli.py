@@ -64,7 +64,7 @@ def test_what_is_no_engine_is_told_the_form(text: str) -> None:
 
 
 def test_an_unknown_kind_is_told_the_known_ones() -> None:
-    with pytest.raises(UnsupportedField, match=r"no adapter for 'tgi' \(known kinds: vllm, embedded"):
+    with pytest.raises(UnsupportedField, match=r"no adapter for 'tgi' \(known kinds: vllm, sglang, embedded"):
         parse_engine("e0=tgi=http://h", None)
 
 

@@ -13,7 +13,6 @@ import pytest
 from gateway import fleet as fleet_module
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
-from gateway.engines.http import EngineHttp
 from gateway.engines.vllm import VllmEngine
 from tests.support.cutting_engine import LOAD_STEPS, MODEL, Cut, CutKind, CuttingEngine, said, until
 from tests.unit.gateway_shell.shell import check_whole, read, relay, shell
@@ -190,11 +189,8 @@ async def test_another_model_is_named() -> None:
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/weight_info"])
 @pytest.mark.parametrize("failure", [500, 404, "reset", "hang", "away"])
-async def test_an_engine_that_cannot_be_looked_at_failed(
-    path: str, failure: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(EngineHttp.text, "__kwdefaults__", {"timeout_s": 0.1})
-    async with CuttingEngine() as e0, adapter(e0) as found:
+async def test_an_engine_that_cannot_be_looked_at_failed(path: str, failure: Any) -> None:
+    async with CuttingEngine() as e0, adapter(e0, control_timeout_s=0.1) as found:
         if failure == "away":
             await e0.die()
         else:

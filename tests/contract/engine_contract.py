@@ -1,0 +1,310 @@
+"""What the gateway relies on in every engine, as one suite of cases that each kind of engine runs.
+
+A subclass gives the fixture `subject`; the cases see nothing of the engine but the adapter and what a test may do to a
+process. Greedy numerics must not depend on the batch (float32 and a small model will do).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from gateway.core.types import SamplingParams
+from gateway.engines.base import EngineAdapter, EngineChunk, EngineFailed, RequestRefused, StreamCut
+from gateway.engines.kinds import connect
+from tests.support.processes import Daemon
+from tests.support.relays import until
+from tests.support.snapshots import SealedSnapshot, seal, tear
+from tests.support.tiny_model import tiny_model
+
+MODEL = "policy"
+PROMPT = tuple(range(40, 60))
+TOKENS = 24
+LONG = 1500
+"""Tokens of a turn that is still running whenever a test looks."""
+PATIENCE_S = 30.0
+"""For what an engine under load may take; a case that works never waits so long."""
+BRIEF_S = 0.5
+
+
+@dataclass
+class Subject:
+    """An engine under test. Version `n` has the weights of the tiny model with seed `n`; it starts with seed 0.
+
+    `start` gives a process that serves at `port` (0: any free one); `expected` the greedy ids after a prompt.
+    """
+
+    kind: str
+    directory: Path
+    start: Callable[[int], Daemon]
+    expected: Callable[[int, tuple[int, ...], int], list[int]]
+    daemon: Daemon = field(init=False)
+    _snapshots: dict[int, SealedSnapshot] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.daemon = self.start(0)
+
+    @property
+    def url(self) -> str:
+        return str(self.daemon.ready["url"])
+
+    def start_again(self) -> None:
+        """A new process under the address of the one that a test killed."""
+        self.daemon = self.start(int(self.url.rpartition(":")[2]))
+
+    def snapshot(self, version: int) -> SealedSnapshot:
+        if version not in self._snapshots:
+            self._snapshots[version] = seal(self.directory, version, tiny_model(seed=version))
+        return self._snapshots[version]
+
+    def torn(self, version: int) -> SealedSnapshot:
+        return tear(seal(self.directory / f"torn-{time.monotonic_ns()}", version, tiny_model(seed=version)))
+
+    @asynccontextmanager
+    async def adapter(self, **deadlines: float) -> AsyncIterator[EngineAdapter]:
+        found = connect(self.kind, self.url, MODEL, **{"stall_timeout_s": PATIENCE_S, **deadlines})
+        try:
+            yield found
+        finally:
+            await found.close()
+
+
+@dataclass
+class Turn:
+    """What came of one stream."""
+
+    ids: list[int] = field(default_factory=list)
+    chunks: list[EngineChunk] = field(default_factory=list)
+
+    @property
+    def finish(self) -> str | None:
+        return self.chunks[-1].finish_reason
+
+    @property
+    def versions(self) -> list[str]:
+        """Versions told by the last event that told any."""
+        return list(next((chunk.versions for chunk in reversed(self.chunks) if chunk.versions), ()))
+
+    async def read(
+        self,
+        adapter: EngineAdapter,
+        prompt: tuple[int, ...] = PROMPT,
+        max_tokens: int = TOKENS,
+        name: str = "turn",
+        top: int = 0,
+        stop: tuple[int, ...] = (),
+    ) -> Turn:
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, top_logprobs=top, stop_token_ids=stop
+        )
+        async with adapter.generate(prompt, sampling, name, "session") as chunks:
+            async for chunk in chunks:
+                self.ids += chunk.token_ids
+                self.chunks.append(chunk)
+        return self
+
+
+async def load(adapter: EngineAdapter, snapshot: SealedSnapshot, *, keep_running: bool = False) -> float:
+    return await adapter.load(snapshot.path, snapshot.version, snapshot.digest, keep_running=keep_running)
+
+
+class EngineContract:
+    """The cases. Those that harm the engine mend it again."""
+
+    @pytest.fixture
+    def subject(self) -> Subject:
+        raise NotImplementedError("a subclass gives the engine")
+
+    # -- generation
+
+    async def test_a_turn_is_streamed_with_ids_and_logprobs_to_its_length(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            turn = await Turn().read(adapter)
+        assert turn.ids == subject.expected(1, PROMPT, TOKENS)
+        assert [chunk.finish_reason for chunk in turn.chunks[:-1]] == [None] * (len(turn.chunks) - 1)
+        assert turn.finish == "length"
+        assert turn.versions == ["1"]
+        assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in turn.chunks)
+        assert all(logprob <= 0 for chunk in turn.chunks for logprob in chunk.logprobs)
+
+    async def test_streams_side_by_side_do_not_mix(self, subject: Subject) -> None:
+        prompts = [tuple(range(start, start + 12)) for start in range(60, 140, 10)]
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            reading = [Turn().read(adapter, prompt, name=f"turn-{prompt[0]}") for prompt in prompts]
+            turns = await asyncio.gather(*reading)
+        assert [turn.ids for turn in turns] == [subject.expected(1, prompt, TOKENS) for prompt in prompts]
+
+    async def test_a_turn_goes_on_from_its_ids(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            whole = subject.expected(1, PROMPT, TOKENS)
+            for cut in (1, 9, TOKENS - 1):
+                rest = await Turn().read(adapter, (*PROMPT, *whole[:cut]), TOKENS - cut, name=f"rest-{cut}")
+                assert rest.ids == whole[cut:]
+
+    async def test_a_stop_token_ends_the_turn_and_is_the_last_one_told(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            whole = subject.expected(1, PROMPT, TOKENS)
+            stop = next(token for at, token in enumerate(whole) if at > 3 and token not in whole[:at])
+            turn = await Turn().read(adapter, stop=(stop,))
+        assert (turn.ids, turn.finish) == (whole[: whole.index(stop) + 1], "stop")
+
+    async def test_alternatives_come_with_their_ids(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            turn = await Turn().read(adapter, top=2, max_tokens=4)
+        tops = [top for chunk in turn.chunks for top in chunk.top_logprobs or ()]
+        assert [len(top) >= 2 for top in tops] == [True] * 4
+        assert all(token in {t.token_id for t in top} for token, top in zip(turn.ids, tops, strict=True))
+
+    async def test_leaving_a_stream_frees_the_engine(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            sampling = SamplingParams(max_tokens=LONG, temperature=0.0, ignore_eos=True)
+            async with adapter.generate(PROMPT, sampling, "left", "session") as chunks:
+                await anext(aiter(chunks))
+                await until(lambda: self._running(adapter, 1), "a running turn", PATIENCE_S)
+            await until(lambda: self._running(adapter, 0), "room", PATIENCE_S)
+
+    async def _running(self, adapter: EngineAdapter, wanted: int) -> bool:
+        return (await adapter.report()).running == wanted
+
+    @pytest.mark.parametrize("prompt", [(1 << 20,), tuple([5] * 5000)], ids=["no-such-token", "too-long"])
+    async def test_what_can_never_work_is_refused(self, subject: Subject, prompt: tuple[int, ...]) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            with pytest.raises(RequestRefused):
+                await Turn().read(adapter, prompt)
+
+    # -- looking
+
+    async def test_it_tells_what_it_holds(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(2))
+            limits = await adapter.limits()
+            first, second = await adapter.report(), await adapter.report()
+        assert limits.weight_version == "2"
+        assert limits.context_tokens >= 1024
+        assert limits.kv_capacity_tokens >= 1024
+        assert first.incarnation == second.incarnation not in ("", "unknown")
+        assert (first.running, first.waiting) == (0, 0)
+        assert 0 <= first.kv_usage <= 1
+
+    # -- weights
+
+    async def test_each_version_speaks_for_itself_and_no_old_kv_is_used(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            for version in (1, 2, 3, 1):
+                assert await load(adapter, subject.snapshot(version)) > 0
+                turn = await Turn().read(adapter)
+                assert turn.ids == subject.expected(version, PROMPT, TOKENS)
+                assert turn.versions == [str(version)]
+                assert (await adapter.limits()).weight_version == str(version)
+
+    async def test_a_load_cuts_what_runs_and_mixes_nothing_in(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            turn = Turn()
+            running = asyncio.create_task(turn.read(adapter, max_tokens=LONG))
+            await until(lambda: _holds(len(turn.ids) > 3), "tokens", PATIENCE_S)
+            await load(adapter, subject.snapshot(2))
+            with pytest.raises(StreamCut):
+                await running
+            assert turn.ids == subject.expected(1, PROMPT, len(turn.ids))
+            assert (await Turn().read(adapter)).ids == subject.expected(2, PROMPT, TOKENS)
+
+    async def test_a_turn_that_is_kept_goes_on_under_the_new_weights(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            turn = Turn()
+            running = asyncio.create_task(turn.read(adapter, max_tokens=200))
+            await until(lambda: _holds(len(turn.ids) > 3), "tokens", PATIENCE_S)
+            await load(adapter, subject.snapshot(2), keep_running=True)
+            await running
+        assert (turn.finish, len(turn.ids)) == ("length", 200)
+        assert turn.versions == ["1", "2"]
+        old = subject.expected(1, PROMPT, 200)
+        at = next(i for i, (told, was) in enumerate(zip(turn.ids, old, strict=True)) if told != was)
+        # Where both versions agree on a token, either may have said it; from the first difference on it is the new one.
+        assert turn.ids[at:] == subject.expected(2, (*PROMPT, *turn.ids[:at]), 200 - at)
+
+    async def test_after_a_load_that_failed_nothing_is_said_until_one_succeeds(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter, subject.adapter(stall_timeout_s=BRIEF_S) as brief:
+            await load(adapter, subject.snapshot(1))
+            for good in (2, 1):  # the next version, or the one before: either mends it
+                with pytest.raises(EngineFailed):
+                    await load(adapter, subject.torn(9))
+                turn = Turn()
+                with pytest.raises(StreamCut):
+                    await turn.read(brief, name=f"fenced-{good}")
+                assert turn.ids == []
+                await load(adapter, subject.snapshot(good))
+                assert (await Turn().read(adapter)).ids == subject.expected(good, PROMPT, TOKENS)
+
+    # -- an engine that does not answer
+
+    async def test_every_call_has_a_deadline(self, subject: Subject) -> None:
+        deadlines = {"stall_timeout_s": BRIEF_S, "control_timeout_s": BRIEF_S, "load_timeout_s": BRIEF_S}
+        snapshot = subject.snapshot(1)
+        async with subject.adapter(**deadlines) as adapter:
+            os.kill(subject.daemon.process.pid, signal.SIGSTOP)
+            try:
+                for call in (adapter.report(), adapter.limits(), load(adapter, snapshot)):
+                    async with asyncio.timeout(PATIENCE_S):
+                        with pytest.raises(EngineFailed, match=subject.url):
+                            await call
+                with pytest.raises(StreamCut) as cut:
+                    await Turn().read(adapter)
+                assert cut.value.reason == "stalled"
+            finally:
+                os.kill(subject.daemon.process.pid, signal.SIGCONT)
+
+    async def test_a_death_and_a_new_incarnation_show(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            await load(adapter, subject.snapshot(1))
+            before = (await adapter.report()).incarnation
+            turn = Turn()
+            running = asyncio.create_task(turn.read(adapter, max_tokens=LONG))
+            await until(lambda: _holds(len(turn.ids) > 3), "tokens", PATIENCE_S)
+            subject.daemon.kill()
+            with pytest.raises(StreamCut) as cut:
+                await running
+            assert cut.value.reason in ("reset", "early_end")
+            assert turn.ids == subject.expected(1, PROMPT, len(turn.ids))
+            await self._check_away(subject, adapter)
+
+            await asyncio.to_thread(subject.start_again)
+            assert (await adapter.report()).incarnation != before
+            assert (await adapter.limits()).weight_version != "1"
+            assert (await Turn().read(adapter)).ids == subject.expected(0, PROMPT, TOKENS)
+            await self._check_other_model(subject)
+
+    async def _check_away(self, subject: Subject, adapter: EngineAdapter) -> None:
+        with pytest.raises(EngineFailed, match=subject.url):
+            await adapter.report()
+        with pytest.raises(StreamCut) as cut:
+            await Turn().read(adapter)
+        assert cut.value.reason == "refused"
+
+    async def _check_other_model(self, subject: Subject) -> None:
+        critic = connect(subject.kind, subject.url, "critic", stall_timeout_s=PATIENCE_S)
+        try:
+            with pytest.raises(EngineFailed, match=r"serves \['policy'\], not 'critic'"):
+                await critic.limits()
+        finally:
+            await critic.close()
+
+
+async def _holds(condition: bool) -> bool:
+    return condition

@@ -1,0 +1,82 @@
+"""The engine contract over the embedded engine and the SGLang stand-in, each in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.contract.engine_contract import EngineContract, Subject
+from tests.support import processes
+from tests.support.processes import Daemon
+from tests.support.sglang.weights import read_directory, said
+from tests.support.tiny_model import tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+@functools.cache
+def transformers_greedy(seed: int, prompt: tuple[int, ...], count: int) -> list[int]:
+    """What `transformers` itself says after a prompt."""
+    model = _model(seed)
+    with torch.inference_mode():
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
+        )
+    return [int(token) for token in ids[0, len(prompt) :]]
+
+
+@functools.cache
+def _model(seed: int) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(tiny_model(seed=seed))
+
+
+def stand_in_says(seed: int, prompt: tuple[int, ...], count: int) -> list[int]:
+    return said(read_directory(tiny_model(seed=seed)), prompt, count)[0]
+
+
+def start_embedded(directory: Path, port: int) -> Daemon:
+    command = ["gateway", "engine", f"--port={port}", f"--model={tiny_model()}", "--dtype=float32"]
+    return processes.start("engine", [*command, "--served-model-name=policy", "--weight-version=0"], directory)
+
+
+def start_sglang(directory: Path, flags: tuple[str, ...], port: int) -> Daemon:
+    return processes.start(
+        "sglang", ["tests.support.sglang", f"--port={port}", f"--model={tiny_model()}", *flags], directory
+    )
+
+
+SGLANG = {"cumulative": (), "incremental": ("--incremental-streaming-output",)}
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    directory = tmp_path_factory.mktemp("embedded")
+    subject = Subject("embedded", directory, functools.partial(start_embedded, directory), transformers_greedy)
+    yield subject
+    assert subject.daemon.stop() == 0
+
+
+@pytest.fixture(scope="module", params=SGLANG)
+def sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    directory = tmp_path_factory.mktemp("sglang")
+    start = functools.partial(start_sglang, directory, SGLANG[request.param])
+    subject = Subject("sglang", directory, start, stand_in_says)
+    yield subject
+    assert subject.daemon.stop() == 0
+
+
+class TestEmbedded(EngineContract):
+    @pytest.fixture
+    def subject(self, embedded: Subject) -> Subject:
+        return embedded
+
+
+class TestSglang(EngineContract):
+    @pytest.fixture
+    def subject(self, sglang: Subject) -> Subject:
+        return sglang

@@ -1,0 +1,185 @@
+"""The stand-in's engine: requests, pause, sessions of weight update. HTTP is in `server`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.support.sglang import weights
+from tests.support.sglang.wire import DiskBody, GenerateBody, Refused, TensorBody
+
+PREFIX = 8
+"""Ids of a prompt by which the prefix cache finds KV."""
+
+
+@dataclass
+class Request:
+    rid: str
+    body: GenerateBody
+    kv: str  # weights under which its context was computed; "": not yet
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    retractions: int = 0
+    finish: dict[str, Any] | None = None
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self, **finish: Any) -> None:
+        if self.finish is None:
+            self.finish = finish
+        self.grew.set()
+
+
+@dataclass
+class Engine:
+    """One life of a server. `step_s`: time of one token."""
+
+    weights: str
+    label: str = "default"
+    served_name: str = "policy"
+    context: int = 2048
+    vocab: int = 512
+    max_tokens: int = 8192
+    tp_size: int = 1
+    dp_size: int = 1
+    loaders: tuple[str, ...] = ()
+    step_s: float = 0.002
+    seed: int = field(default_factory=lambda: random.randrange(1 << 30))
+    requests: dict[str, Request] = field(default_factory=dict)
+    paused: Literal["abort", "retract", "in_place"] | None = None
+    session: str | None = None
+    running: asyncio.Event = field(default_factory=asyncio.Event)
+    cache: dict[tuple[int, ...], str] = field(default_factory=dict)  # prefix to the weights its KV is of
+
+    def __post_init__(self) -> None:
+        self.running.set()
+
+    # -- generation
+
+    async def generate(self, request: Request) -> None:
+        """Runs a request to its end; whoever reads it is told by `grew`."""
+        self.requests[request.rid] = request
+        try:
+            await self.running.wait()
+            prefix = tuple(request.body.input_ids[:PREFIX])
+            request.kv = self.cache.setdefault(prefix, self.weights)
+            while request.finish is None:
+                await self.running.wait()
+                await asyncio.sleep(self.step_s)
+                if self.paused is None and request.finish is None:
+                    self._step(request)
+        finally:
+            self.requests.pop(request.rid, None)
+
+    def _step(self, request: Request) -> None:
+        params = request.body.sampling_params
+        if not params.max_new_tokens:
+            return request.end(type="length", length=0)
+        request.kv = request.kv or self.weights
+        token, logprob = weights.next_token(self.weights, request.kv, [*request.body.input_ids, *request.ids])
+        at = len(request.ids)
+        if not request.spans or request.spans[-1]["version"] != self.label:
+            request.spans.append({"version": self.label, "start": at, "end": at})
+        request.spans[-1]["end"] = at + 1
+        request.ids.append(token)
+        request.logprobs.append(logprob)
+        if token in (params.stop_token_ids or ()) and at + 1 > params.min_new_tokens:
+            request.end(type="stop", matched=token)
+        elif at + 1 >= params.max_new_tokens:
+            request.end(type="length", length=params.max_new_tokens)
+        request.grew.set()
+        return None
+
+    def make_request(self, body: GenerateBody) -> Request:
+        rid = body.rid or uuid.uuid4().hex
+        if rid in self.requests:
+            raise Refused(f"Duplicate request ID detected: {rid}")
+        return Request(rid, body, "")
+
+    def abort(self, rid: str, *, everything: bool) -> None:
+        for name, request in list(self.requests.items()):
+            if everything or (rid and name.startswith(rid)):
+                request.end(type="abort", message="Aborted")
+
+    # -- pause
+
+    async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+        self.paused = mode
+        self.running.clear()
+        if mode == "abort":
+            while self.requests:
+                self.abort("", everything=True)
+                self.running.set()  # those that wait must come to see that they were aborted
+                await asyncio.sleep(0)
+            self.running.clear()
+        elif mode == "retract":
+            for request in self.requests.values():
+                request.kv, request.retractions = "", request.retractions + 1
+
+    def resume(self) -> None:
+        self.paused = None
+        self.running.set()
+
+    def flush(self) -> bool:
+        if self.paused == "in_place" or (self.requests and self.paused != "retract"):
+            return False
+        self.cache.clear()
+        return True
+
+    # -- weights
+
+    async def update_from_disk(self, body: DiskBody) -> int:
+        """The number of requests that stand still meanwhile. Refused after a failure, when anything may be loaded."""
+        if self.session is not None:
+            raise Refused("a weight update session is open")
+        await self._writer_lock(abort=body.abort_all_requests)
+        path = Path(body.model_path)
+        self._take(lambda: weights.read_directory(path), body.weight_version, flush=body.flush_cache)
+        self.served_name = body.model_path
+        if self.paused is not None and not body.keep_pause:
+            self.resume()
+        return len(self.requests)
+
+    async def update_from_tensor(self, body: TensorBody) -> None:
+        if self.session is None:
+            raise Refused("no weight update session is open: call /begin_weight_update first")
+        if self.dp_size != 1:
+            raise Refused("dp_size must be 1 for update weights from tensor")
+        if len(body.serialized_named_tensors) != self.tp_size:
+            raise Refused(f"{len(body.serialized_named_tensors)} tensor lists for {self.tp_size} ranks")
+        loader = body.load_format
+        if loader is None or loader not in self.loaders:
+            raise Refused(f"Unknown load_format={loader}")
+        await self._writer_lock(abort=body.abort_all_requests)
+        [digest] = {await asyncio.to_thread(weights.load_custom, loader, s) for s in body.serialized_named_tensors}
+        self._take(lambda: digest, body.weight_version, flush=body.flush_cache)
+
+    async def _writer_lock(self, *, abort: bool) -> None:
+        """When not paused, an update waits until nothing runs."""
+        while self.paused is None and self.requests:
+            if abort:
+                self.abort("", everything=True)
+            await asyncio.sleep(self.step_s)
+
+    def _take(self, load: Any, label: str | None, *, flush: bool) -> None:
+        before = self.weights
+        self.weights = f"mixed:{before}"  # what a load that breaks off leaves
+        self.weights = load()
+        if label is not None:
+            self.label = label
+        if flush and self.paused != "in_place" and not self.flush():
+            raise Refused("Cache flush failed after updating weights")
+
+    def begin(self, selector: str) -> None:
+        if self.session is not None:
+            raise Refused("a weight update session is already open")
+        self.session = selector
+
+    def end_session(self) -> None:
+        if self.session is None:
+            raise Refused("no weight update session is open")
+        self.session = None
