@@ -80,6 +80,7 @@ async def start(config: GatewayConfig) -> Gateway:
         await fleet.__aenter__()
         stack.push_async_callback(fleet.close)
         repacker = Repacker(config, fleet, sessions, timeline)
+        stack.push_async_callback(repacker.close)
         status = GatewayStatus(
             config, fleet=fleet, sessions=sessions, repacker=repacker, buffer=buffer, pool=pool, timeline=timeline
         )

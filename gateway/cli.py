@@ -1,9 +1,10 @@
-"""Commands of the gateway: `serve` and `engine`."""
+"""Commands of the gateway: `serve`, `repack` and `engine`."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import logging
 import signal
 import sys
@@ -138,6 +139,21 @@ def serve(model: str, tokenizer: Path, engines: tuple[str, ...], relay: str | No
     except OSError as e:
         log.error("cannot listen on %s:%s: %s", options["host"], options["port"], e.strerror)
         sys.exit(1)
+
+
+@cli.command()
+@click.option("--url", default="http://127.0.0.1:8080", help="A running gateway.")
+@click.option("--dry-run", is_flag=True, help="Only say what would move now, and why; nothing moves.")
+@click.option("--json", "as_json", is_flag=True, help="The answer as the gateway gave it.")
+def repack(url: str, dry_run: bool, as_json: bool) -> None:
+    """Packs the long tail of a running gateway now, or says what it would do."""
+    from gateway.cli_repack import ask, told
+
+    try:
+        answer = asyncio.run(ask(url, dry_run=dry_run))
+    except LaminarError as e:
+        raise click.ClickException(str(e)) from e
+    click.echo(json.dumps(answer, indent=1) if as_json else told(answer, dry_run=dry_run))
 
 
 async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:

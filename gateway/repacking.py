@@ -1,4 +1,4 @@
-"""The repack loop: every few seconds, and right after a version arrives, asks the planner and acts on its plan."""
+"""The repack loop: every few seconds, and right after a version arrives, plans, and has the plan carried out."""
 
 from __future__ import annotations
 
@@ -7,94 +7,136 @@ import logging
 from dataclasses import asdict
 
 from gateway.config import GatewayConfig
-from gateway.core.repack import EngineView, Plan, RepackConfig, TurnView, plan_repack
-from gateway.core.types import EngineName, TurnId
+from gateway.core.fleet import EngineState, TurnLoad
+from gateway.core.receipts import ReceiptBook
+from gateway.core.repack import EngineView, Plan, RepackConfig, SessionLoad, plan_repack
+from gateway.core.sessions import SessionState
+from gateway.core.types import EngineName
 from gateway.data import Timeline
 from gateway.fleet import Fleet
+from gateway.moving import Mover
 from gateway.sessions import Sessions
+from gateway.turns import Run
 
 log = logging.getLogger(__name__)
 
+HORIZONS = (0.25, 0.5, 1.0, 2.0)
+"""Times at which a plan has to fit, in typical turns' lengths."""
+SECONDS_PER_TOKEN = 1 / 15
+"""Of one turn, before an engine's curve is known."""
+
 
 class Repacker:
-    """Owns the history of plans. `last` is the newest plan of each version looked at."""
+    """Owns the plans and their history. `last` is the newest plan of each version looked at."""
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, sessions: Sessions, timeline: Timeline) -> None:
         self.last: tuple[Plan, ...] = ()
         self._config, self._fleet, self._sessions, self._timeline = config, fleet, sessions, timeline
+        self._mover = Mover(fleet, sessions)
         self._round = 0
+
+    @property
+    def book(self) -> ReceiptBook:
+        return self._mover.book
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            try:
-                async with asyncio.timeout(self._config.repack_interval_s):
-                    await self._fleet.version_available.wait()
-            except TimeoutError:
-                pass  # the periodic check
-            self._fleet.version_available.clear()
-            self.repack()
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._config.repack_interval_s):
+                        await self._fleet.version_available.wait()
+                except TimeoutError:
+                    pass  # the periodic check
+                self._fleet.version_available.clear()
+                self.repack()
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        await self._mover.close()
 
     def plan(self) -> tuple[Plan, ...]:
         """What would be done now; nothing is changed."""
-        return plan_repack(
-            self._views(), self._fleet.state.newest, self._limits(), seed=self._config.seed + self._round
-        )
+        rate = self.book.prefill_tokens_per_s(self._config.prefill_tokens_per_s)
+        seed = self._config.seed + self._round
+        return plan_repack(self._views(), self._fleet.state.newest, RepackConfig(prefill_tokens_per_s=rate), seed=seed)
 
-    def repack(self) -> None:
+    def repack(self) -> tuple[Plan, ...]:
+        """Plans, and begins to carry out what pays."""
         self._round += 1
         self.last = self.plan()
         for plan in self.last:
             if plan.moves:
                 self._carry_out(plan)
+        return self.last
 
     def _carry_out(self, plan: Plan) -> None:
-        moved = [m for m in plan.moves if self._move(m.turn_id, m.destination)]
         self._sessions.counters.repacks += 1
         reason = "; ".join(plan.reasons)
-        log.info("repack of version %d: %d of %d turns moved: %s", plan.version, len(moved), len(plan.moves), reason)
+        log.info("repack of version %d: %d moves: %s", plan.version, len(plan.moves), reason)
         self._timeline.add(
             "repack",
             version=plan.version,
-            moves=[asdict(move) for move in moved],
-            freed=list(plan.freed),
+            moves=[asdict(move) for move in plan.moves],
+            freed=[freed.engine for freed in plan.freed],
             price_s=plan.price_s,
             gain_s=plan.gain_s,
             reason=reason,
         )
+        self._mover.start(plan)
 
-    def _move(self, turn_id: TurnId, destination: EngineName) -> bool:
-        run = self._sessions.runs.get(turn_id)
-        return run is not None and run.move(destination) is not None
-
-    def _limits(self) -> RepackConfig:
-        fleet = self._config.fleet
-        return RepackConfig(fleet.max_running, fleet.kv_max, prefill_tokens_per_s=self._config.prefill_tokens_per_s)
+    # -- what the planner sees
 
     def _views(self) -> list[EngineView]:
         serving = [e for e in self._fleet.state.sorted_engines() if e.status == "serving" and e.kv_capacity_tokens]
-        return [
-            EngineView(
-                name=engine.name,
-                version=engine.version,
-                kv_capacity_tokens=engine.kv_capacity_tokens,
-                intake_open=engine.intake_open,
-                queued=engine.waiting_reported,
-                turns=tuple(self._turn_views(engine.name)),
-                idle_tokens=self._sessions.idle_tokens(engine.name, self._fleet.state),
-            )
-            for engine in serving
-        ]
+        held = {e.name: self._loads(e) for e in serving}
+        inbound: dict[EngineName, list[SessionLoad]] = {e.name: [] for e in serving}
+        for load in (load for loads in held.values() for load in loads):
+            there = self._mover.inbound.get(load.key)
+            if there in inbound and load not in held[there]:
+                inbound[there].append(load)
+        return [self._view(e, held[e.name], inbound[e.name]) for e in serving]
 
-    def _turn_views(self, engine: EngineName) -> list[TurnView]:
-        """Expected growth: half of what the turn may still generate. Remaining time: half a typical session's."""
-        remaining_s = self._sessions.typical_duration_s / 2
-        views = []
-        for load in self._fleet.state.engines[engine].turns.values():
-            run = self._sessions.runs.get(load.turn_id)
-            if run is not None:
-                growth = max(1, (load.tokens_max - load.tokens) // 2)
-                views.append(
-                    TurnView(load.turn_id, load.session_id, load.tokens, growth, run.session.moves, remaining_s)
-                )
-        return views
+    def _view(self, engine: EngineState, held: list[SessionLoad], inbound: list[SessionLoad]) -> EngineView:
+        return EngineView(
+            name=engine.name,
+            version=engine.version,
+            kv_capacity_tokens=engine.kv_capacity_tokens,
+            batch_max=engine.curve.roofline_batch(self._config.fleet.max_running),
+            kv_max=self._fleet.state.kv_ceiling(engine).value,
+            intake_open=engine.intake_open,
+            queued=engine.waiting_reported,
+            sessions=tuple(held),
+            inbound=tuple(inbound),
+            leaving=engine.leaving,
+        )
+
+    def _loads(self, engine: EngineState) -> list[SessionLoad]:
+        each_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
+        runs = [(load, self._sessions.runs.get(load.turn_id)) for load in engine.turns.values()]
+        running = [self._running(load, run, each_s) for load, run in runs if run is not None]
+        return [*running, *(self._waiting(s) for s in self._sessions.waiting_at(engine.name, engine.version))]
+
+    def _running(self, load: TurnLoad, run: Run, each_s: float) -> SessionLoad:
+        """A call without session frees its KV at its end; a session comes back, for half a typical one's time."""
+        lengths, generated, left = self._sessions.lengths, len(run.record.token_ids), load.tokens_max - load.tokens
+        alone = run.session.spec.ephemeral
+        ahead = [round(share * lengths.mean) if lengths.known else left // 2 for share in HORIZONS]
+        return SessionLoad(
+            load.session_id,
+            load.turn_id,
+            load.tokens,
+            tuple(lengths.growth(load.tokens, generated, left, further, frees=alone) for further in ahead),
+            max(lengths.remaining(generated, left) * each_s, 0.0 if alone else self._sessions.typical_duration_s / 2),
+            run.session.moves,
+        )
+
+    def _waiting(self, session: SessionState) -> SessionLoad:
+        return SessionLoad(
+            session.session_id,
+            None,
+            session.tokens,
+            remaining_s=self._sessions.typical_duration_s / 2,
+            moves=session.moves,
+        )

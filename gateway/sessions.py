@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.config import GatewayConfig
-from gateway.core.fleet import FleetState, staleness_histogram
+from gateway.core.fleet import staleness_histogram
+from gateway.core.lengths import TurnLengths
 from gateway.core.scheduler import Admission
 from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import GroupId, SessionId, Trajectory, TurnId, TurnRequest, Version
+from gateway.core.types import EngineName, GroupId, SessionId, Trajectory, TurnId, TurnRequest, Version
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.fleet import Fleet
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
@@ -73,6 +74,7 @@ class Sessions:
         self.staleness = Staleness()
         self.reader = Reader()
         self.runs: dict[TurnId, Run] = {}
+        self.lengths = TurnLengths()
         self.fleet: Fleet
         self._pool, self._buffer, self._timeline = pool, buffer, timeline
         self._context_tokens = context_tokens
@@ -118,6 +120,7 @@ class Sessions:
         del self.runs[run.request.turn_id]
         run.session.end_turn(run.record, time.time())
         self.counters.turns_completed += 1
+        self.lengths.ended(len(run.record.token_ids))
         versions = {segment.version for segment in run.record.segments if segment.end > segment.start}
         self.counters.turns_mixed_version += len(versions) > 1
         newest = self.fleet.state.newest
@@ -232,12 +235,15 @@ class Sessions:
         """Median of recent sessions; 0 before the first has finished."""
         return statistics.median(self._durations_s) if self._durations_s else 0.0
 
-    def idle_tokens(self, engine: str, state: FleetState) -> int:
-        """Tokens of sessions that wait for a tool and will come back to this engine."""
-        version = state.engines[engine].version  # type: ignore[index]  # EngineName is a str
-        return sum(
-            s.tokens for s in self._live.values() if s.engine == engine and not s.running and s.version == version
-        )
+    def waiting_at(self, engine: EngineName, version: Version) -> list[SessionState]:
+        """Sessions that wait for a tool and will come back to this engine."""
+        return [
+            s for s in self._live.values() if s.engine == engine and not s.running and s.version == version and s.tokens
+        ]
+
+    def find(self, session_id: SessionId) -> SessionState | None:
+        """A live session."""
+        return self._live.get(session_id)
 
     def _find_or_make(self, identity: SessionIdentity) -> SessionState:
         if identity.session_id is None:

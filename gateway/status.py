@@ -71,7 +71,12 @@ class GatewayStatus:
             "tokens_per_s": self._tokens_per_s(),
             "repack": {
                 "plans": [
-                    {"version": p.version, "moves": len(p.moves), "freed": list(p.freed), "reasons": list(p.reasons)}
+                    {
+                        "version": p.version,
+                        "moves": len(p.moves),
+                        "freed": [f.engine for f in p.freed],
+                        "reasons": list(p.reasons),
+                    }
                     for p in self.repacker.last
                 ]
             },

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.api.openai_requests import decode
 from gateway.config import parse_engine
+from gateway.core.receipts import Receipt
 from gateway.core.repack import Plan
 from gateway.core.types import EngineName
 from gateway.data.timeline import READ_MAX
@@ -37,7 +38,9 @@ def add_admin_routes(app: web.Application, status: GatewayStatus) -> None:
     app.router.add_get("/admin/timeline", handlers.timeline)
     app.router.add_post("/admin/engines", handlers.add_engine)
     app.router.add_delete("/admin/engines/{name}", handlers.remove_engine)
-    app.router.add_get("/admin/repack", handlers.repack)
+    app.router.add_get("/admin/repack", handlers.plan)
+    app.router.add_post("/admin/repack", handlers.repack)
+    app.router.add_get("/admin/receipts", handlers.receipts)
 
 
 class _Handlers:
@@ -74,14 +77,38 @@ class _Handlers:
         await self._of.fleet.remove(EngineName(name))
         return web.json_response({"name": name, "removed": True})
 
-    async def repack(self, request: web.Request) -> web.Response:
+    async def plan(self, request: web.Request) -> web.Response:
         """What the planner would do now, with its reasons; nothing is moved."""
-        plans = self._of.repacker.plan()
-        return web.json_response({"plans": [plan_body(plan) for plan in plans]})
+        return web.json_response({"plans": [plan_body(plan) for plan in self._of.repacker.plan()]})
+
+    async def repack(self, request: web.Request) -> web.Response:
+        """A round now, whatever the mode: the plans whose moves have begun."""
+        return web.json_response({"plans": [plan_body(plan) for plan in self._of.repacker.repack()]})
+
+    async def receipts(self, request: web.Request) -> web.Response:
+        """Every move, newest first: price and gain as estimated, and as measured (null while not known)."""
+        book = self._of.repacker.book
+        newest = list(book.receipts)[::-1][: _number(request, "limit", 100)]
+        rate = book.prefill_tokens_per_s(self._of.config.prefill_tokens_per_s)
+        return web.json_response({"prefill_tokens_per_s": rate, "receipts": [receipt_body(r) for r in newest]})
 
 
 def plan_body(plan: Plan) -> dict[str, Any]:
-    return {**asdict(plan), "moves": [asdict(move) for move in plan.moves]}
+    return {**asdict(plan), "price_s": plan.price_s, "gain_s": plan.gain_s}
+
+
+def receipt_body(receipt: Receipt) -> dict[str, Any]:
+    return {
+        "number": receipt.number,
+        "planned_unix_s": receipt.planned_unix_s,
+        "version": receipt.version,
+        "engine": receipt.engine,
+        "reason": receipt.reason,
+        "emptied_after_s": receipt.emptied_after_s,
+        "price_s": {"estimated": receipt.estimate.price_s, "measured": receipt.price_measured_s},
+        "gain_s": {"estimated": receipt.estimate.gain_s, "measured": receipt.gain_measured_s},
+        "moves": [{**asdict(m.move), "outcome": m.outcome, "pause_s": m.pause_s} for m in receipt.moves],
+    }
 
 
 def _number(request: web.Request, name: str, default: int) -> int:

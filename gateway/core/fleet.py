@@ -68,6 +68,7 @@ class EngineState:
     intake_opened_at: float = 0.0
     intake_closed_at: float = 0.0
     admitted: int = 0  # sessions of the present intake
+    leaving: bool = False  # a plan empties it: nothing more is placed here if another engine will do
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
     available: Version = NO_VERSION  # newest version that its host's relay holds

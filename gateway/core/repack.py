@@ -1,12 +1,15 @@
-"""Repack: which turns move where, so that whole engines become free for a newer version. Pure.
+"""Repack: which sessions move where, so that whole engines become free for a newer version. Pure.
 
 After the Laminar paper's Algorithm 1 (best fit within groups of one weight version), with what its listing misses:
-a chosen destination never becomes a source in the same plan, planned inbound load counts, and every move has a price.
+a chosen destination never becomes a source in the same plan, planned inbound load counts, what does not fit one
+destination whole may be spread over several, and every move has a price.
 
 Invariants of a plan:
 - source and destination serve the same version;
-- with everything inbound and the growth expected of it, no destination exceeds C_max or B;
-- no engine is both source and destination; every turn of a source moves, or none does.
+- no destination exceeds C_max at any horizon, or B: counting its turns, tool-waiting sessions, what is on its way from
+  earlier plans, what this plan sends, and the growth expected of all turns;
+- no engine is both source and destination; every session of a source moves, or none does;
+- no session moves more often than `moves_max`.
 """
 
 from __future__ import annotations
@@ -14,58 +17,84 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 
 
 @dataclass(frozen=True, slots=True)
 class RepackConfig:
-    max_running: int  # B
-    kv_max: float  # C_max, share of a destination's KV tokens
     moves_max: int = 4  # of one session in its life
-    prefill_tokens_per_s: float = 1000.0  # price of moving: every token of a moved turn is computed again
-    decode_tokens_per_s: float = 15.0  # of one turn: tells how long a source would still drain
+    prefill_tokens_per_s: float = 1000.0  # price of moving: every token of a moved session is computed again
 
 
 @dataclass(frozen=True, slots=True)
-class TurnView:
-    turn_id: TurnId
+class SessionLoad:
+    """What a turn, or (`turn_id` None) a session that waits for a tool, weighs on its engine."""
+
     session_id: SessionId
+    turn_id: TurnId | None
     tokens: int
-    expected_growth: int  # tokens it will probably still generate
+    growth: tuple[int, ...] = ()  # KV tokens more (or less) at each horizon; one length for all
+    remaining_s: float = 0.0  # how long it will probably still hold its engine
     moves: int = 0
-    remaining_s: float = 0.0  # how long its session will probably still come back, tool calls included
+
+    @property
+    def key(self) -> str:
+        """Tells it from others: a session may run several turns at once."""
+        return self.turn_id or self.session_id
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine past its peak or not, as the planner sees it."""
+    """One engine as the planner sees it. `batch_max` is B and `kv_max` C_max, as learnt."""
 
     name: EngineName
     version: Version
     kv_capacity_tokens: int
+    batch_max: int
+    kv_max: float
     intake_open: bool
     queued: int
-    turns: tuple[TurnView, ...]
-    idle_tokens: int = 0  # of tool-waiting sessions that will come back to it
+    sessions: tuple[SessionLoad, ...]  # running or waiting for a tool
+    inbound: tuple[SessionLoad, ...] = ()  # planned onto it, not there yet
+    leaving: bool = False  # an earlier plan is emptying it
+
+    @property
+    def turns(self) -> list[SessionLoad]:
+        return [s for s in self.sessions if s.turn_id is not None]
 
     @property
     def tokens(self) -> int:
-        return sum(t.tokens for t in self.turns) + self.idle_tokens
+        return sum(s.tokens for s in self.sessions)
 
     @property
-    def grown_tokens(self) -> int:
-        return self.tokens + sum(t.expected_growth for t in self.turns)
+    def expected(self) -> list[SessionLoad]:
+        return [*self.sessions, *self.inbound]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    turn_id: TurnId
+    turn_id: TurnId | None
     session_id: SessionId
     source: EngineName
     destination: EngineName
-    tokens: int  # to prefill again
+    tokens: int  # to prefill again, for a waiting session when it comes back
+    price_s: float
+
+    @property
+    def key(self) -> str:
+        return self.turn_id or self.session_id
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """One engine that the plan empties, with the price of its moves and the gain, in engine seconds."""
+
+    engine: EngineName
+    price_s: float
+    gain_s: float
+    busy: float  # share of B that it ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +103,40 @@ class Plan:
 
     version: Version
     moves: tuple[Move, ...]
-    freed: tuple[EngineName, ...]
-    price_s: float
-    gain_s: float
+    freed: tuple[Freed, ...]
     reasons: tuple[str, ...] = ()
+
+    @property
+    def price_s(self) -> float:
+        return sum(f.price_s for f in self.freed)
+
+    @property
+    def gain_s(self) -> float:
+        return sum(f.gain_s for f in self.freed)
 
 
 @dataclass(slots=True)
-class _Planned:
-    inbound_tokens: dict[EngineName, int] = field(default_factory=dict)
-    inbound_turns: dict[EngineName, int] = field(default_factory=dict)
-    sources: set[EngineName] = field(default_factory=set)
+class _Bin:
+    """What a destination will hold: grows as the plan does. `kv_at`: its KV tokens now and at each horizon."""
+
+    view: EngineView
+    tie: float
+    kv_at: tuple[int, ...]
+    sessions: int = 0
+
+    def fits(self, load: SessionLoad) -> bool:
+        limit = self.view.kv_max * self.view.kv_capacity_tokens
+        return self.sessions < self.view.batch_max and max(self._with(load)) <= limit
+
+    def add(self, load: SessionLoad) -> None:
+        self.kv_at, self.sessions = self._with(load), self.sessions + 1
+
+    def copy(self) -> _Bin:
+        return _Bin(self.view, self.tie, self.kv_at, self.sessions)
+
+    def _with(self, load: SessionLoad) -> tuple[int, ...]:
+        growth = load.growth or (0,) * (len(self.kv_at) - 1)
+        return tuple(kv + load.tokens + more for kv, more in zip(self.kv_at, (0, *growth), strict=True))
 
 
 def plan_repack(
@@ -97,82 +149,114 @@ def plan_repack(
     return tuple(_plan_group([e for e in named if e.version == v], v, config, seed) for v in several)
 
 
-def past_peak(engine: EngineView, config: RepackConfig) -> str:
+def past_peak(engine: EngineView) -> str:
     """Empty when the engine takes part in packing, else why it does not."""
+    if engine.leaving:
+        return "it is being emptied already"
     if engine.intake_open:
         return "its intake is open"
     if engine.queued:
         return f"{engine.queued} turns wait on it"
-    if engine.tokens >= config.kv_max * engine.kv_capacity_tokens:
+    if engine.tokens >= engine.kv_max * engine.kv_capacity_tokens:
         return "its KV is full"
-    if len(engine.turns) >= config.max_running:
+    if len(engine.turns) >= engine.batch_max:
         return "it runs a full batch"
     return ""
 
 
 def _plan_group(group: Sequence[EngineView], version: Version, config: RepackConfig, seed: int) -> Plan:
-    reasons = [f"{e.name} stays: {why}" for e in group if (why := past_peak(e, config))]
-    packable = [e for e in group if not past_peak(e, config)]
     tie = random.Random(f"{seed}:{version}")
-    order = sorted(packable, key=lambda e: (e.tokens, tie.random()))
-    planned, moves, price, gain = _Planned(), list[Move](), 0.0, 0.0
-    for source in order:
-        if not source.turns:
-            reasons.append(f"{source.name} stays: it is empty already")
-            continue
-        if source.name in planned.inbound_turns:
-            continue
-        destination = _best_fit(source, order, planned, config)
-        why_not = _why_not(source, destination, config)
-        if why_not or destination is None:
+    reasons = [f"{e.name} stays: {why}" for e in group if (why := past_peak(e))]
+    horizons = max((len(s.growth) for e in group for s in e.expected), default=0)
+    bins = [_bin(e, tie.random(), horizons) for e in group if not past_peak(e)]
+    order = sorted(bins, key=lambda b: (b.view.tokens, b.tie))
+    taken = {b.view.name for b in order if b.view.inbound}
+    moves, freed = list[Move](), list[Freed]()
+    for source in (b.view for b in order):
+        if source.name in taken:
+            continue  # others come to it
+        why_not = _why_not_at_all(source, config)
+        routes = [] if why_not else _routes(source, [b for b in order if b.view.name != source.name])
+        if not why_not:
+            why_not = _why_not(source, routes, config)
+        if why_not:
             reasons.append(f"{source.name} stays: {why_not}")
             continue
-        planned.sources.add(source.name)
-        planned.inbound_tokens[destination.name] = planned.inbound_tokens.get(destination.name, 0) + source.grown_tokens
-        planned.inbound_turns[destination.name] = planned.inbound_turns.get(destination.name, 0) + len(source.turns)
-        moves += [Move(t.turn_id, t.session_id, source.name, destination.name, t.tokens) for t in source.turns]
-        price, gain = price + _price_s(source, config), gain + _gain_s(source, config)
-        reasons.append(
-            f"{source.name} goes to {destination.name}: {len(source.turns)} turns, "
-            f"{sum(t.tokens for t in source.turns)} tokens to prefill again"
-        )
-    return Plan(version, tuple(moves), tuple(sorted(planned.sources)), price, gain, tuple(reasons))
+        for load, destination in routes:
+            destination.add(load)
+        order = [b for b in order if b.view.name != source.name]
+        taken |= {d.view.name for _, d in routes}
+        moves += [_move(load, source, d, config) for load, d in routes]
+        freed.append(_freed(source, config))
+        reasons.append(_told(source, routes))
+    reasons += [f"{b.view.name} stays: others come to it" for b in order if b.view.inbound]
+    return Plan(version, tuple(moves), tuple(sorted(freed, key=lambda f: f.engine)), tuple(reasons))
 
 
-def _best_fit(
-    source: EngineView, order: Sequence[EngineView], planned: _Planned, config: RepackConfig
-) -> EngineView | None:
-    """The fullest engine that still takes all of `source`. An empty one is no destination: it is free already."""
-    fitting = [
-        d
-        for d in order
-        if d.name != source.name and d.turns and d.name not in planned.sources and _fits(source, d, planned, config)
-    ]
-    return max(fitting, key=lambda d: (d.tokens + planned.inbound_tokens.get(d.name, 0), d.name), default=None)
+def _bin(view: EngineView, tie: float, horizons: int) -> _Bin:
+    found = _Bin(view, tie, (0,) * (horizons + 1))
+    for load in view.expected:
+        found.add(load)
+    return found
 
 
-def _fits(source: EngineView, destination: EngineView, planned: _Planned, config: RepackConfig) -> bool:
-    tokens = destination.grown_tokens + planned.inbound_tokens.get(destination.name, 0) + source.grown_tokens
-    turns = len(destination.turns) + planned.inbound_turns.get(destination.name, 0) + len(source.turns)
-    return tokens <= config.kv_max * destination.kv_capacity_tokens and turns <= config.max_running
+def _routes(source: EngineView, others: Sequence[_Bin]) -> list[tuple[SessionLoad, _Bin]]:
+    """A destination for every session of `source`, or nothing.
+
+    The fullest engine that takes all of it; else the largest session first, each to the fullest that takes it. An
+    engine without turns is no destination: it is free already.
+    """
+    real = {b.view.name: b for b in others}
+    fullest = sorted((b.copy() for b in others if b.view.turns or b.view.inbound), key=lambda b: (-b.kv_at[0], b.tie))
+    for one in fullest:
+        whole = one.copy()
+        if all(_take(load, [whole]) is not None for load in source.sessions):
+            return [(load, real[one.view.name]) for load in source.sessions]
+    routes = []
+    for load in sorted(source.sessions, key=lambda s: (-s.tokens, s.key)):
+        destination = _take(load, fullest)
+        if destination is None:
+            return []
+        routes.append((load, real[destination.view.name]))
+    return routes
 
 
-def _why_not(source: EngineView, destination: EngineView | None, config: RepackConfig) -> str:
-    if destination is None:
-        return "no engine of its version has room for all of it"
-    tired = [t for t in source.turns if t.moves >= config.moves_max]
-    if tired:
-        return f"{len(tired)} of its sessions have moved {config.moves_max} times"
-    price, gain = _price_s(source, config), _gain_s(source, config)
-    return f"prefilling again costs {price:.2f} s and frees only {gain:.2f} s" if gain <= price else ""
+def _take(load: SessionLoad, bins: Sequence[_Bin]) -> _Bin | None:
+    for one in bins:
+        if one.fits(load):
+            one.add(load)
+            return one
+    return None
 
 
-def _price_s(source: EngineView, config: RepackConfig) -> float:
-    """Engine seconds spent on computing the moved tokens again, those of idle sessions when they come back."""
-    return source.tokens / config.prefill_tokens_per_s
+def _why_not_at_all(source: EngineView, config: RepackConfig) -> str:
+    if not source.turns:
+        return "it is empty already"
+    tired = [s for s in source.sessions if s.moves >= config.moves_max]
+    return f"{len(tired)} of its sessions have moved {config.moves_max} times" if tired else ""
 
 
-def _gain_s(source: EngineView, config: RepackConfig) -> float:
-    """Engine seconds freed: how long its longest session would hold it, times the share of its batch left empty."""
-    drain_s = max(max(t.expected_growth / config.decode_tokens_per_s, t.remaining_s) for t in source.turns)
-    return drain_s * (1 - len(source.turns) / config.max_running)
+def _why_not(source: EngineView, routes: Sequence[tuple[SessionLoad, _Bin]], config: RepackConfig) -> str:
+    if not routes:
+        return "the engines of its version have no room for all of it"
+    found = _freed(source, config)
+    if found.gain_s <= found.price_s:
+        return f"prefilling again costs {found.price_s:.2f} s and frees only {found.gain_s:.2f} s"
+    return ""
+
+
+def _freed(source: EngineView, config: RepackConfig) -> Freed:
+    """Gain: how long its longest session would hold it, times the share of its batch left empty."""
+    busy = len(source.turns) / source.batch_max
+    drain_s = max(s.remaining_s for s in source.sessions)
+    return Freed(source.name, source.tokens / config.prefill_tokens_per_s, drain_s * (1 - busy), busy)
+
+
+def _move(load: SessionLoad, source: EngineView, to: _Bin, config: RepackConfig) -> Move:
+    price_s = load.tokens / config.prefill_tokens_per_s
+    return Move(load.turn_id, load.session_id, source.name, to.view.name, load.tokens, price_s)
+
+
+def _told(source: EngineView, routes: Sequence[tuple[SessionLoad, _Bin]]) -> str:
+    where = " and ".join(sorted({d.view.name for _, d in routes}))
+    return f"{source.name} goes to {where}: {len(source.turns)} turns, {source.tokens} tokens to prefill again"

@@ -84,9 +84,10 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
 
 def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait:
     same = fleet.serving(version)
-    usable = [e for e in same if e.name not in demand.avoid] or same
-    if usable:
-        chosen = _choose(usable, demand, fleet)
+    if same:
+        usable = [e for e in same if e.name not in demand.avoid] or same
+        staying = [e for e in usable if not e.leaving]
+        chosen = _choose(staying, demand, fleet) or _choose(usable, demand, fleet)
         return chosen or Wait(f"engines of version {version} are full")
     lost = f"no engine serves version {version} any more"
     serving = [e for e in fleet.sorted_engines() if e.status == "serving"]

@@ -13,24 +13,31 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from gateway.core.repack import EngineView, Move, Plan, RepackConfig, TurnView, past_peak, plan_repack
+from gateway.core.repack import EngineView, Move, Plan, RepackConfig, SessionLoad, past_peak, plan_repack
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 
 NEWEST = Version(4)
-CONFIG = RepackConfig(max_running=8, kv_max=0.9, prefill_tokens_per_s=1000.0, decode_tokens_per_s=10.0)
+CONFIG = RepackConfig(prefill_tokens_per_s=1000.0)
 TURNS = itertools.count()
 Check = Callable[[dict[str, EngineView], Plan, RepackConfig], None]
 
 
-def turn(tokens: int, growth: int = 100, **fields: Any) -> TurnView:
+def turn(tokens: int, growth: int = 100, **fields: Any) -> SessionLoad:
+    """Grows by `growth`, at ten tokens a second, unless it is said how long it remains."""
     name = f"t{next(TURNS)}"
-    return TurnView(TurnId(name), SessionId(f"s-{name}"), tokens, growth, **fields)
+    fields = {"remaining_s": max(growth, 1) / 10, **fields}
+    return SessionLoad(SessionId(f"s-{name}"), TurnId(name), tokens, (growth,), **fields)
 
 
-def view(name: str, *turns: TurnView, version: int = 1, capacity: int = 1000, **fields: Any) -> EngineView:
+def waiting(tokens: int, **fields: Any) -> SessionLoad:
+    """A session that waits for a tool."""
+    return SessionLoad(SessionId(f"s-{next(TURNS)}"), None, tokens, (0,), **fields)
+
+
+def view(name: str, *sessions: SessionLoad, version: int = 1, capacity: int = 1000, **fields: Any) -> EngineView:
     """An engine past its peak."""
-    how: dict[str, Any] = {"intake_open": False, "queued": 0, **fields}
-    return EngineView(EngineName(name), Version(version), capacity, turns=turns, **how)
+    how: dict[str, Any] = {"intake_open": False, "queued": 0, "batch_max": 8, "kv_max": 0.9, **fields}
+    return EngineView(EngineName(name), Version(version), capacity, sessions=sessions, **how)
 
 
 def plan(*engines: EngineView, config: RepackConfig = CONFIG) -> Plan:
@@ -43,6 +50,10 @@ def routes(found: Plan) -> dict[str, str]:
     return {m.source: m.destination for m in found.moves}
 
 
+def freed(found: Plan) -> list[str]:
+    return [f.engine for f in found.freed]
+
+
 # -- small cases
 
 
@@ -51,14 +62,14 @@ def test_three_engines_with_tails_become_one() -> None:
     turns = [turn(100), turn(50), turn(50)]
     found = plan(view("e0", turns[0]), view("e1", turns[1]), view("e2", turns[2]))
     assert routes(found) == {"e1": "e0", "e2": "e0"}
-    assert found.freed == ("e1", "e2")
+    assert freed(found) == ["e1", "e2"]
     assert set(found.moves) == {
-        Move(t.turn_id, t.session_id, EngineName(source), EngineName("e0"), 50)
+        Move(t.turn_id, t.session_id, EngineName(source), EngineName("e0"), 50, 0.05)
         for t, source in zip(turns[1:], ["e1", "e2"], strict=True)
     }
     assert found.price_s == pytest.approx(0.1)
     assert found.gain_s == pytest.approx(2 * 10 * 7 / 8), "ten more seconds each, with seven places of eight empty"
-    assert sorted(found.reasons) == [f"{name} goes to e0: 1 turns, 50 tokens to prefill again" for name in found.freed]
+    assert sorted(found.reasons) == [f"{name} goes to e0: 1 turns, 50 tokens to prefill again" for name in freed(found)]
 
 
 @pytest.mark.parametrize(
@@ -86,47 +97,82 @@ def test_versions_are_packed_apart_and_the_newest_not_at_all() -> None:
         ({"intake_open": True}, "its intake is open"),
         ({"queued": 2}, "2 turns wait on it"),
         ({"capacity": 100}, "its KV is full"),
-        ({"idle_tokens": 860}, "its KV is full"),
+        ({"leaving": True}, "it is being emptied already"),
     ],
 )
 def test_an_engine_before_its_peak_takes_no_part(how: dict[str, Any], why: str) -> None:
     early, other = view("e0", turn(90), **how), view("e1", turn(50))
-    assert past_peak(early, CONFIG) == why
+    assert past_peak(early) == why
     found = plan(early, other)
     assert not found.moves
     assert found.reasons[0] == f"e0 stays: {why}"
 
 
-def test_an_engine_with_a_full_batch_takes_no_part() -> None:
-    assert past_peak(view("e0", *(turn(1) for _ in range(8))), CONFIG) == "it runs a full batch"
-    assert past_peak(view("e0", *(turn(1) for _ in range(7))), CONFIG) == ""
+def test_sessions_that_wait_for_tools_fill_kv_but_run_no_batch() -> None:
+    assert past_peak(view("e0", turn(90), waiting(860))) == "its KV is full"
+    assert past_peak(view("e0", *(turn(1) for _ in range(8)))) == "it runs a full batch"
+    assert past_peak(view("e0", *(turn(1) for _ in range(7)), waiting(1))) == ""
 
 
 @pytest.mark.parametrize(
-    ("source", "destination", "moves"),
+    ("source", "there", "moves"),
     [
-        ((100, 100), {"tokens": 600, "growth": 100}, True),
-        ((100, 101), {"tokens": 600, "growth": 100}, False),
-        ((101, 100), {"tokens": 600, "growth": 100}, False),
-        ((100, 100), {"tokens": 600, "growth": 101}, False),
-        ((100, 100), {"tokens": 500, "growth": 100, "idle": 101}, False),
+        ((100, 100), [turn(600, 100)], True),
+        ((100, 101), [turn(600, 100)], False),
+        ((101, 100), [turn(600, 100)], False),
+        ((100, 100), [turn(600, 101)], False),
+        ((100, 100), [turn(500, 100), waiting(101)], False),
+        ((100, -50), [turn(700, -50)], True),
+        ((100, -50), [turn(801, -100)], False),
     ],
-    ids=["up to C_max", "its growth", "its tokens", "the other's growth", "sessions that will come back"],
+    ids=["up to C_max", "growth", "tokens", "the other's growth", "waiting sessions", "shrinking", "now counts too"],
 )
 def test_all_of_it_has_to_fit_with_what_will_grow(
-    source: tuple[int, int], destination: dict[str, int], moves: bool
+    source: tuple[int, int], there: list[SessionLoad], moves: bool
 ) -> None:
-    other = view("e1", turn(destination["tokens"], destination["growth"]), idle_tokens=destination.get("idle", 0))
-    found = plan(view("e0", turn(*source)), other)
+    found = plan(view("e0", turn(*source, remaining_s=9.0)), view("e1", *there))
     assert bool(found.moves) is moves
     if not moves:
-        assert found.reasons[0] == "e0 stays: no engine of its version has room for all of it"
+        assert found.reasons[0] == "e0 stays: the engines of its version have no room for all of it"
+
+
+def test_every_horizon_has_to_fit() -> None:
+    """Growth now, or growth later: each alone would fit, at no time both."""
+    early, late = replace(turn(300), growth=(300, 0)), replace(turn(301), growth=(0, 300))
+    assert plan(view("e0", early), view("e1", late)).moves == ()
+    assert plan(view("e0", early), view("e1", replace(late, growth=(-300, 290)))).moves
 
 
 def test_turns_that_are_coming_count_against_the_batch() -> None:
-    engines = view("e0", turn(50), turn(50)), view("e1", turn(20)), view("e2", turn(30))
-    assert routes(plan(*engines, config=replace(CONFIG, max_running=3))) == {"e1": "e0"}
-    assert routes(plan(*engines, config=replace(CONFIG, max_running=4))) == {"e1": "e0", "e2": "e0"}
+    def engines(b: int) -> list[EngineView]:
+        return [view(n, *t, batch_max=b) for n, t in [("e0", [turn(50)] * 2), ("e1", [turn(20)]), ("e2", [turn(30)])]]
+
+    assert routes(plan(*engines(3))) == {"e1": "e0"}
+    assert routes(plan(*engines(4))) == {"e1": "e0", "e2": "e0"}
+
+
+def test_what_earlier_plans_sent_counts_and_pins_its_destination() -> None:
+    on_its_way = turn(60)
+    engines = view("e0", turn(30), inbound=(on_its_way,)), view("e1", turn(40)), view("e2", on_its_way, leaving=True)
+    assert routes(plan(*engines)) == {"e1": "e0"}, "e0 is the least used, but others come to it"
+    full = [replace(e, batch_max=2) for e in engines]
+    assert not plan(*full).moves
+
+
+def test_waiting_sessions_move_with_their_engine_and_count_where_they_come() -> None:
+    idle = waiting(40, remaining_s=3.0)
+    found = plan(view("e0", turn(10), idle), view("e1", turn(100), batch_max=3))
+    assert {(m.session_id, m.turn_id) for m in found.moves} >= {(idle.session_id, None)}
+    assert found.price_s == pytest.approx(0.05), "its prefill comes later, but comes"
+    assert not plan(view("e0", turn(10), idle), view("e1", turn(100, moves=4), batch_max=2)).moves
+
+
+def test_what_no_engine_takes_whole_is_spread_over_several() -> None:
+    engines = [view(f"e{i}", *(turn(20 + i, 10) for _ in range(5))) for i in range(3)]
+    found = plan(*engines)
+    assert freed(found) == ["e0"]
+    assert Counter(m.destination for m in found.moves) == {"e2": 3, "e1": 2}
+    assert not plan(*engines[:2]).moves
 
 
 def test_an_empty_engine_is_free_already() -> None:
@@ -140,7 +186,7 @@ def test_what_costs_more_than_it_frees_stays() -> None:
     found = plan(*engines, config=slow)
     assert not found.moves
     assert "e0 stays: prefilling again costs 1.00 s and frees only 0.09 s" in found.reasons
-    returning = [replace(e, turns=tuple(replace(t, remaining_s=60.0) for t in e.turns)) for e in engines]
+    returning = [replace(e, sessions=tuple(replace(t, remaining_s=60.0) for t in e.sessions)) for e in engines]
     assert plan(*returning, config=slow).freed, "its sessions would still come back for a minute"
 
 
@@ -153,21 +199,10 @@ def test_one_tired_session_keeps_its_whole_engine() -> None:
 # -- whatever the fleet
 
 
-TURN = st.builds(
-    turn,
-    st.integers(1, 120),
-    st.integers(10, 60),
-    moves=st.sampled_from([0, 0, 0, 0, 1, 2]),
-    remaining_s=st.sampled_from([0.0, 5.0]),
-)
-CONFIGS = st.builds(
-    RepackConfig,
-    max_running=st.integers(3, 6),
-    kv_max=st.sampled_from([0.5, 0.9, 1.0]),
-    moves_max=st.just(2),
-    prefill_tokens_per_s=st.sampled_from([20.0, 100.0, 1e4]),
-    decode_tokens_per_s=st.just(10.0),
-)
+MOVED = st.sampled_from([0, 0, 0, 0, 1, 2])
+TURN = st.builds(turn, st.integers(1, 120), st.integers(-20, 60), moves=MOVED, remaining_s=st.sampled_from([1.0, 5.0]))
+SESSION = st.one_of(TURN, TURN, TURN, st.builds(waiting, st.integers(1, 60), moves=MOVED))
+CONFIGS = st.builds(RepackConfig, moves_max=st.just(2), prefill_tokens_per_s=st.sampled_from([20.0, 100.0, 1e4]))
 
 
 @st.composite
@@ -175,38 +210,41 @@ def fleets(draw: st.DrawFn) -> list[EngineView]:
     return [
         view(
             f"e{i}",
-            *draw(st.lists(TURN, min_size=draw(st.sampled_from([0, 1, 1])), max_size=3)),
+            *draw(st.lists(SESSION, min_size=draw(st.sampled_from([0, 1, 1])), max_size=4)),
             version=draw(st.sampled_from([3, 3, 3, 2, 4])),
             capacity=draw(st.sampled_from([400, 800])),
             intake_open=draw(st.sampled_from([*[False] * 9, True])),
             queued=draw(st.sampled_from([*[0] * 9, 1])),
-            idle_tokens=draw(st.sampled_from([0, 0, 40])),
+            leaving=draw(st.sampled_from([*[False] * 9, True])),
+            inbound=tuple(draw(st.lists(TURN, max_size=draw(st.sampled_from([0, 0, 0, 2]))))),
+            batch_max=draw(st.integers(2, 6)),
+            kv_max=draw(st.sampled_from([0.5, 0.9, 1.0])),
         )
         for i in range(draw(st.integers(3, 7)))
     ]
 
 
 def no_destination_exceeds_c_max_or_b(engines: dict[str, EngineView], found: Plan, config: RepackConfig) -> None:
-    """No destination exceeds C_max or B, with all that comes and grows."""
+    """No destination exceeds C_max, now or at the horizon, or B, with all that is there, comes and grows."""
+    loads = {(s.session_id): s for e in engines.values() for s in e.sessions}
     for name in {m.destination for m in found.moves}:
         there = engines[name]
-        coming = [engines[source] for source in {m.source for m in found.moves if m.destination == name}]
-        tokens = sum(t.tokens + t.expected_growth for e in (there, *coming) for t in e.turns)
-        idle = sum(e.idle_tokens for e in (there, *coming))
-        assert tokens + idle <= config.kv_max * there.kv_capacity_tokens
-        assert sum(len(e.turns) for e in (there, *coming)) <= config.max_running
+        held = [*there.expected, *(loads[m.session_id] for m in found.moves if m.destination == name)]
+        for kv in (sum(s.tokens for s in held), sum(s.tokens + s.growth[0] for s in held)):
+            assert kv <= there.kv_max * there.kv_capacity_tokens
+        assert len(held) <= there.batch_max
 
 
 def sources_move_whole_and_are_no_destinations(
     engines: dict[str, EngineView], found: Plan, config: RepackConfig
 ) -> None:
-    """Sources are freed whole, each turn once and to one place; no destination is a source."""
+    """Sources are freed whole, each session once; no destination is a source, nor is one that others come to."""
     sources, destinations = {m.source for m in found.moves}, {m.destination for m in found.moves}
-    assert found.freed == tuple(sorted(sources))
+    assert freed(found) == sorted(sources)
     assert not sources & destinations
+    assert not any(engines[name].inbound for name in sources)
     moved = Counter((m.turn_id, m.session_id, m.source, m.tokens) for m in found.moves)
-    assert moved == Counter((t.turn_id, t.session_id, s, t.tokens) for s in sources for t in engines[s].turns)
-    assert len({(m.source, m.destination) for m in found.moves}) == len(sources)
+    assert moved == Counter((t.turn_id, t.session_id, s, t.tokens) for s in sources for t in engines[s].sessions)
 
 
 def only_engines_past_their_peak_and_no_tired_session(
@@ -216,30 +254,29 @@ def only_engines_past_their_peak_and_no_tired_session(
     for move in found.moves:
         for name in (move.source, move.destination):
             assert engines[name].version == found.version < NEWEST
-            assert past_peak(engines[name], config) == ""
-        assert engines[move.destination].turns
-    assert all(t.moves < config.moves_max for name in found.freed for t in engines[name].turns)
+            assert past_peak(engines[name]) == ""
+        assert engines[move.destination].turns or engines[move.destination].inbound
+    assert all(s.moves < config.moves_max for name in freed(found) for s in engines[name].sessions)
 
 
 def each_freed_engine_gains_more_than_it_costs(
     engines: dict[str, EngineView], found: Plan, config: RepackConfig
 ) -> None:
-    """Every freed engine gains more than its moves cost, and the plan's figures are the sums."""
-    price, gain = 0.0, 0.0
-    for source in (engines[name] for name in found.freed):
-        turns, cost = source.turns, source.tokens / config.prefill_tokens_per_s  # idle sessions' tokens too
-        drain_s = max(max(t.remaining_s, t.expected_growth / config.decode_tokens_per_s) for t in turns)
-        saved = drain_s * (1 - len(turns) / config.max_running)
-        assert cost < saved
-        price, gain = price + cost, gain + saved
-    assert found.price_s == pytest.approx(price)
-    assert found.gain_s == pytest.approx(gain)
+    """Every freed engine gains more than its moves cost, and moves and engines tell the same price."""
+    for one in found.freed:
+        source = engines[one.engine]
+        cost = source.tokens / config.prefill_tokens_per_s  # waiting sessions' tokens too
+        drain_s = max(s.remaining_s for s in source.sessions)
+        assert one.busy == len(source.turns) / source.batch_max
+        assert one.gain_s == pytest.approx(drain_s * (1 - one.busy))
+        assert one.gain_s > one.price_s == pytest.approx(cost)
+        assert cost == pytest.approx(sum(m.price_s for m in found.moves if m.source == one.engine))
 
 
 def every_engine_is_told_of(engines: dict[str, EngineView], found: Plan, config: RepackConfig) -> None:
     """Every engine is told of: it goes, it stays, or another comes to it."""
     for name, looked_at in engines.items():
-        told = [r for r in found.reasons if r.startswith(f"{name} ") or f" goes to {name}:" in r]
+        told = [r for r in found.reasons if r.startswith(f"{name} ") or f" {name}" in r.split(":")[0]]
         if looked_at.version == found.version:
             assert told
         assert looked_at.version == found.version or not told
@@ -286,8 +323,10 @@ def test_the_order_in_which_engines_are_named_changes_nothing(
 
 def test_seeds_part_only_equals() -> None:
     equal = [view(f"e{i}", turn(50)) for i in range(4)]
-    freed = {plan_repack(equal, NEWEST, CONFIG, seed=seed)[0].freed for seed in range(20)}
-    assert len(freed) > 1
-    assert {len(engines) for engines in freed} == {3}
+    found = {tuple(freed(plan_repack(equal, NEWEST, CONFIG, seed=seed)[0])) for seed in range(20)}
+    assert len(found) > 1
+    assert {len(engines) for engines in found} == {3}
+    plans = [plan_repack(equal, NEWEST, CONFIG, seed=seed)[0] for seed in range(20)]
+    assert len({p.moves[0].destination for p in plans}) > 1, "destinations, too"
     unequal = [view(f"e{i}", turn(50 + i)) for i in range(4)]
     assert len({plan_repack(unequal, NEWEST, CONFIG, seed=seed) for seed in range(20)}) == 1

@@ -1,0 +1,42 @@
+"""What `gateway repack` asks a running gateway, and how it tells the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from protos.errors import Unavailable
+
+DEADLINE_S = 10.0
+
+
+async def ask(url: str, *, dry_run: bool) -> dict[str, Any]:
+    """The plans, as `/admin/repack` gives them. Raises Unavailable."""
+    try:
+        async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
+            how = http.get if dry_run else http.post
+            async with how(f"{url.rstrip('/')}/admin/repack") as response:
+                response.raise_for_status()
+                answer: dict[str, Any] = await response.json()
+                return answer
+    except (aiohttp.ClientError, TimeoutError, ValueError) as e:
+        raise Unavailable(f"no gateway answers at {url}: {e or type(e).__name__}", hint="name one with --url") from e
+
+
+def told(answer: Mapping[str, Any], *, dry_run: bool) -> str:
+    """For people: each version's plan, its price and gain, and the reason for every engine."""
+    if not answer["plans"]:
+        return "nothing to pack: no version behind the newest is on more than one engine"
+    return "\n".join(line for plan in answer["plans"] for line in _plan_lines(plan, dry_run))
+
+
+def _plan_lines(plan: Mapping[str, Any], dry_run: bool) -> list[str]:
+    would = "would free" if dry_run else "frees"
+    freed = ", ".join(freed["engine"] for freed in plan["freed"]) or "no engine"
+    head = f"version {plan['version']}: {would} {freed}"
+    if plan["freed"]:
+        head += f" by {len(plan['moves'])} moves, for {plan['price_s']:.2f} s of prefill against {plan['gain_s']:.2f} s"
+    return [head, *(f"  {reason}" for reason in plan["reasons"])]
