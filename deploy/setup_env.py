@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,9 +59,12 @@ def pip(*arguments: str) -> None:
         )
 
 
-def shared_environment() -> Path:
-    """The cached environment of this lock; installed now if it is not there yet. Safe under concurrent calls."""
-    target = cache_dir() / "envs" / f"{python_tag()}-{digest(LOCK.read_bytes())}"
+def shared_environment(lock: Path = LOCK, prefix: str = "", finish: Callable[[Path], None] | None = None) -> Path:
+    """The cached environment of `lock`; installed now if it is not there yet. Safe under concurrent calls.
+
+    `finish` has the last hand on a new one; a lock with one is complete in itself, dependencies are not looked at.
+    """
+    target = cache_dir() / "envs" / f"{prefix}{python_tag()}-{digest(lock.read_bytes())}"
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{target}.lock", "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
@@ -71,37 +75,40 @@ def shared_environment() -> Path:
                 f"less than {NEEDED_BYTES >> 30} GiB free under {target.parent}",
                 "Free some space, or set LAMINAR_CACHE to a folder on a larger disk.",
             )
-        count = sum(1 for line in LOCK.read_text().splitlines() if line and not line.startswith("#"))
+        count = sum(1 for line in lock.read_text().splitlines() if line and not line.startswith("#"))
         print(
-            f"setup: installing {count} packages into {target} (once; some minutes, about 2 GB) ...",
+            f"setup: installing {count} packages into {target} (once; some minutes, 2 to 4 GB) ...",
             flush=True,
         )
         shutil.rmtree(target, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
-        pip(str(target / "bin" / "python"), "-m", "pip", "install", "--requirement", str(LOCK))
+        alone = ("--no-deps",) if finish else ()
+        pip(str(target / "bin" / "python"), "-m", "pip", "install", *alone, "--requirement", str(lock))
+        if finish:
+            finish(target)
         (target / ".complete").touch()
         return target
 
 
-def thin_environment(shared: Path) -> None:
-    """`.venv`: the shared packages through a path file, this checkout in editable form, its commands in bin."""
-    stamp = VENV / ".stamp"
-    wanted = f"{shared}\n{ROOT}\n{digest((ROOT / 'pyproject.toml').read_bytes(), repr(TOOLS).encode())}"
+def thin_environment(shared: Path, venv: Path = VENV, tools: Sequence[str] = TOOLS) -> None:
+    """`venv`: the shared packages through a path file, this checkout in editable form, its commands in bin."""
+    stamp = venv / ".stamp"
+    wanted = f"{shared}\n{ROOT}\n{digest((ROOT / 'pyproject.toml').read_bytes(), repr(tools).encode())}"
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    if VENV.is_symlink():
+    if venv.is_symlink():
         fail(
-            f"{VENV} is a link to {VENV.resolve()}", "It would be emptied: remove the link, and run the command again."
+            f"{venv} is a link to {venv.resolve()}", "It would be emptied: remove the link, and run the command again."
         )
-    print(f"setup: making {VENV}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", str(VENV)], check=True)
+    print(f"setup: making {venv}", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", str(venv)], check=True)
     relative = Path(sysconfig.get_path("purelib", "venv", {"base": "", "platbase": ""}).lstrip("/"))
-    (VENV / relative / "laminar_shared.pth").write_text(f"{shared / relative}\n")
-    python = str(VENV / "bin" / "python")
+    (venv / relative / "laminar_shared.pth").write_text(f"{shared / relative}\n")
+    python = str(venv / "bin" / "python")
     editable = ("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     pip(str(shared / "bin" / "python"), "-m", "pip", "--python", python, *editable)
-    for tool in TOOLS:
-        (VENV / "bin" / tool).symlink_to(shared / "bin" / tool)
+    for tool in tools:
+        (venv / "bin" / tool).symlink_to(shared / "bin" / tool)
     stamp.write_text(wanted)
 
 

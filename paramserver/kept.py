@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from paramserver.core.records import DIGEST_BYTES, ChunkMap, Manifest, version_root
+from protos.errors import Corrupt, NotFound
 
 log = logging.getLogger(__name__)
 
@@ -77,22 +78,46 @@ def find(base: Path) -> list[Kept]:
     return [kept for kept in found if kept.record.exists()]
 
 
+def beside(directory: Path) -> Kept:
+    """The record of the snapshot in `directory`, told by the relay that put it there; its bytes are not yet checked.
+
+    NotFound without one; Corrupt when it and the files do not fit each other.
+    """
+    base = directory.parent.parent.parent
+    path = base / RECORDS / directory.parent.name / directory.name
+    try:
+        kept = _parse(base, path.read_bytes())
+    except OSError as error:
+        raise NotFound(
+            f"{directory} has no record: {error}", hint="give the path that a relay's acquire told"
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise Corrupt(f"{path} is damaged: {error}") from error
+    if why := _wrong(kept, path):
+        raise Corrupt(f"{path} does not fit {directory}: {why}")
+    return kept
+
+
 def _read(base: Path, path: Path) -> Iterator[Kept]:
     if path.suffix == ".partial":
         return
-    head, _, tail = path.read_bytes().partition(b"\n")
     try:
-        told = msgspec.json.decode(head, type=_Head)
+        kept = _parse(base, path.read_bytes())
     except msgspec.MsgspecError as error:
         log.warning("%s is damaged: %s", path, error)
         return
-    digests = tuple(tail[start : start + DIGEST_BYTES] for start in range(0, len(tail), DIGEST_BYTES))
-    kept = Kept(base, told.manifest, told.root_digest, digests)
     why = _wrong(kept, path)
     if why:
         log.warning("what %s tells of is not there: %s", path, why)
     else:
         yield kept
+
+
+def _parse(base: Path, record: bytes) -> Kept:
+    head, _, tail = record.partition(b"\n")
+    told = msgspec.json.decode(head, type=_Head)
+    digests = tuple(tail[start : start + DIGEST_BYTES] for start in range(0, len(tail), DIGEST_BYTES))
+    return Kept(base, told.manifest, told.root_digest, digests)
 
 
 def _wrong(kept: Kept, path: Path) -> str:

@@ -23,6 +23,11 @@ LOAD_TIMEOUT_S = 300.0
 CONNECT_TIMEOUT_S = 5.0
 EVENT_BYTES_MAX = 4 << 20
 """One event's line: the first carries the prompt's ids."""
+ERROR_SHOWN = 500
+NOT_FOUND_HINT = (
+    "vLLM has its control routes with VLLM_SERVER_DEV_MODE=1 in its environment and "
+    """--weight-transfer-config '{"backend": "laminar"}', laminar-rl[vllm] installed beside it"""
+)
 
 T = TypeVar("T")
 
@@ -42,11 +47,17 @@ class EngineHttp:
             read_bufsize=EVENT_BYTES_MAX,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=stall_timeout_s),
         )
+        # vLLM closes a connection after a 500: the next call on it would fail for no fault of its own.
+        self._control = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # a load says nothing for long
+        )
 
     async def close(self) -> None:
         for response in self._streams:  # aiohttp forgets them without a word
             response.content.set_exception(aiohttp.ClientConnectionError("the engine was taken out"))
         await self._session.close()
+        await self._control.close()
 
     # -- streams
 
@@ -77,17 +88,19 @@ class EngineHttp:
     async def text(self, method: str, path: str, body: object | None = None, *, timeout_s: float | None = None) -> str:
         """The answer's body. EngineFailed when there is none in time, or its status is an error's."""
         deadline_s = self._control_timeout_s if timeout_s is None else timeout_s
-        whole = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # a load says nothing for long
         try:
             async with (
                 asyncio.timeout(deadline_s),
-                self._session.request(method, self.url + path, json=body, timeout=whole) as response,
+                self._control.request(method, self.url + path, json=body) as response,
             ):
                 text = await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise EngineFailed(f"{method} {self.url}{path}: {_said(e, deadline_s)}") from e
         if response.status >= 400:
-            raise EngineFailed(f"{method} {self.url}{path} answered {response.status}: {text[:300]}")
+            raise EngineFailed(
+                f"{method} {self.url}{path} answered {response.status}: {text[:ERROR_SHOWN]}",
+                hint=NOT_FOUND_HINT if response.status == 404 else "",
+            )
         return text
 
     def _decode(self, method: str, path: str, text: str, kind: type[T]) -> T:

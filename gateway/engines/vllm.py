@@ -19,7 +19,7 @@ from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, StreamCut
 from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp
 
-BACKEND_INITIALISED_MESSAGE = "already"
+UPDATE_OPEN_MESSAGE = "a weight update is open"
 TOKEN_KEY = re.compile(r"token_id:[0-9]+")
 
 
@@ -124,26 +124,40 @@ class VllmEngine:
     # -- loading
 
     async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
-        started = time.monotonic()
+        before = (await self.report()).incarnation
+        snapshot = {"path": str(path), "version": str(version), "digest": digest}
+        await self._ask_backend(snapshot, timeout_s=self._load_timeout_s)  # proves it while nothing is fenced yet
+        fenced_at = time.monotonic()
         await self._http.post(f"/pause?mode={'keep' if keep_running else 'abort'}&clear_cache=true")
-        await self._init_backend()
-        await self._http.post("/start_weight_update")
-        update = {"update_info": {"path": str(path), "version": str(version), "digest": digest}}
-        await self._http.post("/update_weights", update, timeout_s=self._load_timeout_s)
+        if not await self._update_is_open():
+            await self._http.post("/start_weight_update")
+        await self._http.post("/update_weights", {"update_info": snapshot}, timeout_s=self._load_timeout_s)
+        await self._ask_backend({"version": str(version), "expect": "loaded"})
         await self._http.post("/finish_weight_update", {"weight_version": str(version)}, timeout_s=self._load_timeout_s)
+        await self._check_loaded(version, before)
+        await self._http.post("/resume")
+        return time.monotonic() - fenced_at
+
+    async def _ask_backend(self, asked: dict[str, str], *, timeout_s: float | None = None) -> None:
+        """Our backend answers in the one call that stands outside of update sessions (paramserver/plugins)."""
+        await self._http.post("/init_weight_transfer_engine", {"init_info": asked}, timeout_s=timeout_s)
+
+    async def _update_is_open(self) -> bool:
+        """One that failed, or whose gateway died, is gone on with: a second start would be refused."""
+        try:
+            await self._ask_backend({"expect": "closed"})
+        except EngineFailed as e:
+            if UPDATE_OPEN_MESSAGE not in e.message:
+                raise
+            return True
+        return False
+
+    async def _check_loaded(self, version: int, incarnation: str) -> None:
         label = await self._label()
         if label != str(version):
             raise EngineFailed(f"{self.url} says it holds version {label!r} after loading version {version}")
-        await self._http.post("/resume")
-        return time.monotonic() - started
-
-    async def _init_backend(self) -> None:
-        """Once per incarnation; a server that was told before says so, which is as good."""
-        try:
-            await self._http.post("/init_weight_transfer_engine", {"init_info": {}})
-        except EngineFailed as e:
-            if BACKEND_INITIALISED_MESSAGE not in e.message:
-                raise
+        if (await self.report()).incarnation != incarnation:
+            raise EngineFailed(f"{self.url} was restarted while it loaded version {version}")
 
     async def _label(self) -> str:
         return str((await self._http.get("/weight_info", _WeightInfo)).weight_version)

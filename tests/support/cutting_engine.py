@@ -39,12 +39,16 @@ CutKind = Literal[
     "death",  # as kill -9: resets every connection and refuses new ones
 ]
 MODEL = "policy"
+Answer = str | int | tuple[int, str]
+"""Of a control call: a body, a status, both, or "reset" or "hang"."""
 CONTEXT_TOKENS, BLOCKS, BLOCK_TOKENS = 4096, 1000, 16
 LOAD_STEPS = (
+    "/init_weight_transfer_engine",  # proves the snapshot
     "/pause",
-    "/init_weight_transfer_engine",
+    "/init_weight_transfer_engine",  # asks whether an update was left open
     "/start_weight_update",
     "/update_weights",
+    "/init_weight_transfer_engine",  # asks whether all of it landed
     "/finish_weight_update",
     "/weight_info",
     "/resume",
@@ -113,8 +117,9 @@ class CuttingEngine:
     top: list[dict[str, float] | None] | None = None  # top_logprobs of each event
     asked: list[Asked] = field(default_factory=list)
     calls: list[tuple[str, Any]] = field(default_factory=list)  # control: path and body
-    answers: dict[str, str | int | tuple[int, str]] = field(default_factory=dict)
-    """By path, what a control call gets instead: a body, a status, both, or "reset" or "hang"."""
+    answers: dict[str, Answer] = field(default_factory=dict)
+    """By path, what a control call gets instead."""
+    answer: Callable[[str, Any], Answer | None] | None = None  # as `answers`, from path and body
     extra_metrics: str = ""
     started_unix_s: float = 1.0
     url: str = ""
@@ -124,7 +129,7 @@ class CuttingEngine:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/metrics", self._control)
         app.router.add_get("/v1/models", self._control)
-        for path in LOAD_STEPS:
+        for path in dict.fromkeys(LOAD_STEPS):
             app.router.add_route("*", path, self._control)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -238,7 +243,7 @@ class CuttingEngine:
         path = request.path
         if path in LOAD_STEPS:
             self.calls.append((path, body))
-        answer = self.answers.get(path)
+        answer = self.answers.get(path) if self.answer is None else self.answer(path, body)
         if answer == "hang":
             await _for_ever()
         if answer == "reset":

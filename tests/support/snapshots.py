@@ -6,8 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from paramserver.core.records import ChunkMap, Epoch, FileSpec, Manifest, digest, version_root
-from paramserver.kept import SNAPSHOTS, relative_path, write_record
+from paramserver.core.records import CHUNK_BYTES, ChunkMap, Epoch, FileSpec, Manifest, digest, version_root
+from paramserver.kept import RECORDS, SNAPSHOTS, relative_path, write_record
 
 TORN_BYTES = 100
 
@@ -20,12 +20,26 @@ class SealedSnapshot:
     version: int
     digest: str
 
+    @property
+    def record(self) -> Path:
+        """The file that stands beside the snapshot, with its digests."""
+        return self.path.parents[2] / RECORDS / self.path.parent.name / self.path.name
 
-def seal(base: Path, version: int, weights: Path, model: str = "policy") -> SealedSnapshot:
+    def flip(self, at: int) -> None:
+        """One bit of its (only) file, in place; again, and it is as it was."""
+        [file] = self.path.glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[at] ^= 1
+        file.write_bytes(data)
+
+
+def seal(
+    base: Path, version: int, weights: Path, model: str = "policy", *, chunk_bytes: int = CHUNK_BYTES
+) -> SealedSnapshot:
     """`weights`, a directory of safetensors files, as a version of `model` below `base`."""
     files = sorted(weights.glob("*.safetensors"))
     specs = tuple(FileSpec(file.name, file.stat().st_size) for file in files)
-    manifest = Manifest(model, version, "run", version, Epoch("store", 1), specs)
+    manifest = Manifest(model, version, "run", version, Epoch("store", 1), specs, chunk_bytes)
     directory = base / SNAPSHOTS / relative_path(manifest)
     directory.mkdir(parents=True)
     for file in files:

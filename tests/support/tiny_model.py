@@ -28,6 +28,7 @@ LAYERS = 4
 HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 16
+VLLM_HEAD_DIM = 32  # the least that vLLM's attention on CPUs has
 INTERMEDIATE = 320
 VOCAB = 512
 CONTEXT = 2048
@@ -81,10 +82,10 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="laminar-tiny-")  # removed when the test process ends
 
 
-def tiny_model(family: Family = "llama", dtype: Dtype = "float32", seed: int = 0) -> Path:
+def tiny_model(family: Family = "llama", dtype: Dtype = "float32", seed: int = 0, *, head_dim: int = HEAD_DIM) -> Path:
     """A model directory, made once per test process. Treat it as read-only."""
-    directory = Path(_scratch().name) / f"{family}-{dtype}-{seed}"
-    return directory if directory.exists() else write_tiny_model(directory, family, dtype, seed)
+    directory = Path(_scratch().name) / f"{family}-{dtype}-{seed}-{head_dim}"
+    return directory if directory.exists() else write_tiny_model(directory, family, dtype, seed, head_dim)
 
 
 def tiny_snapshot(family: Family = "llama", dtype: Dtype = "float32", seed: int = 1) -> Path:
@@ -96,17 +97,17 @@ def tiny_snapshot(family: Family = "llama", dtype: Dtype = "float32", seed: int 
     return directory
 
 
-def write_tiny_model(directory: Path, family: Family, dtype: Dtype, seed: int) -> Path:
+def write_tiny_model(directory: Path, family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -> Path:
     """Writes config, weights and tokenizer into `directory` (created) and returns it."""
     directory.mkdir(parents=True)
-    _write_json(directory / "config.json", config(family, dtype))
+    _write_json(directory / "config.json", config(family, dtype, head_dim))
     _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": EOS_ID, "pad_token_id": 0})
     write_tokenizer(directory)
-    write_weights(directory, family, dtype, seed)
+    write_weights(directory, family, dtype, seed, head_dim)
     return directory
 
 
-def config(family: Family, dtype: Dtype) -> dict[str, Any]:
+def config(family: Family, dtype: Dtype, head_dim: int = HEAD_DIM) -> dict[str, Any]:
     """config.json of the tiny model; Qwen2 has biases on q, k and v and tied embeddings, Llama neither."""
     return {
         "architectures": ["LlamaForCausalLM" if family == "llama" else "Qwen2ForCausalLM"],
@@ -116,7 +117,7 @@ def config(family: Family, dtype: Dtype) -> dict[str, Any]:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
+        "head_dim": head_dim,
         "vocab_size": VOCAB,
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-6,
@@ -130,7 +131,7 @@ def config(family: Family, dtype: Dtype) -> dict[str, Any]:
     }
 
 
-def tensor_shapes(family: Family) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(family: Family, head_dim: int = HEAD_DIM) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint by its Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for layer in range(LAYERS):
@@ -138,10 +139,10 @@ def tensor_shapes(family: Family) -> dict[str, tuple[int, ...]]:
         shapes[f"{at}.input_layernorm.weight"] = (HIDDEN,)
         shapes[f"{at}.post_attention_layernorm.weight"] = (HIDDEN,)
         for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows * HEAD_DIM, HIDDEN)
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows * head_dim, HIDDEN)
             if family == "qwen2":
-                shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows * HEAD_DIM,)
-        shapes[f"{at}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
+                shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows * head_dim,)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * head_dim)
         shapes[f"{at}.mlp.gate_proj.weight"] = (INTERMEDIATE, HIDDEN)
         shapes[f"{at}.mlp.up_proj.weight"] = (INTERMEDIATE, HIDDEN)
         shapes[f"{at}.mlp.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
@@ -151,7 +152,7 @@ def tensor_shapes(family: Family) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weights(family: Family, dtype: Dtype, seed: int) -> dict[str, torch.Tensor]:
+def weights(family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -> dict[str, torch.Tensor]:
     """Random tensors; norms near one, matrices scaled so that activations and logits keep a healthy spread."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -163,12 +164,13 @@ def weights(family: Family, dtype: Dtype, seed: int) -> dict[str, torch.Tensor]:
             return 0.3 * noise
         return noise * (1.5 / math.sqrt(shape[1]))
 
-    return {name: draw(name, shape).to(getattr(torch, dtype)) for name, shape in tensor_shapes(family).items()}
+    shapes = tensor_shapes(family, head_dim)
+    return {name: draw(name, shape).to(getattr(torch, dtype)) for name, shape in shapes.items()}
 
 
-def write_weights(directory: Path, family: Family, dtype: Dtype, seed: int) -> None:
+def write_weights(directory: Path, family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -> None:
     """model.safetensors of `weights(...)`."""
-    save_file(weights(family, dtype, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights(family, dtype, seed, head_dim), directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_tokenizer(directory: Path) -> None:

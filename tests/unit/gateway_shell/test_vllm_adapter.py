@@ -228,35 +228,65 @@ async def look(found: VllmEngine) -> None:
     await found.limits()
 
 
+INIT = "/init_weight_transfer_engine"
+SNAPSHOT = {"path": "/snapshots/3", "version": "3", "digest": "digest-3"}
+
+
 async def load(found: VllmEngine, version: int = 3) -> float:
     return await found.load(Path("/snapshots/3"), version, "digest-3")
 
 
-async def test_a_load_fences_loads_checks_the_label_and_unfences() -> None:
+async def test_a_load_proves_fences_loads_checks_and_unfences() -> None:
     async with CuttingEngine() as e0, adapter(e0) as found:
         assert await load(found) > 0
         assert [path for path, _ in e0.calls] == list(LOAD_STEPS)
+        asked = [body["init_info"] for path, body in e0.calls if path == INIT]
+        assert asked == [SNAPSHOT, {"expect": "closed"}, {"version": "3", "expect": "loaded"}]
         bodies = dict(e0.calls)
-        update = {"path": "/snapshots/3", "version": "3", "digest": "digest-3"}
-        assert bodies["/update_weights"] == {"update_info": update}
+        assert bodies["/update_weights"] == {"update_info": SNAPSHOT}
         assert bodies["/finish_weight_update"] == {"weight_version": "3"}
 
 
-async def test_a_backend_that_was_initialised_before_is_as_good() -> None:
-    init = "/init_weight_transfer_engine"
-    async with CuttingEngine(answers={init: (400, "the backend is already initialised")}) as e0, adapter(e0) as found:
+async def test_an_update_that_was_left_open_is_gone_on_with() -> None:
+    def answer(path: str, body: Any) -> Any:
+        still_open = path == INIT and body["init_info"].get("expect") == "closed"
+        return (500, "rank 0: Conflict: a weight update is open") if still_open else None
+
+    async with CuttingEngine(answer=answer) as e0, adapter(e0) as found:
         await load(found)
-        assert (e0.version, e0.calls[-1][0]) == ("3", "/resume")
+        assert [path for path, _ in e0.calls] == [step for step in LOAD_STEPS if step != "/start_weight_update"]
+        assert e0.version == "3"
 
 
 @pytest.mark.parametrize("failure", [500, "reset"])
-@pytest.mark.parametrize("step", LOAD_STEPS)
-async def test_a_step_that_fails_ends_the_load_before_the_engine_is_unfenced(step: str, failure: Any) -> None:
-    async with CuttingEngine(answers={step: failure}) as e0, adapter(e0) as found:
-        with pytest.raises(EngineFailed, match=step):
+@pytest.mark.parametrize("number", range(len(LOAD_STEPS)))
+async def test_a_step_that_fails_ends_the_load_before_the_engine_is_unfenced(number: int, failure: Any) -> None:
+    def answer(*_: Any) -> Any:
+        return failure if len(e0.calls) > number else None
+
+    async with CuttingEngine(answer=answer) as e0, adapter(e0) as found:
+        with pytest.raises(EngineFailed, match=LOAD_STEPS[number]):
             await load(found)
-        # Once each: aiohttp itself repeats a GET whose kept connection broke.
-        assert list(dict(e0.calls)) == list(LOAD_STEPS[: LOAD_STEPS.index(step) + 1])
+        called = [path for path, _ in e0.calls]
+        assert called[: number + 1] == list(LOAD_STEPS[: number + 1])
+        assert set(called[number:]) == {LOAD_STEPS[number]}  # aiohttp repeats a GET whose connection broke
+
+
+async def test_an_engine_that_was_restarted_in_mid_load_is_not_unfenced() -> None:
+    def answer(path: str, _: Any) -> None:
+        e0.started_unix_s += path == "/update_weights"
+
+    async with CuttingEngine(answer=answer) as e0, adapter(e0) as found:
+        with pytest.raises(EngineFailed, match="was restarted while it loaded version 3"):
+            await load(found)
+        assert "/resume" not in dict(e0.calls)
+
+
+async def test_an_engine_without_the_control_routes_is_told_what_it_lacks() -> None:
+    async with CuttingEngine(answers={INIT: 404}) as e0, adapter(e0) as found:
+        with pytest.raises(EngineFailed, match="answered 404") as error:
+            await load(found)
+        assert "VLLM_SERVER_DEV_MODE=1" in error.value.hint
 
 
 async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() -> None:
@@ -266,7 +296,7 @@ async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() ->
         assert "/resume" not in dict(e0.calls)
 
 
-@pytest.mark.parametrize("step", [*LOAD_STEPS[:5], "/resume"])
+@pytest.mark.parametrize("step", sorted({*LOAD_STEPS} - {"/weight_info"}))
 async def test_an_engine_stays_fenced_until_a_load_succeeds(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
