@@ -112,6 +112,8 @@ def cli() -> None:
 @click.option("--prefill-tokens-per-s", type=POSITIVE, default=1000.0, help="Prices moves.")
 @click.option("--poll-interval-s", type=POSITIVE, default=1.0, help="How often engines are looked at.")
 @click.option("--stall-timeout-s", type=POSITIVE, default=60.0, help="Silence that counts as a cut.")
+@click.option("--disconnect-grace-s", type=SECONDS, default=5.0, help="A turn whose client left goes on so long.")
+@click.option("--idempotency-window-s", type=SECONDS, default=600.0, help="A turn can be asked for again so long.")
 @click.option("--queue-timeout-s", type=SECONDS, default=60.0, help="Wait for an engine before 429.")
 @click.option("--queue-max", type=AT_LEAST_1, default=1024, help="Turns that may wait at once.")
 @click.option("--session-idle-s", type=SECONDS, default=1800.0, help="Idle sessions are abandoned after this.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import Segment, SessionId, TokenDelta, TurnRequest
 
@@ -47,7 +48,8 @@ class SessionView:
 class TurnRun(Protocol):
     """One turn under way: an asynchronous context manager and iterator of deltas.
 
-    Leaving the context before the last delta gives the turn up (`aborted`), unless `finish_early` was called.
+    Several clients may read it, each from its first token. One that leaves the context before the last delta leaves the
+    turn without it; when all have, it goes on for a grace period, so that a retry can join, and is then given up.
     """
 
     async def __aenter__(self) -> Self: ...
@@ -60,6 +62,13 @@ class TurnRun(Protocol):
 
     async def finish_early(self, num_tokens: int) -> None:
         """A stop string matched: the turn ends with its first `num_tokens` generated tokens, reason "stop"."""
+        ...
+
+    @property
+    def request(self) -> TurnRequest: ...
+
+    def delivered(self) -> None:
+        """The client has the whole answer: from now on only a marked retry, or its key, joins the turn."""
         ...
 
     @property
@@ -79,6 +88,13 @@ class Turns(Protocol):
 
     async def open_session(self, identity: SessionIdentity) -> SessionView:
         """Gets or makes the session. Raises Conflict when it has ended."""
+        ...
+
+    async def join(self, call: Call, choices: int) -> Sequence[TurnRun] | None:
+        """The turns, one a choice, that this request asks for again; None: it is a new one.
+
+        Raises Conflict when its key was used for another.
+        """
         ...
 
     def start(self, request: TurnRequest) -> TurnRun:

@@ -18,12 +18,14 @@ from typing import Literal
 
 from gateway.config import GatewayConfig
 from gateway.core.fleet import staleness_histogram
+from gateway.core.joining import Call
 from gateway.core.lengths import TurnLengths
 from gateway.core.scheduler import Admission
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, Trajectory, TurnId, TurnRequest, Version
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.fleet import Fleet
+from gateway.known import KnownTurns
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.turns import Counters, Run
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
@@ -73,7 +75,7 @@ class Sessions:
         self.counters = Counters()
         self.staleness = Staleness()
         self.reader = Reader()
-        self.runs: dict[TurnId, Run] = {}
+        self.known = KnownTurns(config.idempotency_window_s)
         self.lengths = TurnLengths()
         self.fleet: Fleet
         self._pool, self._buffer, self._timeline = pool, buffer, timeline
@@ -101,6 +103,29 @@ class Sessions:
     def start(self, request: TurnRequest) -> Run:
         return Run(request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline)
 
+    async def join(self, call: Call, choices: int) -> Sequence[Run] | None:
+        """All or none: what is left of a request's choices would be another sample than the one it asks for."""
+        found = [self.known.find(call, choice) for choice in range(choices)]
+        runs = [run for run in found if run is not None]
+        if len(runs) < choices:
+            return None
+        joined: list[Run] = []
+        for run in runs:
+            await run.settled()
+            joined.append(self._revived(run) if run.came_to_nothing else run)
+        self.counters.turns_joined += choices
+        return joined
+
+    def _revived(self, run: Run) -> Run:
+        """A turn that came to nothing, under way again with the tokens it had. Raises Conflict as a new turn would."""
+        if run.session.spec.ephemeral:
+            self._live[run.session.session_id] = run.session
+        again = Run(
+            run.request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline, record=run.record
+        )
+        again.begin()
+        return again
+
     async def record_turn(self, request: TurnRequest, head: Message, messages: Sequence[Message]) -> None:
         state = self._live.get(request.session_id)
         if state is not None:
@@ -112,12 +137,13 @@ class Sessions:
     def turn_began(self, run: Run) -> SessionState:
         state = self._get(run.request.session_id)
         state.begin_turn(run.request, time.time())
-        self.runs[run.request.turn_id] = run
+        run.session = state
+        self.known.begin(run)
         self.counters.turns_started += 1
         return state
 
     def turn_ended(self, run: Run) -> None:
-        del self.runs[run.request.turn_id]
+        self.known.end(run, time.time())
         run.session.end_turn(run.record, time.time())
         self.counters.turns_completed += 1
         self.lengths.ended(len(run.record.token_ids))
@@ -129,9 +155,10 @@ class Sessions:
         if run.session.spec.ephemeral and not run.session.running:
             self._forget(run.session)
 
-    def turn_dropped(self, run: Run) -> None:
-        self.runs.pop(run.request.turn_id, None)
+    def turn_dropped(self, run: Run, why: Exception) -> None:
+        self.known.end(run, time.time())
         run.session.drop_turn(run.request.turn_id, time.time())
+        run.session.last_dropped = f"turn {run.request.turn_index}: {why}; {len(run.record.token_ids)} tokens kept"
         if run.session.spec.ephemeral and not run.session.running:
             self._forget(run.session)
 
@@ -186,7 +213,7 @@ class Sessions:
         """Ends the session without a trajectory; a running turn of it is aborted."""
         state = self._get(session_id)
         state.end("abandoned")
-        for run in [run for run in self.runs.values() if run.request.session_id == session_id]:
+        for run in self.known.of_session(session_id):
             await run.abort(f"its session was abandoned ({reason})")
         self._close(state, "abandoned", reason=reason)
         self.counters.sessions_abandoned += 1
@@ -194,10 +221,13 @@ class Sessions:
         self.fleet.changed()
 
     async def expire(self) -> None:
-        """Abandons sessions that nobody touched for `session_idle_s`; runs until cancelled."""
+        """Abandons sessions that nobody touched for `session_idle_s`, forgets turns that nobody may ask for any more;
+        runs until cancelled."""
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             limit = time.time() - self.config.session_idle_s
+            gone = [run.session for run in self.known.sweep(time.time())]
+            await self._pool.forget_sessions([s.session_id for s in gone if s.spec.ephemeral])
             for state in [s for s in self._live.values() if not s.running and s.touched_unix_s < limit]:
                 await self.abandon(state.session_id, f"idle for {self.config.session_idle_s:g} s")
 
@@ -225,6 +255,11 @@ class Sessions:
         for trajectory in trajectories:
             oldest = min((v for v in trajectory.versions if v >= 0), default=trainer_version)
             _count(self.staleness.use, max(0, trainer_version - oldest))
+
+    @property
+    def runs(self) -> Mapping[TurnId, Run]:
+        """Turns under way."""
+        return self.known.running
 
     @property
     def num_live(self) -> int:
@@ -285,6 +320,7 @@ class Sessions:
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
         self._forget(state)
+        self.known.forget_session(state.session_id)
         self._forget_group(state.spec)
 
     def _forget(self, state: SessionState) -> None:

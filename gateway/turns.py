@@ -4,9 +4,11 @@ Invariants:
 - every token received in a complete event is recorded once and never asked for again: a resumed turn's prompt is
   prompt + generated ids, and its budget what is left;
 - a stream counts as complete only with a finish reason; every other end is a cut, and the client sees but a pause;
-- the turn has left its engine, and its session and the pool hold it, before the last delta is given out.
+- the turn has left its engine, and its session and the pool hold it, before its finish is shown;
+- a turn that nobody reads any more goes on for `disconnect_grace_s`, is then aborted, and keeps its tokens: whoever
+  asks for it again gets them, and the rest.
 
-One driver task owns the turn; the HTTP handler takes deltas from its bounded queue.
+One driver task owns the turn, from `begin` on; clients are its audience, and come and go.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import msgspec
 
+from gateway.audience import Audience
 from gateway.core.fleet import TurnLoad
+from gateway.core.joining import Attention
 from gateway.core.sampling import segment_sampling
 from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
@@ -32,20 +35,18 @@ from gateway.core.types import (
     Segment,
     SegmentCause,
     TokenDelta,
+    TopLogprob,
     TurnRecord,
     TurnRequest,
     Version,
 )
 from gateway.data import PartialResponsePool, Timeline
-from gateway.data.partial import Outcome
 from gateway.engines.base import EngineAdapter, EngineChunk, RequestRefused, StreamCut
 from gateway.fleet import Fleet
 from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
 
-DELTAS_MAX = 256
-"""Deltas that wait for a slow client before its engine stream is held back."""
 CUTS_MAX = 20
 """Cuts after which a turn is given up as lost: something is wrong that moving on does not mend."""
 CUT_BACKOFF_S = 0.05
@@ -62,6 +63,8 @@ class Counters:
     turns_resumed: int = 0
     turns_lost: int = 0
     turns_aborted: int = 0
+    turns_orphaned: int = 0
+    turns_joined: int = 0
     turns_mixed_version: int = 0
     moves: int = 0
     repacks: int = 0
@@ -81,7 +84,7 @@ class TurnOwner(Protocol):
 
     def turn_ended(self, run: Run) -> None: ...
 
-    def turn_dropped(self, run: Run) -> None: ...
+    def turn_dropped(self, run: Run, why: Exception) -> None: ...
 
 
 @dataclass(slots=True)
@@ -119,82 +122,101 @@ class Run:
         fleet: Fleet,
         pool: PartialResponsePool,
         timeline: Timeline,
+        record: TurnRecord | None = None,
+        attention: Attention = "unread",
     ) -> None:
+        """`record`: what an earlier attempt left, in the pool too; with a finish reason it has ended."""
         self.request = request
-        self.record = TurnRecord(request)
+        self.record = TurnRecord(request) if record is None else record
+        self.audience = Audience(self.record, attention)
         self.session: SessionState
         self._owner, self._fleet, self._pool, self._timeline = owner, fleet, pool, timeline
-        self._deltas: deque[TokenDelta] = deque()
-        self._arrived = asyncio.Event()
-        self._taken = asyncio.Event()
-        self._started = asyncio.Event()
+        self._resumed = record is not None
         self._driver: asyncio.Task[None] | None = None
         self._stream: asyncio.Task[None] | None = None
         self._leaving: _Leaving | None = None  # asked to leave the engine it streams from
         self._left_for: _Leaving | None = None  # has left, and waits for the first token from elsewhere
         self._load: TurnLoad | None = None
         self._engine: EngineName | None = None
-        self._ended = False
         self._in_pool = False
-        self._aborted: Conflict | None = None
+        self._ended = self.record.finish_reason is not None
+        self._grace: asyncio.TimerHandle | None = None
+        self._giving_up: asyncio.Task[None] | None = None
 
-    # -- the handler's side
+    # -- the clients' side
+
+    def begin(self) -> None:
+        """The session holds the turn, and its driver runs, until the turn is over. Raises what the session says."""
+        self.session = self._owner.turn_began(self)
+        self._driver = asyncio.create_task(self._drive(), name=f"turn-{self.request.turn_id}")
 
     async def __aenter__(self) -> Self:
-        self.session = self._owner.turn_began(self)
+        """The first client begins the turn, others join it. Raises what ended it before it started."""
+        if self._driver is None and not self._ended:
+            self.begin()
+        self._attach()
         try:
-            await self._pool.begin(self.request)
-            self._in_pool = True
-            self._driver = asyncio.create_task(self._drive(), name=f"turn-{self.request.turn_id}")
-            started = asyncio.create_task(self._started.wait())
-            await asyncio.wait({self._driver, started}, return_when=asyncio.FIRST_COMPLETED)
-            started.cancel()
-            if self._driver.done():
-                self._raise_end()
+            await self.audience.started()
         except BaseException:
-            await self._give_up()
+            await self._detach()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._ended:
-            await self._give_up()
-        elif self._driver is not None:
-            await asyncio.wait({self._driver})
+        await self._detach()
 
-    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        assert self._driver is not None
-        while True:
-            while self._deltas:
-                delta = self._deltas.popleft()
-                self._taken.set()
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-            if self._driver.done():
-                self._raise_end()
-                if not self._deltas:
-                    return
-                continue
-            self._arrived.clear()
-            await self._arrived.wait()
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self.audience.deltas()
 
-    def _raise_end(self) -> None:
-        """What ended the driver, unless the turn is complete."""
-        assert self._driver is not None
-        if self._aborted is not None:
-            raise self._aborted
-        self._driver.result()
+    def _attach(self) -> None:
+        self.audience.attach()
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    async def _detach(self) -> None:
+        self.audience.detach()
+        if self._ended:
+            if self._driver is not None:
+                await asyncio.wait({self._driver})
+        elif not self.audience.attached:
+            await self._orphan(self._fleet.config.disconnect_grace_s)
+
+    async def _orphan(self, grace_s: float) -> None:
+        """Nobody reads it: unless somebody comes within `grace_s`, it is given up."""
+        self._owner.counters.turns_orphaned += 1
+        if grace_s == 0:
+            await self._give_up_orphan(grace_s)
+        else:
+            self._grace = asyncio.get_running_loop().call_later(grace_s, self._grace_over, grace_s)
+
+    def _grace_over(self, grace_s: float) -> None:
+        self._giving_up = asyncio.create_task(self._give_up_orphan(grace_s), name=f"orphan-{self.request.turn_id}")
+
+    async def _give_up_orphan(self, grace_s: float) -> None:
+        if not self.audience.attached:
+            await self.abort(f"its client left, and nobody asked for it again within {grace_s:g} s")
+
+    async def settled(self) -> None:
+        """Returns at once, unless the turn is being given up just now."""
+        if self._giving_up is not None:
+            await asyncio.wait({self._giving_up})
+
+    @property
+    def came_to_nothing(self) -> bool:
+        return self._ended and self.record.finish_reason is None
+
+    def delivered(self) -> None:
+        self.audience.answered()
 
     async def finish_early(self, num_tokens: int) -> None:
-        if self._ended and self._driver is not None:
-            await asyncio.wait({self._driver})
-        else:
-            await self._stop_driver()
+        await self._stop_driver()
         record = self.record
-        del record.token_ids[num_tokens:], record.logprobs[num_tokens:]
+        if self._ended and len(record.token_ids) <= num_tokens:
+            return  # the same stop ended it for another reader
+        del record.token_ids[num_tokens:], record.logprobs[num_tokens:], record.top_logprobs[num_tokens:]
         record.segments = [
             msgspec.structs.replace(segment, end=min(segment.end, num_tokens))
             for segment in record.segments
@@ -202,14 +224,27 @@ class Run:
         ]
         record.finish_reason = "stop"
         if self._ended:  # the engine was faster than the reader: the session has the whole answer
-            self.session.shorten_turn(self.request.turn_id, num_tokens)
+            kept = self.session.shorten_turn(self.request.turn_id, num_tokens)
         else:
             await self._end()
+            kept = True
+        if kept:
+            await self._pool.shorten(self.request.turn_id, num_tokens)
+        self.audience.end()
 
     async def abort(self, why: str) -> None:
-        """Ends the turn upstream and here; who reads it gets Conflict."""
-        self._aborted = Conflict(f"turn {self.request.turn_id} was aborted: {why}")
-        await self._give_up()
+        """Ends the turn upstream and here; who reads it gets Conflict. Its tokens stay in the pool."""
+        await self._stop_driver()
+        if not self._ended:
+            self._owner.counters.turns_aborted += 1
+            await self._drop("aborted", Conflict(f"turn {self.request.turn_id} was aborted: {why}"))
+
+    async def suspend(self) -> None:
+        """Leaves the turn to the next life of this gateway: it stays in flight in the pool."""
+        await self._stop_driver()
+        if not self._ended:
+            self._ended = True
+            self.audience.end(Unavailable("the gateway is shutting down", hint="ask again: the turn will go on"))
 
     @property
     def task(self) -> asyncio.Task[None] | None:
@@ -257,24 +292,34 @@ class Run:
 
     async def _drive(self) -> None:
         try:
+            self._in_pool = True
+            await (self._pool.reopen if self._resumed else self._pool.begin)(self.request)
             await self._run_to_end()
-        except OutOfCapacity as e:
-            if self.record.token_ids or self._started.is_set():
-                raise self._lost(f"no engine for its rest: {e.message}") from e
-            raise
-        except RequestRefused as e:
-            if self.record.token_ids:
-                raise self._lost(f"its rest was refused: {e.message}") from e
+        except LaminarError as e:
+            await self._drop("lost", self._told(e))
+        except Exception as e:
+            await self._drop("lost", e)
             raise
         finally:
-            self._arrived.set()
             if self._left_for is not None:
                 self._left_for.came_to_nothing()
 
+    def _told(self, error: LaminarError) -> LaminarError:
+        """What readers are told of an error that ended the turn: once it has begun, it is lost, whatever the reason."""
+        if isinstance(error, OutOfCapacity) and (self.record.token_ids or self.audience.has_started):
+            return self._lost(f"no engine for its rest: {error.message}")
+        if isinstance(error, RequestRefused) and self.record.token_ids:
+            return self._lost(f"its rest was refused: {error.message}")
+        return error
+
     async def _run_to_end(self) -> None:
         config = self._fleet.config
-        placement = await self._fleet.place(self._demand(), resumed=False, timeout_s=config.queue_timeout_s)
-        cause: SegmentCause = "start"
+        if self._left() == 0:  # it was suspended between its last token and its end
+            await self._end_by_length()
+            return
+        wait_s = config.placement_timeout_s if self._resumed else config.queue_timeout_s
+        placement = await self._fleet.place(self._demand(), resumed=self._resumed, timeout_s=wait_s)
+        cause: SegmentCause = "cut" if self.record.segments else "start"
         cuts = 0
         while True:
             try:
@@ -297,10 +342,13 @@ class Run:
                     self._owner.counters.turns_resumed += 1
             if self._left() == 0:
                 self._fleet.leave(placement.engine, self.request.turn_id)  # it was expected there
-                self.record.finish_reason = "length"
-                await self._end()
-                self._give(TokenDelta((), (), self._version(), placement.engine, self._last_segment(), None, "length"))
+                await self._end_by_length()
                 return
+
+    async def _end_by_length(self) -> None:
+        self.record.finish_reason = "length"
+        await self._end()
+        self.audience.end()
 
     async def _go_on(self, leaving: _Leaving, left: EngineName) -> Placement:
         """Where it goes on after leaving an engine: where it was sent, if that still serves its version."""
@@ -361,38 +409,28 @@ class Run:
             raise _Left(leaving)
         if stream.cancelled():
             raise asyncio.CancelledError
-        last = self._finish_of(stream)
-        await self._end()
-        self._give(last)
-
-    def _finish_of(self, stream: asyncio.Task[None]) -> TokenDelta:
         stream.result()  # raises the cut
-        assert self._last_delta is not None
-        return self._last_delta
-
-    _last_delta: TokenDelta | None = None
+        await self._end()
+        self.audience.end()
 
     async def _consume(self, adapter: EngineAdapter, engine: EngineName) -> None:
-        """Takes the engine's events into record, pool and queue; returns at the finish, whose delta is kept back."""
+        """Takes the engine's events into record and pool; returns at the finish, whose tokens are not shown yet."""
         sampling = segment_sampling(self.request, len(self.record.token_ids))
         prompt = (*self.request.prompt_ids, *self.record.token_ids)
         request_id = f"{self.request.turn_id}-{self._last_segment()}"
         async with adapter.generate(prompt, sampling, request_id, self.request.session_id) as chunks:
-            self._started.set()
+            self.audience.start()
             last_at: float | None = None
             async for chunk in chunks:
                 last_at = self._note_pace(engine, len(chunk.token_ids), last_at)
-                delta = self._take(chunk, engine)
+                self._take(chunk)
                 if chunk.finish_reason is not None:
                     self._check_version(chunk)
                     self.record.finish_reason = chunk.finish_reason
-                    self._last_delta = delta
                     return
-                self._give(delta)
+                self.audience.show()
                 await self._pool.drain()
-                while len(self._deltas) >= DELTAS_MAX:
-                    self._taken.clear()
-                    await self._taken.wait()
+                await self.audience.keep_up()
 
     def _note_pace(self, engine: EngineName, num_tokens: int, last_at: float | None) -> float | None:
         """Tokens came: how long those before them lie back goes into the engine's decode curve."""
@@ -407,27 +445,19 @@ class Run:
             self._left_for = None
         return now
 
-    def _take(self, chunk: EngineChunk, engine: EngineName) -> TokenDelta:
-        if chunk.token_ids:
-            self.record.token_ids += chunk.token_ids
-            self.record.logprobs += chunk.logprobs
-            self._pool.append(self.request.turn_id, chunk.token_ids, chunk.logprobs)
-            self._owner.counters.tokens_generated += len(chunk.token_ids)
-            assert self._load is not None
-            self._load.tokens += len(chunk.token_ids)
-        return TokenDelta(
-            chunk.token_ids,
-            chunk.logprobs,
-            self._version(),
-            engine,
-            self._last_segment(),
-            chunk.top_logprobs,
-            chunk.finish_reason,
-        )
-
-    def _give(self, delta: TokenDelta) -> None:
-        self._deltas.append(delta)
-        self._arrived.set()
+    def _take(self, chunk: EngineChunk) -> None:
+        if not chunk.token_ids:
+            return
+        self.record.token_ids += chunk.token_ids
+        self.record.logprobs += chunk.logprobs
+        top: tuple[tuple[TopLogprob, ...], ...] = ()
+        if self.request.sampling.top_logprobs:
+            top = chunk.top_logprobs or ((),) * len(chunk.token_ids)
+            self.record.top_logprobs += top
+        self._pool.append(self.request.turn_id, chunk.token_ids, chunk.logprobs, top)
+        self._owner.counters.tokens_generated += len(chunk.token_ids)
+        assert self._load is not None
+        self._load.tokens += len(chunk.token_ids)
 
     # -- segments
 
@@ -502,27 +532,23 @@ class Run:
         assert reason is not None
         self._ended = True
         self._owner.turn_ended(self)
-        await self._close_in_pool(reason)
-
-    async def _close_in_pool(self, outcome: Outcome) -> None:
-        await self._pool.end(self.request.turn_id, outcome)
-        if self.session.spec.ephemeral and not self.session.running:  # no trajectory will ever be made of it
-            await self._pool.forget_session(self.request.session_id)
+        await self._pool.end(self.request.turn_id, reason)
 
     async def _stop_driver(self) -> None:
+        """A driver that has found the turn's end brings it to its end; any other is cancelled."""
         if self._driver is not None and not self._driver.done():
-            self._driver.cancel()
+            if not self._ended:
+                self._driver.cancel()
             await asyncio.wait({self._driver})
 
-    async def _give_up(self) -> None:
-        """The client went away, or the turn failed: abort upstream, take the prompt out of the session's record."""
-        await self._stop_driver()
-        if self._ended:
-            return
+    async def _drop(self, outcome: Literal["aborted", "lost"], failure: Exception) -> None:
+        """It came to nothing: out of the session's record; what it has stays in the pool for who asks again."""
         self._ended = True
-        failed = self._driver is not None and not self._driver.cancelled() and self._driver.exception() is not None
-        if not failed:
-            self._owner.counters.turns_aborted += 1
-        self._owner.turn_dropped(self)
-        if self._in_pool:
-            await self._close_in_pool("lost" if failed else "aborted")
+        self._owner.turn_dropped(self, failure)
+        try:
+            if self._in_pool:
+                await self._pool.end(self.request.turn_id, outcome)
+        except LaminarError as e:
+            log.error("the end of turn %s is not on disk: %s", self.request.turn_id, e)
+        finally:
+            self.audience.end(failure)

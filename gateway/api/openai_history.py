@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from gateway.core.tree import Turn, TurnTree, matched
-from gateway.core.types import TurnId
+from gateway.core.types import HistoryKind, TurnId
 from gateway.ports import Message, SessionView
 from gateway.tokens import Codec
 from gateway.tokens.bridge import comparable, difference
-
-HistoryKind = Literal["first", "extended", "closed", "branch"]
-"""`extended`: the newest turn, or a leaf. `closed`: the same, after the template ended a turn that was cut short.
-`branch`: another path through the session began (`reason`)."""
 
 HEAD_ROLE = "laminar:head"
 

@@ -1,13 +1,18 @@
-"""Which session a request belongs to. The first that names one wins: URL, per-session API key, header, body."""
+"""Which session a request belongs to, and by what a retry of it is known.
+
+The first that names a session wins: URL, per-session API key, header, body.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
 from gateway.api.openai_errors import BadField
+from gateway.core.joining import KEY_MAX, Call
 from gateway.core.types import SessionId
 from gateway.ports import SessionIdentity, Turns
 
@@ -20,6 +25,9 @@ SESSION_HEADERS = (
     "Thread-Id",
 )
 SESSION_ID_MAX = 256
+KEY_HEADER = "Idempotency-Key"
+RETRY_HEADER = "X-Stainless-Retry-Count"
+"""The official SDKs count their own retries in it, from 0."""
 
 
 def identify(
@@ -39,6 +47,21 @@ def identify(
         if value is not None:
             return SessionIdentity(_checked(value, field), "body")
     return SessionIdentity(None, "none")
+
+
+def call_of(request: web.Request, raw: bytes, session_id: SessionId | None) -> Call:
+    """`raw` is the body: a retry repeats it to the byte, for the same route and with the same credentials."""
+    route = request.path.rpartition("/v1/")[2]
+    said = f"{route}\n{request.headers.get('Authorization', '')}\n".encode()
+    key = request.headers.get(KEY_HEADER)
+    if key is not None and (not 1 <= len(key) <= KEY_MAX or not key.isprintable()):
+        raise BadField(KEY_HEADER, f"{KEY_HEADER} is not a key: {key!r:.80}", hint=f"1 to {KEY_MAX} characters")
+    return Call(
+        hashlib.blake2b(said + raw, digest_size=16).hexdigest(),
+        session_id,
+        key,
+        retried=request.headers.get(RETRY_HEADER, "0") != "0",
+    )
 
 
 def _checked(value: Any, where: str) -> SessionId:

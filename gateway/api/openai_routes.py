@@ -6,7 +6,7 @@ Every path is served at the root and below `/sessions/{sid}` and `/s/{sid}`. `X-
 Invariants:
 - the turn has left its engine and the record holds its answer before the client sees the finish: its next request,
   sent at once, finds both;
-- a client that goes away gives its turns up;
+- a client that goes away leaves its turns, which go on for a while: the same request joins them (`X-Laminar-Joined`);
 - the `n` answers to a request are turns of their own, side by side in the session's tree.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -28,14 +29,15 @@ from gateway.api import openai_shapes as shapes
 from gateway.api.openai_errors import error_body
 from gateway.api.openai_events import EventStream
 from gateway.api.openai_history import Prompt
-from gateway.api.openai_identity import identify
+from gateway.api.openai_identity import call_of, identify
 from gateway.api.openai_requests import AnswerShape
 from gateway.api.openai_shapes import AnswerHead, Api
 from gateway.api.openai_turn import Answer, Piece, pieces
 from gateway.api.openai_types import ChatRequest, CompletionRequest
+from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
-from gateway.core.types import SamplingParams, Segment, SessionId, TurnId, TurnRequest
-from gateway.ports import Message, ModelInfo, SessionView, TurnRun, Turns
+from gateway.core.types import Segment, SessionId, TurnId, TurnOrigin, TurnRequest
+from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
 from gateway.tokens import Codec, StreamDecoder, ToolCallParser
 from protos.errors import LaminarError
 
@@ -54,28 +56,30 @@ class OpenAIDeps:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A request that was found right: what to do, before its session is known."""
+    """A request that was found right: what to do, before its session is known. `messages`: none for a completion."""
 
     api: Api
     body: ChatRequest | CompletionRequest
     model: ModelInfo
     shape: AnswerShape
     record_head: Message
+    messages: Sequence[Message]
     parses_tools: bool
     make_prompt: Callable[[SessionView], Prompt]
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One of a request's `n` answers: a turn ready to run, and how to read it."""
+    """One of a request's `n` answers: a turn, ready to run or joined, and how to read it."""
 
-    request: TurnRequest
+    run: TurnRun
     decoder: StreamDecoder
     parser: ToolCallParser | None
     answer: Answer = field(default_factory=Answer)
 
-    def pieces(self, run: TurnRun) -> AsyncGenerator[Piece, None]:
-        return pieces(run, self.decoder, self.parser, self.answer, self.request.sampling.stop_token_ids)
+    def pieces(self) -> AsyncGenerator[Piece, None]:
+        stop_ids = self.run.request.sampling.stop_token_ids
+        return pieces(self.run, self.decoder, self.parser, self.answer, stop_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,11 @@ class _Asked:
     prompt: Prompt
     choices: Sequence[_Choice]
     ephemeral: bool
+    joined: bool
+
+    def delivered(self) -> None:
+        for choice in self.choices:
+            choice.run.delivered()
 
 
 NOBODY = SessionView(SessionId(""), TurnTree(), ephemeral=True)
@@ -127,6 +136,7 @@ class _Handlers:
             model,
             requests.chat_shape(body),
             record_head=history.head(api="chat", tools=tools, template_kwargs=kwargs),
+            messages=messages,
             parses_tools=tools is not None and body.tool_choice != "none",
             make_prompt=lambda view: history.chat_prompt(self._codec, view, messages, tools, kwargs),
         )
@@ -144,46 +154,73 @@ class _Handlers:
             model,
             requests.completion_shape(body),
             record_head=history.head(api="completion"),
+            messages=(),
             parses_tools=False,
             make_prompt=lambda view: history.completion_prompt(self._codec, view, text, add_special_tokens=special),
         )
         return await self._answer(request, await self._prepare(request, raw, call))
 
     async def _prepare(self, request: web.Request, raw: bytes, call: _Call) -> _Asked:
-        """Session, prompt and sampling. A call without a session gets its own last: refused, it leaves none behind."""
         body = call.body
         identity = identify(request, self._turns, metadata=body.metadata, session_id=body.session_id, user=body.user)
+        asked = call_of(request, raw, identity.session_id)
+        runs = await self._turns.join(asked, call.shape.choices)
+        joined = runs is not None
+        if runs is None:
+            wanted = await self._new_turns(identity, asked, call, long=len(raw) > LONG_BODY_BYTES)
+            runs = [self._turns.start(turn) for turn in wanted]
+        first = runs[0].request
+        origin = first.origin
+        added = call.messages[len(call.messages) - origin.messages_added :]
+        prompt = Prompt(list(first.prompt_ids), origin.history, first.parent, added, origin.history_reason)
+        head = AnswerHead(
+            call.api,
+            first.turn_id,
+            first.session_id,
+            call.model.name,
+            call.shape,
+            first.prompt_ids,
+            origin.history,
+            origin.created_unix_s,
+        )
+        choices = [self._choice(call, run) for run in runs]
+        return _Asked(call, head, prompt, choices, identity.session_id is None, joined)
+
+    async def _new_turns(
+        self, identity: SessionIdentity, asked: Call, call: _Call, *, long: bool
+    ) -> Sequence[TurnRequest]:
+        """Session, prompt and sampling. A call without a session gets its own last: refused, it leaves none behind."""
         named = identity.session_id is not None
         view = await self._turns.open_session(identity) if named else NOBODY
-        if len(raw) > LONG_BODY_BYTES:
-            prompt = await asyncio.to_thread(call.make_prompt, view)
-        else:
-            prompt = call.make_prompt(view)
-        ids, top = prompt.token_ids, call.shape.logprobs or 0
-        sampling = requests.sampling(body, prompt_tokens=len(ids), model=call.model, top=top)
+        prompt = await asyncio.to_thread(call.make_prompt, view) if long else call.make_prompt(view)
+        ids, top = tuple(prompt.token_ids), call.shape.logprobs or 0
+        sampling = requests.sampling(call.body, prompt_tokens=len(ids), model=call.model, top=top)
         if not named:
             view = await self._turns.open_session(identity)
-        name = secrets.token_hex(12)
-        choices = [self._choice(call, view, prompt, sampling, name, i) for i in range(call.shape.choices)]
-        head = AnswerHead(call.api, name, view.session_id, call.model.name, call.shape, ids, prompt.history)
-        return _Asked(call, head, prompt, choices, view.ephemeral)
+        name, depth = secrets.token_hex(12), 0
+        if prompt.parent is not None:
+            depth = view.tree.turns[prompt.parent].depth + 1
+        origin = TurnOrigin(
+            asked.digest, asked.idempotency_key, prompt.history, prompt.reason, len(prompt.added), int(time.time())
+        )
+        return [
+            TurnRequest(
+                TurnId(f"{name}-{i}" if i else name), view.session_id, depth, ids, sampling, prompt.parent, i, origin
+            )
+            for i in range(call.shape.choices)
+        ]
 
-    def _choice(
-        self, call: _Call, view: SessionView, prompt: Prompt, sampling: SamplingParams, name: str, index: int
-    ) -> _Choice:
-        turn_id = TurnId(f"{name}-{index}" if index else name)
-        depth = 0 if prompt.parent is None else view.tree.turns[prompt.parent].depth + 1
-        ids = tuple(prompt.token_ids)
+    def _choice(self, call: _Call, run: TurnRun) -> _Choice:
+        sampling = run.request.sampling
         decoder = self._codec.stream_decoder(
-            ids,
+            run.request.prompt_ids,
             stop=sampling.stop,
             min_tokens=sampling.min_tokens,
             show_special=not call.body.skip_special_tokens,
             tools=call.parses_tools,
         )
         parser = ToolCallParser(self._codec.tool_format) if call.parses_tools else None
-        asked = TurnRequest(turn_id, view.session_id, depth, ids, sampling, prompt.parent, index)
-        return _Choice(asked, decoder, parser)
+        return _Choice(run, decoder, parser)
 
     async def _answer(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
         if asked.call.shape.stream:
@@ -193,22 +230,24 @@ class _Handlers:
     async def _whole(self, asked: _Asked) -> web.Response:
         answered = await _side_by_side([self._read(asked, choice) for choice in asked.choices])
         body = shapes.body(self._codec, asked.head, answered)
+        asked.delivered()
         return web.Response(body=body, content_type="application/json", headers=_headers(asked))
 
     async def _read(self, asked: _Asked, choice: _Choice) -> tuple[Answer, Sequence[Segment]]:
-        run = self._turns.start(choice.request)
-        async with run, aclosing(choice.pieces(run)) as reading:
+        async with choice.run, aclosing(choice.pieces()) as reading:
             async for _ in reading:
                 pass
         await self._record(asked, choice)
-        return choice.answer, run.segments
+        return choice.answer, choice.run.segments
 
     async def _stream(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
         async with EventStream(request, _headers(asked)) as events:
             try:
                 await _side_by_side([self._send(events, asked, choice) for choice in asked.choices])
                 await events.send(shapes.stream_end(asked.head, [choice.answer for choice in asked.choices]))
-                return await events.end()
+                ended = await events.end()
+                asked.delivered()
+                return ended
             except ConnectionError:  # the client is gone: there is nobody to tell
                 return events.response
             except LaminarError as e:
@@ -219,9 +258,8 @@ class _Handlers:
 
     async def _send(self, events: EventStream, asked: _Asked, choice: _Choice) -> None:
         """One choice's chunks, up to its finish."""
-        chunks = shapes.Chunks(self._codec, asked.head, choice.request.choice)
-        run, first = self._turns.start(choice.request), True
-        async with run, aclosing(choice.pieces(run)) as reading:
+        chunks, first = shapes.Chunks(self._codec, asked.head, choice.run.request.choice), True
+        async with choice.run, aclosing(choice.pieces()) as reading:
             async for piece in reading:
                 event = chunks.piece(piece)
                 if first:
@@ -229,13 +267,13 @@ class _Handlers:
                 if event:
                     await events.send(event)
         await self._record(asked, choice)
-        await events.send(chunks.last(choice.answer, run.segments))
+        await events.send(chunks.last(choice.answer, choice.run.segments))
 
     async def _record(self, asked: _Asked, choice: _Choice) -> None:
         if asked.ephemeral:
             return
         said = [*asked.prompt.added, choice.answer.message()] if asked.call.api == "chat" else []
-        await self._turns.record_turn(choice.request, asked.call.record_head, said)
+        await self._turns.record_turn(choice.run.request, asked.call.record_head, said)
 
 
 R = TypeVar("R")
@@ -261,6 +299,8 @@ def _headers(asked: _Asked) -> dict[str, str]:
     }
     if asked.prompt.reason:
         headers["X-Laminar-History-Reason"] = asked.prompt.reason
+    if asked.joined:
+        headers["X-Laminar-Joined"] = "true"
     return headers
 
 

@@ -2,16 +2,19 @@
 
 Invariants:
 - pieces keep the order of tokens; the ids of all pieces are the turn's record, cut where a stop string completed;
+- whoever reads a turn again gets the same, the ids of its tool calls included;
 - text may lag behind ids (torn characters, possible stop strings, unparsed calls), never lead them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.core.types import FinishReason, TokenDelta, TopLogprob
+from gateway.core.types import FinishReason, TokenDelta, TopLogprob, TurnId
 from gateway.ports import TurnRun
 from gateway.tokens import StreamDecoder, TextDelta, ToolCall, ToolCallParser
 
@@ -79,6 +82,10 @@ def tool_call_body(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
+def _call_id(turn_id: TurnId, number: int) -> str:
+    return f"call_{hashlib.blake2b(f'{turn_id}:{number}'.encode(), digest_size=12).hexdigest()}"
+
+
 async def pieces(
     run: TurnRun,
     decoder: StreamDecoder,
@@ -93,7 +100,7 @@ async def pieces(
     async for delta in run:
         silent = delta.finish_reason == "stop" and delta.token_ids[-1:] and delta.token_ids[-1] in stop_token_ids
         fed = decoder.feed(delta.token_ids[:-1] if silent else delta.token_ids)
-        piece = _piece(delta, fed, decoder, parser, answer)
+        piece = _piece(delta, fed, decoder, parser, answer, run.request.turn_id)
         answer.take(piece, delta)
         if answer.stop_reason is not None:
             await run.finish_early(len(answer.token_ids))
@@ -103,7 +110,12 @@ async def pieces(
 
 
 def _piece(
-    delta: TokenDelta, fed: TextDelta, decoder: StreamDecoder, parser: ToolCallParser | None, answer: Answer
+    delta: TokenDelta,
+    fed: TextDelta,
+    decoder: StreamDecoder,
+    parser: ToolCallParser | None,
+    answer: Answer,
+    turn_id: TurnId,
 ) -> Piece:
     text, finish, stopped_by = fed.text, delta.finish_reason, fed.stopped_by
     if stopped_by is None and finish is not None:
@@ -118,6 +130,10 @@ def _piece(
         if finish is not None:
             end = parser.finish()
             text, calls = text + end.text, calls + end.calls
+        calls = tuple(
+            dataclasses.replace(call, id=_call_id(turn_id, number))
+            for number, call in enumerate(calls, len(answer.calls))
+        )
     used = len(delta.token_ids) if fed.stopped_by is None else fed.tokens_used
     top = None if delta.top_logprobs is None else delta.top_logprobs[:used]
     return Piece(text, calls, delta.token_ids[:used], delta.logprobs[:used], top, finish)

@@ -120,4 +120,5 @@ def _summary(state: SessionState) -> dict[str, object]:
         "versions": list(state.sampled_versions),
         "moves": state.moves,
         "branches": state.branches,
+        "last_dropped": state.last_dropped,
     }

@@ -63,6 +63,7 @@ class SessionState:
     version: Version | None = None
     engine: EngineName | None = None  # holds its prefix
     moves: int = 0
+    last_dropped: str = ""  # the last turn that came to nothing, and why
     tree: TurnTree = field(default_factory=TurnTree)
 
     @property
@@ -133,15 +134,17 @@ class SessionState:
         self.touched_unix_s = now
         return self.tree.add(record)
 
-    def shorten_turn(self, turn_id: TurnId, num_tokens: int) -> None:
+    def shorten_turn(self, turn_id: TurnId, num_tokens: int) -> bool:
         """A stop string matched in an answer that was already taken in: only its first `num_tokens` tokens were said.
 
-        Too late once a turn went on from it or the session ended: what was sampled then stays.
+        Too late once a turn went on from it or the session ended: what was sampled then stays (False).
         """
         turn = self.tree.turns[turn_id]
         extended = any(request.parent == turn_id for request in self.running.values()) or self.tree.children(turn)
-        if self.phase == "live" and not extended:
-            turn.shorten(num_tokens)
+        if self.phase != "live" or extended:
+            return False
+        turn.shorten(num_tokens)
+        return True
 
     def drop_turn(self, turn_id: TurnId, now: float) -> None:
         """The turn came to nothing (given up or lost): it is as if it had never been asked for."""

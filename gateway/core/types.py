@@ -23,6 +23,9 @@ NO_VERSION = Version(0)
 FinishReason = Literal["stop", "length"]
 SegmentCause = Literal["start", "move", "cut"]
 Split = Literal["train", "eval"]
+HistoryKind = Literal["first", "extended", "closed", "branch"]
+"""How a prompt came from its session's record. `extended`: the newest turn, or a leaf. `closed`: the same, after the
+template ended a turn that was cut short. `branch`: another path through the session began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnOrigin:
+    """The request behind a turn: by what a retry of it is known, and what its answer's head and record need."""
+
+    digest: str = ""
+    idempotency_key: str | None = None
+    history: HistoryKind = "first"
+    history_reason: str = ""
+    messages_added: int = 0  # the last ones of the request's: those that its parent's path has not
+    created_unix_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TurnRequest:
     """One model call of a session, already in token ids."""
 
@@ -52,6 +67,7 @@ class TurnRequest:
     sampling: SamplingParams
     parent: TurnId | None = None  # the ended turn whose ids it extends; None: a root of the session's tree
     choice: int = 0  # which of a request's `n` answers
+    origin: TurnOrigin = TurnOrigin()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +144,4 @@ class TurnRecord:
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)  # indices relative to the turn's generated tokens
     finish_reason: FinishReason | None = None
+    top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)  # of every token, or empty: not asked for

@@ -3,6 +3,7 @@
 Invariants:
 - tokens of a turn are kept in the order appended, each once;
 - what was appended is on disk within `flush_interval_s` plus one commit, and at `end` before it returns;
+- an ended turn is kept until its session is forgotten; one that came to nothing can be reopened and goes on;
 - at most one write of the pool is under way, and at most `BUFFERED_TOKENS_MAX` tokens wait for it before `drain` holds
   the appender back.
 """
@@ -20,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from gateway.core.types import Segment, SessionId, TurnId, TurnRecord, TurnRequest
+from gateway.core.types import Segment, SessionId, TopLogprob, TurnId, TurnRecord, TurnRequest
 from gateway.data.database import Database
 from protos.errors import LaminarError, NotFound
 
@@ -35,10 +36,11 @@ BUFFERED_TOKENS_MAX = 1_000_000
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS turns(
     turn_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, request BLOB NOT NULL, begun_unix_s REAL NOT NULL,
-    outcome TEXT);
+    outcome TEXT, num_tokens INTEGER, ended_unix_s REAL);
 CREATE INDEX IF NOT EXISTS turns_by_session ON turns(session_id);
 CREATE TABLE IF NOT EXISTS turn_parts(
-    part INTEGER PRIMARY KEY, turn_id TEXT NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL);
+    part INTEGER PRIMARY KEY, turn_id TEXT NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
+    top_logprobs BLOB);
 CREATE INDEX IF NOT EXISTS turn_parts_by_turn ON turn_parts(turn_id);
 CREATE TABLE IF NOT EXISTS turn_segments(
     turn_id TEXT NOT NULL, position INTEGER NOT NULL, segment BLOB NOT NULL, PRIMARY KEY(turn_id, position));
@@ -59,6 +61,7 @@ class _Unwritten:
 
     token_ids: array[int] = field(default_factory=lambda: array("q"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
+    top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     segments: list[tuple[int, bytes]] = field(default_factory=list)
 
 
@@ -96,14 +99,26 @@ class PartialResponsePool:
     async def begin(self, request: TurnRequest) -> None:
         """Opens a turn; on disk when this returns."""
         row = (request.turn_id, request.session_id, msgspec.msgpack.encode(request), time.time())
-        await self._database.run(lambda connection: _insert_turn(connection, row))
         self._open[request.turn_id] = 0
+        await self._database.run(lambda connection: _insert_turn(connection, row))
 
-    def append(self, turn_id: TurnId, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    async def reopen(self, request: TurnRequest) -> None:
+        """A turn in flight, or one that came to nothing, goes on where it was."""
+        turn_id = request.turn_id
+        self._open[turn_id] = await self._database.run(lambda connection: _reopen(connection, turn_id))
+
+    def append(
+        self,
+        turn_id: TurnId,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        top_logprobs: Sequence[tuple[TopLogprob, ...]] = (),
+    ) -> None:
         """Adds tokens that arrived together. Never waits: `drain` afterwards, as with an asyncio stream's write."""
         unwritten = self._of(turn_id)
         unwritten.token_ids.extend(token_ids)
         unwritten.logprobs.extend(logprobs)
+        unwritten.top_logprobs.extend(top_logprobs)
         self._appended_tokens += len(token_ids)
         self._buffered_tokens += len(token_ids)
         if self._buffered_tokens > BUFFERED_TOKENS_MAX:
@@ -126,19 +141,40 @@ class PartialResponsePool:
         """Closes the turn; its tokens are on disk when this returns, and stay until `forget_session`."""
         self._of(turn_id)
         await self.flush()
-        await self._database.run(lambda connection: _set_outcome(connection, turn_id, outcome))
+        await self._database.run(lambda connection: _set_outcome(connection, turn_id, outcome, time.time()))
         self._open.pop(turn_id, None)
+
+    async def shorten(self, turn_id: TurnId, num_tokens: int) -> None:
+        """An ended turn turns out to have stopped after its first `num_tokens` tokens."""
+        await self._database.run(
+            lambda connection: (
+                connection.execute(
+                    "UPDATE turns SET outcome='stop', num_tokens=? WHERE turn_id=?", (num_tokens, turn_id)
+                )
+                and None
+            )
+        )
 
     async def forget_session(self, session_id: SessionId) -> None:
         """Drops all turns of a session: its trajectory is in the experience buffer, or nobody wants it."""
+        await self.forget_sessions([session_id])
+
+    async def forget_sessions(self, session_ids: Sequence[SessionId]) -> None:
+        """The same for many, in one commit."""
+        if not session_ids:
+            return
         await self.flush()
-        for turn_id in await self._database.run(lambda connection: _delete_session(connection, session_id)):
+        for turn_id in await self._database.run(lambda connection: _delete_sessions(connection, session_ids)):
             self._open.pop(turn_id, None)
 
     async def in_flight(self) -> list[TurnRecord]:
         """Every turn without an end, oldest first."""
         await self.flush()
         return await self._database.run(lambda connection: _read_turns(connection, "outcome IS NULL", ()))
+
+    async def ended_since(self, unix_s: float) -> list[tuple[TurnRecord, Outcome]]:
+        """Turns that ended after `unix_s`, oldest first: what a client may still ask for again."""
+        return await self._database.run(lambda connection: _read_ended(connection, unix_s))
 
     async def session_turns(self, session_id: SessionId) -> list[TurnRecord]:
         """All turns kept of one session, oldest first."""
@@ -205,14 +241,29 @@ def _insert_turn(connection: sqlite3.Connection, row: tuple[object, ...]) -> Non
     connection.execute("INSERT INTO turns(turn_id, session_id, request, begun_unix_s) VALUES (?,?,?,?)", row)
 
 
-def _set_outcome(connection: sqlite3.Connection, turn_id: TurnId, outcome: Outcome) -> None:
-    connection.execute("UPDATE turns SET outcome=? WHERE turn_id=?", (outcome, turn_id))
+def _set_outcome(connection: sqlite3.Connection, turn_id: TurnId, outcome: Outcome, unix_s: float) -> None:
+    connection.execute("UPDATE turns SET outcome=?, ended_unix_s=? WHERE turn_id=?", (outcome, unix_s, turn_id))
+
+
+def _reopen(connection: sqlite3.Connection, turn_id: TurnId) -> int:
+    connection.execute("UPDATE turns SET outcome=NULL, ended_unix_s=NULL WHERE turn_id=?", (turn_id,))
+    [count] = connection.execute("SELECT count(*) FROM turn_segments WHERE turn_id=?", (turn_id,)).fetchone()
+    return int(count)
 
 
 def _write(connection: sqlite3.Connection, taken: dict[TurnId, _Unwritten]) -> None:
     connection.executemany(
-        "INSERT INTO turn_parts(turn_id, token_ids, logprobs) VALUES (?,?,?)",
-        [(turn_id, u.token_ids.tobytes(), u.logprobs.tobytes()) for turn_id, u in taken.items() if u.token_ids],
+        "INSERT INTO turn_parts(turn_id, token_ids, logprobs, top_logprobs) VALUES (?,?,?,?)",
+        [
+            (
+                turn_id,
+                u.token_ids.tobytes(),
+                u.logprobs.tobytes(),
+                msgspec.msgpack.encode(u.top_logprobs) if u.top_logprobs else None,
+            )
+            for turn_id, u in taken.items()
+            if u.token_ids
+        ],
     )
     connection.executemany(
         "INSERT INTO turn_segments VALUES (?,?,?)",
@@ -220,36 +271,56 @@ def _write(connection: sqlite3.Connection, taken: dict[TurnId, _Unwritten]) -> N
     )
 
 
-def _delete_session(connection: sqlite3.Connection, session_id: SessionId) -> list[TurnId]:
-    gone = [row[0] for row in connection.execute("SELECT turn_id FROM turns WHERE session_id=?", (session_id,))]
+def _delete_sessions(connection: sqlite3.Connection, session_ids: Sequence[SessionId]) -> list[TurnId]:
+    gone = [
+        turn_id
+        for session_id in session_ids
+        for (turn_id,) in connection.execute("SELECT turn_id FROM turns WHERE session_id=?", (session_id,))
+    ]
     for table in ("turn_parts", "turn_segments", "turns"):
         connection.executemany(f"DELETE FROM {table} WHERE turn_id=?", [(turn_id,) for turn_id in gone])
     return gone
 
 
 def _read_turns(connection: sqlite3.Connection, where: str, values: tuple[str, ...]) -> list[TurnRecord]:
-    rows = connection.execute(f"SELECT turn_id, request, outcome FROM turns WHERE {where} ORDER BY rowid", values)
-    return [_read_turn(connection, turn_id, request, outcome) for turn_id, request, outcome in rows.fetchall()]
+    rows = connection.execute(
+        f"SELECT turn_id, request, outcome, num_tokens FROM turns WHERE {where} ORDER BY rowid", values
+    )
+    return [_read_turn(connection, *row) for row in rows.fetchall()]
 
 
-def _read_turn(connection: sqlite3.Connection, turn_id: str, request: bytes, outcome: Outcome | None) -> TurnRecord:
+def _read_ended(connection: sqlite3.Connection, unix_s: float) -> list[tuple[TurnRecord, Outcome]]:
+    rows = connection.execute(
+        "SELECT turn_id, request, outcome, num_tokens FROM turns WHERE ended_unix_s>? ORDER BY ended_unix_s", (unix_s,)
+    )
+    return [(_read_turn(connection, *row), row[2]) for row in rows.fetchall()]
+
+
+def _read_turn(
+    connection: sqlite3.Connection, turn_id: str, request: bytes, outcome: Outcome | None, num_tokens: int | None
+) -> TurnRecord:
     token_ids, logprobs = array("q"), array("d")
-    for ids, probs in connection.execute(
-        "SELECT token_ids, logprobs FROM turn_parts WHERE turn_id=? ORDER BY part", (turn_id,)
+    top_logprobs: list[tuple[TopLogprob, ...]] = []
+    for ids, probs, tops in connection.execute(
+        "SELECT token_ids, logprobs, top_logprobs FROM turn_parts WHERE turn_id=? ORDER BY part", (turn_id,)
     ):
         token_ids.frombytes(ids)
         logprobs.frombytes(probs)
+        if tops is not None:
+            top_logprobs += msgspec.msgpack.decode(tops, type=list[tuple[TopLogprob, ...]])
     segments = [
         msgspec.msgpack.decode(blob, type=Segment)
         for (blob,) in connection.execute(
             "SELECT segment FROM turn_segments WHERE turn_id=? ORDER BY position", (turn_id,)
         )
     ]
+    kept = len(token_ids) if num_tokens is None else num_tokens
     return TurnRecord(
         request=msgspec.msgpack.decode(request, type=TurnRequest),
-        token_ids=list(token_ids),
-        logprobs=list(logprobs),
-        segments=_close_segments(segments, len(token_ids)),
+        token_ids=list(token_ids[:kept]),
+        logprobs=list(logprobs[:kept]),
+        top_logprobs=top_logprobs[:kept],
+        segments=_close_segments([s for s in segments if s.start < max(1, kept)], kept),
         finish_reason=outcome if outcome in ("stop", "length") else None,
     )
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gateway.api.openai_errors import answer_errors
 from gateway.api.openai_routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
+from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import (
     EngineName,
@@ -66,6 +67,7 @@ class ScriptedTurns:
     identities: list[SessionIdentity] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
     early: list[int] = field(default_factory=list)
+    delivered: list[str] = field(default_factory=list)
 
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo("policy", self.context_tokens, 1_700_000_000)]
@@ -78,6 +80,9 @@ class ScriptedTurns:
         name = identity.session_id or f"own-{len(self.identities)}"
         kept = self.sessions.setdefault(name, Kept(name))
         return SessionView(SessionId(name), kept.tree, identity.session_id is None)
+
+    async def join(self, call: Call, choices: int) -> None:
+        return None
 
     def start(self, request: TurnRequest) -> ScriptedRun:
         self.requests.append(request)
@@ -93,6 +98,7 @@ class ScriptedTurns:
 class ScriptedRun:
     def __init__(self, turns: ScriptedTurns, request: TurnRequest, script: Script) -> None:
         self._turns, self._request, self._script = turns, request, script
+        self.request = request
         self._kept = turns.sessions[request.session_id]
         self._sent: list[int] = []
         self._outcome = "aborted"
@@ -141,6 +147,9 @@ class ScriptedRun:
             top_logprobs=tuple(tuple(TopLogprob(5 + k, -1.0 - k) for k in range(top)) for _ in part) if top else None,
             finish_reason=finish,
         )
+
+    def delivered(self) -> None:
+        self._turns.delivered.append(self._request.turn_id)
 
     async def finish_early(self, num_tokens: int) -> None:
         self._turns.early.append(num_tokens)

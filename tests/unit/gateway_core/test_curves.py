@@ -60,7 +60,10 @@ def test_what_an_engine_became_is_learnt_again() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(-1, 400), st.integers(0, 64), st.floats(-1, 1e6)), max_size=200), st.integers(1, 99)
+    st.lists(
+        st.tuples(st.integers(-1, 400), st.integers(0, 64), st.floats(-1, 1e6, allow_subnormal=False)), max_size=200
+    ),
+    st.integers(1, 99),
 )
 @settings(max_examples=100, deadline=None)
 def test_whatever_is_seen_b_stays_within_its_bounds(seen: list[tuple[int, int, float]], configured: int) -> None:

@@ -84,7 +84,13 @@ async def shell(
 
     `engines` serve when this yields; `broken` ones are members that never will.
     """
-    quick = {"poll_interval_s": 30.0, "dead_after_polls": 1, "stall_timeout_s": 5.0, "placement_timeout_s": 5.0}
+    quick = {
+        "disconnect_grace_s": 0.0,
+        "poll_interval_s": 30.0,
+        "dead_after_polls": 1,
+        "stall_timeout_s": 5.0,
+        "placement_timeout_s": 5.0,
+    }
     config = {**quick, "fleet": fleet or FleetConfig(), **config}
     specs = tuple(EngineSpec(e.name, "vllm", e.url, relay) for e in (*engines, *broken))
     settings = GatewayConfig(model=MODEL, tokenizer=directory, data=directory, engines=specs, **config)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gateway import turns
+from gateway.audience import UNREAD_TOKENS_MAX
 from gateway.core.fleet import FleetConfig, TurnLoad
 from gateway.core.sampling import segment_seed
 from gateway.core.scheduler import Demand
@@ -332,12 +333,17 @@ async def test_a_slow_client_holds_its_stream_back(tmp_path: Path) -> None:
         run, deltas = found.run(budget=budget), []
         async with run:
             appended = found.pool.statistics
-            await until(lambda: e0.asked[0].written and appended().appended_tokens >= turns.DELTAS_MAX, "a held stream")
+            await until(lambda: e0.asked[0].written, "everything said")
+            reading = aiter(run)
+            deltas.append(await anext(reading))
+            await until(lambda: appended().appended_tokens >= UNREAD_TOKENS_MAX, "a held stream")
             await found.fleet.members[EngineName("e0")].adapter.limits()  # whatever would still be read comes before
-            assert appended().appended_tokens == turns.DELTAS_MAX
-            async for delta in run:
+            read_so_far = len(deltas[0].token_ids)
+            assert appended().appended_tokens - read_so_far <= UNREAD_TOKENS_MAX
+            async for delta in reading:
                 deltas.append(delta)
-                assert appended().appended_tokens - len(deltas) <= turns.DELTAS_MAX
+                read_so_far += len(delta.token_ids)
+                assert appended().appended_tokens - read_so_far <= UNREAD_TOKENS_MAX
         check_whole(run, deltas, budget)
         assert found.sessions.counters.turns_cut == 0
         check_at_rest(found)

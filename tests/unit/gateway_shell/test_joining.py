@@ -1,0 +1,196 @@
+"""Clients that leave and come back: the same turn goes on, is read again, or is taken up where it was given up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.core.fleet import FleetConfig
+from gateway.core.joining import Call
+from gateway.core.sessions import SessionState
+from gateway.core.types import SamplingParams, TurnId, TurnOrigin, TurnRequest
+from gateway.turns import Run
+from protos.errors import Conflict
+from tests.support.cutting_engine import CuttingEngine, said, until
+from tests.unit.gateway_shell.shell import BUDGET, PROMPT, Shell, check_at_rest, check_whole, read, shell
+
+
+def begun(found: Shell, session: SessionState, name: str = "t0", **sampling: Any) -> Run:
+    params = SamplingParams(max_tokens=BUDGET, **sampling)
+    prompt = (*session.token_ids, *PROMPT)
+    origin = TurnOrigin(digest="same")
+    newest = session.tree.newest
+    parent = None if newest is None else newest.turn_id
+    request = TurnRequest(TurnId(name), session.session_id, session.turns, prompt, params, parent, origin=origin)
+    return found.sessions.start(request)
+
+
+async def join(found: Shell, call: Call) -> Run | None:
+    joined = await found.sessions.join(call, 1)
+    return None if joined is None else joined[0]
+
+
+async def leave(run: Run, after: int) -> None:
+    """A client that goes once `after` tokens came."""
+    async with run:
+        await until(lambda: len(run.record.token_ids) == after, f"{after} tokens")
+
+
+async def test_a_client_that_comes_back_reads_the_running_turn_from_its_beginning(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+        session = found.session()
+        run = begun(found, session)
+        await leave(run, 4)
+        assert list(session.running) == ["t0"]
+        joined = await join(found, Call("same", session.session_id))
+        assert joined is run
+        async with joined:
+            e0.go.set()
+            check_whole(run, [delta async for delta in joined])
+        assert len(e0.asked) == 1
+        counters = found.sessions.counters
+        assert (counters.turns_orphaned, counters.turns_joined, counters.turns_aborted) == (1, 1, 0)
+        check_at_rest(found)
+
+
+async def test_two_readers_get_the_same_and_the_turn_lives_while_one_stays(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+        session = found.session()
+        run = begun(found, session)
+        async with run:
+            joined = await join(found, Call("same", session.session_id, retried=True))
+            assert joined is run
+            await leave(run, 4)
+            assert not e0.asked[0].left
+            e0.go.set()
+            check_whole(run, [delta async for delta in run])
+        check_at_rest(found)
+
+
+async def test_an_orphan_that_ends_in_its_grace_is_answered_to_the_retry(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+        session = found.session()
+        run = begun(found, session)
+        await leave(run, 4)
+        e0.go.set()
+        await until(lambda: session.turns == 1, "the end")
+        joined = await join(found, Call("same", session.session_id))
+        assert joined is run
+        check_whole(run, await read(run))
+        run.delivered()
+        assert await join(found, Call("same", session.session_id)) is None
+        assert await join(found, Call("same", session.session_id, retried=True)) is run
+
+
+async def test_an_orphan_is_aborted_after_its_grace_and_a_later_retry_gets_its_tokens(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=0.02) as found:
+        session = found.session()
+        run = begun(found, session)
+        await leave(run, 4)
+        await until(lambda: e0.asked[0].left, "the abort upstream")
+        await until(lambda: not session.running, "the end of the turn")
+        assert "its client left" in session.last_dropped
+        assert "4 tokens kept" in session.last_dropped
+        assert session.token_ids == []
+        e0.hold_at = None
+        again = await join(found, Call("same", session.session_id))
+        assert again is not None
+        check_whole(again, await read(again))
+        assert e0.asked[1].prompt == [*PROMPT, *said(PROMPT, 4)[0]], "no token is asked for twice"
+        assert [(s.start, s.end, s.cause) for s in again.segments] == [(0, 4, "start"), (4, BUDGET, "cut")]
+        assert await found.outcome(again) == (*said(PROMPT, BUDGET), [("e0", 0, 4), ("e0", 4, BUDGET)])
+        check_at_rest(found)
+
+
+async def test_a_given_up_turn_of_a_session_that_went_on_becomes_a_branch(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+        session = found.session()
+        await leave(begun(found, session), 4)
+        e0.hold_at = None
+        await read(found.run(session))
+        again = await join(found, Call("same", session.session_id, retried=True))
+        assert again is not None
+        check_whole(again, await read(again))
+        assert (session.turns, session.branches) == (2, 2)
+
+
+async def test_a_lost_turn_keeps_its_tokens_for_the_retry(tmp_path: Path) -> None:
+    e0 = CuttingEngine("e0", hold_at=4)
+    async with e0, shell(tmp_path, e0, placement_timeout_s=0.1, poll_interval_s=0.02) as found:
+        session = found.session()
+        run = begun(found, session)
+        async with run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            await e0.die()
+            with pytest.raises(Exception, match="is lost"):
+                await read(run)
+        async with CuttingEngine("e0", url=e0.url, started_unix_s=2.0) as returned:
+            await until(lambda: found.status(e0) == "serving", "the engine's return")
+            again = await join(found, Call("same", session.session_id))
+            assert again is not None
+            check_whole(again, await read(again))
+            assert returned.asked[0].prompt == [*PROMPT, *said(PROMPT, 4)[0]]
+        check_at_rest(found)
+
+
+async def test_a_client_that_left_the_queue_keeps_its_place(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "disconnect_grace_s": 60.0}
+    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **config) as found, found.run():
+        session = found.session()
+        run = begun(found, session)
+        waiting = asyncio.create_task(read(run))
+        await until(lambda: found.fleet.statistics().queued == 1, "a queued turn")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert found.fleet.statistics().queued == 1
+        joined = await join(found, Call("same", session.session_id))
+        assert joined is run
+        again = asyncio.create_task(read(joined))
+        e0.go.set()
+        check_whole(run, await again)
+
+
+async def test_siblings_without_a_session_never_merge(tmp_path: Path) -> None:
+    """Eight requests of one body, one client gone: the next of them joins that turn; with two gone, none does."""
+    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+        runs = [begun(found, found.session(ephemeral=True), f"t{i}") for i in range(8)]
+        reading = [asyncio.create_task(read(run)) for run in runs]
+        await until(lambda: len(e0.asked) == 8, "eight turns")
+        assert await join(found, Call("same", None, retried=True)) is None
+        reading[3].cancel()
+        await until(lambda: found.sessions.counters.turns_orphaned == 1, "an orphan")
+        assert await join(found, Call("same", None)) is runs[3]
+        reading[5].cancel()
+        await until(lambda: found.sessions.counters.turns_orphaned == 2, "two orphans")
+        assert await join(found, Call("same", None)) is None
+        e0.go.set()
+        await asyncio.wait(reading)
+
+
+async def test_a_turn_that_is_over_is_forgotten_after_its_window(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, idempotency_window_s=10.0) as found:
+        session = found.session(ephemeral=True)
+        run = begun(found, session)
+        await read(run)
+        over = next(iter(found.sessions.known._over.values()))[1]
+        assert list(found.sessions.known.sweep(over - 0.01)) == []
+        assert await join(found, Call("same", None)) is run
+        assert list(found.sessions.known.sweep(over + 0.01)) == [run]
+        assert await join(found, Call("same", None)) is None
+        assert not found.sessions.known._buckets
+
+
+async def test_an_abandoned_sessions_turn_cannot_be_joined(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+        session = found.session()
+        run = begun(found, session)
+        async with run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            await found.sessions.abandon(session.session_id, "no longer wanted")
+            with pytest.raises(Conflict, match="abandoned"):
+                await read(run)
+        assert await join(found, Call("same", session.session_id, retried=True)) is None
