@@ -22,6 +22,7 @@ from gateway.core.types import EngineName, TurnId, Version
 from gateway.data import Timeline
 from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport
 from gateway.engines.kinds import connect
+from gateway.engines.tether import until_broken
 from paramserver.client import Lease, RelayClient
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable, UnknownModel
 
@@ -53,6 +54,7 @@ class Member:
     failed_polls: int = 0
     refresh_failures: int = 0
     watcher: asyncio.Task[None] | None = None
+    tether: asyncio.Task[None] | None = None
     refresher: asyncio.Task[None] | None = None
 
 
@@ -122,6 +124,7 @@ class Fleet:
         member = self.members[name] = Member(spec, adapter, state)
         self.state.engines[name] = state
         member.watcher = self._tasks.create_task(self._watch_engine(member), name=f"watch-{name}")
+        member.tether = self._tasks.create_task(self._hold_tether(member), name=f"tether-{name}")
         if spec.relay is not None and spec.relay not in self._relays:
             self._relays[spec.relay] = RelayClient(spec.relay)
             watcher = self._tasks.create_task(self._watch_relay(spec.relay), name=f"watch-relay-{spec.relay}")
@@ -133,10 +136,10 @@ class Fleet:
         if member is None:
             raise NotFound(f"no engine named {name!r}", hint=f"there are: {', '.join(sorted(self.members)) or 'none'}")
         del self.state.engines[name]
-        for task in (member.watcher, member.refresher):
-            if task is not None:
-                task.cancel()
-        await asyncio.wait([t for t in (member.watcher, member.refresher) if t is not None])
+        tasks = [task for task in (member.watcher, member.tether, member.refresher) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await member.adapter.close()
         self.changed()
 
@@ -192,9 +195,10 @@ class Fleet:
             state.curve.observe(len(state.turns), num_tokens, seconds)
 
     def suspect(self, engine: EngineName) -> None:
-        """A stream of it broke: look now rather than at the next poll."""
+        """A connection to it broke: it gets no turn before it was looked at, which is now."""
         member = self.members.get(engine)
         if member is not None:
+            member.state.suspected = member.state.status == "serving"
             member.look.set()
 
     def changed(self) -> None:
@@ -232,17 +236,29 @@ class Fleet:
 
     async def _watch_engine(self, member: Member) -> None:
         while True:
+            member.look.clear()
             try:
                 report = await member.adapter.report()
                 await self._alive(member, report)
             except EngineFailed as e:
                 self._unreachable(member, e)
-            member.look.clear()
             try:
                 async with asyncio.timeout(self.config.poll_interval_s):
                     await member.look.wait()
             except TimeoutError:
                 continue
+
+    async def _hold_tether(self, member: Member) -> None:
+        while True:
+            if await until_broken(member.spec.url):
+                self.suspect(member.state.name)
+            await asyncio.sleep(self.config.poll_interval_s)
+
+    def _trust(self, member: Member) -> None:
+        """It answered as the incarnation it was, and nothing broke since it was asked."""
+        if member.state.suspected and not member.look.is_set():
+            member.state.suspected = False
+            self.changed()
 
     async def _alive(self, member: Member, report: EngineReport) -> None:
         state = member.state
@@ -251,7 +267,8 @@ class Fleet:
         state.waiting_reported = report.waiting
         self.state.kv_ceiling(state).observe(report.kv_usage, report.running, report.waiting)
         restarted = state.incarnation != report.incarnation
-        if state.status != "dead" and not restarted:
+        if state.status != "dead" and not restarted and not state.must_load:
+            self._trust(member)
             return
         limits = await member.adapter.limits()
         if state.status == "refreshing":
@@ -261,14 +278,17 @@ class Fleet:
         state.incarnation = report.incarnation
         state.context_tokens, state.kv_capacity_tokens = limits.context_tokens, limits.kv_capacity_tokens
         state.version = Version(int(limits.weight_version)) if limits.weight_version.isdigit() else Version(0)
+        state.must_load = limits.fenced
         if state.status == "dead":
-            self._set(member, "joining", f"answers; holds version {state.version}")
+            what = "fenced: it must load before it serves" if limits.fenced else f"holds version {state.version}"
+            self._set(member, "joining", f"answers; {what}")
         self._settle(member)
 
     def _settle(self, member: Member) -> None:
         """A joining engine serves once it holds a wanted version: its host's newest, or any while there is none."""
         state = member.state
-        if state.status == "joining" and state.version >= state.available and self._relay_seen(member):
+        wanted = state.version >= state.available and not state.must_load
+        if state.status == "joining" and wanted and self._relay_seen(member):
             self._set(member, "serving", f"version {state.version}")
         self.changed()
 
@@ -278,6 +298,8 @@ class Fleet:
 
     def _unreachable(self, member: Member, error: EngineFailed) -> None:
         member.failed_polls += 1
+        if member.state.status == "dead" and member.state.last_error != error.message:
+            log.warning("engine %s does not answer: %s", member.state.name, error)
         member.state.last_error = error.message
         if member.state.status != "dead" and member.failed_polls >= self.config.dead_after_polls:
             self._set(member, "dead", error.message)
@@ -344,7 +366,7 @@ class Fleet:
         except LaminarError as e:
             self._refresh_failed(member, e)
             return
-        state.version = version
+        state.version, state.must_load = version, False
         member.refresh_failures, state.refresh_not_before = 0, 0.0
         self._refreshes += 1
         seconds = time.monotonic() - started

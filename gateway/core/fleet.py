@@ -73,6 +73,10 @@ class EngineState:
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
     available: Version = NO_VERSION  # newest version that its host's relay holds
     refresh_not_before: float = 0.0  # a load failed: the next try waits
+    suspected: bool = (
+        False  # a connection to it broke: no turn goes there before it has answered as the same incarnation
+    )
+    must_load: bool = False  # it was met fenced: whatever its label says, its weights may be mixed
     last_error: str = ""
     curve: DecodeCurve = field(default_factory=DecodeCurve)
     ceiling: KvCeiling | None = None  # C_max as learnt; made with the first report
@@ -87,7 +91,7 @@ class EngineState:
             raise ValueError(f"engine {self.name}: no way from {self.status} to {status}")
         self.status = status
         if status != "serving":
-            self.intake_open = False
+            self.intake_open = self.suspected = False
 
     def open_intake(self, now: float) -> None:
         self.intake_open, self.intake_opened_at, self.admitted = True, now, 0
@@ -194,7 +198,7 @@ class FleetState:
         if engine.available == 0 or engine.turns or now < engine.refresh_not_before:
             return None
         if engine.status in ("joining", "fenced"):
-            if engine.status == "joining" and engine.version >= engine.available:
+            if engine.status == "joining" and engine.version >= engine.available and not engine.must_load:
                 return None
             return RefreshDecision(engine.name, engine.available, f"{engine.status}: needs a wanted version")
         if engine.status != "serving" or engine.version >= engine.available or engine.intake_open:

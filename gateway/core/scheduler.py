@@ -53,7 +53,7 @@ class Admission:
 
 
 def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
-    if engine.status != "serving" or len(engine.turns) >= fleet.config.max_running:
+    if engine.status != "serving" or engine.suspected or len(engine.turns) >= fleet.config.max_running:
         return False
     if not engine.turns or not engine.kv_capacity_tokens:
         return True

@@ -71,6 +71,8 @@ class EngineLimits:
     context_tokens: int
     kv_capacity_tokens: int
     weight_version: str
+    fenced: bool = False
+    """Paused, by whomever: perhaps in the middle of a load, and then its label proves nothing."""
 
 
 class EngineAdapter(Protocol):

@@ -24,10 +24,6 @@ CONNECT_TIMEOUT_S = 5.0
 EVENT_BYTES_MAX = 4 << 20
 """One event's line: the first carries the prompt's ids."""
 ERROR_SHOWN = 500
-NOT_FOUND_HINT = (
-    "vLLM has its control routes with VLLM_SERVER_DEV_MODE=1 in its environment and "
-    """--weight-transfer-config '{"backend": "laminar"}', laminar-rl[vllm] installed beside it"""
-)
 
 T = TypeVar("T")
 
@@ -35,11 +31,20 @@ T = TypeVar("T")
 class EngineHttp:
     """Connections to one server. `stall_timeout_s`: silence on a stream for longer counts as a cut.
 
-    `control_timeout_s`: for a whole control call that names no deadline of its own.
+    `control_timeout_s`: for a whole control call that names no deadline of its own. `not_found_hint`: what would be
+    right when a control route is not there.
     """
 
-    def __init__(self, url: str, *, stall_timeout_s: float, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        stall_timeout_s: float,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
+        not_found_hint: str = "",
+    ) -> None:
         self.url = url.rstrip("/")
+        self._not_found_hint = not_found_hint
         self._control_timeout_s = control_timeout_s
         self._streams: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
@@ -87,21 +92,28 @@ class EngineHttp:
 
     async def text(self, method: str, path: str, body: object | None = None, *, timeout_s: float | None = None) -> str:
         """The answer's body. EngineFailed when there is none in time, or its status is an error's."""
+        status, text = await self._ask(method, path, body, timeout_s)
+        if status >= 400:
+            raise EngineFailed(
+                f"{method} {self.url}{path} answered {status}: {text[:ERROR_SHOWN]}",
+                hint=self._not_found_hint if status == 404 else "",
+            )
+        return text
+
+    async def status(self, method: str, path: str) -> int:
+        """The answer's status, whatever it is. EngineFailed when there is none in time."""
+        return (await self._ask(method, path, None, None))[0]
+
+    async def _ask(self, method: str, path: str, body: object | None, timeout_s: float | None) -> tuple[int, str]:
         deadline_s = self._control_timeout_s if timeout_s is None else timeout_s
         try:
             async with (
                 asyncio.timeout(deadline_s),
                 self._control.request(method, self.url + path, json=body) as response,
             ):
-                text = await response.text()
+                return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise EngineFailed(f"{method} {self.url}{path}: {_said(e, deadline_s)}") from e
-        if response.status >= 400:
-            raise EngineFailed(
-                f"{method} {self.url}{path} answered {response.status}: {text[:ERROR_SHOWN]}",
-                hint=NOT_FOUND_HINT if response.status == 404 else "",
-            )
-        return text
 
     def _decode(self, method: str, path: str, text: str, kind: type[T]) -> T:
         try:

@@ -173,6 +173,7 @@ class SglangEngine:
             context_tokens=max((model.max_model_len or 0 for model in models), default=0),
             kv_capacity_tokens=sum(load.max_total_num_tokens for load in loads),
             weight_version=await self._label(),
+            fenced=await self._http.status("GET", "/ready") != 200,
         )
 
     def _check_model(self, models: list[_Model]) -> None:
@@ -195,9 +196,7 @@ class SglangEngine:
             await self._push_manifest(path, version, digest, server.tp_size)
         else:
             await self._push_directory(path, version)
-        label = await self._label()
-        if label != str(version):
-            raise EngineFailed(f"{self.url} says it holds version {label!r} after loading version {version}")
+        await self._check_loaded(version, server.random_seed)
         await self._http.post("/continue_generation", {})
         return time.monotonic() - started
 
@@ -241,6 +240,13 @@ class SglangEngine:
             raise EngineFailed(f"POST {self.url}{path} did not say whether it was done: {text[:300]!r}") from e
         if not done.success:
             raise EngineFailed(f"POST {self.url}{path}: {done.message}")
+
+    async def _check_loaded(self, version: int, seed: int | None) -> None:
+        label = await self._label()
+        if label != str(version):
+            raise EngineFailed(f"{self.url} says it holds version {label!r} after loading version {version}")
+        if (await self._http.get("/server_info", _ServerInfo)).random_seed != seed:
+            raise EngineFailed(f"{self.url} was restarted while it loaded version {version}")
 
     async def _label(self) -> str:
         return str((await self._http.get("/model_info", _ModelInfo)).weight_version)

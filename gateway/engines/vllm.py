@@ -20,6 +20,10 @@ from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, Engine
 from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp
 
 UPDATE_OPEN_MESSAGE = "a weight update is open"
+NOT_FOUND_HINT = (
+    "vLLM has its control routes with VLLM_SERVER_DEV_MODE=1 in its environment and "
+    """--weight-transfer-config '{"backend": "laminar"}', laminar-rl[vllm] installed beside it"""
+)
 TOKEN_KEY = re.compile(r"token_id:[0-9]+")
 
 
@@ -55,6 +59,10 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Paused(msgspec.Struct):
+    is_paused: bool
+
+
 class _WeightInfo(msgspec.Struct):
     weight_version: str | int
 
@@ -74,7 +82,12 @@ class VllmEngine:
         control_timeout_s: float = CONTROL_TIMEOUT_S,
         load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
-        self._http = EngineHttp(url, stall_timeout_s=stall_timeout_s, control_timeout_s=control_timeout_s)
+        self._http = EngineHttp(
+            url,
+            stall_timeout_s=stall_timeout_s,
+            control_timeout_s=control_timeout_s,
+            not_found_hint=NOT_FOUND_HINT,
+        )
         self.url = self._http.url
         self._model = model
         self._load_timeout_s = load_timeout_s
@@ -119,6 +132,7 @@ class VllmEngine:
             context_tokens=served[self._model].max_model_len or 0,
             kv_capacity_tokens=_kv_capacity(await self._http.text("GET", "/metrics")),
             weight_version=await self._label(),
+            fenced=(await self._http.get("/is_paused", _Paused)).is_paused,
         )
 
     # -- loading

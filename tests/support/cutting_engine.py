@@ -87,6 +87,7 @@ class Asked:
     """One completion request, and how it went."""
 
     body: dict[str, Any]
+    version: str = ""  # that the engine held then
     written: bool = False  # everything was handed to the socket
     left: bool = False  # the client went away first
 
@@ -122,6 +123,7 @@ class CuttingEngine:
     answer: Callable[[str, Any], Answer | None] | None = None  # as `answers`, from path and body
     extra_metrics: str = ""
     started_unix_s: float = 1.0
+    paused: bool = False
     url: str = ""
 
     async def __aenter__(self) -> Self:
@@ -129,6 +131,7 @@ class CuttingEngine:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/metrics", self._control)
         app.router.add_get("/v1/models", self._control)
+        app.router.add_get("/is_paused", self._control)
         for path in dict.fromkeys(LOAD_STEPS):
             app.router.add_route("*", path, self._control)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
@@ -157,7 +160,7 @@ class CuttingEngine:
     # -- generation
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        asked = Asked(await request.json())
+        asked = Asked(await request.json(), self.version)
         self.asked.append(asked)
         cut = self.cuts.popleft() if self.cuts else self.always
         try:
@@ -255,6 +258,8 @@ class CuttingEngine:
             return web.Response(status=answer[0], text=answer[1])
         if answer is not None:
             return web.Response(text=answer)
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
         if path == "/finish_weight_update":
             self.version = body["weight_version"]
         return web.Response(text=self._usual(path))
@@ -268,6 +273,8 @@ class CuttingEngine:
                     f'vllm:num_requests_running{{engine="0"}} {running}\n'
                     f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="{BLOCKS}"}} 1\n'
                 ) + self.extra_metrics
+            case "/is_paused":
+                return json.dumps({"is_paused": self.paused})
             case "/v1/models":
                 return json.dumps({"data": [{"id": MODEL, "max_model_len": CONTEXT_TOKENS}]})
             case _:

@@ -57,6 +57,7 @@ class SayingEngine:
         app.router.add_get("/metrics", _always(METRICS))
         app.router.add_get("/health", _always(""))
         app.router.add_get("/weight_info", _always(json.dumps({"weight_version": "0"})))
+        app.router.add_get("/is_paused", _always(json.dumps({"is_paused": False})))
         app.router.add_get("/v1/models", _always(json.dumps(models)))
         app.router.add_post("/v1/completions", self._completions)
         runner = web.AppRunner(app, access_log=None)

@@ -1,0 +1,86 @@
+"""Engines that come back as another incarnation, or are met fenced: no turn before they hold a wanted version.
+
+Nothing here waits for a poll: they are half a minute apart.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from tests.support.cutting_engine import Cut, CuttingEngine, until
+from tests.unit.gateway_shell.shell import FakeRelay, Shell, check_whole, read, relay, shell
+
+
+async def loaded(found: Shell, holder: FakeRelay, *engines: CuttingEngine) -> None:
+    """Version 7 on every engine."""
+    holder.publish(7)
+    await until(lambda: all((e.version, found.status(e)) == ("7", "serving") for e in engines), "version 7")
+
+
+async def test_an_idle_engine_that_restarts_is_noticed_before_the_next_turn(tmp_path: Path) -> None:
+    e0 = CuttingEngine("e0")
+    async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address) as found:
+        await loaded(found, holder, e0)
+        state = found.fleet.state.sorted_engines()[0]
+        await e0.die()
+        await until(lambda: state.suspected or found.status(e0) != "serving", "notice of the broken connection")
+        async with CuttingEngine("e0", url=e0.url, started_unix_s=2.0) as again:
+            found.fleet.suspect(state.name)  # stands for the next poll
+            run = found.run()
+            check_whole(run, await read(run))
+            assert [asked.version for asked in again.asked] == ["7"]
+            assert [(s.incarnation, s.version) for s in run.segments] == [("2.0", 7)]
+
+
+async def test_a_turn_cut_by_a_restart_waits_for_the_refresh_rather_than_mix_versions(tmp_path: Path) -> None:
+    e0 = CuttingEngine("e0", hold_at=4)
+    async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address) as found:
+        await loaded(found, holder, e0)
+        run = found.run()
+        async with run:
+            deltas = [await anext(aiter(run)) for _ in range(2)]
+            await e0.die()
+            async with CuttingEngine("e0", url=e0.url, started_unix_s=2.0) as again:
+                deltas += [delta async for delta in run]
+                check_whole(run, deltas)
+                assert [asked.version for asked in again.asked] == ["7"]
+        assert [(s.version, s.cause) for s in run.segments] == [(7, "start"), (7, "cut")]
+        assert found.sessions.counters.turns_mixed_version == 0
+
+
+async def test_a_turn_that_broke_off_is_not_sent_there_again_before_the_engine_answered(tmp_path: Path) -> None:
+    """The look after a cut hangs: the turn waits, though the engine would have taken it."""
+    e0 = CuttingEngine("e0", cuts=deque([Cut("reset", 2)]))
+    async with e0, shell(tmp_path, e0) as found:
+        e0.answers["/metrics"] = "hang"
+        run = found.run()
+        async with run:
+            await until(lambda: run.record.segments and not run.engine and found.sessions.counters.turns_cut, "the cut")
+            await until(lambda: found.fleet.statistics().queued == 1, "the turn in the queue")
+            assert len(e0.asked) == 1
+            e0.answers.clear()
+            await e0.die()  # the hanging look fails; the next one finds it
+            async with CuttingEngine("e0", url=e0.url, started_unix_s=1.0):
+                check_whole(run, [delta async for delta in run])
+
+
+async def test_an_engine_met_fenced_loads_before_it_serves_whatever_its_label_says(tmp_path: Path) -> None:
+    e0 = CuttingEngine("e0", version="7", paused=True)
+    async with relay() as (holder, address), e0:
+        holder.publish(7)
+        async with shell(tmp_path, e0, relay=address) as found:
+            assert ("/update_weights" in dict(e0.calls), e0.paused) == (True, False)
+            run = found.run()
+            check_whole(run, await read(run))
+
+
+async def test_an_engine_met_fenced_with_nothing_to_load_serves_once_it_is_resumed(tmp_path: Path) -> None:
+    e0 = CuttingEngine("e0", paused=True)
+    async with e0, shell(tmp_path, broken=[e0], poll_interval_s=0.01) as found:
+        await until(lambda: found.status(e0) == "joining", "a first look")
+        for _ in range(3):
+            found.fleet.changed()
+            assert found.status(e0) == "joining"
+        e0.paused = False
+        await until(lambda: found.status(e0) == "serving", "service")
