@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self
 
 from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
-from gateway.core.types import Segment, SessionId, TokenDelta, TurnRequest
+from gateway.core.types import History, Segment, SessionId, TokenDelta, TurnRequest
 
 IdentitySource = Literal["url", "api_key", "header", "body", "none"]
 Message = Mapping[str, Any]
@@ -43,6 +43,7 @@ class SessionView:
     session_id: SessionId
     tree: TurnTree
     ephemeral: bool
+    history: History = "record"
 
 
 class TurnRun(Protocol):

@@ -98,7 +98,7 @@ class Sessions:
     async def open_session(self, identity: SessionIdentity) -> SessionView:
         state = self._find_or_make(identity)
         state.check_open()
-        return SessionView(state.session_id, state.tree, state.spec.ephemeral)
+        return SessionView(state.session_id, state.tree, state.spec.ephemeral, state.spec.history)
 
     def start(self, request: TurnRequest) -> Run:
         return Run(request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.tree import Turn, TurnTree, matched
-from gateway.core.types import HistoryKind, TurnId
+from gateway.core.types import History, HistoryKind, TurnId
 from gateway.ports import Message, SessionView
 from gateway.tokens import Codec
 from gateway.tokens.bridge import comparable, difference
@@ -21,12 +21,16 @@ HEAD_ROLE = "laminar:head"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`parent` is the turn that it extends; `added` are the messages that it adds to that turn's."""
+    """`parent` is the turn that it extends; `added` are the messages that it adds to that turn's.
+
+    `turn` counts the answers before it in its conversation.
+    """
 
     token_ids: list[int]
     history: HistoryKind
     parent: TurnId | None = None
     added: Sequence[Message] = ()
+    turn: int = 0
     reason: str = ""
 
 
@@ -41,22 +45,32 @@ def chat_prompt(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
+    mode: History | None = None,
 ) -> Prompt:
-    """From the deepest turn whose path the messages repeat; without one, from the template alone."""
+    """From the deepest turn whose path the messages repeat; without one, from the template alone.
+
+    `mode` `template` takes the template's rendering instead wherever it differs from the record.
+    """
+    turn = sum(message.get("role") == "assistant" for message in messages)
     tree, own_head = view.tree, head(api="chat", tools=tools, template_kwargs=template_kwargs)
     parent = _extended_turn(tree, own_head, messages)
     if parent is None:
         ids = codec.render(messages, tools, template_kwargs=template_kwargs)
         if not len(tree):
-            return Prompt(ids, "first", added=messages)
-        return Prompt(ids, "branch", added=messages, reason=_difference(tree, own_head, messages))
+            return Prompt(ids, "first", added=messages, turn=turn)
+        return Prompt(ids, "branch", added=messages, turn=turn, reason=_difference(tree, own_head, messages))
     recorded = _messages(tree, parent)
     added = messages[len(recorded) :]
     bridged = codec.bridge(tree.ids(parent), recorded, added, tools, template_kwargs=template_kwargs)
+    if (mode or view.history) == "template":
+        rendered = codec.render_text([*recorded, *added], tools, template_kwargs=template_kwargs)
+        if codec.decode(bridged.prompt_ids) != rendered:
+            reason = "the template writes this history otherwise than it was sampled"
+            return Prompt(codec.encode(rendered), "branch", added=[*recorded, *added], turn=turn, reason=reason)
     if tree.children(parent):
         reason = f"turn {parent.depth} has been gone on from already"
-        return Prompt(bridged.prompt_ids, "branch", parent.turn_id, added, reason)
-    return Prompt(bridged.prompt_ids, "closed" if bridged.closed_turn else "extended", parent.turn_id, added)
+        return Prompt(bridged.prompt_ids, "branch", parent.turn_id, added, turn, reason)
+    return Prompt(bridged.prompt_ids, "closed" if bridged.closed_turn else "extended", parent.turn_id, added, turn)
 
 
 def completion_prompt(codec: Codec, view: SessionView, prompt: str | list[int], *, add_special_tokens: bool) -> Prompt:
@@ -76,8 +90,14 @@ def completion_prompt(codec: Codec, view: SessionView, prompt: str | list[int], 
     if parent is None:
         return Prompt(ids, "branch", reason="the prompt does not begin with the record")
     if tree.children(parent):
-        return Prompt(ids, "branch", parent.turn_id, reason=f"turn {parent.depth} has been gone on from already")
-    return Prompt(ids, "extended", parent.turn_id)
+        return Prompt(
+            ids,
+            "branch",
+            parent.turn_id,
+            turn=parent.depth + 1,
+            reason=f"turn {parent.depth} has been gone on from already",
+        )
+    return Prompt(ids, "extended", parent.turn_id, turn=parent.depth + 1)
 
 
 def _extended_turn(tree: TurnTree, own_head: Message, messages: Sequence[Message]) -> Turn | None:

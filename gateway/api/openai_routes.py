@@ -32,13 +32,13 @@ from gateway.api.openai_history import Prompt
 from gateway.api.openai_identity import call_of, identify
 from gateway.api.openai_requests import AnswerShape
 from gateway.api.openai_shapes import AnswerHead, Api
-from gateway.api.openai_turn import Answer, Piece, pieces
+from gateway.api.openai_turn import Answer, Piece, Reader
 from gateway.api.openai_types import ChatRequest, CompletionRequest
 from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import Segment, SessionId, TurnId, TurnOrigin, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
-from gateway.tokens import Codec, StreamDecoder, ToolCallParser
+from gateway.tokens import Codec, ReasoningParser, ToolCallParser
 from protos.errors import LaminarError
 
 PREFIXES = ("", "/sessions/{sid}", "/s/{sid}")
@@ -65,6 +65,7 @@ class _Call:
     record_head: Message
     messages: Sequence[Message]
     parses_tools: bool
+    parses_reasoning: bool
     make_prompt: Callable[[SessionView], Prompt]
 
 
@@ -73,13 +74,11 @@ class _Choice:
     """One of a request's `n` answers: a turn, ready to run or joined, and how to read it."""
 
     run: TurnRun
-    decoder: StreamDecoder
-    parser: ToolCallParser | None
+    reader: Reader
     answer: Answer = field(default_factory=Answer)
 
     def pieces(self) -> AsyncGenerator[Piece, None]:
-        stop_ids = self.run.request.sampling.stop_token_ids
-        return pieces(self.run, self.decoder, self.parser, self.answer, stop_ids)
+        return self.reader.pieces(self.run, self.answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,8 @@ class _Handlers:
             record_head=history.head(api="chat", tools=tools, template_kwargs=kwargs),
             messages=messages,
             parses_tools=tools is not None and body.tool_choice != "none",
-            make_prompt=lambda view: history.chat_prompt(self._codec, view, messages, tools, kwargs),
+            parses_reasoning=body.separate_reasoning and self._codec.reasoning_format == "think",
+            make_prompt=lambda view: history.chat_prompt(self._codec, view, messages, tools, kwargs, body.history),
         )
         return await self._answer(request, await self._prepare(request, raw, call))
 
@@ -156,6 +156,7 @@ class _Handlers:
             record_head=history.head(api="completion"),
             messages=(),
             parses_tools=False,
+            parses_reasoning=False,
             make_prompt=lambda view: history.completion_prompt(self._codec, view, text, add_special_tokens=special),
         )
         return await self._answer(request, await self._prepare(request, raw, call))
@@ -172,7 +173,9 @@ class _Handlers:
         first = runs[0].request
         origin = first.origin
         added = call.messages[len(call.messages) - origin.messages_added :]
-        prompt = Prompt(list(first.prompt_ids), origin.history, first.parent, added, origin.history_reason)
+        prompt = Prompt(
+            list(first.prompt_ids), origin.history, first.parent, added, first.turn_index, origin.history_reason
+        )
         head = AnswerHead(
             call.api,
             first.turn_id,
@@ -197,15 +200,20 @@ class _Handlers:
         sampling = requests.sampling(call.body, prompt_tokens=len(ids), model=call.model, top=top)
         if not named:
             view = await self._turns.open_session(identity)
-        name, depth = secrets.token_hex(12), 0
-        if prompt.parent is not None:
-            depth = view.tree.turns[prompt.parent].depth + 1
+        name = secrets.token_hex(12)
         origin = TurnOrigin(
             asked.digest, asked.idempotency_key, prompt.history, prompt.reason, len(prompt.added), int(time.time())
         )
         return [
             TurnRequest(
-                TurnId(f"{name}-{i}" if i else name), view.session_id, depth, ids, sampling, prompt.parent, i, origin
+                TurnId(f"{name}-{i}" if i else name),
+                view.session_id,
+                prompt.turn,
+                ids,
+                sampling,
+                prompt.parent,
+                i,
+                origin,
             )
             for i in range(call.shape.choices)
         ]
@@ -217,10 +225,13 @@ class _Handlers:
             stop=sampling.stop,
             min_tokens=sampling.min_tokens,
             show_special=not call.body.skip_special_tokens,
-            tools=call.parses_tools,
+            markers=call.parses_tools or call.parses_reasoning,
         )
-        parser = ToolCallParser(self._codec.tool_format) if call.parses_tools else None
-        return _Choice(run, decoder, parser)
+        reasoning = None
+        if call.parses_reasoning:
+            reasoning = ReasoningParser(begun=self._codec.opens_reasoning(run.request.prompt_ids))
+        tools = ToolCallParser(self._codec.tool_format) if call.parses_tools else None
+        return _Choice(run, Reader(decoder, reasoning, tools, sampling.stop_token_ids, run.request.turn_id))
 
     async def _answer(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
         if asked.call.shape.stream:

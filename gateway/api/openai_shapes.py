@@ -109,7 +109,7 @@ class Chunks:
 
     def piece(self, piece: Piece) -> bytes:
         """One or more chunks; empty when the piece shows nothing that was asked for."""
-        if not self._carries_tokens and not piece.calls:
+        if not self._carries_tokens and not piece.calls and not piece.reasoning:
             if not piece.text:
                 return b""
             if self._chat:
@@ -145,6 +145,8 @@ class Chunks:
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
         if piece.calls:
             delta["tool_calls"] = [
                 {"index": index, **tool_call_body(call)} for index, call in enumerate(piece.calls, self._calls)

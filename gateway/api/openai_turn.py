@@ -16,7 +16,9 @@ from typing import Any
 
 from gateway.core.types import FinishReason, TokenDelta, TopLogprob, TurnId
 from gateway.ports import TurnRun
-from gateway.tokens import StreamDecoder, TextDelta, ToolCall, ToolCallParser
+from gateway.tokens import ReasoningParser, StreamDecoder, ToolCall, ToolCallParser
+from gateway.tokens.reasoning import ReasoningDelta
+from gateway.tokens.toolcalls import ToolDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Piece:
     """What one delta adds. `finish_reason` is set on the last piece only."""
 
     text: str
+    reasoning: str
     calls: tuple[ToolCall, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -39,6 +42,7 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)  # version, engine, start, end of generated tokens
     finish_reason: FinishReason | None = None
@@ -52,6 +56,8 @@ class Answer:
         """As the assistant's message of a chat: content is null where only calls were made."""
         text = self.text
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not self.calls else None}
+        if self.reasonings:
+            message["reasoning_content"] = "".join(self.reasonings)
         if self.calls:
             message["tool_calls"] = [tool_call_body(call) for call in self.calls]
         return message
@@ -64,6 +70,8 @@ class Answer:
             self.top_logprobs += piece.top_logprobs
         if piece.text:
             self.texts.append(piece.text)
+        if piece.reasoning:
+            self.reasonings.append(piece.reasoning)
         self.calls += piece.calls
         if piece.token_ids:
             self._extend_span(delta, start)
@@ -82,58 +90,67 @@ def tool_call_body(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _call_id(turn_id: TurnId, number: int) -> str:
+def _call_id(turn_id: TurnId | None, number: int) -> str:
     return f"call_{hashlib.blake2b(f'{turn_id}:{number}'.encode(), digest_size=12).hexdigest()}"
 
 
-async def pieces(
-    run: TurnRun,
-    decoder: StreamDecoder,
-    parser: ToolCallParser | None,
-    answer: Answer,
-    stop_token_ids: Sequence[int] = (),
-) -> AsyncGenerator[Piece, None]:
-    """Reads the run to its end, or to a stop string, into `answer`; yields each piece as it comes.
+@dataclass(slots=True)
+class Reader:
+    """Reads one turn: its ids to text, the text to reasoning, content and tool calls."""
 
-    A stop token that ended the turn stays in the ids and is not shown, like an end-of-sequence token.
-    """
-    async for delta in run:
-        silent = delta.finish_reason == "stop" and delta.token_ids[-1:] and delta.token_ids[-1] in stop_token_ids
-        fed = decoder.feed(delta.token_ids[:-1] if silent else delta.token_ids)
-        piece = _piece(delta, fed, decoder, parser, answer, run.request.turn_id)
-        answer.take(piece, delta)
-        if answer.stop_reason is not None:
-            await run.finish_early(len(answer.token_ids))
-        yield piece
-        if piece.finish_reason is not None:
-            return
+    decoder: StreamDecoder
+    reasoning: ReasoningParser | None = None
+    tools: ToolCallParser | None = None
+    stop_token_ids: Sequence[int] = ()
+    turn_id: TurnId | None = None
+
+    async def pieces(self, run: TurnRun, answer: Answer) -> AsyncGenerator[Piece, None]:
+        """Reads the run to its end, or to a stop string, into `answer`; yields each piece as it comes.
+
+        A stop token that ended the turn stays in the ids and is not shown, like an end-of-sequence token.
+        """
+        async for delta in run:
+            piece = self._piece(delta, answer)
+            answer.take(piece, delta)
+            if answer.stop_reason is not None:
+                await run.finish_early(len(answer.token_ids))
+            yield piece
+            if piece.finish_reason is not None:
+                return
+
+    def _piece(self, delta: TokenDelta, answer: Answer) -> Piece:
+        silent = delta.finish_reason == "stop" and delta.token_ids[-1:] and delta.token_ids[-1] in self.stop_token_ids
+        fed = self.decoder.feed(delta.token_ids[:-1] if silent else delta.token_ids)
+        text, finish, stopped_by = fed.text, delta.finish_reason, fed.stopped_by
+        if stopped_by is None and finish is not None:
+            rest = self.decoder.finish()
+            text, stopped_by = text + rest.text, rest.stopped_by
+        if stopped_by is not None:
+            answer.stop_reason, finish = stopped_by, "stop"
+        reasoning, text = self._split_reasoning(text, finish is not None)
+        text, calls = self._split_calls(text, finish is not None, len(answer.calls))
+        used = len(delta.token_ids) if fed.stopped_by is None else fed.tokens_used
+        top = None if delta.top_logprobs is None else delta.top_logprobs[:used]
+        return Piece(text, reasoning, calls, delta.token_ids[:used], delta.logprobs[:used], top, finish)
+
+    def _split_reasoning(self, text: str, last: bool) -> tuple[str, str]:
+        if self.reasoning is None:
+            return "", text
+        told = self.reasoning.feed(text)
+        rest = self.reasoning.finish() if last else NO_REASONING
+        return told.reasoning + rest.reasoning, told.text + rest.text
+
+    def _split_calls(self, text: str, last: bool, num_before: int) -> tuple[str, tuple[ToolCall, ...]]:
+        if self.tools is None:
+            return text, ()
+        told = self.tools.feed(text)
+        end = self.tools.finish() if last else NO_CALLS
+        calls = [
+            dataclasses.replace(call, id=_call_id(self.turn_id, number))
+            for number, call in enumerate((*told.calls, *end.calls), num_before)
+        ]
+        return told.text + end.text, tuple(calls)
 
 
-def _piece(
-    delta: TokenDelta,
-    fed: TextDelta,
-    decoder: StreamDecoder,
-    parser: ToolCallParser | None,
-    answer: Answer,
-    turn_id: TurnId,
-) -> Piece:
-    text, finish, stopped_by = fed.text, delta.finish_reason, fed.stopped_by
-    if stopped_by is None and finish is not None:
-        rest = decoder.finish()
-        text, stopped_by = text + rest.text, rest.stopped_by
-    if stopped_by is not None:
-        answer.stop_reason, finish = stopped_by, "stop"
-    calls: tuple[ToolCall, ...] = ()
-    if parser is not None:
-        parsed = parser.feed(text)
-        text, calls = parsed.text, parsed.calls
-        if finish is not None:
-            end = parser.finish()
-            text, calls = text + end.text, calls + end.calls
-        calls = tuple(
-            dataclasses.replace(call, id=_call_id(turn_id, number))
-            for number, call in enumerate(calls, len(answer.calls))
-        )
-    used = len(delta.token_ids) if fed.stopped_by is None else fed.tokens_used
-    top = None if delta.top_logprobs is None else delta.top_logprobs[:used]
-    return Piece(text, calls, delta.token_ids[:used], delta.logprobs[:used], top, finish)
+NO_REASONING = ReasoningDelta()
+NO_CALLS = ToolDelta()

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from gateway.core.types import History
+
 Metadata = dict[str, Any]
 
 
@@ -99,6 +101,8 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool = True  # reasoning stands in `reasoning_content`; else in the content, with its tags
+    history: History | None = None  # for this turn, instead of the session's
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     audio: Any = None

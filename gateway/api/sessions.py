@@ -10,7 +10,7 @@ from aiohttp import web
 
 from gateway.api.openai_requests import decode
 from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import GroupId, SessionId, Split
+from gateway.core.types import GroupId, History, SessionId, Split
 from gateway.sessions import Sessions
 from protos.errors import InvalidRequest
 
@@ -23,6 +23,8 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True):
     split: Split = "train"
     train: bool = True
     tags: dict[str, str] = {}
+    history: History = "record"
+    parent_session_id: str | None = None
 
 
 class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,6 +67,8 @@ class _Handlers:
             wanted.split,
             wanted.train,
             tags=wanted.tags,
+            history=wanted.history,
+            parent_session_id=None if wanted.parent_session_id is None else SessionId(wanted.parent_session_id),
         )
         _, key = self._sessions.create(spec)
         base = f"{request.scheme}://{request.host}/sessions/{name}/v1"

@@ -18,6 +18,7 @@ from gateway.core.types import (
     EngineName,
     FinishReason,
     GroupId,
+    History,
     SessionId,
     Split,
     Trajectory,
@@ -48,6 +49,7 @@ class SessionSpec:
     train: bool = True
     ephemeral: bool = False
     tags: Mapping[str, str] = field(default_factory=dict)
+    history: History = "record"
     parent_session_id: SessionId | None = None  # whose sub-agent or opponent it is
 
 

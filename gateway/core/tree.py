@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,22 +158,24 @@ class TurnTree:
         return tuple(sorted({s.version for t in self.turns.values() for s in t.segments}))
 
 
-def matched(turns: TurnTree, items: Sequence[Any], own: Any) -> Turn | None:
-    """The deepest turn whose whole path is a beginning of `items`; of equals the one that ended last.
+def matched(tree: TurnTree, items: Sequence[Any], own: Callable[[Turn], Sequence[Any] | None]) -> Turn | None:
+    """The turn whose path is the longest beginning of `items`; of equals the one that ended last.
 
     `own(turn)` are the items that one turn adds; None: it can never be matched.
     """
     by_parent: dict[TurnId | None, list[Turn]] = {}
-    for turn in turns.turns.values():
+    for turn in tree.turns.values():
         by_parent.setdefault(turn.parent, []).append(turn)
-    best: Turn | None = None
-    waiting: list[tuple[Turn | None, int]] = [(None, 0)]
+    best, longest = None, 0
+    waiting: list[tuple[TurnId | None, int]] = [(None, 0)]
     while waiting:
         at, position = waiting.pop()
-        if at is not None and (best is None or at.depth >= best.depth):
-            best = at
-        for child in by_parent.get(None if at is None else at.turn_id, ()):
+        for child in by_parent.get(at, ()):
             added = own(child)
-            if added is not None and list(items[position : position + len(added)]) == list(added):
-                waiting.append((child, position + len(added)))
+            if added is None or list(items[position : position + len(added)]) != list(added):
+                continue
+            end = position + len(added)
+            waiting.append((child.turn_id, end))
+            if end >= longest:
+                best, longest = child, end
     return best

@@ -2,7 +2,17 @@
 
 from gateway.tokens.bridge import Bridged
 from gateway.tokens.codec import Codec
+from gateway.tokens.reasoning import ReasoningParser
 from gateway.tokens.stream import StreamDecoder, TextDelta
 from gateway.tokens.toolcalls import ToolCall, ToolCallParser, ToolFormat
 
-__all__ = ["Bridged", "Codec", "StreamDecoder", "TextDelta", "ToolCall", "ToolCallParser", "ToolFormat"]
+__all__ = [
+    "Bridged",
+    "Codec",
+    "ReasoningParser",
+    "StreamDecoder",
+    "TextDelta",
+    "ToolCall",
+    "ToolCallParser",
+    "ToolFormat",
+]

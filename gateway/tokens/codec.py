@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from gateway.tokens import bridge as bridging
 from gateway.tokens.bridge import Bridged
 from gateway.tokens.bytes import is_byte_level, lone_token_bytes, token_bytes
+from gateway.tokens.reasoning import END_THINK, THINK, ReasoningFormat
 from gateway.tokens.stream import ByteLevelDetokenizer, Detokenizer, StreamDecoder, WindowDetokenizer
 from gateway.tokens.template import ChatTemplate, Message
 from gateway.tokens.toolcalls import MARKERS, PYTHON_TAG, ToolFormat
@@ -66,8 +67,8 @@ class Codec:
         added = tokenizer.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self.hidden_ids = frozenset(special | eos_ids)
-        self._hidden_for_tools = frozenset(
-            i for i in self.hidden_ids if i not in added or added[i].content not in MARKERS
+        self._hidden_for_parsing = frozenset(
+            i for i in self.hidden_ids if i not in added or added[i].content not in (*MARKERS, THINK, END_THINK)
         )
         self._byte_level = is_byte_level(tokenizer)
 
@@ -119,17 +120,17 @@ class Codec:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         show_special: bool = False,
-        tools: bool = False,
+        markers: bool = False,
     ) -> StreamDecoder:
-        """Text of a generation after `prompt_ids`. With `tools`, markers of tool calls are shown even if special."""
-        return StreamDecoder(self._detokenizer(prompt_ids, show_special, tools), stop, min_tokens=min_tokens)
+        """Text of a generation after `prompt_ids`. `markers`: tags of calls and reasoning show, too."""
+        return StreamDecoder(self._detokenizer(prompt_ids, show_special, markers), stop, min_tokens=min_tokens)
 
-    def _detokenizer(self, prompt_ids: Sequence[int], show_special: bool, tools: bool) -> Detokenizer:
+    def _detokenizer(self, prompt_ids: Sequence[int], show_special: bool, markers: bool) -> Detokenizer:
         if self._byte_level:
             return ByteLevelDetokenizer(
-                self._bytes if show_special else self._tool_bytes if tools else self._visible_bytes
+                self._bytes if show_special else self._parsing_bytes if markers else self._visible_bytes
             )
-        hidden = frozenset[int]() if show_special else self._hidden_for_tools if tools else self.hidden_ids
+        hidden = frozenset[int]() if show_special else self._hidden_for_parsing if markers else self.hidden_ids
         return WindowDetokenizer(self.tokenizer, hidden, prompt_ids[-5:])
 
     @cached_property
@@ -143,8 +144,8 @@ class Codec:
         return _without(self._bytes, self.hidden_ids)
 
     @cached_property
-    def _tool_bytes(self) -> list[bytes]:
-        return _without(self._bytes, self._hidden_for_tools)
+    def _parsing_bytes(self) -> list[bytes]:
+        return _without(self._bytes, self._hidden_for_parsing)
 
     # chat
 
@@ -156,6 +157,15 @@ class Codec:
         if not self.template.knows_tools or "<tool_call>" in self.template.source:
             return "hermes"
         return "llama" if PYTHON_TAG in self.template.source or '"parameters"' in self.template.source else "none"
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat:
+        """Whether its template knows reasoning, which the model then writes between `<think>` and `</think>`."""
+        return "think" if self.template is not None and END_THINK in self.template.source else "none"
+
+    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends within reasoning: some templates write the opening tag for the model."""
+        return self.decode(prompt_ids[-16:]).rstrip().endswith(THINK)
 
     def render(
         self,

@@ -51,6 +51,98 @@ LLAMA3_TEMPLATE = """\
 """
 """Llama 3.1's template without its built-in tools."""
 
+_QWEN_TOOLS = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- else %}{{- DEFAULT }}{%- endif %}
+    {{- "\\n\\n# Tools\\n\\nYou may call one or more functions.\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\n\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
+    {{- "<|im_end|>\\n" }}
+"""
+
+_QWEN_CALLS = """\
+        {%- for call in message.tool_calls or [] %}
+            {%- if (loop.first and content) or not loop.first %}{{- '\\n' }}{%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+"""
+
+QWEN25_TEMPLATE = (
+    _QWEN_TOOLS.replace("DEFAULT", "'You are Qwen, a helpful assistant.'")
+    + """\
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are Qwen, a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content or '' %}
+        {{- '<|im_start|>assistant' }}
+        {{- '\\n' + content if content or not message.tool_calls else '' }}
+        {%- if message.tool_calls and not content %}{{- '\\n' }}{%- endif %}
+"""
+    + _QWEN_CALLS
+    + """{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+)
+"""How Qwen2.5 writes a conversation: a system message always, calls in Hermes' way, tool results grouped as a user."""
+
+QWEN3_TEMPLATE = (
+    _QWEN_TOOLS.replace("{%- else %}{{- DEFAULT }}", "")
+    + """\
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last_query=messages | length - 1, looking=true) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.looking and message.role == 'user' %}
+        {%- set ns.looking = false %}
+        {%- set ns.last_query = messages | length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content or '' %}
+        {%- set reasoning = message.reasoning_content or '' %}
+        {%- if not reasoning and '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last_query and (loop.last or reasoning) %}
+            {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+"""
+    + _QWEN_CALLS
+    + """\
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+)
+"""How Qwen3 writes a conversation: as Qwen2.5, and reasoning only after the last question of a user."""
+
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN_ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
 LLAMA3_SPECIAL = (
     "<|begin_of_text|>",
     "<|start_header_id|>",
@@ -90,22 +182,45 @@ def tiny() -> Codec:
     return _load(tiny_model())
 
 
-@functools.cache
-def llama3() -> Codec:
-    """Llama 3.1's template and special tokens over a small byte-level vocabulary."""
+def _byte_level(special: tuple[str, ...]) -> Tokenizer:
+    """A small vocabulary that begins with `special`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=list(LLAMA3_SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS.splitlines(), trainer)
+    return tokenizer
+
+
+@functools.cache
+def qwen25() -> Codec:
+    """Qwen2.5's special tokens and way of writing a conversation."""
+    return _qwen("qwen25", QWEN25_TEMPLATE)
+
+
+@functools.cache
+def qwen3() -> Codec:
+    """Qwen3's."""
+    return _qwen("qwen3", QWEN3_TEMPLATE)
+
+
+def _qwen(name: str, template: str) -> Codec:
+    tokenizer = _byte_level(QWEN_SPECIAL)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in QWEN_ADDED])
+    return _write(name, tokenizer, {"eos_token": "<|im_end|>", "chat_template": template}, [2, 0])
+
+
+@functools.cache
+def llama3() -> Codec:
+    """Llama 3.1's template and special tokens over a small byte-level vocabulary."""
     return _write(
         "llama3",
-        tokenizer,
+        _byte_level(LLAMA3_SPECIAL),
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "chat_template": LLAMA3_TEMPLATE},
         [LLAMA3_SPECIAL.index("<|eot_id|>"), LLAMA3_SPECIAL.index("<|eom_id|>")],
     )

@@ -267,3 +267,39 @@ async def test_one_answer_of_n_that_fails_fails_the_request_and_gives_the_others
         with pytest.raises(openai.APIError, match="no engine is left"):
             await ask()
     assert turns.outcomes == ["aborted"] * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 50])
+async def test_reasoning_and_calls_are_told_apart_from_the_answer(stream: bool, chunk: int) -> None:
+    codec = codecs.qwen3()
+    said = '<think>\nadd é\n</think>\n\nI ask.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    turns = ScriptedTurns(lambda request: Script([*codec.encode(said), EOS], chunk=chunk))
+    asked: dict[str, Any] = {"model": "policy", "messages": [user("1+2?")], "tools": TOOLS}
+    async with (
+        serving(turns, codec) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/s/s1/v1", api_key="any", max_retries=0) as client,
+    ):
+        if stream:
+            deltas = [c.choices[0].delta async for c in await client.chat.completions.create(**asked, stream=True)]
+            told = "".join(getattr(d, "reasoning_content", None) or "" for d in deltas)
+            content = "".join(d.content or "" for d in deltas)
+            calls = [call for d in deltas for call in d.tool_calls or []]
+        else:
+            message: Any = (await client.chat.completions.create(**asked)).choices[0].message
+            told, content, calls = message.reasoning_content, message.content, message.tool_calls
+            together: Any = await client.chat.completions.create(**asked, extra_body={"separate_reasoning": False})
+            assert together.choices[0].message.content == said.partition("\n<tool_call>")[0]
+        assert (told, content, [c.function.arguments for c in calls]) == ("add é", "I ask.", ['{"a": 1}'])
+        history = [
+            user("1+2?"),
+            {"role": "assistant", "content": content, "tool_calls": [c.model_dump() for c in calls]},
+        ]
+        history += [{"role": "tool", "tool_call_id": calls[0].id, "content": "3"}]
+        raw = await client.chat.completions.with_raw_response.create(**{**asked, "messages": history})
+        assert raw.headers["X-Laminar-History"] == "extended"
+        assert said in codec.decode(turns.requests[-1].prompt_ids), "the thought stays in the record"
+        history[1]["content"] += "!"  # type: ignore[operator]
+        extra = {"history": "template"}
+        raw = await client.chat.completions.with_raw_response.create(**{**asked, "messages": history}, extra_body=extra)
+        assert "add é" not in codec.decode(turns.requests[-1].prompt_ids), "an edited answer has no thought on record"

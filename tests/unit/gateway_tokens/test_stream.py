@@ -111,7 +111,7 @@ def test_special_tokens_are_hidden_unless_asked_for() -> None:
         codec.tokenizer.token_to_id("<|eot_id|>"),
     ]
     assert "".join(pieces(codec, ids, [])) == "hi"
-    assert "".join(pieces(codec, ids, [], tools=True)) == "hi<|python_tag|>"
+    assert "".join(pieces(codec, ids, [], markers=True)) == "hi<|python_tag|>"
     assert "".join(pieces(codec, ids, [], show_special=True)) == "hi<|python_tag|><|eot_id|>"
 
 

@@ -1,0 +1,76 @@
+"""Reasoning in a model's text: what its beginning has between `<think>` and `</think>`, told apart while it streams.
+
+Invariants:
+- only the beginning of an answer can be reasoning; a `<think>` in the middle of a text is text;
+- the reasoning and the text after it are released as they come, but for the tags and the white space beside them;
+- an answer that ends within its reasoning is all reasoning: the model was cut before it answered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ReasoningFormat = Literal["think", "none"]
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    reasoning: str = ""
+    text: str = ""
+
+
+class ReasoningParser:
+    """One answer. `feed` its text as it comes, `finish` at its end. `begun`: the prompt itself opened the tag."""
+
+    def __init__(self, *, begun: bool = False) -> None:
+        self._phase: Literal["before", "opened", "within", "closed", "after"] = "opened" if begun else "before"
+        self._held = ""
+
+    def feed(self, text: str) -> ReasoningDelta:
+        if self._phase == "after":
+            return ReasoningDelta(text=text)
+        self._held += text
+        if self._phase == "before":
+            self._look_for_start()
+        if self._phase == "opened":  # white space after the tag is the tag's
+            self._held = self._held.lstrip()
+            self._phase = "within" if self._held else "opened"
+        reasoning = self._take_reasoning() if self._phase == "within" else ""
+        return ReasoningDelta(reasoning, self._take_text())
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, in case more of a tag came."""
+        held, self._held = self._held, ""
+        if self._phase == "within":
+            return ReasoningDelta(reasoning=held.rstrip())
+        return ReasoningDelta(text=held) if self._phase == "before" else ReasoningDelta()
+
+    def _look_for_start(self) -> None:
+        start = self._held.lstrip()
+        if start.startswith(THINK):
+            self._phase, self._held = "opened", start[len(THINK) :]
+        elif not THINK.startswith(start):
+            self._phase = "after"
+
+    def _take_reasoning(self) -> str:
+        """Up to the closing tag; an end that may be its beginning, with the white space before it, is held back."""
+        at = self._held.find(END_THINK)
+        if at >= 0:
+            reasoning, self._held, self._phase = self._held[:at].rstrip(), self._held[at + len(END_THINK) :], "closed"
+            return reasoning
+        begun = next((n for n in range(len(END_THINK) - 1, 0, -1) if self._held.endswith(END_THINK[:n])), 0)
+        keep = len(self._held[: len(self._held) - begun].rstrip())
+        reasoning, self._held = self._held[:keep], self._held[keep:]
+        return reasoning
+
+    def _take_text(self) -> str:
+        if self._phase == "closed":
+            self._held = self._held.lstrip("\n")
+            self._phase = "after" if self._held else "closed"
+        if self._phase != "after":
+            return ""
+        text, self._held = self._held, ""
+        return text
