@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.config import show_bytes
+from paramserver.data.wire import CONGESTION_CONTROL, tune
 from protos.errors import InvalidRequest
 
 _SIOCGIFADDR = 0x8915
@@ -46,6 +47,7 @@ class Host:
     files_max: int
     receive_buffer_max: int | None
     send_buffer_max: int | None
+    congestion_control: str  # what a socket of the data port gets
     orphans: tuple[tuple[Path, int], ...]  # pool directories that no relay holds, and their bytes
 
 
@@ -75,6 +77,7 @@ def look(pool_dir: Path) -> Host:
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         _sysctl("net/core/rmem_max"),
         _sysctl("net/core/wmem_max"),
+        _congestion_control(),
         tuple(_orphans(pool_dir.parent)),
     )
 
@@ -117,6 +120,15 @@ def judge(host: Host, pool_bytes: int) -> list[Finding]:
             advice=True,
         ),
     ]
+    findings.append(
+        Finding(
+            "congestion control",
+            host.congestion_control == CONGESTION_CONTROL,
+            host.congestion_control,
+            f"sysctl -w net.ipv4.tcp_allowed_congestion_control='{CONGESTION_CONTROL} ...': costs less processor time",
+            advice=True,
+        )
+    )
     for name, value in (("rmem_max", host.receive_buffer_max), ("wmem_max", host.send_buffer_max)):
         if value is not None:
             findings.append(
@@ -157,6 +169,12 @@ def mount_of(directory: Path) -> tuple[str, str]:
 def _sysctl(name: str) -> int | None:
     path = Path("/proc/sys") / name
     return int(path.read_text()) if path.exists() else None
+
+
+def _congestion_control() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        tune(probe)
+        return probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
 def _orphans(parent: Path) -> list[tuple[Path, int]]:

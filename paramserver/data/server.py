@@ -159,7 +159,7 @@ class DataServer:
                     self._connections.discard(sock)
 
     def _serve_tcp(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire.tune(sock)
         greeting = wire.receive_greeting(sock)
         if greeting.purpose == "fetch":
             self._serve_fetch(sock, greeting)

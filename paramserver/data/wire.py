@@ -10,6 +10,7 @@ A connection opens with a greeting (magic, length, JSON) and its answer (WELCOME
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import time
@@ -30,6 +31,9 @@ FLAG_SUSPECT = 1
 JSON_BYTES_MAX = 64 << 20
 FDS_PER_MESSAGE = 128  # the kernel takes at most 253
 NO_DIGEST = bytes(DIGEST_BYTES)
+
+CONGESTION_CONTROL = "cubic"
+"""Some hosts default to bbr, whose pacing takes 1.2 x the processor time of cubic for the same bytes on a fast link."""
 
 HEARTBEAT_S = 0.1
 SILENCE_S = 0.5
@@ -206,5 +210,15 @@ def connect(address: str, timeout_s: float, *, bind_host: str = "") -> socket.so
         sock = socket.create_connection((host, int(port)), timeout_s, (bind_host, 0) if bind_host else None)
     except (OSError, ValueError) as error:
         raise LinkBroken(f"cannot connect to {address}: {error}") from error
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tune(sock)
     return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay of small frames; CONGESTION_CONTROL where the host lets us, else its default."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL.encode())
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EPERM):
+            raise

@@ -24,6 +24,7 @@ GOOD = Host(
     files_max=FILES_MIN,
     receive_buffer_max=BUFFER_MIN,
     send_buffer_max=BUFFER_MIN,
+    congestion_control="cubic",
     orphans=(),
 )
 
@@ -44,6 +45,7 @@ def test_a_good_host_has_nothing_wrong() -> None:
         ({"huge": "never"}, "huge pages on the tmpfs", True, "huge=within_size"),
         ({"files_max": 1024}, "open files", False, "ulimit -n 4096"),
         ({"orphans": ((Path("/dev/shm/laminar/b"), 1 << 30),)}, "orphaned pools", True, "1 GiB come back"),
+        ({"congestion_control": "bbr"}, "congestion control", True, "tcp_allowed_congestion_control='cubic ...'"),
         ({"receive_buffer_max": 212992}, "socket buffers (rmem_max)", True, "net.core.rmem_max=4194304"),
     ],
 )

@@ -1,5 +1,6 @@
 """A bare socket loop from one mapped file into another: no digests, no chunks, no protocol; `stripes` connections.
 
+The sockets are tuned as a relay's are, so that what is left between the two is the relay's own work.
 `piece` bounds what one send and one receive are given: small pieces stay in the processor's cache.
 """
 
@@ -9,11 +10,13 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from paramserver.data.wire import tune
 from tests.bench.relay.peers.common import Other, arguments, mapped, ranges, rounds, say
 
 
 def send(listener: socket.socket, part: memoryview, piece: int) -> None:
     sock, _ = listener.accept()
+    tune(sock)
     while sock.recv(1):
         for at in range(0, len(part), piece):
             sock.sendall(part[at : at + piece])
