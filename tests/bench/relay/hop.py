@@ -4,9 +4,8 @@ Method. Every contender moves the same random bytes between two processes over l
 memory that is warm (files in shared memory; Ray: its own store). Each is first tried with several settings (this
 project with several numbers of stripes) and goes on with its best. Then rounds are interleaved, ours and the peer's in
 turn, after one warm-up each; the figure is the median of the rounds' ratios. `best_over_best` compares the fastest
-rounds of both. Peers take the host's congestion control, as
-their users get it. No peer verifies what it received; this project's time includes the digest of every chunk. Bytes are
-compared once outside the timing.
+rounds of both. Peers take the host's congestion control, as their users get it. No peer verifies what it received;
+this project's time includes the digest of every chunk. Bytes are compared once outside the timing.
 """
 
 from __future__ import annotations
