@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import grpc.aio
-from tokenizers import Tokenizer, models
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import FleetConfig
@@ -22,8 +18,6 @@ from gateway.fleet import Fleet
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
 from gateway.turns import Run
-from protos.laminar.v1 import relay_pb2 as pb
-from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
 
 PROMPT = (11, 12, 13)
@@ -134,63 +128,3 @@ def check_at_rest(shell: Shell) -> None:
     assert not shell.sessions.runs
     assert shell.pool.statistics().in_flight == 0
     assert counters.turns_started == counters.turns_completed + counters.turns_lost + counters.turns_aborted
-
-
-class FakeRelay(pb_grpc.RelayServicer):
-    """A relay's control port, holding whatever versions a test says; `leases` tells what is acquired now."""
-
-    def __init__(self) -> None:
-        self.versions: list[int] = []
-        self.leases: list[str] = []
-        self._changed = asyncio.Event()
-
-    def publish(self, version: int) -> None:
-        self.versions.append(version)
-        self._changed.set()
-
-    def _sealed(self, version: int) -> pb.SealedVersion:
-        return pb.SealedVersion(model=MODEL, version=version, root_digest=f"d{version}")
-
-    async def Versions(self, request: pb.VersionsRequest, context: Any) -> pb.VersionsReply:  # noqa: N802
-        return pb.VersionsReply(versions=map(self._sealed, self.versions))
-
-    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.VersionEvent]:  # noqa: N802
-        while True:
-            self._changed.clear()
-            for version in self.versions:
-                yield pb.VersionEvent(kind="available", version=self._sealed(version))
-            await self._changed.wait()
-
-    async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.Lease:  # noqa: N802
-        version = self.versions[-1]
-        self.leases.append(f"{request.holder}@{version}")
-        path, digest = f"/snapshots/{version}", f"d{version}"
-        return pb.Lease(
-            lease_id=self.leases[-1], model=MODEL, version=version, path=path, root_digest=digest, ttl_s=60.0
-        )
-
-    async def Release(self, request: pb.LeaseRequest, context: Any) -> pb.ReleaseReply:  # noqa: N802
-        self.leases.remove(request.lease_id)
-        return pb.ReleaseReply()
-
-
-@contextlib.asynccontextmanager
-async def relay() -> AsyncIterator[tuple[FakeRelay, str]]:
-    """A fake relay and its address."""
-    found, server = FakeRelay(), grpc.aio.server()  # type: ignore[abstract]  # what no gateway calls is left out
-    pb_grpc.add_RelayServicer_to_server(found, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield found, f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-
-
-def tokenizer(directory: Path) -> Path:
-    """A directory that the gateway takes for a model's: a tokenizer of three words."""
-    directory.mkdir(exist_ok=True)
-    words = {"<unk>": 0, "hello": 1, "</s>": 2}
-    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text('{"vocab_size": 1024}')
-    return directory

@@ -19,7 +19,7 @@ from gateway.config import EngineSpec, parse_engine
 from protos.errors import InvalidRequest, UnsupportedField
 from tests.support import processes
 from tests.support.cutting_engine import CuttingEngine
-from tests.unit.gateway_shell.shell import tokenizer
+from tests.support.words import tokenizer
 
 FORM = r"is not NAME=KIND=URL[@RELAY] (such as e0=vllm=http://127.0.0.1:8000@127.0.0.1:7070)"
 

@@ -18,7 +18,7 @@ from gateway.app import Gateway, start
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.types import EngineName
 from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, said, until
-from tests.unit.gateway_shell.shell import tokenizer
+from tests.support.words import tokenizer
 
 PROMPT = [5, 6, 7]
 

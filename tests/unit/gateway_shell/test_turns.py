@@ -20,6 +20,7 @@ from gateway.core.types import EngineName, SessionId, TurnId
 from gateway.engines.base import RequestRefused
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support.cutting_engine import Cut, CutKind, CuttingEngine, said, until
+from tests.support.fake_relay import relay
 from tests.unit.gateway_shell.shell import (
     BUDGET,
     PROMPT,
@@ -27,7 +28,6 @@ from tests.unit.gateway_shell.shell import (
     check_at_rest,
     check_whole,
     read,
-    relay,
     shell,
 )
 

@@ -15,7 +15,8 @@ from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
 from gateway.engines.vllm import VllmEngine
 from tests.support.cutting_engine import LOAD_STEPS, MODEL, Cut, CutKind, CuttingEngine, said, until
-from tests.unit.gateway_shell.shell import check_whole, read, relay, shell
+from tests.support.fake_relay import relay
+from tests.unit.gateway_shell.shell import check_whole, read, shell
 
 PROMPT = (5, 6, 7)
 REASONS: dict[CutKind, str] = {
