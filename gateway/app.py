@@ -77,6 +77,7 @@ async def start(config: GatewayConfig) -> Gateway:
         sessions = Sessions(config, pool=pool, buffer=buffer, timeline=timeline, context_tokens=lambda: _context(fleet))
         fleet = Fleet(config, timeline, sessions.admission)
         sessions.fleet = fleet
+        fleet.interrupt = sessions.interrupt
         await fleet.__aenter__()
         stack.push_async_callback(fleet.close)
         repacker = Repacker(config, fleet, sessions, timeline)
@@ -95,7 +96,7 @@ async def start(config: GatewayConfig) -> Gateway:
         await site.start()
         port = runner.addresses[0][1]
         tasks = [asyncio.create_task(sessions.expire(), name="session-expiry")]
-        if config.mode == "repack":
+        if config.fleet.mode == "repack":
             tasks.append(asyncio.create_task(repacker.run(), name="repack"))
         return Gateway(f"http://{config.host}:{port}", sessions, fleet, status, runner, tasks, stack.pop_all())
 

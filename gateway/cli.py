@@ -9,13 +9,13 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import uvloop
 
-from gateway.config import MODES_TO_COME, GatewayConfig, parse_engine
-from gateway.core.fleet import FleetConfig
+from gateway.config import GatewayConfig, parse_engine
+from gateway.core.fleet import FleetConfig, Mode
 from protos.errors import LaminarError
 from protos.process import LOG_LEVELS, setup_logging, write_ready_file
 
@@ -42,15 +42,6 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), cmd_name)
         assert isinstance(command, click.Command)
         return command
-
-
-class ModeChoice(click.Choice[str]):
-    """Names the modes that are planned, rather than calling them unknown."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in MODES_TO_COME:
-            self.fail(f"mode {value!r} is not there yet; available: drain, repack", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 @click.group(
@@ -83,9 +74,10 @@ def cli() -> None:
 @click.option("--data", type=click.Path(file_okay=False, path_type=Path), help="Where to keep state; none: in memory.")
 @click.option(
     "--mode",
-    type=ModeChoice(["drain", "repack"]),
+    type=click.Choice(get_args(Mode)),
     default="repack",
-    help="drain: engines empty by themselves; repack: the long tail is packed onto few engines.",
+    help="repack: the long tail is packed onto few engines; drain: engines empty by themselves; "
+    "inflight: turns pause while their engine loads, and go on mixed; barrier: all engines wait for the last turn.",
 )
 @click.option("--host", default="127.0.0.1")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, help="0: any free port.")

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 from gateway.core.fleet import FleetConfig
 from protos.engines import ENGINE_KINDS
 from protos.errors import InvalidRequest, UnsupportedField
-
-Mode = Literal["drain", "repack"]
-MODES_TO_COME = ("inflight", "barrier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,6 @@ class GatewayConfig:
     tokenizer: Path
     data: Path | None  # None: in memory, gone with the process
     engines: tuple[EngineSpec, ...]
-    mode: Mode = "repack"
     fleet: FleetConfig = field(default_factory=FleetConfig)
     host: str = "127.0.0.1"
     port: int = 0

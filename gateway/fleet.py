@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import EngineState, EngineStatus, FleetState, RefreshDecision, TurnLoad
-from gateway.core.scheduler import Admission, Demand, Placement, Wait, admit, place
+from gateway.core.scheduler import Admission, Demand, Placement, Refusals, Wait, admit, place
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.data import Timeline
 from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 LEASE_TTL_S = 60.0
 RETRY_S = 1.0
 RETRY_MAX_S = 30.0
+INTERRUPT_MAX_S = 2.0
+"""For turns to leave an engine that is to load: they are only cancelled, so milliseconds are usual."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class Member:
     adapter: EngineAdapter
     state: EngineState
     look: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # a turn left
     failed_polls: int = 0
     refresh_failures: int = 0
     watcher: asyncio.Task[None] | None = None
@@ -72,6 +75,7 @@ class Fleet:
         self.config = config
         self.state = FleetState(config.fleet)
         self.members: dict[EngineName, Member] = {}
+        self.interrupt: Callable[[TurnId], object] = lambda turn_id: None  # asks a turn to leave its engine
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
         self._timeline = timeline
         self._admission = admission
@@ -183,9 +187,10 @@ class Fleet:
 
     def leave(self, engine: EngineName, turn_id: TurnId) -> None:
         """The turn no longer runs on `engine`."""
-        state = self.state.engines.get(engine)
-        if state is not None:
-            state.turns.pop(turn_id, None)
+        member = self.members.get(engine)
+        if member is not None:
+            member.state.turns.pop(turn_id, None)
+            member.left.set()
         self.changed()
 
     def decoded(self, engine: EngineName, num_tokens: int, seconds: float) -> None:
@@ -214,15 +219,20 @@ class Fleet:
         return FleetStatistics(self._refreshes, self._refresh_failures, len(self._queue))
 
     def _serve_queue(self) -> None:
-        for resumed in (True, False):
-            for waiter in [w for w in self._queue if w.resumed == resumed and not w.placed.done()]:
-                outcome = place(waiter.demand, self.state, self._admission())
-                if isinstance(outcome, Wait):
-                    waiter.reason = outcome.reason
-                    continue
-                self._book(outcome, waiter.demand)
-                waiter.placed.set_result(outcome)
-                self._queue.remove(waiter)
+        admission, refusals = self._admission(), Refusals()
+        for waiter in sorted(self._queue, key=lambda w: not w.resumed):
+            if waiter.placed.done():
+                continue
+            demand = waiter.demand
+            outcome = refusals.told(demand, self.state) or place(demand, self.state, admission)
+            if isinstance(outcome, Wait):
+                waiter.reason = outcome.reason
+                refusals.note(demand, self.state, outcome)
+                continue
+            self._book(outcome, demand)
+            admission = self._admission()  # one more runs
+            waiter.placed.set_result(outcome)
+            self._queue.remove(waiter)
 
     def _book(self, placement: Placement, demand: Demand) -> None:
         admit(placement, demand, self.state)
@@ -361,6 +371,7 @@ class Fleet:
         """Acquire, fence, load, verify, label, unfence, release. On any error the engine stays fenced."""
         state, before = member.state, member.state.version
         started = time.monotonic()
+        await self._interrupt(member, decision)
         try:
             version, fenced_s = await self._load(member)
         except LaminarError as e:
@@ -383,6 +394,18 @@ class Fleet:
             self._set(member, "serving", f"version {version}")
             state.open_intake(time.monotonic())
         self.changed()
+
+    async def _interrupt(self, member: Member, decision: RefreshDecision) -> None:
+        """Asks turns to leave; what has not left when the load begins is cut by it, and resumes like any other."""
+        for turn_id in decision.interrupted:
+            self.interrupt(turn_id)
+        try:
+            async with asyncio.timeout(INTERRUPT_MAX_S):
+                while member.state.turns:
+                    member.left.clear()
+                    await member.left.wait()
+        except TimeoutError:
+            log.warning("engine %s loads with %d turns on it", member.spec.name, len(member.state.turns))
 
     async def _load(self, member: Member) -> tuple[Version, float]:
         assert member.spec.relay is not None

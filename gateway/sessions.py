@@ -276,6 +276,12 @@ class Sessions:
             s for s in self._live.values() if s.engine == engine and not s.running and s.version == version and s.tokens
         ]
 
+    def interrupt(self, turn_id: TurnId) -> None:
+        """Its engine is needed: the turn pauses and goes on where the scheduler puts it."""
+        run = self.runs.get(turn_id)
+        if run is not None:
+            run.release()
+
     def find(self, session_id: SessionId) -> SessionState | None:
         """A live session."""
         return self._live.get(session_id)

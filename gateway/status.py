@@ -52,7 +52,7 @@ class GatewayStatus:
         fleet, sessions = self.fleet, self.sessions
         return {
             "model": self.config.model,
-            "mode": self.config.mode,
+            "mode": self.config.fleet.mode,
             "newest_version": fleet.state.newest,
             "trainer_version": sessions.reader.trainer_version,
             "engines": [self._engine(engine) for engine in fleet.state.sorted_engines()],

@@ -327,7 +327,7 @@ class Run:
                 return
             except _Left as left:
                 cause = "move"
-                placement = await self._go_on(left.leaving, placement.engine)
+                placement = await self._go_on(left.leaving)
             except StreamCut as cut:
                 if self._left_for is not None:
                     self._left_for.came_to_nothing()
@@ -350,7 +350,7 @@ class Run:
         await self._end()
         self.audience.end()
 
-    async def _go_on(self, leaving: _Leaving, left: EngineName) -> Placement:
+    async def _go_on(self, leaving: _Leaving) -> Placement:
         """Where it goes on after leaving an engine: where it was sent, if that still serves its version."""
         if self._left_for is not None:
             self._left_for.came_to_nothing()
@@ -364,8 +364,7 @@ class Run:
                 self.session.engine = there
                 return Placement(there, "repack")
             self._fleet.leave(there, self.request.turn_id)
-        demand = dataclasses.replace(self._demand(), avoid=frozenset({left}))
-        return await self._fleet.place(demand, resumed=True, timeout_s=self._fleet.config.placement_timeout_s)
+        return await self._fleet.place(self._demand(), resumed=True, timeout_s=self._fleet.config.placement_timeout_s)
 
     def _demand(self) -> Demand:
         tokens = len(self.request.prompt_ids) + len(self.record.token_ids)

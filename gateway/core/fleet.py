@@ -2,8 +2,16 @@
 
 Invariants:
 - only the transitions of `TRANSITIONS` happen; an illegal one raises and changes nothing;
-- turns run only on `serving` engines; an engine refreshes only when it is empty;
-- the last engine of a version does not leave it while a live session needs it, until `version_hold_s` has passed.
+- turns run only on `serving` engines; an engine loads only when it is empty, or is emptied for it (`interrupted`);
+- the last engine of a version does not leave it while a live session needs it, until `version_hold_s` has passed;
+- a closed engine with a newer version at hand is below `min_util` for at most `drain_max_s`: then it takes a batch
+  more, or, beyond the staleness bound, its stragglers leave it. (Not in mode `barrier`, which is there to wait.)
+
+| mode | intake closes for a newer version | an engine loads it |
+|---|---|---|
+| `drain`, `repack` | after `intake_min_batch` sessions | when it is empty |
+| `inflight` | never | at once: its turns pause, and go on under the new version |
+| `barrier` | at once | when every engine that has it at hand is empty |
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from typing import Literal
 from gateway.core.curves import DecodeCurve, KvCeiling
 from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version
 
+Mode = Literal["barrier", "drain", "repack", "inflight"]
 EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
 
 TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
@@ -30,6 +39,7 @@ TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
 class FleetConfig:
     """The knobs of intake, refresh and capacity. Times in seconds."""
 
+    mode: Mode = "repack"
     max_running: int = 64  # B: turns of one engine at once
     kv_max: float = 0.9  # C_max: share of an engine's KV tokens that plans and admission may fill
     intake_batch: int = 64  # sessions admitted before the intake closes
@@ -68,6 +78,7 @@ class EngineState:
     intake_opened_at: float = 0.0
     intake_closed_at: float = 0.0
     admitted: int = 0  # sessions of the present intake
+    below_since: float | None = None  # closed and below `min_util`, with a newer version at hand
     leaving: bool = False  # a plan empties it: nothing more is placed here if another engine will do
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
@@ -94,7 +105,7 @@ class EngineState:
             self.intake_open = self.suspected = False
 
     def open_intake(self, now: float) -> None:
-        self.intake_open, self.intake_opened_at, self.admitted = True, now, 0
+        self.intake_open, self.intake_opened_at, self.admitted, self.below_since = True, now, 0, None
         self.reopened = self.available > self.version
 
     def close_intake(self, now: float) -> None:
@@ -114,6 +125,7 @@ class RefreshDecision:
     to_version: Version
     reason: str
     forced_sessions: tuple[SessionId, ...] = ()  # live sessions that lose their version by it
+    interrupted: tuple[TurnId, ...] = ()  # turns that must leave, or pause, before it loads
 
 
 @dataclass(slots=True)
@@ -144,6 +156,8 @@ class FleetState:
 
     def intake_changes(self, now: float) -> list[IntakeChange]:
         """Applies and returns what has to open or close now."""
+        for engine in self.engines.values():
+            self._note_use(engine, now)
         changes = [
             c for engine in self.sorted_engines() if engine.status == "serving" for c in self._intake(engine, now)
         ]
@@ -155,8 +169,12 @@ class FleetState:
     def _intake(self, engine: EngineState, now: float) -> Iterable[IntakeChange]:
         c = self.config
         newer = engine.available > engine.version
-        if engine.intake_open:
-            if newer and not engine.reopened and engine.admitted >= c.intake_min_batch:
+        if c.mode == "inflight":
+            if not engine.intake_open:
+                yield IntakeChange(engine.name, True, "a newer version interrupts nobody")
+        elif engine.intake_open:
+            enough = 0 if c.mode == "barrier" else c.intake_min_batch
+            if newer and not engine.reopened and engine.admitted >= enough:
                 yield IntakeChange(
                     engine.name, False, f"version {engine.available} is here; {engine.admitted} admitted"
                 )
@@ -168,19 +186,30 @@ class FleetState:
                 yield IntakeChange(engine.name, False, f"open for {c.intake_age_s:g} s")
         elif not newer and len(engine.turns) < c.max_running:
             yield IntakeChange(engine.name, True, f"nothing newer than version {engine.version}")
-        elif newer and self._straggling(engine, now):
-            yield IntakeChange(
-                engine.name, True, f"stragglers held it for {c.drain_max_s:g} s; within the staleness bound"
-            )
+        elif newer and self._straggling(engine, now) and self._fresh(engine):
+            yield IntakeChange(engine.name, True, f"{self._stragglers(engine)}; within the staleness bound")
+
+    def _note_use(self, engine: EngineState, now: float) -> None:
+        c = self.config
+        closed = engine.status == "serving" and not engine.intake_open and engine.available > engine.version
+        if not closed or len(engine.turns) >= c.min_util * c.max_running:
+            engine.below_since = None
+        elif engine.below_since is None:
+            engine.below_since = now
 
     def _straggling(self, engine: EngineState, now: float) -> bool:
-        """Kept from its refresh for too long by few turns, and still fresh enough for another batch."""
-        c = self.config
-        return (
-            0 < len(engine.turns) < c.min_util * c.max_running
-            and now - engine.intake_closed_at >= c.drain_max_s
-            and self.newest - engine.version < c.staleness_max
-        )
+        """Kept from its refresh for too long by few turns."""
+        since = engine.below_since
+        waits = self.config.mode == "barrier"
+        return not waits and bool(engine.turns) and since is not None and now - since >= self.config.drain_max_s
+
+    def _fresh(self, engine: EngineState) -> bool:
+        """A batch admitted now would still be of use when it is done."""
+        return self.newest - engine.version < self.config.staleness_max
+
+    def _stragglers(self, engine: EngineState) -> str:
+        held = f"{len(engine.turns)} turns of {engine.tokens} tokens"
+        return f"stragglers held it for {self.config.drain_max_s:g} s ({held})"
 
     # -- refresh
 
@@ -195,13 +224,19 @@ class FleetState:
         return decisions
 
     def _refresh(self, engine: EngineState, now: float) -> RefreshDecision | None:
-        if engine.available == 0 or engine.turns or now < engine.refresh_not_before:
+        if engine.available == 0 or now < engine.refresh_not_before:
             return None
+        if engine.turns:
+            return self._interrupting(engine, now)
         if engine.status in ("joining", "fenced"):
             if engine.status == "joining" and engine.version >= engine.available and not engine.must_load:
                 return None
             return RefreshDecision(engine.name, engine.available, f"{engine.status}: needs a wanted version")
-        if engine.status != "serving" or engine.version >= engine.available or engine.intake_open:
+        if engine.status != "serving" or engine.version >= engine.available:
+            return None
+        if self.config.mode == "inflight":
+            return RefreshDecision(engine.name, engine.available, "a newer version is here")
+        if engine.intake_open or (self.config.mode == "barrier" and self._others_run()):
             return None
         stranded = self.live_sessions(engine.version) if len(self.serving(engine.version)) == 1 else ()
         if not stranded:
@@ -210,6 +245,25 @@ class FleetState:
             return None
         reason = f"held version {engine.version} for {self.config.version_hold_s:g} s for {len(stranded)} sessions"
         return RefreshDecision(engine.name, engine.available, reason, stranded)
+
+    def _interrupting(self, engine: EngineState, now: float) -> RefreshDecision | None:
+        """A refresh although turns run: in mode `inflight`, or when stragglers have no other end."""
+        if engine.status != "serving" or engine.version >= engine.available:
+            return None
+        turns = tuple(sorted(engine.turns))
+        if self.config.mode == "inflight":
+            return RefreshDecision(engine.name, engine.available, "a newer version is here", (), turns)
+        if engine.intake_open or not self._straggling(engine, now) or self._fresh(engine):
+            return None
+        alone = len(self.serving(engine.version)) == 1
+        stranded = self.live_sessions(engine.version) if alone else ()
+        reason = f"{self._stragglers(engine)}; beyond the staleness bound"
+        return RefreshDecision(engine.name, engine.available, reason, stranded, turns)
+
+    def _others_run(self) -> bool:
+        """Whether anybody at the barrier still runs a turn or takes sessions."""
+        at_it = [e for e in self.engines.values() if e.status == "serving" and e.available > e.version]
+        return any(e.turns or e.intake_open for e in at_it)
 
 
 def staleness_histogram(versions: Iterable[Version], newest: Version) -> Mapping[int, int]:

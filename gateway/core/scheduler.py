@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.core.fleet import EngineState, FleetState
 from gateway.core.sessions import SessionState
@@ -52,6 +52,29 @@ class Admission:
         return self.running + self.buffered >= (self.staleness_max + 1) * self.reader_batch
 
 
+@dataclass(slots=True)
+class Refusals:
+    """What new sessions were told in one round through the queue: others of their kind would be told the same.
+
+    Without it a queue of n costs n decisions whenever anything changes.
+    """
+
+    _told: dict[tuple[str, bool], tuple[int, Wait]] = field(default_factory=dict)
+
+    def told(self, demand: Demand, fleet: FleetState) -> Wait | None:
+        """The refusal that holds for this one, too; None when it has to be asked for."""
+        spec = demand.session.spec
+        if demand.session.version is not None or spec.group_id in fleet.group_versions:
+            return None
+        tokens, wait = self._told.get((spec.split, spec.train), (0, None))
+        return wait if demand.prompt_tokens >= tokens else None
+
+    def note(self, demand: Demand, fleet: FleetState, wait: Wait) -> None:
+        spec = demand.session.spec
+        if demand.session.version is None and spec.group_id not in fleet.group_versions:
+            self._told[spec.split, spec.train] = (demand.prompt_tokens, wait)
+
+
 def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
     if engine.status != "serving" or engine.suspected or len(engine.turns) >= fleet.config.max_running:
         return False
@@ -83,6 +106,12 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
 
 
 def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait:
+    own = fleet.engines.get(demand.session.engine) if demand.session.engine is not None else None
+    if fleet.config.mode == "inflight" and own is not None and own.name not in demand.avoid:
+        if own.status == "refreshing":
+            return Wait(f"engine {own.name} loads a version")
+        if own.status == "serving" and has_room(own, fleet, demand.prompt_tokens):
+            return Placement(own.name, "holds its place", version_changed=own.version != version)
     same = fleet.serving(version)
     if same:
         usable = [e for e in same if e.name not in demand.avoid] or same

@@ -106,7 +106,7 @@ def test_an_open_intake_closes(how: dict[str, Any], running: int, age_s: float, 
         ({}, 10, 1e6, 1, None),
         ({}, 9, 0.0, 5, "nothing newer than version 1"),  # others have it; its own host does not
         (NEWER, 0, 1e6, 2, None),  # it is to refresh
-        (NEWER, 2, 30.0, 2, "stragglers held it for 30 s; within the staleness bound"),
+        (NEWER, 2, 30.0, 2, "stragglers held it for 30 s (2 turns of 20 tokens); within the staleness bound"),
         (NEWER, 2, 29.9, 2, None),
         (NEWER, 3, 30.0, 2, None),  # busy enough
         (NEWER, 2, 30.0, 3, None),  # a session admitted now would be too stale
@@ -119,11 +119,72 @@ def test_an_open_intake_closes(how: dict[str, Any], running: int, age_s: float, 
 def test_a_closed_intake_opens(
     how: dict[str, Any], running: int, closed_s: float, newest: int, reason: str | None
 ) -> None:
-    state = engine("e0", 1, [10] * running, intake_closed_at=1000.0, admitted=3, **how)
+    state = engine("e0", 1, [10] * running, intake_closed_at=900.0, below_since=1000.0, admitted=3, **how)
     now = 1000.0 + closed_s
     assert intake(state, now, newest) == (None if reason is None else (True, reason))
     assert state.intake_open == (reason is not None)
     assert (state.intake_opened_at, state.admitted) == ((0.0, 3) if reason is None else (now, 0))
+
+
+def test_few_turns_have_to_stay_few_for_stragglers() -> None:
+    """It is the time below `min_util` that counts, not the time closed; tool calls do not interrupt it."""
+    state = engine("e0", 1, [10] * 8, available=2, intake_closed_at=900.0)
+    busy, few = dict(state.turns), dict(list(state.turns.items())[:2])
+    for now, turns, opens in [
+        (1000.0, busy, False),
+        (1001.0, few, False),
+        (1020.0, {}, False),
+        (1030.9, few, False),
+        (1031.0, {}, False),  # nobody is there to wait for
+        (1032.0, few, True),
+    ]:
+        state.turns = dict(turns)
+        assert (intake(state, now, 2) is not None) is opens, now
+    assert state.below_since is None
+
+
+@pytest.mark.parametrize(("newest", "to"), [(2, None), (3, 2)], ids=["fresh enough", "beyond the staleness bound"])
+def test_stragglers_beyond_the_staleness_bound_leave(newest: int, to: int | None) -> None:
+    state = on_versions(
+        fleet(
+            engine("e0", 1, [10, 10], available=2, intake_closed_at=900.0, below_since=970.0),
+            engine("e1", 2, available=2),
+            newest=newest,
+            **LIMITS,
+        ),
+        a=1,
+    )
+    assert state.refresh_decisions(999.9) == []
+    decisions = state.refresh_decisions(1000.0)
+    assert [(d.engine, d.to_version) for d in decisions] == ([] if to is None else [("e0", 2)])
+    for decision in decisions:
+        assert decision.interrupted == ("e0-0", "e0-1")
+        assert decision.forced_sessions == ("a",)
+        assert decision.reason == "stragglers held it for 30 s (2 turns of 20 tokens); beyond the staleness bound"
+
+
+# -- modes
+
+
+def test_in_flight_engines_load_at_once_and_tell_whom_they_interrupt() -> None:
+    state = fleet(engine("e0", 1, [10, 10], available=2), engine("e1", 1, available=2), **LIMITS, mode="inflight")
+    assert [(c.engine, c.open) for c in state.intake_changes(1000.0)] == [("e0", True), ("e1", True)]
+    assert state.intake_changes(1e9) == [], "and never closes"
+    assert [(d.engine, d.interrupted) for d in state.refresh_decisions(1000.0)] == [
+        ("e0", ("e0-0", "e0-1")),
+        ("e1", ()),
+    ]
+
+
+def test_at_the_barrier_all_wait_for_the_last_turn() -> None:
+    e0, e1 = engine("e0", 1, [10], available=2, **OPEN), engine("e1", 1, available=2, **OPEN)
+    state = fleet(e0, e1, engine("e2", 2), **{**LIMITS, "intake_min_batch": 50}, mode="barrier")
+    closing = [(c.engine, c.open) for c in state.intake_changes(1000.0)]
+    assert closing == [("e0", False), ("e1", False), ("e2", True)], "whatever they admitted"
+    assert state.refresh_decisions(1e6) == []
+    assert state.intake_changes(1e6) == [], "no straggler opens an intake"
+    e0.turns.clear()
+    assert [d.engine for d in state.refresh_decisions(1000.0)] == ["e0", "e1"]
 
 
 def test_each_engine_decides_for_itself_in_the_order_of_names() -> None:
@@ -177,8 +238,9 @@ def test_one_that_answers_again_while_its_old_streams_run_does_not_refresh_under
 
 
 def test_an_intake_reopened_for_stragglers_takes_another_batch() -> None:
-    state = engine("e0", 1, [10, 10], available=2, intake_closed_at=970.0)
-    assert intake(state, 1000.0, 2) == (True, "stragglers held it for 30 s; within the staleness bound")
+    state = engine("e0", 1, [10, 10], available=2, intake_closed_at=900.0, below_since=970.0)
+    reason = "stragglers held it for 30 s (2 turns of 20 tokens); within the staleness bound"
+    assert intake(state, 1000.0, 2) == (True, reason)
     state.admitted = 2
     assert intake(state, 1000.0, 2) is None, "not closed after its first session"
 

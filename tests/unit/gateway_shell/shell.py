@@ -97,6 +97,7 @@ async def shell(
         await buffer.open()
         sessions = Sessions(settings, pool=pool, buffer=buffer, timeline=timeline, context_tokens=lambda: 4096)
         made = sessions.fleet = Fleet(settings, timeline, sessions.admission)
+        made.interrupt = sessions.interrupt
         await made.__aenter__()
         stack.push_async_callback(made.close)
         found = Shell(made, sessions, pool, timeline, Repacker(settings, made, sessions, timeline))

@@ -81,7 +81,18 @@ def test_a_url_that_names_no_address_is_refused(url: str) -> None:
     ("arguments", "words"),
     [
         ([], ["OpenAI-compatible", "gateway engine --model DIR", "--engine e0=vllm=", "/v1", "engine", "serve"]),
-        (["serve"], ["NAME=KIND=URL[@RELAY]", "[drain|repack]", "in memory", "B: turns", "C_max", "Silence", "429"]),
+        (
+            ["serve"],
+            [
+                "NAME=KIND=URL[@RELAY]",
+                "[barrier|drain|repack|inflight]",
+                "in memory",
+                "B: turns",
+                "C_max",
+                "Silence",
+                "429",
+            ],
+        ),
     ],
 )
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -107,9 +118,7 @@ def test_serving_needs_no_torch() -> None:
         (["--model", "m"], "Missing option '--tokenizer'"),
         (["--model", "m", "--tokenizer", "/nowhere"], "Directory '/nowhere' does not exist"),
         (["--model", "m", "--tokenizer", __file__], "is a file"),
-        (["--mode", "fast"], "'fast' is not one of 'drain', 'repack'"),
-        (["--mode", "inflight"], "mode 'inflight' is not there yet; available: drain, repack"),
-        (["--mode", "barrier"], "mode 'barrier' is not there yet; available: drain, repack"),
+        (["--mode", "fast"], "'fast' is not one of 'barrier', 'drain', 'repack', 'inflight'"),
         (["--max-running", "many"], "'many' is not a valid integer"),
         (["--kv-max", "most"], "'most' is not a valid float"),
         (["--data", __file__], "is a file"),

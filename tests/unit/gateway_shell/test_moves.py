@@ -72,6 +72,7 @@ async def test_a_released_turn_goes_on_wherever_there_is_a_place(tmp_path: Path)
     async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         async with found.run() as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            found.fleet.state.engines[E0].leaving = True  # as for an engine that is to load
             assert run.release()
             check_whole(run, [delta async for delta in run])
         assert [(s.engine, s.cause) for s in run.segments] == [("e0", "start"), ("e1", "move")]

@@ -1,0 +1,55 @@
+"""A queue that is walked with refusals remembered gives every turn what asking for each would give."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.fleet import FleetState
+from gateway.core.scheduler import Admission, Demand, Refusals, Wait, place
+from gateway.core.types import GroupId, Version
+from tests.unit.gateway_core.helpers import engine, fleet, session
+
+DEMANDS = st.builds(
+    lambda i, version, group, tokens, split, train: Demand(
+        session(f"s{i}", group, version=version, split=split, train=train), tokens
+    ),
+    st.integers(0, 99),
+    st.sampled_from([None, None, None, 1, 2]),
+    st.sampled_from(["", "", "g"]),
+    st.sampled_from([10, 100, 900]),
+    st.sampled_from(["train", "train", "eval"]),
+    st.booleans(),
+)
+
+
+def some_fleet(open_: bool, full: int) -> FleetState:
+    state = fleet(
+        engine("e0", 1, [100] * full, intake_open=open_), engine("e1", 2, [500], intake_open=open_), max_running=2
+    )
+    state.group_versions[GroupId("g")] = Version(1)
+    return state
+
+
+@given(st.lists(DEMANDS, max_size=12), st.booleans(), st.integers(0, 2), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_the_same_as_asking_for_each(demands: list[Demand], open_: bool, full: int, stop: bool) -> None:
+    state, refusals = some_fleet(open_, full), Refusals()
+    admission = Admission(5, 5, 1 if stop else None, 0)
+    for demand in demands:
+        asked = place(demand, state, admission)
+        told = refusals.told(demand, state)
+        if told is not None:
+            assert isinstance(asked, Wait)
+        elif isinstance(asked, Wait):
+            refusals.note(demand, state, asked)
+
+
+def test_one_refusal_stands_for_those_that_need_as_much_and_no_others() -> None:
+    state, refusals = some_fleet(open_=False, full=0), Refusals()
+    refusals.note(Demand(session("a"), 50), state, Wait("every intake is closed"))
+    assert refusals.told(Demand(session("b"), 50), state) == Wait("every intake is closed")
+    assert refusals.told(Demand(session("c"), 49), state) is None
+    assert refusals.told(Demand(session("d", version=1), 50), state) is None
+    assert refusals.told(Demand(session("e", "g"), 50), state) is None
+    assert refusals.told(Demand(session("f", split="eval"), 50), state) is None
