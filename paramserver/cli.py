@@ -118,6 +118,12 @@ def cli() -> None:
 @click.option("--spill-retain", type=click.IntRange(1), default=2, help="Newest versions to keep on disk.")
 @click.option("--stripes", type=click.IntRange(1, 16), default=2, help="TCP connections per hop.")
 @click.option(
+    "--transport",
+    type=click.Choice(["tcp", "nixl"]),
+    default="tcp",
+    help="What moves bytes between relays; nixl (RDMA where the hosts have it) with those that speak it too.",
+)
+@click.option(
     "--lease-ttl-s", type=click.FloatRange(1.0), default=5.0, help="A relay silent to etcd for so long is no member."
 )
 @click.option(

@@ -24,7 +24,9 @@ def show_status(status: RelayStatus, *, as_json: bool) -> None:
         return
     console = _console()
     registry = "reachable" if status.registry_reachable else "away: going on with the last view"
-    console.print(f"relay {status.relay} (instance {status.instance}), registry {registry}")
+    console.print(
+        f"relay {status.relay} (instance {status.instance}), registry {registry}, transport {status.transport}"
+    )
     console.print(
         f"pool {show_bytes(status.pool_bytes)}, used {show_bytes(status.used_bytes)}, "
         f"quarantined {show_bytes(status.quarantined_bytes)}"
@@ -54,13 +56,13 @@ def _models(console: Console, status: RelayStatus) -> None:
 
 
 def _chain(model: ModelStatus) -> Table:
-    table = _table("", "relay", "holds", "newest came from", "at (one stripe)", "")
+    table = _table("", "relay", "holds", "newest came from", "over", "at (one stripe)", "")
     for place, hop in enumerate(model.hops, start=1):
         rate = f"{show_bytes(int(hop.rate_bytes_s))}/s" if hop.rate_bytes_s else ""
         note = "" if hop.alive else "away"
         note = f"slow: {hop.slow}" if hop.slow else note
         number = str(place) if hop.relay in model.chain else ""
-        table.add_row(number, hop.relay, " ".join(map(str, hop.versions)), hop.upstream, rate, note)
+        table.add_row(number, hop.relay, " ".join(map(str, hop.versions)), hop.upstream, hop.transport, rate, note)
     return table
 
 
@@ -68,7 +70,8 @@ def _transfers(console: Console, status: RelayStatus) -> None:
     for transfer in status.transfers:
         share = transfer.bytes_done / max(1, transfer.bytes_total)
         console.print(
-            f"coming: {transfer.model} version {transfer.version} from {transfer.upstream or 'nobody yet'}, "
+            f"coming: {transfer.model} version {transfer.version} from {transfer.upstream or 'nobody yet'}"
+            f"{f' over {transfer.transport}' if transfer.transport else ''}, "
             f"{share:.0%} of {show_bytes(transfer.bytes_total)}"
         )
 

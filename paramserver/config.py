@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from protos.errors import InvalidRequest
 
@@ -33,6 +34,7 @@ class RelayConfig:
     spill: Path | None = None
     spill_retain: int = 2
     num_stripes: int = 2
+    transport: Literal["tcp", "nixl"] = "tcp"
     lease_ttl_s: float = 5.0
     silence_s: float = 0.5
     max_rate: float | None = None

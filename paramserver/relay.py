@@ -24,6 +24,8 @@ from paramserver.core.versions import Drop, Effect, Fetch, ModelVersions, Show, 
 from paramserver.core.view import Fact, HolderFact, MasterFact, MemberFact, SpilledFact, VersionFact, View
 from paramserver.data import fetch as data_fetch
 from paramserver.data import tcp
+from paramserver.data.movers import Movers
+from paramserver.data.nixl import NixlDialer
 from paramserver.data.transport import Link, Source
 from paramserver.data.wire import Greeting
 from paramserver.seat import Seat
@@ -65,8 +67,11 @@ class _Running:
 class Relay:
     """The state of one relay and the effects on it."""
 
-    def __init__(self, config: RelayConfig, seat: Seat, store: Store, *, bind_host: str = "") -> None:
+    def __init__(
+        self, config: RelayConfig, seat: Seat, store: Store, *, bind_host: str = "", movers: Movers | None = None
+    ) -> None:
         self.config = config
+        self._nixl = NixlDialer(movers, self._dial_tcp) if movers is not None else None
         self._bind_host = bind_host  # address that bytes are asked for from; "": any
         self.spill: Spill | None = None  # given before anything is shown
         self.seat = seat
@@ -163,11 +168,18 @@ class Relay:
         finally:
             self._watchers.discard(watcher)
 
-    def transfers(self) -> list[tuple[str, int, str, int, int]]:
-        """(model, version, upstream, bytes done, bytes total) of what is on its way here."""
+    def transfers(self) -> list[tuple[str, int, str, str, int, int]]:
+        """(model, version, upstream, transport, bytes done, bytes total) of what is on its way here."""
         return [
-            (model, version, running.fetch.upstream, running.fetch.bytes_done, running.snapshot.manifest.size_bytes)
-            for (model, version), running in sorted(self._running.items())
+            (
+                model,
+                version,
+                at.fetch.upstream,
+                at.fetch.transport,
+                at.fetch.bytes_done,
+                at.snapshot.manifest.size_bytes,
+            )
+            for (model, version), at in sorted(self._running.items())
         ]
 
     def cut_off(self) -> set[str]:
@@ -219,7 +231,15 @@ class Relay:
                 self.of(model).holder(version, relay, present=present)
                 if came is not None and came.rate_bytes_s:
                     self.stragglers(model).saw(
-                        Hop(version, came.upstream, relay, came.rate_bytes_s, came.num_stripes, came.rtt_s)
+                        Hop(
+                            version,
+                            came.upstream,
+                            relay,
+                            came.rate_bytes_s,
+                            came.num_stripes,
+                            came.rtt_s,
+                            came.transport,
+                        )
                     )
             case SpilledFact(model, version, relay, present):
                 self.of(model).spilled(version, relay, present=present)
@@ -377,16 +397,21 @@ class Relay:
                 late=is_late(self.config.name, announced.plan),
             ),
             lambda: self._sources(announced),
-            self._dial,
+            lambda source, greeting: self._dial(source, greeting, snapshot),
             num_stripes=self.config.num_stripes,
         )
         task = asyncio.ensure_future(self._fetch(fetch, snapshot))
         self._running[manifest.model, manifest.version] = _Running(fetch, snapshot, task)
         task.add_done_callback(self._finished)
 
-    def _dial(self, source: Source, greeting: Greeting) -> Link:
+    def _dial(self, source: Source, greeting: Greeting, snapshot: Snapshot) -> Link:
         if self.spill is not None and source.address.startswith(SCHEME):
             return self.spill.open(greeting)
+        if self._nixl is not None:
+            return self._nixl.dial(source, greeting, [(file.fd, file.size_bytes) for file in snapshot.files])
+        return self._dial_tcp(source, greeting)
+
+    def _dial_tcp(self, source: Source, greeting: Greeting) -> tcp.TcpLink:
         return tcp.TcpLink(source, greeting, silence_s=self.config.silence_s, bind_host=self._bind_host)
 
     def spill_changed(self) -> None:
@@ -433,7 +458,9 @@ class Relay:
         if complete and state.stage == "filling":
             took = time.monotonic() - started
             log.info("%s complete, %s in %.3f s", snapshot, show_bytes(manifest.size_bytes), took)
-            self._came[key] = Holding(fetch.upstream, fetch.rate_bytes_s, fetch.num_stripes, fetch.rtt_s)
+            self._came[key] = Holding(
+                fetch.upstream, fetch.rate_bytes_s, fetch.num_stripes, fetch.rtt_s, fetch.transport
+            )
             self.apply(manifest.model, versions.filled(manifest.version, root))
         elif state.stage == "filling":
             await self._remove(snapshot, "its bytes could not be had", after=None)

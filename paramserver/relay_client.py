@@ -84,6 +84,7 @@ class TransferStatus:
     upstream: str
     bytes_done: int
     bytes_total: int
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class HopStatus:
     versions: tuple[int, ...]
     slow: str
     alive: bool
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class RelayStatus:
     cut_off: tuple[str, ...]
     registry_reachable: bool
     data_address: str
+    transport: str = "tcp"
 
     @property
     def held(self) -> dict[str, tuple[int, ...]]:
@@ -342,7 +345,8 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
         members=tuple(reply.members),
         models=tuple(_model_status(model) for model in reply.models),
         transfers=tuple(
-            TransferStatus(t.model, t.version, t.upstream, t.bytes_done, t.bytes_total) for t in reply.transfers
+            TransferStatus(t.model, t.version, t.upstream, t.bytes_done, t.bytes_total, t.transport)
+            for t in reply.transfers
         ),
         pins=tuple(PinStatus(p.model, p.version, p.holder, p.expires_in_s) for p in reply.pins),
         pool_bytes=reply.pool_bytes,
@@ -351,6 +355,7 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
         cut_off=tuple(reply.cut_off),
         registry_reachable=reply.registry_reachable,
         data_address=reply.data_address,
+        transport=reply.transport or "tcp",
     )
 
 
@@ -365,6 +370,7 @@ def _model_status(model: pb.ModelStatus) -> ModelStatus:
         newest_sealed=model.newest_sealed if model.HasField("newest_sealed") else None,
         plan_reason=model.plan_reason,
         hops=tuple(
-            HopStatus(h.relay, h.upstream, h.rate_bytes_s, tuple(h.versions), h.slow, h.alive) for h in model.hops
+            HopStatus(h.relay, h.upstream, h.rate_bytes_s, tuple(h.versions), h.slow, h.alive, h.transport)
+            for h in model.hops
         ),
     )

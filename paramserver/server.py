@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from paramserver import kept
 from paramserver.config import RelayConfig
 from paramserver.core.records import Member
+from paramserver.data.movers import Movers
 from paramserver.data.server import DataServer
 from paramserver.host import address_of
 from paramserver.membership.etcd import EtcdRegistry
@@ -105,7 +106,12 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         await asyncio.to_thread(pool.preallocate)
 
         provider = _Provider()
-        data = DataServer(provider, max_rate=config.max_rate)
+        movers = None
+        if config.transport == "nixl":
+            movers = Movers(idle_max=2 * config.num_stripes, interface=config.bind_interface)
+            stack.push_async_callback(asyncio.to_thread, movers.close)
+            await asyncio.to_thread(movers.warm, config.num_stripes)
+        data = DataServer(provider, max_rate=config.max_rate, movers=movers)
         stack.push_async_callback(asyncio.to_thread, data.close)
         data_address = data.listen_tcp(data_host, config.data_port)
         socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir)
@@ -113,13 +119,20 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
             data.listen_unix(socket_path)
 
         member = Member(
-            config.name, secrets.token_hex(8), grpc_address, data_address, config.publish_host, config.zone, config.rack
+            config.name,
+            secrets.token_hex(8),
+            grpc_address,
+            data_address,
+            config.publish_host,
+            config.zone,
+            config.rack,
+            transport=config.transport,
         )
         seat = Seat(registry, member, ttl_s=config.lease_ttl_s)
         await seat.take()
         stack.push_async_callback(seat.leave)
 
-        relay = Relay(config, seat, store, bind_host=data_host if config.bind_interface else "")
+        relay = Relay(config, seat, store, bind_host=data_host if config.bind_interface else "", movers=movers)
         if config.spill is not None:
             relay.spill = Spill(config.spill, retain=config.spill_retain, wrote=lambda _: relay.spill_changed())
             relay.spill_changed()

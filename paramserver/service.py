@@ -79,8 +79,8 @@ class RelayService(pb_grpc.RelayServicer):
             members=sorted(relay.view.members),
             models=[self._model_status(model) for model in sorted(relay.view.models | set(relay.models))],
             transfers=[
-                pb.TransferStatus(model=m, version=v, upstream=up, bytes_done=done, bytes_total=total)
-                for m, v, up, done, total in relay.transfers()
+                pb.TransferStatus(model=m, version=v, upstream=up, transport=by, bytes_done=done, bytes_total=total)
+                for m, v, up, by, done, total in relay.transfers()
             ],
             pins=[
                 pb.PinStatus(model=p.model, version=p.version, holder=p.holder, expires_in_s=p.expires_at - now)
@@ -92,6 +92,7 @@ class RelayService(pb_grpc.RelayServicer):
             cut_off=sorted(relay.cut_off()),
             registry_reachable=relay.seat.reachable,
             data_address=self._data_address,
+            transport=relay.config.transport,
         )
 
     def _model_status(self, model: str) -> pb.ModelStatus:
@@ -127,6 +128,7 @@ class RelayService(pb_grpc.RelayServicer):
                     versions=held.get(name, ()),
                     slow=judged.reasons.get(name, ""),
                     alive=name in self._relay.view.members,
+                    transport=last.transport if last else "",
                 )
             )
         return hops

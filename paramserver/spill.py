@@ -122,6 +122,7 @@ class Spill:
 class FileLink:
     """One stripe's reading of a spilled version, behind the seam that sockets are behind too."""
 
+    transport = "file"
     rtt_s = 0.0
 
     def __init__(self, found: Kept) -> None:

@@ -120,16 +120,18 @@ class Member(msgspec.Struct, frozen=True):
     zone: str = ""
     rack: str = ""
     draining: bool = False  # leaves soon: serves what it has, takes no more
+    transport: str = "tcp"  # what it moves bytes with where the other side does too
 
 
 class Holding(msgspec.Struct, frozen=True):
     """How a version came to a relay: from whom, how fast one stripe was while bytes were there to come (0: not by a
-    hop, or too few), over how many stripes, and how long the network's round trip took."""
+    hop, or too few), over how many stripes, how long the network's round trip took, and what moved the bytes."""
 
     upstream: str = ""
     rate_bytes_s: float = 0.0
     num_stripes: int = 1
     rtt_s: float = 0.0
+    transport: str = ""
 
 
 class Master(msgspec.Struct, frozen=True):

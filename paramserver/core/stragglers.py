@@ -35,6 +35,7 @@ class Hop:
     rate_bytes_s: float
     num_stripes: int = 1
     rtt_s: float = 0.0
+    transport: str = ""
 
 
 @dataclass(slots=True)

@@ -74,6 +74,7 @@ class Fetch:
         self._active_bytes = 0
         self.upstream = ""
         self.rtt_s = 0.0
+        self.transport = ""
         self.num_stripes = num_stripes
 
     @property
@@ -149,7 +150,7 @@ class Fetch:
 
     def _use(self, source: Source, stripe: str) -> None:
         link = self._dial(source, self._greeting)
-        self.upstream, self.rtt_s = source.name, link.rtt_s
+        self.upstream, self.rtt_s, self.transport = source.name, link.rtt_s, link.transport
         try:
             self._pull(link, stripe)
         finally:

@@ -19,7 +19,9 @@ from typing import Protocol
 
 from paramserver.core.records import Epoch, digest
 from paramserver.data import wire
-from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
+from paramserver.data.lending import Lending
+from paramserver.data.movers import Movers
+from paramserver.data.wire import Greeting, Header, Kind, LinkBroken, TransportFailed
 from paramserver.store import Snapshot
 from protos.errors import Conflict, Corrupt, LaminarError, NotFound, OutOfCapacity, StaleEpoch
 
@@ -67,8 +69,9 @@ class Pacer:
 class DataServer:
     """Listens on TCP, and on a unix socket that passes descriptors to publishers on this host."""
 
-    def __init__(self, provider: Provider, *, max_rate: float | None = None) -> None:
+    def __init__(self, provider: Provider, *, max_rate: float | None = None, movers: Movers | None = None) -> None:
         self._provider = provider
+        self._movers = movers  # None: this relay speaks tcp only
         self._pacer = Pacer(max_rate)
         self._listeners: list[socket.socket] = []
         self._connections: set[socket.socket] = set()
@@ -150,6 +153,8 @@ class DataServer:
                 if refused:
                     raise OutOfCapacity(f"more than {CONNECTIONS_MAX} data connections")
                 serve(sock)
+            except TransportFailed as error:
+                _refuse(sock, error)
             except LinkBroken as error:
                 log.debug("data connection ended: %s", error)
             except LaminarError as error:
@@ -174,9 +179,38 @@ class DataServer:
         snapshot = self._find(sock, greeting)
         _check_epoch(snapshot, greeting.epoch)
         with snapshot.linked(greeting.name if greeting.late else "", LATE_JOINERS_MAX):
+            self._lend(sock, greeting, snapshot)
             wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
             while True:
                 self._serve_request(sock, snapshot)
+
+    def _lend(self, sock: socket.socket, greeting: Greeting, snapshot: Snapshot) -> None:
+        """Serves an asker that speaks nixl, if this relay does; that ends by an exception, as any fetch does."""
+        if self._movers is None or "nixl" not in greeting.transports:
+            return
+        try:
+            mover = self._movers.take(lambda: wire.send_all(sock, Header(Kind.ALIVE).pack()))
+        except (TransportFailed, OutOfCapacity) as error:
+            log.warning("serving %s over tcp: %s", greeting.name, error)
+            return
+
+        def pause(num_bytes: int) -> None:
+            self._pause_alive(sock, num_bytes)
+
+        def await_chunk(index: int, from_byte: int, suspect: bool) -> bytes:
+            return self._await_chunk(sock, snapshot, index, from_byte, suspect=suspect)
+
+        Lending(sock, snapshot, self._movers, mover, await_chunk, pause).run()
+
+    def _pause_alive(self, sock: socket.socket, num_bytes: int) -> None:
+        """Waits until bytes that others read by themselves may go, with signs of life."""
+        self.bytes_sent += num_bytes
+        said_at = time.monotonic()
+        for start in range(0, num_bytes if self._pacer.rate_bytes_s else 0, _PACED_BYTES):
+            self._pacer.pause(min(_PACED_BYTES, num_bytes - start))
+            if time.monotonic() - said_at > wire.HEARTBEAT_S:
+                wire.send_all(sock, Header(Kind.ALIVE).pack())
+                said_at = time.monotonic()
 
     def _serve_request(self, sock: socket.socket, snapshot: Snapshot) -> None:
         kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(sock, wire.REQUEST.size))
@@ -196,9 +230,19 @@ class DataServer:
         raise NotFound(f"version {greeting.version} of {greeting.model} did not reach this relay in {OPEN_WAIT_S} s")
 
     def _answer(self, sock: socket.socket, snapshot: Snapshot, index: int, from_byte: int, *, suspect: bool) -> None:
-        place = snapshot.place(index)
-        if from_byte >= len(place):
-            raise LinkBroken(f"byte {from_byte} of a chunk of {len(place)} asked for")
+        chunk_digest = self._await_chunk(sock, snapshot, index, from_byte, suspect=suspect)
+        rest = snapshot.place(index)[from_byte:]
+        header = Header(Kind.DATA, index, from_byte, len(rest), chunk_digest)
+        wire.send_all(sock, header.pack(), socket.MSG_MORE)
+        self._send(sock, rest)
+
+    def _await_chunk(
+        self, sock: socket.socket, snapshot: Snapshot, index: int, from_byte: int, *, suspect: bool
+    ) -> bytes:
+        """The chunk's digest once it is here, ALIVE until then. Corrupt when a suspect one is bad here."""
+        length = snapshot.chunks.chunk(index).length
+        if from_byte >= length:
+            raise LinkBroken(f"byte {from_byte} of a chunk of {length} asked for")
         while (chunk_digest := snapshot.wait_chunk(index, wire.HEARTBEAT_S)) is None:
             wire.send_all(sock, Header(Kind.ALIVE).pack())
         if suspect:
@@ -207,10 +251,7 @@ class DataServer:
             except Corrupt as error:
                 self._provider.chunk_is_bad(snapshot, error)
                 raise
-        rest = place[from_byte:]
-        header = Header(Kind.DATA, index, from_byte, len(rest), chunk_digest)
-        wire.send_all(sock, header.pack(), socket.MSG_MORE)
-        self._send(sock, rest)
+        return chunk_digest
 
     def _send(self, sock: socket.socket, rest: memoryview) -> None:
         self.bytes_sent += len(rest)

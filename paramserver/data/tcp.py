@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,35 +19,52 @@ CONNECT_TIMEOUT_S = 2.0
 class TcpLink:
     """A connection on which silence longer than `silence_s` counts as death; bytes and ALIVE count as life."""
 
+    transport = "tcp"
+
     def __init__(
         self, source: Source, greeting: Greeting, *, silence_s: float = wire.SILENCE_S, bind_host: str = ""
     ) -> None:
         self.source = source
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._asked: deque[Want] = deque()
         connecting_at = time.monotonic()
         self._sock = wire.connect(source.address, CONNECT_TIMEOUT_S, bind_host=bind_host)
         self.rtt_s = time.monotonic() - connecting_at
         try:
             wire.send_greeting(self._sock, greeting)
-            self.manifest: Manifest = wire.receive_welcome(self._sock, silence_s=silence_s).manifest
+            self.welcome = wire.receive_welcome(self._sock, silence_s=silence_s)
         except BaseException:
             self._sock.close()
             raise
         self._sock.settimeout(wire.HEARTBEAT_S)
 
+    @property
+    def manifest(self) -> Manifest:
+        return self.welcome.manifest
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
     def ask(self, want: Want) -> None:
+        self.request(want)
+        self._asked.append(want)
+
+    def request(self, want: Want) -> None:
         flags = wire.FLAG_SUSPECT if want.suspect else 0
         wire.send_all(self._sock, wire.REQUEST.pack(Kind.GET, flags, want.index, want.from_byte))
-        self._asked.append(want)
+
+    def taken(self, index: int) -> None:
+        wire.send_all(self._sock, wire.REQUEST.pack(Kind.TAKEN, 0, index, 0))
 
     def alive(self) -> None:
         wire.send_all(self._sock, wire.REQUEST.pack(Kind.ALIVE, 0, 0, 0))
 
     def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
-        header, want = self._header(), self._asked.popleft()
+        while (header := self.header()).kind is Kind.ALIVE:
+            pass
+        want = self._asked.popleft()
         target = place(want.index)
-        if (header.index, header.from_byte, header.from_byte + header.length) != (
+        if header.kind is not Kind.DATA or (header.index, header.from_byte, header.from_byte + header.length) != (
             want.index,
             want.from_byte,
             len(target),
@@ -62,20 +80,26 @@ class TcpLink:
     def close(self) -> None:
         self._sock.close()
 
-    def _header(self) -> Header:
+    def header(self) -> Header:
+        """The next frame's. Raises what a refusal says."""
         buffer = bytearray(wire.HEADER.size)
-        while True:
-            filled = 0
-            while filled < len(buffer):
-                filled += self._some(memoryview(buffer)[filled:])
-            kind, index, from_byte, length, digest = wire.HEADER.unpack(buffer)
-            if kind == Kind.DATA:
-                return Header(Kind.DATA, index, from_byte, length, digest)
-            if kind == Kind.REFUSED:
-                self._sock.settimeout(self._silence_s)
-                raise wire.receive_refusal(self._sock, Header(Kind.REFUSED, length=length))
-            if kind != Kind.ALIVE:
-                raise LinkBroken(f"unexpected frame kind {kind}")
+        filled = 0
+        while filled < len(buffer):
+            filled += self._some(memoryview(buffer)[filled:])
+        kind, index, from_byte, length, digest = wire.HEADER.unpack(buffer)
+        if kind == Kind.REFUSED:
+            self._sock.settimeout(self.silence_s)
+            raise wire.receive_refusal(self._sock, Header(Kind.REFUSED, length=length))
+        if kind not in (Kind.DATA, Kind.ALIVE, Kind.READY):
+            raise LinkBroken(f"unexpected frame kind {kind}")
+        return Header(Kind(kind), index, from_byte, length, digest)
+
+    def last_word(self, timeout_s: float) -> None:
+        """Raises what ends the connection if that is heard within `timeout_s`: a refusal, or LinkBroken."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self._sock], [], [], left)[0]:
+                self.header()
 
     def _some(self, into: memoryview) -> int:
         """At least one byte, sending ALIVE while none comes; LinkBroken after `silence_s` without any."""
@@ -84,8 +108,8 @@ class TcpLink:
             try:
                 num = self._sock.recv_into(into)
             except TimeoutError:
-                if time.monotonic() - heard_at > self._silence_s:
-                    raise LinkBroken(f"{self.source.name} was silent for {self._silence_s} s") from None
+                if time.monotonic() - heard_at > self.silence_s:
+                    raise LinkBroken(f"{self.source.name} was silent for {self.silence_s} s") from None
                 self.alive()
             except OSError as error:
                 raise LinkBroken(f"{self.source.name}: {error}") from error

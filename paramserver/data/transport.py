@@ -1,4 +1,4 @@
-"""The transport seam: how a fetch asks a holder for chunks. TCP here; RDMA libraries plug in behind it."""
+"""The transport seam: how a fetch asks a holder for chunks. TCP, NIXL (RDMA), or a disk."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ class Arrived:
 
 class Link(Protocol):
     """One stripe's connection to one holder. Raises LinkBroken, or what the holder refused with."""
+
+    transport: str
+    """What moves the bytes: "tcp", "nixl", "file"."""
 
     rtt_s: float
     """The network's round trip, in seconds."""

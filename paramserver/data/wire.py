@@ -2,7 +2,8 @@
 
 A connection opens with a greeting (magic, length, JSON) and its answer (WELCOME or REFUSED with JSON). Then:
 - purpose "fetch": the asker sends requests (chunk number, first byte wanted) and ALIVE; the holder answers each in
-  order with a header and the bytes, and ALIVE while a chunk is not there yet;
+  order with a header and the bytes, and ALIVE while a chunk is not there yet; over nixl with READY instead of bytes,
+  which the asker reads by itself and then says TAKEN;
 - purpose "write": the publisher sends DATA headers with bytes, then DONE; the relay answers DONE when it has all;
 - purpose "map" (unix socket only): the relay passes the descriptors of the files; the publisher sends PRESENT
   headers, then DONE; the relay answers DONE.
@@ -47,6 +48,8 @@ class Kind(IntEnum):
     DONE = 4
     WELCOME = 5
     REFUSED = 6
+    READY = 7
+    TAKEN = 8
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -59,6 +62,14 @@ class Greeting(msgspec.Struct, frozen=True):
     epoch: Epoch | None = None
     token: str = ""
     late: bool = False  # a relay that joined after the version began; a holder serves few of these at a time
+    transports: list[str] = []  # ways of moving bytes that the asker knows besides this connection
+
+
+class Lent(msgspec.Struct, frozen=True):
+    """The holder's files, to be read with NIXL: its metadata, and the address at which each begins (0: empty)."""
+
+    metadata: bytes
+    addresses: list[int]
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -66,6 +77,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
     manifest: Manifest
     missing: list[tuple[int, int]]
+    nixl: Lent | None = None  # chunks are not sent but READY to be read, until TAKEN
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -80,7 +92,8 @@ class Refusal(msgspec.Struct, frozen=True):
         return cls(error.code, error.message, error.hint)
 
     def error(self) -> LaminarError:
-        return BY_CODE.get(self.code, LaminarError)(self.message, hint=self.hint)
+        kind = TransportFailed if self.code == TransportFailed.code else BY_CODE.get(self.code, LaminarError)
+        return kind(self.message, hint=self.hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +114,12 @@ class LinkBroken(Unavailable):
     """The connection ended or fell silent; what it carried can be asked for elsewhere."""
 
     code = "link_broken"
+
+
+class TransportFailed(LinkBroken):
+    """What moves the bytes besides this connection failed, here or at the other end."""
+
+    code = "transport_failed"
 
 
 _Message = TypeVar("_Message", Greeting, Welcome, Refusal)

@@ -185,6 +185,7 @@ class StatusReply(_message.Message):
     CUT_OFF_FIELD_NUMBER: _builtins.int
     REGISTRY_REACHABLE_FIELD_NUMBER: _builtins.int
     DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     relay: _builtins.str
     instance: _builtins.str
     pool_bytes: _builtins.int
@@ -192,6 +193,8 @@ class StatusReply(_message.Message):
     quarantined_bytes: _builtins.int
     registry_reachable: _builtins.bool
     data_address: _builtins.str
+    transport: _builtins.str
+    """what it moves bytes with where the other side does too: "tcp", "nixl" """
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -217,10 +220,11 @@ class StatusReply(_message.Message):
         cut_off: _abc.Iterable[_builtins.str] | None = ...,
         registry_reachable: _builtins.bool = ...,
         data_address: _builtins.str = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_off", b"cut_off", "data_address", b"data_address", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "transfers", b"transfers", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_off", b"cut_off", "data_address", b"data_address", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "transfers", b"transfers", "transport", b"transport", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,6 +292,7 @@ class HopStatus(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     SLOW_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     relay: _builtins.str
     upstream: _builtins.str
     """of the newest version that came to it by a hop"""
@@ -296,6 +301,8 @@ class HopStatus(_message.Message):
     slow: _builtins.str
     """why it is at the tail"""
     alive: _builtins.bool
+    transport: _builtins.str
+    """that the newest version came by"""
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """held complete and sealed"""
@@ -309,10 +316,11 @@ class HopStatus(_message.Message):
         versions: _abc.Iterable[_builtins.int] | None = ...,
         slow: _builtins.str = ...,
         alive: _builtins.bool = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "rate_bytes_s", b"rate_bytes_s", "relay", b"relay", "slow", b"slow", "upstream", b"upstream", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "rate_bytes_s", b"rate_bytes_s", "relay", b"relay", "slow", b"slow", "transport", b"transport", "upstream", b"upstream", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,11 +335,14 @@ class TransferStatus(_message.Message):
     UPSTREAM_FIELD_NUMBER: _builtins.int
     BYTES_DONE_FIELD_NUMBER: _builtins.int
     BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     upstream: _builtins.str
     bytes_done: _builtins.int
     bytes_total: _builtins.int
+    transport: _builtins.str
+    """what moves the bytes: "tcp", "nixl", "file"; "": not connected yet"""
     def __init__(
         self,
         *,
@@ -340,10 +351,11 @@ class TransferStatus(_message.Message):
         upstream: _builtins.str = ...,
         bytes_done: _builtins.int = ...,
         bytes_total: _builtins.int = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "model", b"model", "upstream", b"upstream", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "model", b"model", "transport", b"transport", "upstream", b"upstream", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

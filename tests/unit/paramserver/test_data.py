@@ -16,69 +16,16 @@ from pathlib import Path
 import pytest
 
 from paramserver.core.layout import TensorSpec, plan_layout
-from paramserver.core.records import ChunkMap, Epoch, FileSpec, Manifest, digest, version_root
+from paramserver.core.records import ChunkMap, Epoch, Manifest, digest, version_root
 from paramserver.core.transfer import Want
 from paramserver.data import tcp, wire
 from paramserver.data.fetch import Fetch
 from paramserver.data.publish import Image, Mappings, write_mapped, write_tcp
-from paramserver.data.server import DataServer
 from paramserver.data.transport import Arrived, Source
 from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
-from paramserver.pool import Pool
-from paramserver.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt, InvalidRequest, NotFound, OutOfCapacity, StaleEpoch, Unavailable
 from tests.support.fleet import until
-
-EPOCH = Epoch("store", 1)
-CHUNK = 4096
-CONTENT = bytes(range(256)) * 100 + b"tail"
-FETCH = Greeting("fetch", "policy", 1, "test", EPOCH)
-
-
-def manifest(*sizes: int) -> Manifest:
-    files = tuple(FileSpec(f"f{i}", size) for i, size in enumerate(sizes))
-    return Manifest("policy", 1, "run", 0, EPOCH, files, CHUNK)
-
-
-class Host:
-    """A store with its data port, as one relay has them."""
-
-    def __init__(self, directory: Path, *sizes: int) -> None:
-        self.store = Store(Pool(directory, 8 << 20))
-        self.snapshot: Snapshot = self.store.open(manifest(*sizes))
-        self.withdrawn: list[str] = []
-        self.server = DataServer(self)
-        self.source = Source(directory.name, self.server.listen_tcp("127.0.0.1", 0))
-        self.socket = directory / "publish.sock"
-        self.server.listen_unix(self.socket)
-
-    def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
-        if model != "policy":
-            raise NotFound(f"no {model} here")
-        return self.store.wait(model, version, timeout_s)
-
-    def writable(self, model: str, version: int, token: str) -> Snapshot:
-        if token != "token":
-            raise Conflict("a wrong token")
-        return self.snapshot
-
-    def chunk_is_bad(self, snapshot: Snapshot, error: Corrupt) -> None:
-        self.withdrawn.append(str(error))
-
-    def fill(self, upto: int | None = None) -> None:
-        for index in self.snapshot.missing()[:upto]:
-            chunk = self.snapshot.chunks.chunk(index)
-            place = self.snapshot.place(index)
-            place[:] = CONTENT[chunk.offset : chunk.offset + chunk.length]
-            self.snapshot.present(index, digest(place))
-
-    def content(self) -> bytes:
-        return bytes(self.snapshot.files[0].view()[: len(CONTENT)])
-
-    def close(self) -> None:
-        self.server.close()
-        self.store.close()
-
+from tests.support.hops import CHUNK, CONTENT, EPOCH, FETCH, Host, manifest
 
 MakeHost = Callable[..., Host]
 
@@ -247,6 +194,7 @@ def test_garbage_ends_its_own_connection_and_no_other(make_host: MakeHost, garba
 class FakeLink:
     """A link in memory that breaks after a given number of answers, each time in mid-chunk."""
 
+    transport = "noted"
     rtt_s = 0.0
 
     def __init__(self, content: bytes, answers: int) -> None:

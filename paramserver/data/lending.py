@@ -1,0 +1,113 @@
+"""The holder's side of a hop over nixl: lends a version's memory to one asker, chunk by chunk.
+
+Invariants:
+- what is lent is held against reuse (`reading()`) from READY until TAKEN, or until the mover that serves it is dead;
+- an asker that says nothing for `STALL_S`, or has `LENT_MAX` chunks and wants more, loses its connection.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from paramserver.data import wire
+from paramserver.data.movers import MoverProcess, Movers
+from paramserver.data.wire import Header, Kind, LinkBroken
+from paramserver.store import Snapshot
+
+STALL_S = 10.0
+LENT_MAX = 64  # an asker of ours has 4
+
+Await = Callable[[int, int, bool], bytes]
+"""Waits for a chunk (number, first byte, suspect) and gives its digest."""
+
+
+class Lending:
+    """One connection, greeted, not yet welcomed. `run` ends only by an exception: LinkBroken, or a refusal."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        snapshot: Snapshot,
+        movers: Movers,
+        mover: MoverProcess,
+        await_chunk: Await,
+        pause: Callable[[int], None],
+    ) -> None:
+        self._sock, self._snapshot = sock, snapshot
+        self._movers, self._mover = movers, mover
+        self._await_chunk, self._pause = await_chunk, pause
+        self._lent: dict[int, ExitStack] = {}
+        self._clean = False
+        self._heard_at = time.monotonic()
+
+    def run(self) -> None:
+        try:
+            self._welcome()
+            while True:
+                self._next()
+        finally:
+            if self._clean and not self._lent:
+                self._movers.give(self._mover)
+            else:
+                self._movers.discard(self._mover)
+            for held in self._lent.values():
+                held.close()
+
+    def _welcome(self) -> None:
+        with self._snapshot.reading():
+            files = [(file.fd, file.size_bytes) for file in self._snapshot.files]
+            mapped = self._mover.map(files, self._alive)
+        self._clean = True
+        lent = wire.Lent(mapped.metadata, mapped.addresses)
+        wire.send_message(self._sock, Kind.WELCOME, wire.Welcome(self._snapshot.manifest, [], lent))
+
+    def _next(self) -> None:
+        ends: list[socket.socket | MoverProcess] = [self._sock, self._mover]
+        readable, _, _ = select.select(ends, [], [], wire.HEARTBEAT_S)
+        if self._mover in readable:
+            self._clean = False
+            raise LinkBroken(f"the mover said {self._mover.hear()} unasked")
+        if self._sock in readable:
+            self._request()
+        elif time.monotonic() - self._heard_at > STALL_S:
+            raise LinkBroken(f"the asker was silent for {STALL_S} s")
+        elif self._lent:
+            self._alive()
+
+    def _request(self) -> None:
+        kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(self._sock, wire.REQUEST.size))
+        self._heard_at = time.monotonic()
+        if kind == Kind.GET:
+            self._lend(index, from_byte, suspect=bool(flags & wire.FLAG_SUSPECT))
+        elif kind == Kind.TAKEN:
+            self._taken(index)
+        elif kind != Kind.ALIVE:
+            raise LinkBroken(f"the peer sent a request of unknown kind {kind}")
+
+    def _lend(self, index: int, from_byte: int, *, suspect: bool) -> None:
+        if index in self._lent or len(self._lent) >= LENT_MAX:
+            raise LinkBroken(f"chunk {index} asked for with {len(self._lent)} lent")
+        with ExitStack() as held:
+            held.enter_context(self._snapshot.reading())
+            chunk_digest = self._await_chunk(index, from_byte, suspect)
+            length = self._snapshot.chunks.chunk(index).length - from_byte
+            self._pause(length)
+            if not self._lent:
+                self._mover.lend(True)
+            self._lent[index] = held.pop_all()
+        wire.send_all(self._sock, Header(Kind.READY, index, from_byte, length, chunk_digest).pack())
+
+    def _taken(self, index: int) -> None:
+        held = self._lent.pop(index, None)
+        if held is None:
+            raise LinkBroken(f"chunk {index} is said to be taken and was not lent")
+        held.close()
+        if not self._lent:
+            self._mover.lend(False)
+
+    def _alive(self) -> None:
+        wire.send_all(self._sock, Header(Kind.ALIVE).pack())

@@ -1,0 +1,370 @@
+"""Every way of moving bytes behind the transport seam: tcp sockets, NIXL (over TCP here), a spilled version's files.
+
+What a fetch may rely on, whoever moves the bytes. NIXL's cases are left out, by name, where the library cannot be had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paramserver.core.records import Epoch, digest
+from paramserver.core.transfer import Want
+from paramserver.data import movers as movers_module
+from paramserver.data import nixl as nixl_module
+from paramserver.data import wire
+from paramserver.data.fetch import Fetch, Tiers
+from paramserver.data.movers import Movers
+from paramserver.data.nixl import NixlDialer
+from paramserver.data.tcp import TcpLink
+from paramserver.data.transport import Link, Source
+from paramserver.data.wire import Greeting, LinkBroken
+from paramserver.spill import Spill
+from protos.errors import NotFound, StaleEpoch, Unavailable
+from tests.support.fleet import until
+from tests.support.hops import CHUNK, CONTENT, FETCH, Host, random_content
+
+pytest_plugins = ["tests.support.nixl"]
+KINDS = ["tcp", "nixl", "file"]
+BIG = {"seed": 1, "size": 8 << 20, "chunk_bytes": 256 << 10, "max_rate": 8e6}
+RIGHT = random_content(1, 8 << 20)
+
+
+@dataclass
+class Scene:
+    """Holders of one kind and a way to ask them; `good` holders speak tcp."""
+
+    kind: str
+    directory: Path
+    movers: Movers | None = None
+    hosts: list[Host] = field(default_factory=list)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    spills: dict[str, Spill] = field(default_factory=dict)
+
+    own: Movers | None = None
+
+    def __post_init__(self) -> None:
+        self.dialer = NixlDialer(self.movers, TcpLink) if self.movers is not None else None
+
+    def own_movers(self) -> Movers:
+        """Fresh ones, for the hosts and links made from now on."""
+        self.own = self.movers = Movers(idle_max=4)
+        self.dialer = NixlDialer(self.own, TcpLink)
+        return self.own
+
+    def host(self, *sizes: int, plain: bool = False, **options: object) -> Host:
+        """`plain`: speaks tcp only."""
+        movers = None if plain else self.movers
+        self.hosts.append(Host(self.directory / f"host{len(self.hosts)}", *sizes, movers=movers, **options))  # type: ignore[arg-type]
+        return self.hosts[-1]
+
+    def full(self) -> Source:
+        """A holder of everything, of this kind."""
+        host = self.host()
+        host.fill()
+        if self.kind != "file":
+            return host.source
+        return self.spilled(host)
+
+    def spilled(self, host: Host) -> Source:
+        disk = self.directory / f"disk{len(self.spills)}"
+        spill = Spill(disk, retain=1, wrote=lambda _: None)
+        self.spills[str(disk)] = spill
+        spill.want(host.snapshot, host.snapshot.root())
+        found = until(lambda: spill.source("policy", 1), "the version is on disk")
+        return Source(f"spill-{len(self.spills)}", found.address)
+
+    def process(self, **options: object) -> tuple[subprocess.Popen[str], Source]:
+        """A holder of `BIG` in a process of its own, slow enough to be met in the middle."""
+        name = f"process{len(self.processes)}"
+        wanted = {**BIG, "nixl": self.kind == "nixl", **options}
+        command = [sys.executable, "-m", "tests.support.hops", str(self.directory / name), json.dumps(wanted)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.processes.append(process)
+        assert process.stdout is not None
+        return process, Source(name, next(line for line in process.stdout if ":" in line).strip())
+
+    def dial(self, into: Host) -> Callable[[Source, Greeting], Link]:
+        def dial(source: Source, greeting: Greeting) -> Link:
+            if source.address.startswith("file:"):
+                return self.spills[source.address.removeprefix("file:")].open(greeting)
+            if self.dialer is None:
+                return TcpLink(source, greeting)
+            return self.dialer.dial(source, greeting, into.descriptors())
+
+        return dial
+
+    def fetch(self, into: Host, tiers: Tiers, *, num_stripes: int = 2) -> Fetch:
+        return Fetch(into.snapshot, FETCH, lambda: tiers, self.dial(into), num_stripes=num_stripes, patience_s=20.0)
+
+    def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        for host in self.hosts:
+            host.close()
+        for spill in self.spills.values():
+            spill.close()
+        if self.own is not None:
+            self.own.close()
+
+
+@pytest.fixture(scope="module")
+def movers(nixl: None) -> Iterator[Movers]:
+    """Shared, since each takes most of a second to start."""
+    found = Movers(idle_max=8)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def scene(kind: str, request: pytest.FixtureRequest) -> Iterator[Scene]:
+    directory = Path(tempfile.mkdtemp(prefix="laminar-transport-", dir="/dev/shm"))
+    found = Scene(kind, directory, request.getfixturevalue("movers") if kind == "nixl" else None)
+    yield found
+    found.close()
+    shutil.rmtree(directory)
+
+
+every = pytest.mark.parametrize("kind", KINDS)
+hops = pytest.mark.parametrize("kind", ["tcp", "nixl"])
+only_nixl = pytest.mark.parametrize("kind", ["nixl"])
+
+
+@every
+@pytest.mark.parametrize("num_stripes", [1, 4])
+def test_a_version_comes_whole_and_right(scene: Scene, kind: str, num_stripes: int) -> None:
+    source, into = scene.full(), scene.host()
+    running = scene.fetch(into, [[source]], num_stripes=num_stripes)
+    assert running.run()
+    assert into.content() == CONTENT
+    assert into.snapshot.root() == scene.hosts[0].snapshot.root()
+    assert (running.transport, running.num_bypasses, running.num_stripes) == (kind, 0, num_stripes)
+
+
+@every
+def test_the_rest_of_a_chunk_is_asked_for_and_nothing_before_it_is_touched(scene: Scene, kind: str) -> None:
+    source, into = scene.full(), scene.host()
+    link = scene.dial(into)(source, FETCH)
+    told: list[tuple[int, int]] = []
+    with contextlib.closing(link):
+        for index, from_byte in ((2, 1000), (1, 0)):
+            link.ask(Want(index, from_byte))
+        arrived = [link.receive(into.snapshot.place, lambda index, upto: told.append((index, upto))) for _ in range(2)]
+    assert [(a.index, a.num_bytes) for a in arrived] == [(2, CHUNK - 1000), (1, CHUNK)]
+    assert arrived[0].digest == digest(CONTENT[2 * CHUNK : 3 * CHUNK]), "of the whole chunk"
+    assert into.snapshot.place(2) == bytes(1000) + CONTENT[2 * CHUNK + 1000 : 3 * CHUNK]
+    assert into.snapshot.place(1) == CONTENT[CHUNK : 2 * CHUNK]
+    assert {(2, CHUNK), (1, CHUNK)} <= set(told)
+
+
+@hops
+def test_chunks_that_come_later_are_waited_for_without_a_bypass(scene: Scene, kind: str) -> None:
+    upstream, into = scene.host(), scene.host()
+    upstream.fill(2)
+    running = scene.fetch(into, [[upstream.source]])
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(running.run)
+        assert into.snapshot.wait_chunk(1, 20.0) is not None
+        assert into.snapshot.wait_chunk(2, 1.3 * wire.SILENCE_S) is None, "longer than the silence that counts as death"
+        upstream.fill()
+        assert done.result(20.0)
+    assert into.content() == CONTENT
+    assert (running.transport, running.num_bypasses) == (kind, 0)
+
+
+@every
+def test_a_flipped_byte_is_found_and_the_holder_withdraws(scene: Scene, kind: str) -> None:
+    bad, good, into = scene.host(), scene.host(plain=True), scene.host()
+    bad.fill()
+    good.fill()
+    source = scene.spilled(bad) if kind == "file" else bad.source
+    if kind == "file":
+        path = next(Path(source.address.removeprefix("file:")).rglob("f0"))
+        with path.open("r+b") as file:
+            file.write(b"\xff")
+    else:
+        bad.snapshot.place(0)[0] ^= 0xFF
+    running = scene.fetch(into, [[source], [good.source]], num_stripes=1)
+    assert running.run()
+    assert into.content() == CONTENT
+    assert running.num_bypasses == 1
+    if kind != "file":
+        assert bad.withdrawn == ["chunk 0 of version 1 of policy changed in memory since it was verified"]
+
+
+@every
+def test_a_version_that_is_not_known_is_refused(scene: Scene, kind: str) -> None:
+    source, into = scene.full(), scene.host()
+    with pytest.raises(NotFound):
+        scene.dial(into)(source, Greeting("fetch", "other", 1, "test"))
+
+
+@hops
+def test_another_epoch_is_refused(scene: Scene, kind: str) -> None:
+    source, into = scene.full(), scene.host()
+    with pytest.raises(StaleEpoch, match="was begun in epoch"):
+        scene.dial(into)(source, Greeting("fetch", "policy", 1, "test", Epoch("store", 9)))
+
+
+@hops
+def test_a_holder_that_is_killed_in_the_middle_costs_little_and_another_gives_the_rest(scene: Scene, kind: str) -> None:
+    process, source = scene.process()
+    good = scene.host(plain=True, content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
+    good.fill()
+    into = scene.host(content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
+    running = scene.fetch(into, [[source], [good.source]])
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(running.run)
+        until(lambda: running.bytes_done > len(RIGHT) // 4, "a quarter is there")
+        assert running.transport == kind
+        process.kill()
+        assert done.result(30.0)
+    assert into.content() == RIGHT
+    again = good.server.bytes_sent - len(RIGHT) * 3 // 4
+    assert again < 2 * 4 * BIG["chunk_bytes"], "at most what was under way comes twice"  # type: ignore[operator]
+
+
+@hops
+def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_nowhere(scene: Scene, kind: str) -> None:
+    """The one that hangs has other bytes, so that one of them that came late would show."""
+    process, source = scene.process(seed=2)
+    good = scene.host(plain=True, content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
+    good.fill()
+    into = scene.host(content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
+    link = scene.dial(into)(source, FETCH)
+    assert link.transport == kind
+    for index in range(8):
+        link.ask(Want(index, 0))
+    link.receive(into.snapshot.place, lambda *_: None)
+    everything = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
+    for pid in everything:
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(LinkBroken, match="silent for"):
+        _all(link, into)
+    link.close()
+    assert scene.fetch(into, [[good.source]]).run()
+    for pid in everything:
+        os.kill(pid, signal.SIGCONT)
+    sent = psutil.Process(process.pid)
+    until(lambda: sent.status() != psutil.STATUS_STOPPED, "it is awake")
+    again = scene.host(content=random_content(2, len(RIGHT)), chunk_bytes=BIG["chunk_bytes"])
+    with contextlib.closing(scene.dial(again)(source, FETCH)) as late:  # it works again, so it has sent what it had
+        late.ask(Want(0, 0))
+        late.receive(again.snapshot.place, lambda *_: None)
+    assert again.snapshot.place(0) == again.all[: len(again.snapshot.place(0))]
+    assert into.content() == RIGHT
+
+
+def _all(link: Link, into: Host) -> None:
+    while True:
+        link.receive(into.snapshot.place, lambda *_: None)
+
+
+@only_nixl
+def test_movers_are_used_again_after_clean_links_and_never_after_others(scene: Scene) -> None:
+    movers = scene.own_movers()
+    source, into = scene.full(), scene.host()
+    before = children()
+    pids: list[set[int]] = []
+    for _ in range(3):
+        with contextlib.closing(scene.dial(into)(source, FETCH)) as link:
+            link.ask(Want(0, 0))
+            link.receive(into.snapshot.place, lambda *_: None)
+            pids.append(children() - before)
+        until(lambda: not movers.num_busy, "both ends gave their movers back")
+    assert pids[0] == pids[1] == pids[2]
+    link = scene.dial(into)(source, FETCH)
+    link.ask(Want(len(CONTENT) // CHUNK, 0))
+    link.ask(Want(0, 0))
+    until(lambda: _begun(link, into), "a read has begun")
+    link.close()
+    until(lambda: not children() & pids[0], "neither is used again")
+
+
+def children() -> set[int]:
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie counts as gone, too
+            found |= {child.pid} if "paramserver.data.mover" in child.cmdline() else set()
+    return found
+
+
+def _kill_own(link: Link) -> None:
+    assert isinstance(link, nixl_module.NixlLink)
+    os.kill(link._mover.pid, signal.SIGKILL)
+
+
+def _kill_others(link: Link) -> None:
+    assert isinstance(link, nixl_module.NixlLink)
+    for pid in children() - {link._mover.pid}:
+        os.kill(pid, signal.SIGKILL)  # those that only wait for work are replaced
+
+
+def _begun(link: Link, into: Host) -> bool:
+    assert isinstance(link, nixl_module.NixlLink)
+    link._wait(into.snapshot.place)
+    return bool(link._reading)
+
+
+@only_nixl
+def test_a_mover_that_dies_is_a_failed_link_and_twice_means_tcp(scene: Scene) -> None:
+    """The relays' own processes live on, whatever the library does."""
+    movers = scene.own_movers()
+    source, into = scene.full(), scene.host()
+    for lose, transport in ((_kill_own, "nixl"), (_kill_others, "nixl"), (None, "tcp")):
+        with contextlib.closing(scene.dial(into)(source, FETCH)) as link:
+            assert link.transport == transport
+            if lose is not None:
+                link.ask(Want(0, 0))
+                lose(link)
+                with pytest.raises(LinkBroken):
+                    link.receive(into.snapshot.place, lambda *_: None)
+        until(lambda: not movers.num_busy, "both ends have given up their movers")
+    assert scene.fetch(into, [[source]]).run()
+    assert into.content() == CONTENT
+
+
+@only_nixl
+def test_a_holder_that_speaks_tcp_only_is_asked_over_tcp_and_it_is_said(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder, into = scene.host(plain=True), scene.host()
+    holder.fill()
+    running = scene.fetch(into, [[holder.source]])
+    assert running.run()
+    assert (running.transport, into.content()) == ("tcp", CONTENT)
+    assert caplog.text.count("does not speak nixl: its bytes come over tcp") == 1
+
+
+@only_nixl
+def test_with_every_mover_at_work_links_go_over_tcp(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(movers_module, "MOVERS_MAX", 0)
+    source, into = scene.full(), scene.host()
+    running = scene.fetch(into, [[source]])
+    assert running.run()
+    assert (running.transport, into.content()) == ("tcp", CONTENT)
+
+
+def test_without_the_package_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(movers_module, "VARIANTS", ("nixl_not_there",))
+    with pytest.raises(Unavailable) as caught:
+        Movers(idle_max=1).warm(1)
+    assert "needs the package nixl" in str(caught.value)
+    assert caught.value.hint == 'pip install "laminar-rl[nixl]"'
