@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test quick check bench bench-relay protos format lock clean
+.PHONY: help env demo test quick check bench bench-relay bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ check: env  ## format, lint, strict types, import directions, generated parts fr
 
 bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
 	@$(RUN) -m tests.bench.relay $(ARGS)
+
+bench-gpu: env  ## publish from a GPU and load onto it, over plain copies (without a GPU it says so and ends well)
+	@$(RUN) -m tests.bench.gpu $(ARGS)
 
 bench: env  ## benchmarks that the project's figures come from; tables, and bench-results/*.json
 	@$(RUN) -m tests.bench $(ARGS)

@@ -8,6 +8,7 @@ import importlib
 BENCHES = {
     "relay": "tests.bench.relay.__main__",
     "engine": "tests.bench.engine_vs_vllm",
+    "gpu": "tests.bench.gpu",
 }
 
 
