@@ -33,6 +33,7 @@ class Draft:
     committed: set[int] = field(default_factory=set)
     recording: asyncio.Task[None] | None = None  # the first try to announce it in the registry
     recorded: bool = False
+    in_doubt: bool = False  # a sealing transaction was sent and not answered
     state: DraftState = "writing"
     reason: str = ""
     root: str = ""
@@ -71,6 +72,9 @@ class Drafts:
     def busy(self, model: str) -> bool:
         """Whether a version is being written or sealed."""
         return any(m == model and d.state in ("writing", "committed") for (m, _), d in self._drafts.items())
+
+    def num_in_doubt(self) -> int:
+        return sum(draft.state == "committed" and draft.in_doubt for draft in self._drafts.values())
 
     def __len__(self) -> int:
         return len(self._drafts)

@@ -12,18 +12,21 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import start_http_server
 
 from paramserver.data.server import DataServer
+from paramserver.publishing import Publishing
 from paramserver.relay import Relay
 from protos.errors import Conflict
 
 Observe = Callable[[], Iterable[Observation]]
 
 
-def serve_metrics(host: str, port: int, relay: Relay, data: DataServer) -> tuple[str, Callable[[], None]]:
+def serve_metrics(
+    host: str, port: int, relay: Relay, publishing: Publishing, data: DataServer
+) -> tuple[str, Callable[[], None]]:
     """Serves /metrics; returns "host:port" and what stops it. Conflict when the port is taken."""
     reader = PrometheusMetricReader()
     provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": relay.config.name}))
     meter = provider.get_meter("laminar.relay")
-    for name, unit, text, observe in _gauges(relay):
+    for name, unit, text, observe in _gauges(relay, publishing):
         meter.create_observable_gauge(f"laminar_relay_{name}", [_callback(observe)], unit, text)
     meter.create_observable_counter(
         "laminar_relay_sent", [_callback(lambda: [Observation(data.bytes_sent)])], "By", "Bytes sent to peers."
@@ -48,7 +51,7 @@ def _callback(observe: Observe) -> Callable[[CallbackOptions], Iterable[Observat
     return lambda _: observe()
 
 
-def _gauges(relay: Relay) -> list[tuple[str, str, str, Observe]]:
+def _gauges(relay: Relay, publishing: Publishing) -> list[tuple[str, str, str, Observe]]:
     pool = relay.store.pool
 
     def ages() -> Iterable[Observation]:
@@ -80,6 +83,12 @@ def _gauges(relay: Relay) -> list[tuple[str, str, str, Observe]]:
             "",
             "Versions that could not be written to disk.",
             lambda: [Observation(relay.spill.failures if relay.spill is not None else 0)],
+        ),
+        (
+            "commits_in_doubt",
+            "",
+            "Versions whose sealing transaction was sent and not yet answered.",
+            lambda: [Observation(publishing.num_in_doubt)],
         ),
         ("pins", "", "Pins held on snapshots here.", lambda: [Observation(len(relay.pins.all()))]),
         ("transfers", "", "Versions on their way here.", lambda: [Observation(len(relay.transfers()))]),

@@ -68,6 +68,11 @@ class Publishing:
     async def close(self) -> None:
         await self._sealing.close()
 
+    @property
+    def num_in_doubt(self) -> int:
+        """Versions whose sealing transaction was sent and not yet answered."""
+        return self._drafts.num_in_doubt()
+
     # ---- where to publish
 
     async def locate(self, model: str) -> str:

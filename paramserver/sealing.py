@@ -110,6 +110,7 @@ class Sealing:
         )
         seal_key = keys.version_key(manifest.model, manifest.version, "sealed")
         guards = [Absent(seal_key), Absent(keys.version_key(manifest.model, manifest.version, "ended"))]
+        draft.in_doubt = True
         done = await self._relay.seat.as_master(
             manifest.epoch, manifest.model, guards, [Put(seal_key, msgspec.json.encode(sealed))]
         )

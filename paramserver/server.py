@@ -150,7 +150,9 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         )
         addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
         if config.metrics_port is not None:
-            addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, relay, data)
+            addresses["metrics"], stop_metrics = serve_metrics(
+                config.host, config.metrics_port, relay, publishing, data
+            )
             stack.push_async_callback(asyncio.to_thread, stop_metrics)
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)

@@ -223,6 +223,7 @@ async def test_metrics_show_age_versions_and_memory(relays: Relays) -> None:
         lines = [line.split() for line in text.splitlines() if line.startswith("laminar_relay_")]
         found = {name.split("{")[0]: float(value) for name, value in lines}
         assert found["laminar_relay_pins"] == 1
+        assert found["laminar_relay_commits_in_doubt"] == found["laminar_relay_pool_quarantined_bytes"] == 0
         assert found["laminar_relay_newest_version"] == 1
         assert 0 <= found["laminar_relay_newest_version_age_seconds"] < 60
         assert found["laminar_relay_pool_bytes"] == 64 << 20

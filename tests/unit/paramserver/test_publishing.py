@@ -250,6 +250,23 @@ async def test_a_transaction_in_doubt_is_settled_by_reading_back(world: World, h
     assert host.registry.answers_lost < 2, "an answer was lost"
 
 
+async def test_a_seal_that_was_sent_and_not_answered_counts_as_in_doubt(world: World, host: Host) -> None:
+    await host.publishing.locate(MODEL)
+    host.registry.about, host.registry.answers_lost = "/sealed", 1 << 30
+    draft = await host.announce()
+    assert host.publishing.num_in_doubt == 0
+    write(draft)
+    await host.commit(draft)
+
+    async def in_doubt() -> bool:
+        return host.publishing.num_in_doubt == 1
+
+    await until(in_doubt, "it is in doubt")
+    host.registry.answers_lost = 0
+    await host.reaches(draft, "sealed")
+    assert host.publishing.num_in_doubt == 0
+
+
 async def test_without_a_registry_nothing_seals_and_with_it_again_everything_does(world: World, host: Host) -> None:
     await host.publish()
     world.store.reachable = False
@@ -259,6 +276,7 @@ async def test_without_a_registry_nothing_seals_and_with_it_again_everything_doe
         write(drafts[-1])
         await host.commit(drafts[-1])
     assert [draft.state for draft in drafts] == ["committed"] * 2
+    assert host.publishing.num_in_doubt == 0, "nothing was sent"
     assert host.shown() == [1]
     with pytest.raises(OutOfCapacity, match="no room for version 4"):
         await host.announce()
