@@ -16,7 +16,9 @@ from gateway.api.openai_routes import OpenAIDeps, add_openai_routes
 from gateway.api.sessions import add_session_routes
 from gateway.config import GatewayConfig
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.data.sessions import SessionStore
 from gateway.fleet import Fleet
+from gateway.recovery import recover
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
 from gateway.status import GatewayStatus
@@ -42,7 +44,8 @@ class Gateway:
     _stack: AsyncExitStack
 
     async def close(self, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
-        # 1. No new connections; running turns finish, up to the deadline; what is left is cut by closing.
+        # 1. No new connections, sessions or turns; running turns finish and are told, up to the deadline; what is left
+        #    stays in flight on disk, for the next life of this gateway.
         await self._drain(drain_timeout_s)
         await self._runner.cleanup()
         # 2. Nobody decides any more.
@@ -54,13 +57,18 @@ class Gateway:
         await self._stack.aclose()
 
     async def _drain(self, timeout_s: float) -> None:
+        self.sessions.draining = True
         for site in list(self._runner.sites):
             await site.stop()
-        running = [run.task for run in self.sessions.runs.values() if run.task is not None]
-        if running:
-            await asyncio.wait(running, timeout=timeout_s)
+        under_way = [asyncio.create_task(run.told()) for run in self.sessions.runs.values()]
+        if under_way:
+            _, late = await asyncio.wait(under_way, timeout=timeout_s)
+            for task in late:
+                task.cancel()
         if self.sessions.runs:
-            log.warning("%d turns were still running after %g s and are cut", len(self.sessions.runs), timeout_s)
+            left = len(self.sessions.runs)
+            log.warning("%d turns still run after %g s: the next start takes them up", left, timeout_s)
+        await self.sessions.suspend()
 
 
 async def start(config: GatewayConfig) -> Gateway:
@@ -74,12 +82,18 @@ async def start(config: GatewayConfig) -> Gateway:
             await part.open()
             stack.push_async_callback(part.close)
         await buffer.open()
-        sessions = Sessions(config, pool=pool, buffer=buffer, timeline=timeline, context_tokens=lambda: _context(fleet))
+        store = SessionStore(database)
+        await store.open()
+        sessions = Sessions(
+            config, pool=pool, buffer=buffer, store=store, timeline=timeline, context_tokens=lambda: _context(fleet)
+        )
         fleet = Fleet(config, timeline, sessions.admission)
         sessions.fleet = fleet
         fleet.interrupt = sessions.interrupt
+        await recover(sessions, store, pool)
         await fleet.__aenter__()
         stack.push_async_callback(fleet.close)
+        stack.push_async_callback(sessions.suspend)
         repacker = Repacker(config, fleet, sessions, timeline)
         stack.push_async_callback(repacker.close)
         status = GatewayStatus(

@@ -32,7 +32,7 @@ class Audience:
         self._attached = 0
         self._readers: set[_Reader] = set()
         self._shown = len(record.token_ids)
-        self._over = record.finish_reason is not None
+        self._over = record.finish_reason is not None  # a turn in flight has none
         self._started = False
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
@@ -76,6 +76,13 @@ class Audience:
 
     def detach(self) -> None:
         self._attached -= 1
+        self._changed.set()
+
+    async def gone(self) -> None:
+        """Until no client reads."""
+        while self._attached:
+            self._changed.clear()
+            await self._changed.wait()
 
     def answered(self) -> None:
         """A client has got the whole answer."""

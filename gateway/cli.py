@@ -105,6 +105,7 @@ def cli() -> None:
 @click.option("--poll-interval-s", type=POSITIVE, default=1.0, help="How often engines are looked at.")
 @click.option("--stall-timeout-s", type=POSITIVE, default=60.0, help="Silence that counts as a cut.")
 @click.option("--disconnect-grace-s", type=SECONDS, default=5.0, help="A turn whose client left goes on so long.")
+@click.option("--recovery-grace-s", type=SECONDS, default=60.0, help="The same for turns that outlived the gateway.")
 @click.option("--idempotency-window-s", type=SECONDS, default=600.0, help="A turn can be asked for again so long.")
 @click.option("--queue-timeout-s", type=SECONDS, default=60.0, help="Wait for an engine before 429.")
 @click.option("--queue-max", type=AT_LEAST_1, default=1024, help="Turns that may wait at once.")

@@ -36,6 +36,7 @@ class GatewayConfig:
     stall_timeout_s: float = 60.0
     placement_timeout_s: float = 120.0  # a turn that was cut waits so long for an engine before it is lost
     disconnect_grace_s: float = 5.0  # a turn whose client left goes on so long before it is aborted
+    recovery_grace_s: float = 60.0  # a turn that outlived the gateway waits so long for its client
     idempotency_window_s: float = 600.0  # a turn that is over can be asked for again so long
     queue_timeout_s: float = 60.0  # a new session waits so long for an intake before 429
     queue_max: int = 1024  # turns that wait for an engine at once

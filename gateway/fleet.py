@@ -54,6 +54,7 @@ class Member:
     state: EngineState
     look: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)  # a turn left
+    looked: asyncio.Event = field(default_factory=asyncio.Event)  # once, whatever was seen
     failed_polls: int = 0
     refresh_failures: int = 0
     watcher: asyncio.Task[None] | None = None
@@ -242,6 +243,11 @@ class Fleet:
             load = TurnLoad(turn_id, demand.session.session_id, demand.prompt_tokens, demand.prompt_tokens)
             self.state.engines[placement.engine].turns[turn_id] = load
 
+    async def looked(self) -> None:
+        """Returns when every engine was looked at once: each look has its deadline."""
+        for member in list(self.members.values()):
+            await member.looked.wait()
+
     # -- looking at engines
 
     async def _watch_engine(self, member: Member) -> None:
@@ -252,6 +258,7 @@ class Fleet:
                 await self._alive(member, report)
             except EngineFailed as e:
                 self._unreachable(member, e)
+            member.looked.set()
             try:
                 async with asyncio.timeout(self.config.poll_interval_s):
                     await member.look.wait()
@@ -295,9 +302,10 @@ class Fleet:
         self._settle(member)
 
     def _settle(self, member: Member) -> None:
-        """A joining engine serves once it holds a wanted version: its host's newest, or any while there is none."""
+        """A joining engine serves once it holds a wanted version: its host's newest, one that live sessions are on, or
+        any while there is none."""
         state = member.state
-        wanted = state.version >= state.available and not state.must_load
+        wanted = self.state.wanted(state)
         if state.status == "joining" and wanted and self._relay_seen(member):
             self._set(member, "serving", f"version {state.version}")
         self.changed()

@@ -18,17 +18,18 @@ from typing import Literal
 
 from gateway.config import GatewayConfig
 from gateway.core.fleet import staleness_histogram
-from gateway.core.joining import Call
+from gateway.core.joining import Attention, Call
 from gateway.core.lengths import TurnLengths
 from gateway.core.scheduler import Admission
 from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import EngineName, GroupId, SessionId, Trajectory, TurnId, TurnRequest, Version
+from gateway.core.types import EngineName, GroupId, SessionId, Trajectory, TurnId, TurnRecord, TurnRequest, Version
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.data.sessions import SessionStore
 from gateway.fleet import Fleet
 from gateway.known import KnownTurns
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.turns import Counters, Run
-from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
+from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Sessions:
         *,
         pool: PartialResponsePool,
         buffer: ExperienceBuffer,
+        store: SessionStore,
         timeline: Timeline,
         context_tokens: Callable[[], int],
     ) -> None:
@@ -75,10 +77,11 @@ class Sessions:
         self.counters = Counters()
         self.staleness = Staleness()
         self.reader = Reader()
+        self.draining = False  # the process is about to end: nothing new begins
         self.known = KnownTurns(config.idempotency_window_s)
         self.lengths = TurnLengths()
         self.fleet: Fleet
-        self._pool, self._buffer, self._timeline = pool, buffer, timeline
+        self._pool, self._buffer, self._store, self._timeline = pool, buffer, store, timeline
         self._context_tokens = context_tokens
         self._live: dict[SessionId, SessionState] = {}
         self._keys: dict[str, SessionId] = {}
@@ -96,6 +99,8 @@ class Sessions:
         return self._keys.get(api_key)
 
     async def open_session(self, identity: SessionIdentity) -> SessionView:
+        if self.draining:
+            raise Unavailable("the gateway is shutting down", hint="ask again soon")
         state = self._find_or_make(identity)
         state.check_open()
         return SessionView(state.session_id, state.tree, state.spec.ephemeral, state.spec.history)
@@ -129,8 +134,55 @@ class Sessions:
     async def record_turn(self, request: TurnRequest, head: Message, messages: Sequence[Message]) -> None:
         state = self._live.get(request.session_id)
         if state is not None:
-            turn = state.tree.turns[request.turn_id]
-            turn.head, turn.messages = head, tuple(messages)
+            state.tell(request.turn_id, head, messages)
+            await self._store.told(request.session_id, request.turn_id, head, messages)
+
+    # -- gateway.recovery
+
+    def restore(self, spec: SessionSpec, api_key: str = "", created_unix_s: float | None = None) -> SessionState:
+        """A session of an earlier life; its turns come after it."""
+        now = time.time()
+        state = SessionState(spec, now if created_unix_s is None else created_unix_s, now)
+        if not spec.ephemeral:
+            self._live[spec.session_id] = state
+            self._keys[api_key] = spec.session_id
+        return state
+
+    def keep(self, state: SessionState, record: TurnRecord, ended_unix_s: float) -> None:
+        """A turn that was over before: nobody knows whether its client got the answer."""
+        self._want_version(state)
+        run = self._restored_run(state, record, "unknown")
+        self.known.end(run, ended_unix_s)
+
+    def resume(self, state: SessionState, record: TurnRecord) -> None:
+        """A turn in flight goes on, without a client yet."""
+        self._live[state.session_id] = state
+        if record.segments:
+            state.version, state.engine = Version(record.segments[-1].version), EngineName(record.segments[-1].engine)
+        self._want_version(state)
+        self.counters.turns_recovered += 1
+        run = self._restored_run(state, record, "unread")
+        run.begin()
+        run.orphan(self.config.recovery_grace_s)
+
+    def _restored_run(self, state: SessionState, record: TurnRecord, attention: Attention) -> Run:
+        run = Run(
+            record.request,
+            owner=self,
+            fleet=self.fleet,
+            pool=self._pool,
+            timeline=self._timeline,
+            record=record,
+            attention=attention,
+            over=attention == "unknown",
+        )
+        run.session = state
+        return run
+
+    def _want_version(self, state: SessionState) -> None:
+        if state.version is not None and not state.spec.ephemeral:
+            self.fleet.state.session_versions[state.session_id] = state.version
+            self.fleet.state.group_versions.setdefault(state.spec.group_id, state.version)
 
     # -- gateway.turns.TurnOwner
 
@@ -165,11 +217,16 @@ class Sessions:
     # -- making and ending
 
     def create(self, spec: SessionSpec) -> tuple[SessionState, str]:
-        """A new session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`."""
+        """A new session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`.
+
+        It is on disk once `saved` returns, and before any turn of it.
+        """
         if not SESSION_NAME.fullmatch(spec.session_id):
             raise InvalidRequest(
                 f"{spec.session_id[:40]!r} is no session id", hint="1 to 256 characters without spaces and slashes"
             )
+        if self.draining:
+            raise Unavailable("the gateway is shutting down", hint="ask again soon")
         if spec.session_id in self._live or spec.session_id in self._ended:
             raise Conflict(
                 f"there was already a session {spec.session_id!r}", hint="leave session_id out to get a new one"
@@ -183,10 +240,20 @@ class Sessions:
         key = f"sk-session-{secrets.token_hex(12)}"
         if not spec.ephemeral:
             self._keys[key] = spec.session_id
+            self._store.add(spec, key, now)
             self._timeline.add(
                 "session", session_id=spec.session_id, group_id=spec.group_id, state="started", **_environment(spec)
             )
         return state, key
+
+    async def saved(self) -> None:
+        """Every session made so far is on disk."""
+        await self._store.written()
+
+    async def suspend(self) -> None:
+        """Leaves turns under way to the next life of this gateway."""
+        for run in list(self.known.running.values()):
+            await run.suspend()
 
     def get(self, session_id: SessionId) -> SessionState:
         return self._get(session_id)
@@ -200,12 +267,16 @@ class Sessions:
             raise Conflict(f"session {session_id} has no turn to reward", hint="abandon it instead")
         state.end("finished")
         trajectories = state.trajectories(reward, status, metrics, time.time())
-        self._close(state, "finished", reward=reward)
         if state.spec.train and state.spec.split == "train":
-            await self._buffer.add(*trajectories)
+            try:
+                await self._buffer.add(*trajectories)
+            except LaminarError:
+                state.phase = "live"  # no place, or no disk: it can be finished again
+                raise
+        self._close(state, "finished", reward=reward)
         self.counters.trajectories_finished += 1
         self._durations_s.append(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
-        await self._pool.forget_session(session_id)
+        await self._forget_on_disk(session_id)
         self.fleet.changed()
         return trajectories
 
@@ -217,8 +288,13 @@ class Sessions:
             await run.abort(f"its session was abandoned ({reason})")
         self._close(state, "abandoned", reason=reason)
         self.counters.sessions_abandoned += 1
-        await self._pool.forget_session(session_id)
+        await self._forget_on_disk(session_id)
         self.fleet.changed()
+
+    async def _forget_on_disk(self, session_id: SessionId) -> None:
+        """The session first: turns without one are taken away at the next start."""
+        await self._store.forget(session_id)
+        await self._pool.forget_session(session_id)
 
     async def expire(self) -> None:
         """Abandons sessions that nobody touched for `session_idle_s`, forgets turns that nobody may ask for any more;

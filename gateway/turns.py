@@ -65,6 +65,7 @@ class Counters:
     turns_aborted: int = 0
     turns_orphaned: int = 0
     turns_joined: int = 0
+    turns_recovered: int = 0
     turns_mixed_version: int = 0
     moves: int = 0
     repacks: int = 0
@@ -124,8 +125,9 @@ class Run:
         timeline: Timeline,
         record: TurnRecord | None = None,
         attention: Attention = "unread",
+        over: bool = False,
     ) -> None:
-        """`record`: what an earlier attempt left, in the pool too; with a finish reason it has ended."""
+        """`record`: what an earlier attempt left, in the pool too. `over`: it ended, whole or as it is."""
         self.request = request
         self.record = TurnRecord(request) if record is None else record
         self.audience = Audience(self.record, attention)
@@ -139,7 +141,7 @@ class Run:
         self._load: TurnLoad | None = None
         self._engine: EngineName | None = None
         self._in_pool = False
-        self._ended = self.record.finish_reason is not None
+        self._ended = over
         self._grace: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.Task[None] | None = None
 
@@ -182,13 +184,14 @@ class Run:
             if self._driver is not None:
                 await asyncio.wait({self._driver})
         elif not self.audience.attached:
-            await self._orphan(self._fleet.config.disconnect_grace_s)
+            self.orphan(self._fleet.config.disconnect_grace_s)
+            await self.settled()
 
-    async def _orphan(self, grace_s: float) -> None:
+    def orphan(self, grace_s: float) -> None:
         """Nobody reads it: unless somebody comes within `grace_s`, it is given up."""
         self._owner.counters.turns_orphaned += 1
         if grace_s == 0:
-            await self._give_up_orphan(grace_s)
+            self._grace_over(grace_s)
         else:
             self._grace = asyncio.get_running_loop().call_later(grace_s, self._grace_over, grace_s)
 
@@ -245,6 +248,12 @@ class Run:
         if not self._ended:
             self._ended = True
             self.audience.end(Unavailable("the gateway is shutting down", hint="ask again: the turn will go on"))
+
+    async def told(self) -> None:
+        """Until the turn is over and nobody reads it any more."""
+        if self._driver is not None:
+            await asyncio.wait({self._driver})
+        await self.audience.gone()
 
     @property
     def task(self) -> asyncio.Task[None] | None:
@@ -317,6 +326,8 @@ class Run:
         if self._left() == 0:  # it was suspended between its last token and its end
             await self._end_by_length()
             return
+        if self._resumed:
+            await self._fleet.looked()  # after a restart: lest it leave its version for the first engine that answers
         wait_s = config.placement_timeout_s if self._resumed else config.queue_timeout_s
         placement = await self._fleet.place(self._demand(), resumed=self._resumed, timeout_s=wait_s)
         cause: SegmentCause = "cut" if self.record.segments else "start"
@@ -488,6 +499,7 @@ class Run:
             self.record.segments[-1], end=len(self.record.token_ids), ended_unix_s=time.time()
         )
         self.record.segments[-1] = segment
+        self._pool.close_segment(self.request.turn_id, segment)
         self._timeline.add(
             "segment",
             session_id=self.request.session_id,

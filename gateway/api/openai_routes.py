@@ -202,7 +202,13 @@ class _Handlers:
             view = await self._turns.open_session(identity)
         name = secrets.token_hex(12)
         origin = TurnOrigin(
-            asked.digest, asked.idempotency_key, prompt.history, prompt.reason, len(prompt.added), int(time.time())
+            asked.digest,
+            not named,
+            asked.idempotency_key,
+            prompt.history,
+            prompt.reason,
+            messages_added=len(prompt.added),
+            created_unix_s=int(time.time()),
         )
         return [
             TurnRequest(

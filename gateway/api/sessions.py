@@ -71,6 +71,7 @@ class _Handlers:
             parent_session_id=None if wanted.parent_session_id is None else SessionId(wanted.parent_session_id),
         )
         _, key = self._sessions.create(spec)
+        await self._sessions.saved()
         base = f"{request.scheme}://{request.host}/sessions/{name}/v1"
         return web.json_response({"session_id": name, "base_url": base, "api_key": key})
 

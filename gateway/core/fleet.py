@@ -152,6 +152,12 @@ class FleetState:
             engine.ceiling = KvCeiling(self.config.kv_max)
         return engine.ceiling
 
+    def wanted(self, engine: EngineState) -> bool:
+        """Whether a joining engine may serve with what it holds: the newest there is, or what live sessions are on."""
+        if engine.must_load:
+            return False
+        return engine.version >= engine.available or bool(self.live_sessions(engine.version))
+
     # -- intake
 
     def intake_changes(self, now: float) -> list[IntakeChange]:
@@ -229,7 +235,7 @@ class FleetState:
         if engine.turns:
             return self._interrupting(engine, now)
         if engine.status in ("joining", "fenced"):
-            if engine.status == "joining" and engine.version >= engine.available and not engine.must_load:
+            if engine.status == "joining" and self.wanted(engine):
                 return None
             return RefreshDecision(engine.name, engine.available, f"{engine.status}: needs a wanted version")
         if engine.status != "serving" or engine.version >= engine.available:

@@ -9,9 +9,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from gateway.core.tree import PathRecord, Turn, TurnTree
 from gateway.core.types import (
@@ -135,6 +135,18 @@ class SessionState:
         del self.running[record.request.turn_id]
         self.touched_unix_s = now
         return self.tree.add(record)
+
+    def restore_turn(self, record: TurnRecord) -> None:
+        """An ended turn of an earlier life of the gateway."""
+        self.tree.add(record)
+        if record.segments:
+            last = record.segments[-1]
+            self.version, self.engine = Version(last.version), EngineName(last.engine)
+
+    def tell(self, turn_id: TurnId, head: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
+        """What a turn's ids stand for, once its answer was told."""
+        turn = self.tree.turns[turn_id]
+        turn.head, turn.messages = head, tuple(messages)
 
     def shorten_turn(self, turn_id: TurnId, num_tokens: int) -> bool:
         """A stop string matched in an answer that was already taken in: only its first `num_tokens` tokens were said.

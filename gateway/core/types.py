@@ -52,6 +52,7 @@ class TurnOrigin:
     """The request behind a turn: by what a retry of it is known, and what its answer's head and record need."""
 
     digest: str = ""
+    unnamed: bool = False  # it named no session
     idempotency_key: str | None = None
     history: HistoryKind = "first"
     history_reason: str = ""

@@ -55,6 +55,15 @@ class PoolStatistics:
     appended_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTurn:
+    """A turn on disk; in flight when it has no outcome."""
+
+    record: TurnRecord
+    outcome: Outcome | None
+    ended_unix_s: float | None
+
+
 @dataclass(slots=True)
 class _Unwritten:
     """What one turn has that the disk has not."""
@@ -130,6 +139,10 @@ class PartialResponsePool:
         unwritten.segments.append((self._open[turn_id], msgspec.msgpack.encode(segment)))
         self._open[turn_id] += 1
 
+    def close_segment(self, turn_id: TurnId, segment: Segment) -> None:
+        """The last segment, as it ended: its time, and the version that its engine told."""
+        self._of(turn_id).segments.append((self._open[turn_id] - 1, msgspec.msgpack.encode(segment)))
+
     async def drain(self) -> None:
         """Returns at once while the disk keeps up, else when there is room. Raises Unavailable if a write failed."""
         self._raise_failure()
@@ -172,9 +185,13 @@ class PartialResponsePool:
         await self.flush()
         return await self._database.run(lambda connection: _read_turns(connection, "outcome IS NULL", ()))
 
-    async def ended_since(self, unix_s: float) -> list[tuple[TurnRecord, Outcome]]:
-        """Turns that ended after `unix_s`, oldest first: what a client may still ask for again."""
-        return await self._database.run(lambda connection: _read_ended(connection, unix_s))
+    async def sessions(self) -> list[SessionId]:
+        """Every session that has a turn here."""
+        return await self._database.run(_read_sessions)
+
+    async def kept_turns(self, session_id: SessionId) -> list[KeptTurn]:
+        """All turns kept of one session, with how and when they ended, in the order in which they began."""
+        return await self._database.run(lambda connection: _read_kept(connection, session_id))
 
     async def session_turns(self, session_id: SessionId) -> list[TurnRecord]:
         """All turns kept of one session, oldest first."""
@@ -266,7 +283,7 @@ def _write(connection: sqlite3.Connection, taken: dict[TurnId, _Unwritten]) -> N
         ],
     )
     connection.executemany(
-        "INSERT INTO turn_segments VALUES (?,?,?)",
+        "INSERT OR REPLACE INTO turn_segments VALUES (?,?,?)",
         [(turn_id, position, segment) for turn_id, u in taken.items() for position, segment in u.segments],
     )
 
@@ -289,11 +306,18 @@ def _read_turns(connection: sqlite3.Connection, where: str, values: tuple[str, .
     return [_read_turn(connection, *row) for row in rows.fetchall()]
 
 
-def _read_ended(connection: sqlite3.Connection, unix_s: float) -> list[tuple[TurnRecord, Outcome]]:
+def _read_sessions(connection: sqlite3.Connection) -> list[SessionId]:
+    return [
+        row[0] for row in connection.execute("SELECT session_id FROM turns GROUP BY session_id ORDER BY min(rowid)")
+    ]
+
+
+def _read_kept(connection: sqlite3.Connection, session_id: SessionId) -> list[KeptTurn]:
     rows = connection.execute(
-        "SELECT turn_id, request, outcome, num_tokens FROM turns WHERE ended_unix_s>? ORDER BY ended_unix_s", (unix_s,)
+        "SELECT turn_id, request, outcome, num_tokens, ended_unix_s FROM turns WHERE session_id=? ORDER BY rowid",
+        (session_id,),
     )
-    return [(_read_turn(connection, *row), row[2]) for row in rows.fetchall()]
+    return [KeptTurn(_read_turn(connection, *row[:4]), row[2], row[4]) for row in rows.fetchall()]
 
 
 def _read_turn(

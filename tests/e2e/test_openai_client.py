@@ -51,7 +51,9 @@ def _serve(directory: Path, engine_url: str) -> Gateway:
     model = str(tiny_model())
     command = ["gateway", "serve", "--port", "0", "--model", "policy", "--tokenizer", model]
     daemon = processes.start(
-        "gateway", [*command, "--data", str(directory / "data"), "--engine", f"e0=vllm={engine_url}"], directory
+        "gateway",
+        [*command, "--disconnect-grace-s=0.2", "--data", str(directory / "data"), "--engine", f"e0=vllm={engine_url}"],
+        directory,
     )
     return Gateway(daemon.ready["url"], daemon, Codec.load(model))
 

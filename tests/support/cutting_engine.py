@@ -114,6 +114,8 @@ class CuttingEngine:
     always: Cut | None = None
     before_cut: Callable[[int], Awaitable[None]] | None = None
     hold_at: int | None = None
+    pause_s: float = 0.0  # before every event
+    said_tokens: int = 0  # handed to sockets, over all requests
     go: asyncio.Event = field(default_factory=asyncio.Event)
     top: list[dict[str, float] | None] | None = None  # top_logprobs of each event
     asked: list[Asked] = field(default_factory=list)
@@ -183,9 +185,12 @@ class CuttingEngine:
         for start in range(0, whole, self.chunk):
             if self.hold_at is not None and start >= self.hold_at:
                 await self.go.wait()
+            if self.pause_s:
+                await asyncio.sleep(self.pause_s)
             end = min(start + self.chunk, whole)
             finish = "length" if cut is None and end == budget else None
             await self._write(response, self._event(ids[start:end], logprobs[start:end], finish, end))
+            self.said_tokens += end - start
         if cut is not None:
             if self.before_cut is not None:
                 await self.before_cut(len(prompt) + whole)

@@ -14,7 +14,9 @@ from gateway.core.fleet import FleetConfig
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SamplingParams, SessionId, TokenDelta, TurnId, TurnRequest
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.data.sessions import SessionStore
 from gateway.fleet import Fleet
+from gateway.recovery import recover
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
 from gateway.turns import Run
@@ -95,9 +97,14 @@ async def shell(
             await part.open()
             stack.push_async_callback(part.close)
         await buffer.open()
-        sessions = Sessions(settings, pool=pool, buffer=buffer, timeline=timeline, context_tokens=lambda: 4096)
+        store = SessionStore(database)
+        await store.open()
+        sessions = Sessions(
+            settings, pool=pool, buffer=buffer, store=store, timeline=timeline, context_tokens=lambda: 4096
+        )
         made = sessions.fleet = Fleet(settings, timeline, sessions.admission)
         made.interrupt = sessions.interrupt
+        await recover(sessions, store, pool)
         await made.__aenter__()
         stack.push_async_callback(made.close)
         found = Shell(made, sessions, pool, timeline, Repacker(settings, made, sessions, timeline))

@@ -170,13 +170,33 @@ async def test_closing_lets_a_running_turn_finish(tmp_path: Path) -> None:
         await ending
 
 
-async def test_closing_cuts_what_has_not_finished_in_time(tmp_path: Path) -> None:
+async def test_closing_hands_over_what_has_not_finished_in_time(tmp_path: Path) -> None:
     async with closing(tmp_path, 0.01) as (e0, _, asking, ending):
         await asyncio.wait({ending}, timeout=0.5)
         assert ending.done()
-        with pytest.raises(aiohttp.ClientError):
-            await asking
+        code, answer = await asking
+        assert (code, "ask again: the turn will go on" in answer["error"]["message"]) == (503, True)
         await until(lambda: e0.asked[0].left, "the abort upstream")
+        e0.go.set()
+        found = await start(config(tmp_path, e0))
+        async with aiohttp.ClientSession(found.url) as http:
+            code, answer = await complete(http)
+        assert (code, answer["choices"][0]["token_ids"]) == (200, said(PROMPT, 6)[0])
+        assert e0.asked[1].prompt == [*PROMPT, *said(PROMPT, 4)[0]], "no token is asked for twice"
+        await found.close()
+
+
+async def test_a_gateway_that_closes_takes_no_new_session(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0:
+        found = await start(config(tmp_path, e0))
+        async with aiohttp.ClientSession(found.url) as http:
+            await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
+            await (await http.get("/status")).read()  # a connection that is there when the gateway begins to close
+            found.sessions.draining = True
+            for path, body in (("/sessions", {}), ("/v1/completions", {"model": MODEL, "prompt": list(PROMPT)})):
+                async with http.post(path, json=body) as answer:
+                    assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")
+        await found.close()
 
 
 async def test_a_request_before_the_first_engine_was_seen_is_not_called_too_long(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""kill -9 of the gateway with 200 turns in flight: who asks again gets the answer, with the tokens of before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.support import processes
+from tests.support.cutting_engine import CuttingEngine, said, until
+from tests.support.processes import Daemon
+from tests.unit.gateway_shell.shell import tokenizer
+
+pytestmark = pytest.mark.slow
+
+TURNS, BUDGET = 200, 400
+KEPT_SHARE_MIN = 0.95
+
+
+def serve(directory: Path, engines: Sequence[CuttingEngine], port: int) -> Daemon:
+    flags = [f"--engine={e.name}=vllm={e.url}" for e in engines]
+    command = ["gateway", "serve", "--model=policy", f"--tokenizer={tokenizer(directory / 'model')}"]
+    where = [f"--data={directory / 'data'}", f"--port={port}", "--max-running=200", "--intake-batch=1000"]
+    return processes.start("gateway", [*command, *where, *flags], directory)
+
+
+def prompt_of(number: int) -> list[int]:
+    return [1 + number // 500, 1 + number % 500, 7]
+
+
+async def ask_until_answered(http: aiohttp.ClientSession, number: int) -> tuple[list[int], list[float]]:
+    """A client with its own retries: half of them stream, half name a session, the others send an idempotency key."""
+    body: dict[str, Any] = {"model": "policy", "prompt": prompt_of(number), "max_tokens": BUDGET}
+    body |= {"logprobs": 0, "return_token_ids": True, "stream": number % 2 == 0}
+    headers = {"Idempotency-Key": f"key-{number}"}
+    if number % 4 < 2:
+        body["session_id"], headers = f"s{number}", {}
+    while True:
+        try:
+            async with http.post("/v1/completions", json=body, headers=headers) as answer:
+                if answer.status == 503:  # engines were not looked at yet
+                    raise EOFError
+                assert answer.status == 200, await answer.text()
+                return tokens_of(await answer.text(), body["stream"])
+        except (aiohttp.ClientError, ConnectionError, EOFError):
+            await asyncio.sleep(0.2)
+
+
+def tokens_of(text: str, stream: bool) -> tuple[list[int], list[float]]:
+    events = [text]
+    if stream:
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        if events[-1:] != ["[DONE]"]:
+            raise EOFError("the stream broke off")
+        del events[-1]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    ids = [i for choice in choices for i in choice.get("token_ids") or ()]
+    return ids, [p for choice in choices for p in (choice.get("logprobs") or {}).get("token_logprobs", ())]
+
+
+async def sdk_asks(client: openai.AsyncOpenAI, number: int) -> list[int]:
+    """The official client, which retries by itself: no session, no key."""
+    answer = await client.completions.create(
+        model="policy", prompt=prompt_of(number), max_tokens=BUDGET, extra_body={"return_token_ids": True}
+    )
+    ids: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    return ids
+
+
+async def test_kill_9_with_200_turns_in_flight(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with (
+        CuttingEngine("e0", chunk=4, pause_s=0.1) as e0,
+        CuttingEngine("e1", chunk=4, pause_s=0.1) as e1,
+        aiohttp.ClientSession(
+            f"http://127.0.0.1:{port}", connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)
+        ) as http,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unused", max_retries=12) as sdk,
+    ):
+        engines = (e0, e1)
+        gateway = await asyncio.to_thread(serve, tmp_path, engines, port)
+        asking = [asyncio.create_task(ask_until_answered(http, n)) for n in range(TURNS * 3 // 4)]
+        by_sdk = [asyncio.create_task(sdk_asks(sdk, n)) for n in range(TURNS * 3 // 4, TURNS)]
+        wanted = TURNS * BUDGET // 4
+        await until(lambda: sum(e.said_tokens for e in engines) > wanted, "a quarter of all tokens", timeout_s=60)
+        assert sum(len(e.asked) for e in engines) == TURNS
+        gateway.kill()
+        generated = sum(e.said_tokens for e in engines)
+        before = [len(e.asked) for e in engines]
+        gateway = await asyncio.to_thread(serve, tmp_path, engines, port)
+        answers = await asyncio.wait_for(asyncio.gather(*asking), 120)
+        sdk_answers = await asyncio.wait_for(asyncio.gather(*by_sdk), 120)
+        assert [ids for ids, _ in answers] + list(sdk_answers) == [said(prompt_of(n), BUDGET)[0] for n in range(TURNS)]
+        assert [probs for _, probs in answers] == [said(prompt_of(n), BUDGET)[1] for n in range(TURNS * 3 // 4)]
+        resumed = [a for e, b in zip(engines, before, strict=True) for a in e.asked[b:]]
+        kept = sum(len(a.prompt) - 3 for a in resumed)
+        print(f"{generated} tokens before the kill, {kept} kept ({kept / generated:.4f}), {len(resumed)} turns resumed")
+        assert len(resumed) == TURNS, "each goes on once"
+        assert kept >= KEPT_SHARE_MIN * generated
+        assert gateway.stop() == 0, gateway.log()[-3000:]
