@@ -9,7 +9,8 @@ from collections import deque
 from pathlib import Path
 
 from tests.support.cutting_engine import Cut, CuttingEngine, until
-from tests.unit.gateway_shell.shell import FakeRelay, Shell, check_whole, read, relay, shell
+from tests.support.fake_relay import FakeRelay, relay
+from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 
 async def loaded(found: Shell, holder: FakeRelay, *engines: CuttingEngine) -> None:
