@@ -19,10 +19,12 @@ from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeli
 from gateway.data.sessions import SessionStore
 from gateway.fleet import Fleet
 from gateway.recovery import recover
+from gateway.registered import Registered
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
 from gateway.status import GatewayStatus
 from gateway.tokens import Codec
+from paramserver.membership import EtcdRegistry
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,9 @@ async def start(config: GatewayConfig) -> Gateway:
     """Serves when this returns; engines and relays may still be away. LaminarErrors say what is wrong."""
     codec = Codec.load(config.tokenizer)
     async with AsyncExitStack() as stack:
+        registry = await EtcdRegistry.connect(config.etcd) if config.etcd is not None else None
+        if registry is not None:
+            stack.push_async_callback(registry.close)
         path = None if config.data is None else config.data / DATABASE_NAME
         database = await stack.enter_async_context(Database(path))
         pool, buffer, timeline = PartialResponsePool(database), ExperienceBuffer(database), Timeline(database)
@@ -110,6 +115,8 @@ async def start(config: GatewayConfig) -> Gateway:
         await site.start()
         port = runner.addresses[0][1]
         tasks = [asyncio.create_task(sessions.expire(), name="session-expiry")]
+        if registry is not None:
+            tasks.append(asyncio.create_task(Registered(registry, fleet).run(), name="registered-engines"))
         if config.fleet.mode == "repack":
             tasks.append(asyncio.create_task(repacker.run(), name="repack"))
         return Gateway(f"http://{config.host}:{port}", sessions, fleet, status, runner, tasks, stack.pop_all())

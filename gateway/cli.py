@@ -16,6 +16,7 @@ import uvloop
 
 from gateway.config import GatewayConfig, parse_engine
 from gateway.core.fleet import FleetConfig, Mode
+from protos.engines import ENGINE_KINDS
 from protos.errors import LaminarError
 from protos.process import LOG_LEVELS, setup_logging, write_ready_file
 
@@ -68,8 +69,13 @@ def cli() -> None:
     help="Directory with tokenizer.json and the chat template.",
 )
 @click.option(
-    "--engine", "engines", multiple=True, metavar="NAME=KIND=URL[@RELAY]", help="An engine; repeat for each of them."
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="NAME=KIND=URL[@RELAY]",
+    help=f"An engine; repeat for each of them. KIND: {', '.join(ENGINE_KINDS)}.",
 )
+@click.option("--etcd", metavar="HOST:PORT", help="Where relays register engines (`paramserver serve --engine`).")
 @click.option("--relay", metavar="HOST:PORT", help="Relay of engines that name none: where they load versions from.")
 @click.option("--data", type=click.Path(file_okay=False, path_type=Path), help="Where to keep state; none: in memory.")
 @click.option(

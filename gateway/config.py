@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from gateway.core.fleet import FleetConfig
-from protos.engines import ENGINE_KINDS
-from protos.errors import InvalidRequest, UnsupportedField
+from protos.engines import check_kind, is_address
+from protos.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,7 @@ class GatewayConfig:
     tokenizer: Path
     data: Path | None  # None: in memory, gone with the process
     engines: tuple[EngineSpec, ...]
+    etcd: str | None = None  # where relays register the engines beside them; None: nobody is looked for
     fleet: FleetConfig = field(default_factory=FleetConfig)
     host: str = "127.0.0.1"
     port: int = 0
@@ -52,22 +52,10 @@ def parse_engine(text: str, default_relay: str | None) -> EngineSpec:
     name, _, rest = text.partition("=")
     kind, _, address = rest.partition("=")
     url, _, relay = address.partition("@")
-    if not (name and kind and _is_address(url)):
+    if not (name and kind and is_address(url)):
         raise InvalidRequest(
             f"--engine {text!r} is not NAME=KIND=URL[@RELAY]",
             hint="such as e0=vllm=http://127.0.0.1:8000@127.0.0.1:7070",
         )
-    if kind not in ENGINE_KINDS:
-        raise UnsupportedField(
-            f"--engine {text!r}: no adapter for {kind!r}",
-            hint=f"known kinds: {', '.join(ENGINE_KINDS)}",
-        )
+    check_kind(kind, f"--engine {text!r}")
     return EngineSpec(name, kind, url, relay or default_relay)
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number, or too large
-        return False

@@ -109,21 +109,14 @@ class Fleet:
         self._ticker.cancel()
         for name in list(self.members):
             await self.remove(name)
-        for task in self._relay_watchers.values():
-            task.cancel()
         await self._stack.aclose()
-        for relay in self._relays.values():
-            await relay.close()
 
     # -- members
 
     def add(self, spec: EngineSpec) -> None:
-        """Raises Conflict for a name that is taken."""
+        """Raises Conflict for a name or an address that is taken."""
         name = EngineName(spec.name)
-        if name in self.members:
-            raise Conflict(
-                f"there is already an engine named {name!r}", hint=f"taken: {', '.join(sorted(self.members))}"
-            )
+        self._check_free(spec)
         adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
         state = EngineState(name, spec.kind, spec.url)
         member = self.members[name] = Member(spec, adapter, state)
@@ -135,6 +128,30 @@ class Fleet:
             watcher = self._tasks.create_task(self._watch_relay(spec.relay), name=f"watch-relay-{spec.relay}")
             self._relay_watchers[spec.relay] = watcher
 
+    def _check_free(self, spec: EngineSpec) -> None:
+        if spec.name in self.members:
+            raise Conflict(
+                f"there is already an engine named {spec.name!r}", hint=f"taken: {', '.join(sorted(self.members))}"
+            )
+        for name, member in self.members.items():
+            if member.spec.url.rstrip("/") == spec.url.rstrip("/"):
+                raise Conflict(f"{spec.url} is engine {name!r} already", hint="an engine counts once")
+
+    async def probe(self, spec: EngineSpec) -> None:
+        """Asks the engine what it is, without taking it in. Conflict for what is taken, Unavailable if it is no use."""
+        self._check_free(spec)
+        adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
+        try:
+            await adapter.report()
+            await adapter.limits()
+        except EngineFailed as e:
+            raise Unavailable(
+                f"engine {spec.name} cannot be used: {e.message}",
+                hint=e.hint or 'start it first, or send "check": false to have it looked for',
+            ) from e
+        finally:
+            await adapter.close()
+
     async def remove(self, name: EngineName) -> None:
         """Takes an engine out at once; its turns are cut and go on elsewhere. NotFound for an unknown name."""
         member = self.members.pop(name, None)
@@ -144,9 +161,22 @@ class Fleet:
         tasks = [task for task in (member.watcher, member.tether, member.refresher) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
-        await member.adapter.close()
+        try:
+            await asyncio.wait(tasks)
+        finally:  # who asked may be cancelled meanwhile: nothing is left behind for that
+            await member.adapter.close()
+            await self._let_go(member.spec.relay)
         self.changed()
+
+    async def _let_go(self, relay: str | None) -> None:
+        """Of a relay that no engine needs any more."""
+        if relay is None or any(member.spec.relay == relay for member in self.members.values()):
+            return
+        watcher, client = self._relay_watchers.pop(relay), self._relays.pop(relay)
+        self._relays_seen.discard(relay)
+        watcher.cancel()
+        await asyncio.wait([watcher])
+        await client.close()
 
     # -- places for turns
 

@@ -19,9 +19,10 @@ from typing import TypeVar
 
 import click
 
-from paramserver.config import RelayConfig, parse_bytes
+from paramserver.config import EngineBeside, RelayConfig, parse_bytes
 from paramserver.membership import LocalEtcd
 from paramserver.relay_client import RelayClient
+from protos.engines import ENGINE_KINDS
 from protos.errors import InvalidRequest, LaminarError, Unavailable
 from protos.process import setup_logging, write_ready_file
 
@@ -95,6 +96,13 @@ def cli() -> None:
 @click.option("--host", default="127.0.0.1", help="Address to listen on, and to tell the other relays.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="gRPC port; 0: any free one.")
 @click.option("--data-port", type=click.IntRange(0, 65535), default=0, help="Port for bytes; 0: any free one.")
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="KIND=URL",
+    help=f"An engine on this host, for gateways with the same --etcd to find; KIND: {', '.join(ENGINE_KINDS)}.",
+)
 @click.option("--publish-host/--no-publish-host", default=True, help="Whether this relay should become master.")
 @click.option("--zone", default="", help="Where this host is: relays of a zone are neighbours in the chain.")
 @click.option("--rack", default="", help="Where in its zone: relays of a rack are neighbours too.")
@@ -144,6 +152,7 @@ def serve(
     etcd: str | None,
     pool_dir: Path | None,
     stripes: int,
+    engines: tuple[str, ...],
     log_level: str,
     ready_file: Path | None,
     **options: object,
@@ -151,7 +160,8 @@ def serve(
     """Runs one relay until SIGTERM."""
     setup_logging(log_level)
     directory = pool_dir or _default_pool_dir(name)
-    config = RelayConfig(name=name, etcd=etcd or "", pool_dir=directory, num_stripes=stripes, **options)  # type: ignore[arg-type]
+    beside = tuple(map(EngineBeside.parse, engines))
+    config = RelayConfig(name, etcd or "", beside, pool_dir=directory, num_stripes=stripes, **options)  # type: ignore[arg-type]
     _run(_serve(config, ready_file))
 
 

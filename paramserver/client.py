@@ -6,7 +6,8 @@ Invariants:
 """
 
 from paramserver.core.layout import DTYPES
-from paramserver.core.records import Rank
+from paramserver.core.records import Rank, RegisteredEngine
+from paramserver.engines import watch_engines
 from paramserver.publisher import TensorSource, publish
 from paramserver.relay_client import (
     EventKind,
@@ -30,6 +31,7 @@ __all__ = [
     "ModelStatus",
     "PinStatus",
     "Rank",
+    "RegisteredEngine",
     "RelayClient",
     "RelayStatus",
     "SealedVersion",
@@ -39,4 +41,5 @@ __all__ = [
     "TransferStatus",
     "VersionEvent",
     "publish",
+    "watch_engines",
 ]

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
+from protos.engines import check_kind, is_address
 from protos.errors import InvalidRequest
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -15,11 +17,34 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
+class EngineBeside:
+    """An engine on this host, to be registered for gateways."""
+
+    kind: str
+    url: str
+
+    @classmethod
+    def parse(cls, text: str) -> EngineBeside:
+        """`KIND=URL`, as `--engine` takes it."""
+        kind, _, url = text.partition("=")
+        if not (kind and is_address(url)):
+            raise InvalidRequest(f"--engine {text!r} is not KIND=URL", hint="such as vllm=http://engines-0:8000")
+        check_kind(kind, f"--engine {text!r}")
+        return cls(kind, url.rstrip("/"))
+
+    def name(self, relay: str) -> str:
+        """Of its own among all engines, since a relay's is, and the same whenever this relay starts again."""
+        parts = urlsplit(self.url)
+        return f"{relay}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
+@dataclass(frozen=True, slots=True)
 class RelayConfig:
     """Times in seconds, sizes in bytes; addresses "host:port", port 0 for any free one."""
 
     name: str
     etcd: str
+    engines: tuple[EngineBeside, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
     data_port: int = 0
@@ -44,6 +69,9 @@ class RelayConfig:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidRequest(f"{self.name!r} cannot name a relay", hint="letters, digits, '.', '_', '-'")
+        names = [engine.name(self.name) for engine in self.engines]
+        if len(set(names)) < len(names):
+            raise InvalidRequest(f"two engines would be named alike: {', '.join(names)}", hint="one port for each")
         if self.retain < 1:
             raise InvalidRequest(f"--retain is {self.retain}", hint="keep at least 1 version")
         if self.chunk_bytes is not None and self.chunk_bytes < 4096:

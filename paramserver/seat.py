@@ -22,7 +22,7 @@ import msgspec
 
 from paramserver.core import view as keys
 from paramserver.core.election import candidacy
-from paramserver.core.records import Epoch, Holding, Master, Member
+from paramserver.core.records import Epoch, Holding, Master, Member, RegisteredEngine
 from paramserver.core.view import Fact, View
 from paramserver.membership.registry import (
     Absent,
@@ -225,6 +225,11 @@ class Seat:
 
     def unhold(self, model: str, version: int) -> None:
         self._tell(keys.holder_key(model, version, self.member.name), None)
+
+    def register(self, engines: Sequence[RegisteredEngine]) -> None:
+        """Engines beside this relay; gateways see them as long as its lease holds."""
+        for engine in engines:
+            self._tell(keys.engine_key(engine.name), msgspec.json.encode(engine))
 
     def spilled(self, versions: Collection[tuple[str, int]]) -> None:
         """All (model, version) that this relay can read back from its disk."""

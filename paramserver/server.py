@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paramserver import kept
 from paramserver.config import RelayConfig
-from paramserver.core.records import Member
+from paramserver.core.records import Member, RegisteredEngine
 from paramserver.data.movers import Movers
 from paramserver.data.server import DataServer
 from paramserver.host import address_of
@@ -131,6 +131,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         seat = Seat(registry, member, ttl_s=config.lease_ttl_s)
         await seat.take()
         stack.push_async_callback(seat.leave)
+        seat.register([RegisteredEngine(e.name(config.name), e.kind, e.url, grpc_address) for e in config.engines])
 
         relay = Relay(config, seat, store, bind_host=data_host if config.bind_interface else "", movers=movers)
         if config.spill is not None:

@@ -25,6 +25,7 @@ class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
     url: str
     kind: str = "vllm"
     relay: str | None = None
+    check: bool = True  # refuse it unless it answers now
 
 
 _add = msgspec.json.Decoder(AddEngineRequest)
@@ -69,7 +70,10 @@ class _Handlers:
     async def add_engine(self, request: web.Request) -> web.Response:
         wanted = decode(_add, await request.read())
         relay = f"@{wanted.relay}" if wanted.relay else ""
-        self._of.fleet.add(parse_engine(f"{wanted.name}={wanted.kind}={wanted.url}{relay}", None))
+        spec = parse_engine(f"{wanted.name}={wanted.kind}={wanted.url}{relay}", None)
+        if wanted.check:
+            await self._of.fleet.probe(spec)
+        self._of.fleet.add(spec)
         return web.json_response({"name": wanted.name}, status=201)
 
     async def remove_engine(self, request: web.Request) -> web.Response:

@@ -134,6 +134,15 @@ class Holding(msgspec.Struct, frozen=True):
     transport: str = ""
 
 
+class RegisteredEngine(msgspec.Struct, frozen=True):
+    """An engine beside a relay, for gateways to find. `relay` is where it gets its versions: "host:port" of gRPC."""
+
+    name: str
+    kind: str
+    url: str
+    relay: str
+
+
 class Master(msgspec.Struct, frozen=True):
     """Who holds the election of a model."""
 

@@ -22,6 +22,8 @@ _MEMBERS = ROOT + "members/"
 _MODELS = ROOT + "models/"
 _HOLDERS = ROOT + "holders/"
 _SPILLED = ROOT + "spilled/"
+ENGINES = ROOT + "engines/"
+"""Written by relays, read by gateways: no relay needs to know of another's engines."""
 
 
 def member_key(name: str) -> str:
@@ -57,6 +59,10 @@ def holder_key(model: str, version: int, relay: str) -> str:
 def spilled_key(model: str, version: int, relay: str) -> str:
     """A relay can read the version back from its disk, though it may not hold it in memory."""
     return f"{_SPILLED}{model}/{version:016d}/{relay}"
+
+
+def engine_key(name: str) -> str:
+    return ENGINES + name
 
 
 def is_spilled(key: str) -> bool:

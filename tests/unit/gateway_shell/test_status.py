@@ -221,3 +221,24 @@ async def refused(url: str) -> None:
 async def test_a_wrong_number_is_named(tmp_path: Path, path: str) -> None:
     async with gateway(tmp_path) as (_, http), http.get(path) as answer:
         assert (answer.status, "is not a number" in await answer.text()) == (400, True)
+
+
+async def test_an_engine_that_is_no_use_is_not_taken_in(tmp_path: Path) -> None:
+    e1, critic = CuttingEngine("e1"), CuttingEngine("x", answers={"/v1/models": '{"data": [{"id": "critic"}]}'})
+    async with CuttingEngine("e0") as e0, e1, critic, gateway(tmp_path, e0) as (found, http):
+        await e1.die()
+        refused = {
+            e1.url: (503, f"engine e9 cannot be used: GET {e1.url}/metrics: Cannot connect to host", "start it first"),
+            critic.url: (503, "serves ['critic'], not 'policy'", "--served-model-name"),
+            e0.url + "/": (409, "is engine 'e0' already", "counts once"),
+        }
+        for url, (status, message, hint) in refused.items():
+            async with http.post("/admin/engines", json={"name": "e9", "url": url}) as answer:
+                said_ = (await answer.json())["error"]["message"]
+                assert (answer.status, message in said_, hint in said_) == (status, True, True), said_
+        assert list(found.fleet.members) == ["e0"]
+        async with http.post("/admin/engines", json={"name": "e9", "url": e1.url, "check": False}) as answer:
+            assert answer.status == 201
+        await until(lambda: found.fleet.state.engines[EngineName("e9")].last_error, "the first look")
+        [told] = [e for e in (await get(http, "/status"))["engines"] if e["name"] == "e9"]
+        assert (told["state"], "Cannot connect" in told["last_error"]) == ("dead", True)

@@ -1,0 +1,125 @@
+"""The fleet follows what relays register, and leaves alone what came in another way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.core.types import EngineName
+from gateway.registered import Registered
+from paramserver.client import RegisteredEngine
+from paramserver.core import view as keys
+from paramserver.membership import MemoryRegistry, MemoryStore
+from paramserver.membership.registry import Delete, Put
+from tests.support.cutting_engine import CuttingEngine, until
+from tests.unit.gateway_shell.shell import Shell, check_whole, read, relay, shell
+
+
+class Relay:
+    """Registers and takes back, as a relay and its lease do."""
+
+    def __init__(self, store: MemoryStore, address: str) -> None:
+        self._registry, self._address = MemoryRegistry(store), address
+
+    async def register(self, engine: CuttingEngine, kind: str = "vllm", name: str = "") -> None:
+        record = RegisteredEngine(name or engine.name, kind, engine.url, self._address)
+        await self._registry.transact([], [Put(keys.engine_key(record.name), msgspec.json.encode(record))])
+
+    async def vanish(self, name: str) -> None:
+        await self._registry.transact([], [Delete(keys.engine_key(name))])
+
+
+@asynccontextmanager
+async def following(found: Shell, address: str) -> AsyncIterator[Relay]:
+    store = MemoryStore(lambda: 0.0)
+    task = asyncio.create_task(Registered(MemoryRegistry(store), found.fleet).run())
+    try:
+        yield Relay(store, address)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def serving(found: Shell) -> list[str]:
+    return [e.name for e in found.fleet.state.sorted_engines() if e.status == "serving"]
+
+
+async def test_an_engine_comes_with_its_registration_and_goes_with_it(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    async with relay() as (_, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
+        await registered.register(e0)
+        await until(lambda: serving(found) == ["e0"], "e0")
+        run = found.run()
+        async with run:
+            await until(lambda: len(run.record.token_ids) == 4, "tokens")
+            await registered.register(e1)
+            await until(lambda: serving(found) == ["e0", "e1"], "e1")
+            await registered.vanish("e0")
+            deltas = [delta async for delta in run]
+        check_whole(run, deltas)
+        assert [s.engine for s in run.segments] == ["e0", "e1"]
+        assert list(found.fleet.members) == ["e1"]
+
+
+async def test_a_registration_that_changes_is_taken_over(tmp_path: Path) -> None:
+    e0, again = CuttingEngine("e0"), CuttingEngine("e0")
+    async with relay() as (_, address), e0, again, shell(tmp_path) as found, following(found, address) as registered:
+        await registered.register(e0)
+        await until(lambda: serving(found) == ["e0"], "e0")
+        await registered.register(again)
+        await until(lambda: [m.spec.url for m in found.fleet.members.values()] == [again.url], "the new address")
+        await until(lambda: serving(found) == ["e0"], "e0 again")
+        run = found.run()
+        check_whole(run, await read(run))
+        assert (len(e0.asked), len(again.asked)) == (0, 1)
+
+
+async def test_engines_of_the_configuration_stay_whatever_relays_say(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    async with relay() as (_, address), e0, e1, shell(tmp_path, e0) as found, following(found, address) as registered:
+        await registered.register(e1, name="e0")  # a taken name
+        await registered.register(e0, name="x")  # a taken address
+        await registered.register(e1, kind="tgi", name="y")
+        await registered.register(e1)
+        await until(lambda: serving(found) == ["e0", "e1"], "e1")
+        assert list(found.fleet.members) == ["e0", "e1"]
+        for name in ("e0", "x", "y", "e1"):
+            await registered.vanish(name)
+        await until(lambda: list(found.fleet.members) == ["e0"], "e1 to leave")
+        assert found.fleet.members[EngineName("e0")].spec.url == e0.url
+
+
+async def test_what_an_operator_took_out_stays_out_until_it_registers_anew(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    async with relay() as (_, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
+        await registered.register(e0)
+        await until(lambda: serving(found) == ["e0"], "e0")
+        await found.fleet.remove(EngineName("e0"))
+        await registered.register(e1)
+        await until(lambda: serving(found) == ["e1"], "e1 alone")
+        await registered.vanish("e0")
+        await registered.register(e0)
+        await until(lambda: serving(found) == ["e0", "e1"], "both")
+
+
+@pytest.mark.parametrize("others", [False, True])
+async def test_a_relay_is_let_go_with_the_last_engine_beside_it(others: bool, tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    async with relay() as (holder, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
+        await registered.register(e0)
+        await until(lambda: serving(found) == ["e0"], "e0")
+        if others:
+            await registered.register(e1)
+            await until(lambda: serving(found) == ["e0", "e1"], "e1")
+        await registered.vanish("e0")
+        await until(lambda: "e0" not in found.fleet.members, "e0 to leave")
+        await until(lambda: list(found.fleet._relays) == ([address] if others else []), "the relay's connection")
+        await registered.register(e0)
+        await until(lambda: "e0" in serving(found), "e0 again")
+        holder.publish(7)
+        await until(lambda: e0.version == "7", "version 7")
