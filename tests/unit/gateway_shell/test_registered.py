@@ -17,7 +17,8 @@ from paramserver.core import view as keys
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Delete, Put
 from tests.support.cutting_engine import CuttingEngine, until
-from tests.unit.gateway_shell.shell import Shell, check_whole, read, relay, shell
+from tests.support.fake_relay import relay
+from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 
 class Relay:
