@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test quick check bench bench-relay bench-gpu protos format lock clean
+.PHONY: help env demo test test-vllm quick check bench bench-relay bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,10 +17,13 @@ demo: env  ## the main job on this machine: train, publish, refresh, repack, kil
 	@$(RUN) -m deploy.demo $(ARGS)
 
 test: env  ## every test of the README (some minutes)
-	@$(RUN) -m pytest tests $(PARALLEL) $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm $(PARALLEL) $(ARGS)
+
+test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB): refresh, moves, kill -9; some ten minutes
+	@$(RUN) -m pytest tests/vllm -m vllm $(ARGS)
 
 quick: env  ## the quick part of the tests (under a minute)
-	@$(RUN) -m pytest tests -m "not slow" $(PARALLEL) $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm -m "not slow" $(PARALLEL) $(ARGS)
 
 check: env  ## format, lint, strict types, import directions, generated parts fresh; seconds, no tests
 	@$(RUN) -m ruff format --check .

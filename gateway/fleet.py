@@ -20,7 +20,7 @@ from gateway.core.fleet import EngineState, EngineStatus, FleetState, RefreshDec
 from gateway.core.scheduler import Admission, Demand, Placement, Refusals, Wait, admit, place
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.data import Timeline
-from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport
+from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport, SnapshotRefused
 from gateway.engines.kinds import connect
 from gateway.engines.tether import until_broken
 from paramserver.client import Lease, RelayClient
@@ -322,6 +322,8 @@ class Fleet:
             return  # its refresh fails by itself and fences it; the next look goes on from there
         if restarted and state.status not in ("dead", "joining"):
             self._set(member, "dead", "it was restarted")
+        if restarted:
+            state.begin_anew()
         state.incarnation = report.incarnation
         state.context_tokens, state.kv_capacity_tokens = limits.context_tokens, limits.kv_capacity_tokens
         state.version = Version(int(limits.weight_version)) if limits.weight_version.isdigit() else Version(0)
@@ -411,12 +413,12 @@ class Fleet:
         started = time.monotonic()
         await self._interrupt(member, decision)
         try:
-            version, fenced_s = await self._load(member)
+            version, fenced_s = await self._load(member, decision)
         except LaminarError as e:
-            self._refresh_failed(member, e)
+            self._refresh_failed(member, decision, e)
             return
-        state.version, state.must_load = version, False
-        member.refresh_failures, state.refresh_not_before = 0, 0.0
+        state.loaded(version)
+        member.refresh_failures = 0
         self._refreshes += 1
         seconds = time.monotonic() - started
         self._timeline.add(
@@ -445,10 +447,11 @@ class Fleet:
         except TimeoutError:
             log.warning("engine %s loads with %d turns on it", member.spec.name, len(member.state.turns))
 
-    async def _load(self, member: Member) -> tuple[Version, float]:
+    async def _load(self, member: Member, decision: RefreshDecision) -> tuple[Version, float]:
         assert member.spec.relay is not None
         relay = self._relays[member.spec.relay]
-        lease = await relay.acquire(self.config.model, holder=f"gateway/{member.spec.name}", ttl_s=LEASE_TTL_S)
+        wanted = await self._before(relay, decision.to_version) if decision.before else None
+        lease = await relay.acquire(self.config.model, wanted, holder=f"gateway/{member.spec.name}", ttl_s=LEASE_TTL_S)
         renewing = asyncio.create_task(_keep(relay, lease), name=f"renew-{member.spec.name}")
         try:
             fenced_s = await member.adapter.load(lease.path, lease.version, lease.root_digest)
@@ -458,15 +461,27 @@ class Fleet:
             await relay.release(lease)  # a pin that lapsed raises: then the load does not count
         return Version(lease.version), fenced_s
 
-    def _refresh_failed(self, member: Member, error: LaminarError) -> None:
+    async def _before(self, relay: RelayClient, version: Version) -> int:
+        older = [v.version for v in await relay.versions(self.config.model) if v.version < version]
+        if not older:
+            raise NotFound(
+                f"{relay.address} holds nothing before version {version}", hint="publish a version that loads"
+            )
+        return older[-1]
+
+    def _refresh_failed(self, member: Member, decision: RefreshDecision, error: LaminarError) -> None:
         member.refresh_failures += 1
         self._refresh_failures += 1
         wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** (member.refresh_failures - 1))
-        member.state.refresh_not_before = time.monotonic() + wait_s
-        member.state.last_error = str(error)
-        log.warning("engine %s stays fenced, next try in %.0f s: %s", member.state.name, wait_s, error)
-        if member.state.status == "refreshing":
-            self._set(member, "fenced", str(error))
+        state = member.state
+        state.load_failed(decision, by_engine=isinstance(error, EngineFailed))
+        state.refresh_not_before = time.monotonic() + wait_s
+        state.last_error = str(error)
+        untouched = isinstance(error, SnapshotRefused) and decision.served
+        what = f"goes on with version {state.version}" if untouched else "stays fenced"
+        log.warning("engine %s %s, next try in %.0f s: %s", state.name, what, wait_s, error)
+        if state.status == "refreshing":
+            self._set(member, "serving" if untouched else "fenced", str(error))
         member.look.set()
         self.changed()
 

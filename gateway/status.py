@@ -159,6 +159,6 @@ def _observe(read: Callable[[], float]) -> Callable[[CallbackOptions], Iterable[
 
 def _state(engine: EngineState) -> str:
     """`draining`: it serves what it has, takes no new sessions, and a newer version waits for it."""
-    if engine.status == "serving" and not engine.intake_open and engine.available > engine.version:
+    if engine.status == "serving" and not engine.intake_open and engine.newer:
         return "draining"
     return engine.status

@@ -17,7 +17,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gateway.core.curves import DecodeCurve, KvCeiling
@@ -25,6 +25,9 @@ from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnI
 
 Mode = Literal["barrier", "drain", "repack", "inflight"]
 EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
+
+LOAD_TRIES = 2
+"""Of one version: a second failure is hardly an accident."""
 
 TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
     "joining": frozenset({"serving", "refreshing", "dead"}),  # answers, but may hold no wanted version
@@ -84,6 +87,8 @@ class EngineState:
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
     available: Version = NO_VERSION  # newest version that its host's relay holds
     refresh_not_before: float = 0.0  # a load failed: the next try waits
+    load_failures: int = 0  # in a row, of one version
+    given_up: Version = NO_VERSION  # failed to load too often: the one before it serves until a newer one is there
     suspected: bool = (
         False  # a connection to it broke: no turn goes there before it has answered as the same incarnation
     )
@@ -97,6 +102,31 @@ class EngineState:
         """KV tokens of its turns in flight, by the gateway's own count."""
         return sum(turn.tokens for turn in self.turns.values())
 
+    @property
+    def newer(self) -> bool:
+        """Its host has a version that it should load."""
+        return self.available > self.version and self.available != self.given_up
+
+    def load_failed(self, decision: RefreshDecision, *, by_engine: bool) -> None:
+        """After `LOAD_TRIES` of one version the one before it is wanted; if that fails too, the newest once more.
+
+        `by_engine`: it or the snapshot was at fault, not what lies between them.
+        """
+        if decision.before:
+            self.given_up = NO_VERSION
+        elif by_engine:
+            self.load_failures += 1
+            if self.load_failures >= LOAD_TRIES:
+                self.load_failures, self.given_up = 0, decision.to_version
+
+    def loaded(self, version: Version) -> None:
+        self.version, self.must_load = version, False
+        self.load_failures, self.refresh_not_before = 0, 0.0
+
+    def begin_anew(self) -> None:
+        """Another incarnation: what failed before may work now."""
+        self.load_failures, self.given_up = 0, NO_VERSION
+
     def to(self, status: EngineStatus) -> None:
         if status not in TRANSITIONS[self.status]:
             raise ValueError(f"engine {self.name}: no way from {self.status} to {status}")
@@ -106,7 +136,7 @@ class EngineState:
 
     def open_intake(self, now: float) -> None:
         self.intake_open, self.intake_opened_at, self.admitted, self.below_since = True, now, 0, None
-        self.reopened = self.available > self.version
+        self.reopened = self.newer
 
     def close_intake(self, now: float) -> None:
         self.intake_open, self.intake_closed_at = False, now
@@ -126,6 +156,8 @@ class RefreshDecision:
     reason: str
     forced_sessions: tuple[SessionId, ...] = ()  # live sessions that lose their version by it
     interrupted: tuple[TurnId, ...] = ()  # turns that must leave, or pause, before it loads
+    before: bool = False  # not `to_version`, but the newest before it
+    served: bool = False  # until now
 
 
 @dataclass(slots=True)
@@ -174,7 +206,7 @@ class FleetState:
 
     def _intake(self, engine: EngineState, now: float) -> Iterable[IntakeChange]:
         c = self.config
-        newer = engine.available > engine.version
+        newer = engine.newer
         if c.mode == "inflight":
             if not engine.intake_open:
                 yield IntakeChange(engine.name, True, "a newer version interrupts nobody")
@@ -197,7 +229,7 @@ class FleetState:
 
     def _note_use(self, engine: EngineState, now: float) -> None:
         c = self.config
-        closed = engine.status == "serving" and not engine.intake_open and engine.available > engine.version
+        closed = engine.status == "serving" and not engine.intake_open and engine.newer
         if not closed or len(engine.turns) >= c.min_util * c.max_running:
             engine.below_since = None
         elif engine.below_since is None:
@@ -225,8 +257,8 @@ class FleetState:
         for engine in self.sorted_engines():
             decision = self._refresh(engine, now)
             if decision is not None:
+                decisions.append(replace(decision, served=engine.status == "serving"))
                 engine.to("refreshing")
-                decisions.append(decision)
         return decisions
 
     def _refresh(self, engine: EngineState, now: float) -> RefreshDecision | None:
@@ -235,10 +267,8 @@ class FleetState:
         if engine.turns:
             return self._interrupting(engine, now)
         if engine.status in ("joining", "fenced"):
-            if engine.status == "joining" and self.wanted(engine):
-                return None
-            return RefreshDecision(engine.name, engine.available, f"{engine.status}: needs a wanted version")
-        if engine.status != "serving" or engine.version >= engine.available:
+            return self._needed(engine)
+        if engine.status != "serving" or not engine.newer:
             return None
         if self.config.mode == "inflight":
             return RefreshDecision(engine.name, engine.available, "a newer version is here")
@@ -252,9 +282,18 @@ class FleetState:
         reason = f"held version {engine.version} for {self.config.version_hold_s:g} s for {len(stranded)} sessions"
         return RefreshDecision(engine.name, engine.available, reason, stranded)
 
+    def _needed(self, engine: EngineState) -> RefreshDecision | None:
+        """What an engine that does not serve has to load first."""
+        if engine.available == engine.given_up:
+            reason = f"version {engine.given_up} failed {LOAD_TRIES} times: the one before it"
+            return RefreshDecision(engine.name, engine.available, reason, before=True)
+        if engine.status == "joining" and self.wanted(engine):
+            return None
+        return RefreshDecision(engine.name, engine.available, f"{engine.status}: needs a wanted version")
+
     def _interrupting(self, engine: EngineState, now: float) -> RefreshDecision | None:
         """A refresh although turns run: in mode `inflight`, or when stragglers have no other end."""
-        if engine.status != "serving" or engine.version >= engine.available:
+        if engine.status != "serving" or not engine.newer:
             return None
         turns = tuple(sorted(engine.turns))
         if self.config.mode == "inflight":
@@ -268,7 +307,7 @@ class FleetState:
 
     def _others_run(self) -> bool:
         """Whether anybody at the barrier still runs a turn or takes sessions."""
-        at_it = [e for e in self.engines.values() if e.status == "serving" and e.available > e.version]
+        at_it = [e for e in self.engines.values() if e.status == "serving" and e.newer]
         return any(e.turns or e.intake_open for e in at_it)
 
 

@@ -35,6 +35,12 @@ class EngineFailed(LaminarError):
     http_status = 502
 
 
+class SnapshotRefused(EngineFailed):
+    """The snapshot was not good enough to fence for: the engine holds, whole and unfenced, what it held before."""
+
+    code = "snapshot_refused"
+
+
 class RequestRefused(LaminarError):
     """The engine says that this request can never work (HTTP 4xx): no other engine is asked."""
 
@@ -91,7 +97,8 @@ class EngineAdapter(Protocol):
     async def limits(self) -> EngineLimits: ...
 
     async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
-        """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced.
+        """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced,
+        SnapshotRefused: it never was.
 
         Turns that run meanwhile are aborted; with `keep_running` they stand still and go on under the new weights,
         their KV computed anew. No KV of the old weights is used afterwards.

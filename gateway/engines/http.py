@@ -142,9 +142,14 @@ async def _raise_refusal(response: aiohttp.ClientResponse) -> None:
         text = (await response.text(errors="replace"))[:500]
     except (aiohttp.ClientError, TimeoutError, OSError) as e:
         text = f"(its body broke off: {e})"
-    if 400 <= response.status < 500 and response.status not in (408, 429):
+    if refuses(response.status):
         raise RequestRefused(f"{response.url.origin()} refused the request: {text}")
     raise StreamCut("server_error", f"{response.url.origin()} answered {response.status}: {text}")
+
+
+def refuses(status: int) -> bool:
+    """Whether no other engine would take the request either."""
+    return 400 <= status < 500 and status not in (408, 429)
 
 
 def _cut_of(error: Exception, url: str) -> StreamCut:

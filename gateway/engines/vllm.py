@@ -11,13 +11,20 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from gateway.core.types import SamplingParams, TopLogprob
-from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, StreamCut
-from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp
+from gateway.engines.base import (
+    EngineChunk,
+    EngineFailed,
+    EngineLimits,
+    EngineReport,
+    RequestRefused,
+    SnapshotRefused,
+    StreamCut,
+)
+from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp, refuses
 
 UPDATE_OPEN_MESSAGE = "a weight update is open"
 NOT_FOUND_HINT = (
@@ -45,9 +52,14 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Span] | None = None
 
 
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    error: Any = None
+    error: _Error | None = None
 
 
 class _Model(msgspec.Struct):
@@ -140,7 +152,10 @@ class VllmEngine:
     async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
         before = (await self.report()).incarnation
         snapshot = {"path": str(path), "version": str(version), "digest": digest}
-        await self._ask_backend(snapshot, timeout_s=self._load_timeout_s)  # proves it while nothing is fenced yet
+        try:
+            await self._ask_backend(snapshot, timeout_s=self._load_timeout_s)
+        except EngineFailed as e:
+            raise SnapshotRefused(e.message, hint=e.hint) from e
         fenced_at = time.monotonic()
         await self._http.post(f"/pause?mode={'keep' if keep_running else 'abort'}&clear_cache=true")
         if not await self._update_is_open():
@@ -230,7 +245,7 @@ def _chunk(data: bytes, url: str) -> EngineChunk | None:
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise StreamCut("protocol", f"{url} sent an event that is not a completion chunk: {e}") from e
     if event.error is not None:
-        raise StreamCut("server_error", f"{url}: {event.error}")
+        raise _told(event.error, url)
     if not event.choices:
         return None  # the usage chunk
     choice = event.choices[0]
@@ -245,6 +260,13 @@ def _chunk(data: bytes, url: str) -> EngineChunk | None:
         choice.finish_reason,  # type: ignore[arg-type]  # narrowed just above
         tuple(span.version for span in choice.weight_versions or ()),
     )
+
+
+def _told(error: _Error, url: str) -> StreamCut | RequestRefused:
+    """vLLM answers 200 before it looks at a stream's prompt, and says as an event what a status would have said."""
+    if isinstance(error.code, int) and refuses(error.code):
+        return RequestRefused(f"{url} refused the request: {error.message}")
+    return StreamCut("server_error", f"{url}: {error.message}")
 
 
 def _sampled_logprobs(choice: _Choice, count: int, url: str) -> tuple[float, ...]:

@@ -7,32 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.contract.engine_contract import EngineContract, Subject
 from tests.support import processes
+from tests.support.greedy import transformers_greedy
 from tests.support.processes import Daemon
 from tests.support.sglang.weights import read_directory, said
 from tests.support.tiny_model import tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-@functools.cache
-def transformers_greedy(seed: int, prompt: tuple[int, ...], count: int) -> list[int]:
-    """What `transformers` itself says after a prompt."""
-    model = _model(seed)
-    with torch.inference_mode():
-        ids = model.generate(
-            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
-        )
-    return [int(token) for token in ids[0, len(prompt) :]]
-
-
-@functools.cache
-def _model(seed: int) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(tiny_model(seed=seed))
 
 
 def stand_in_says(seed: int, prompt: tuple[int, ...], count: int) -> list[int]:

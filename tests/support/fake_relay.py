@@ -40,7 +40,7 @@ class FakeRelay(pb_grpc.RelayServicer):
             await self._changed.wait()
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.Lease:  # noqa: N802
-        version = self.versions[-1]
+        version = request.version or self.versions[-1]
         self.leases.append(f"{request.holder}@{version}")
         path, digest = f"/snapshots/{version}", f"d{version}"
         return pb.Lease(

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core.fleet import TRANSITIONS, EngineState, EngineStatus, FleetState, staleness_histogram
+from gateway.core.fleet import (
+    LOAD_TRIES,
+    TRANSITIONS,
+    EngineState,
+    EngineStatus,
+    FleetState,
+    RefreshDecision,
+    staleness_histogram,
+)
 from gateway.core.types import SessionId, Version
 from tests.unit.gateway_core.helpers import engine, fleet
 
@@ -260,6 +268,47 @@ def test_of_two_empty_engines_one_stays_for_the_sessions() -> None:
     assert [e.status for e in state.sorted_engines()] == ["refreshing", "serving"]
     state.session_versions.clear()
     assert [d.engine for d in state.refresh_decisions(1000.0)] == ["e1"], "its sessions ended"
+
+
+def fail(state: EngineState, *, by_engine: bool = True) -> RefreshDecision:
+    """Its next refresh, which fails."""
+    [decision] = fleet(state).refresh_decisions(1000.0)
+    state.to("fenced")
+    state.load_failed(decision, by_engine=by_engine)
+    return decision
+
+
+def test_a_version_that_does_not_load_is_given_up_for_the_one_before_until_a_newer_is_there() -> None:
+    state = engine("e0", 1, available=2)
+    assert [(d.to_version, d.before) for d in (fail(state), fail(state))] == [(2, False)] * LOAD_TRIES
+    [decision] = fleet(state).refresh_decisions(1000.0)
+    assert (decision.to_version, decision.before) == (2, True)
+    state.loaded(Version(1))
+    state.to("serving")
+    assert fleet(state).refresh_decisions(1000.0) == []
+    assert intake(state, 1000.0, 2) == (True, "nothing newer than version 1"), "it takes new sessions meanwhile"
+    state.available = Version(3)
+    assert intake(state, 1000.0, 3) == (False, "version 3 is here and nothing runs")
+    [decision] = fleet(state).refresh_decisions(1000.0)
+    assert (decision.to_version, decision.before, decision.served) == (3, False, True)
+
+
+def test_when_the_one_before_does_not_load_either_it_begins_anew() -> None:
+    state = engine("e0", 1, available=2)
+    assert [fail(state).before for _ in range(7)] == [False, False, True, False, False, True, False]
+
+
+def test_what_lies_between_relay_and_engine_gives_up_no_version() -> None:
+    state = engine("e0", 1, available=2)
+    assert not any(fail(state, by_engine=False).before for _ in range(5))
+
+
+def test_another_incarnation_tries_again_what_the_last_one_could_not_load() -> None:
+    state = engine("e0", 1, available=2)
+    assert [fail(state).before for _ in range(LOAD_TRIES)] == [False] * LOAD_TRIES
+    state.begin_anew()
+    state.status = "joining"
+    assert [d.before for d in fleet(state).refresh_decisions(1000.0)] == [False]
 
 
 @st.composite

@@ -13,7 +13,7 @@ import pytest
 from gateway import fleet as fleet_module
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
-from gateway.engines.vllm import VllmEngine
+from gateway.engines.vllm import VllmEngine, _chunk
 from tests.support.cutting_engine import LOAD_STEPS, MODEL, Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
 from tests.unit.gateway_shell.shell import check_whole, read, shell
@@ -125,6 +125,17 @@ async def test_a_4xx_is_the_requests_fault() -> None:
     async with CuttingEngine(cuts=deque([Cut("400")])) as e0, adapter(e0) as found:
         with pytest.raises(RequestRefused, match=r"127\.0\.0\.1:\d+ refused the request: .*told to answer 400"):
             await generate(found)
+
+
+async def test_a_refusal_that_comes_as_an_event_is_the_requests_fault_too() -> None:
+    def event(code: int) -> bytes:
+        return b'data: {"error": {"message": "Token id 1048576 is out of vocabulary", "code": %d}}' % code
+
+    with pytest.raises(RequestRefused, match="out of vocabulary"):
+        _chunk(event(400)[6:], "http://e0")
+    for code in (408, 429, 500):
+        with pytest.raises(StreamCut, match="out of vocabulary"):
+            _chunk(event(code)[6:], "http://e0")
 
 
 async def test_leaving_a_stream_early_aborts_it_upstream() -> None:
@@ -297,7 +308,7 @@ async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() ->
         assert "/resume" not in dict(e0.calls)
 
 
-@pytest.mark.parametrize("step", sorted({*LOAD_STEPS} - {"/weight_info"}))
+@pytest.mark.parametrize("step", sorted({*LOAD_STEPS} - {"/weight_info", INIT}))
 async def test_an_engine_stays_fenced_until_a_load_succeeds(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,3 +336,29 @@ async def test_an_engine_stays_fenced_until_a_load_succeeds(
         await until(lambda: found.fleet.changed() or found.status(e0) == "serving", "another try")  # type: ignore[func-returns-value]
         assert (state.version, e0.version, holder.leases) == (7, "7", [])
         assert found.fleet.statistics().refreshes == 2
+
+
+@pytest.mark.parametrize("step", ["/update_weights", INIT])
+async def test_a_version_that_never_loads_leaves_the_engine_on_the_one_before(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
+
+    def answer(path: str, body: Any) -> Any:
+        return 500 if path == step and "8" in str(body) else None
+
+    async with relay() as (holder, address), CuttingEngine("e0") as e0, AsyncExitStack() as s:
+        found = await s.enter_async_context(shell(tmp_path, e0, relay=address))
+        holder.publish(7)
+        await until(lambda: (e0.version, found.status(e0)) == ("7", "serving"), "version 7")
+        [state] = found.fleet.state.sorted_engines()
+        e0.answer = answer
+        holder.publish(8)
+        await until(lambda: found.fleet.changed() or (state.given_up, found.status(e0)) == (8, "serving"), "the return")  # type: ignore[func-returns-value]
+        assert (e0.version, state.version, holder.leases) == ("7", 7, [])
+        run = found.run()
+        check_whole(run, await read(run))
+        assert run.session.sampled_versions == (7,)
+        loads = [path for path, _ in e0.calls].count("/update_weights")
+        # Refused before the fence, it never had to be loaded again; fenced half-way, it had.
+        assert loads == (1 if step == INIT else 4)

@@ -1,0 +1,12 @@
+"""vLLM's environment is made before the first test, so that no test's deadline pays for the installation."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy import vllm_env
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_environment() -> None:
+    vllm_env.python()

@@ -1,0 +1,174 @@
+"""The whole with real vLLM: etcd, a relay, two servers (one of them with two ranks), and the gateway before them."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from tests.support import processes, vllm
+from tests.support.fleet import until
+from tests.support.greedy import check_greedy
+from tests.support.processes import Daemon
+from tests.support.relays import Relays
+from tests.support.tiny_model import VLLM_HEAD_DIM, tiny_model
+from trainer_client import Publisher
+
+RANKS = {"one": 1, "two": 2}
+"""The servers' names, and how many ranks each has."""
+HELLO = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
+WANTED: dict[str, Any] = {"return_token_ids": True, "return_weight_versions": True, "ignore_eos": True}
+PATIENCE_S = 180.0
+"""For what needs a server's start, or a few tries of a load."""
+
+
+class Scene:
+    """Versions are published in order; version `n`'s weights are those of seed `n`, unless a test damages them."""
+
+    def __init__(self, etcd: str, directory: Path, stack: ExitStack) -> None:
+        self.directory = directory
+        self._relays = Relays(etcd, directory)
+        stack.callback(self._relays.close)
+        self.relay = self._start_relay(port=0)
+        launched = {name: self._launch(name) for name in RANKS}
+        self.servers: dict[str, vllm.VllmServer] = {}
+        for name, server in launched.items():
+            stack.callback(lambda name=name: self.servers[name].stop())
+            self.servers[name] = server
+        for server in launched.values():
+            vllm.ready(server)
+        self.gateway = self._start_gateway()
+        stack.callback(self.gateway.stop)
+        self.publisher = stack.enter_context(Publisher(self.relay.ready["grpc"], "policy"))
+        self.version = 0
+        self.until_served(0)
+
+    # -- processes
+
+    def _launch(self, name: str, port: int = 0) -> vllm.VllmServer:
+        ranks = RANKS[name]
+        return vllm.launch(name, self.directory, port=port, cores="|".join("01"[:ranks]), tensor_parallel=ranks)
+
+    def start_again(self, name: str) -> None:
+        """The server that a test killed, under its old address."""
+        port = int(self.servers[name].ready["url"].rpartition(":")[2])
+        self.servers[name] = vllm.ready(self._launch(name, port))
+
+    def _start_relay(self, port: int) -> Daemon:
+        return self._relays.start("relay", f"--port={port}", f"--pool-dir={self._relays.pools / 'kept'}")
+
+    def restart_relay(self) -> None:
+        """Under its old address, with what the killed one left in shared memory."""
+        self.relay = self._start_relay(int(self.relay.ready["grpc"].rpartition(":")[2]))
+
+    def _start_gateway(self) -> Daemon:
+        command = ["gateway", "serve", "--port=0", "--model=policy", f"--relay={self.relay.ready['grpc']}"]
+        command += [f"--tokenizer={tiny_model(head_dim=VLLM_HEAD_DIM)}", "--poll-interval-s=0.2"]
+        command += ["--repack-interval-s=0.2", "--queue-timeout-s=170"]
+        command += [f"--engine={name}=vllm={server.ready['url']}" for name, server in self.servers.items()]
+        return processes.start("gateway", command, self.directory)
+
+    # -- versions
+
+    def publish(self, **damage: torch.Tensor | None) -> int:
+        """The next version; `damage` replaces tensors by name, or leaves them out."""
+        self.version += 1
+        weights = load_file(tiny_model(seed=self.version, head_dim=VLLM_HEAD_DIM) / "model.safetensors")
+        tensors = {name: tensor for name, tensor in {**weights, **damage}.items() if tensor is not None}
+        assert self.publisher.publish(tensors, step=self.version, wait="sealed").version == self.version
+        return self.version
+
+    def until_served(self, version: int) -> None:
+        """Every engine serves `version`."""
+        wanted = dict.fromkeys(self.servers, ("serving", version))
+        until(lambda: self.states() == wanted, f"version {version} on all", PATIENCE_S)
+
+    # -- looking
+
+    @property
+    def url(self) -> str:
+        return str(self.gateway.ready["url"])
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30.0).raise_for_status().json()
+        return status
+
+    def states(self) -> dict[str, tuple[str, int]]:
+        return {e["name"]: (e["state"], e["version"]) for e in self.status()["engines"]}
+
+    def timeline(self, kind: str) -> list[dict[str, Any]]:
+        events = httpx.get(f"{self.url}/admin/timeline?limit=10000", timeout=30.0).json()["events"]
+        return [event for event in events if event["kind"] == kind]
+
+    # -- asking
+
+    def ask(self, max_tokens: int, content: str = "What is the sum of 12 and 30?") -> Answer:
+        """One greedy turn through the gateway."""
+        messages: list[Any] = [{"role": "user", "content": content}]
+        with openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S) as client:
+            choice = client.chat.completions.create(
+                model="policy", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=WANTED
+            ).choices[0]
+        return Answer(choice, max_tokens, content)
+
+    def ask_meanwhile(self, max_tokens: int, count: int = 1) -> Asking:
+        return Asking([lambda: self.ask(max_tokens) for _ in range(count)])
+
+    def ask_directly(self, name: str, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        """One greedy turn of one server, past the gateway."""
+        body = {"model": "policy", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(
+            f"{self.servers[name].ready['url']}/v1/completions", json={**body, "return_token_ids": True}, timeout=60.0
+        )
+        ids: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
+        return ids
+
+
+class Answer:
+    def __init__(self, choice: Any, max_tokens: int, content: str) -> None:
+        self.ids: list[int] = choice.token_ids
+        self.versions = sorted({int(span["version"]) for span in choice.weight_versions})
+        self._prompt, self._max_tokens = prompt_ids(content), max_tokens
+
+    def check(self, version: int) -> None:
+        """Every token is what `transformers` says with the weights of this version, and of no other."""
+        assert self.versions == [version]
+        check_greedy(self.ids, version, self._prompt, self._max_tokens, VLLM_HEAD_DIM)
+
+
+class Asking:
+    """Turns that run while the test does something to the servers."""
+
+    def __init__(self, turns: list[Any]) -> None:
+        self._answers: list[Answer | Exception] = []
+        self._threads = [threading.Thread(target=self._run, args=(turn,)) for turn in turns]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, turn: Any) -> None:
+        try:
+            self._answers.append(turn())
+        except Exception as error:  # noqa: BLE001 (it is raised again where the test looks)
+            self._answers.append(error)
+
+    def answers(self) -> list[Answer]:
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        assert len(self._answers) == len(self._threads), "a turn never ended"
+        for answer in self._answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return [answer for answer in self._answers if isinstance(answer, Answer)]
+
+
+def prompt_ids(content: str) -> tuple[int, ...]:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model(head_dim=VLLM_HEAD_DIM))
+    messages = [{"role": "user", "content": content}]
+    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
