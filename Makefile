@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-vllm quick check bench bench-relay bench-gpu protos format lock clean
+.PHONY: help env demo test test-vllm quick check sim bench bench-relay bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,10 @@ check: env  ## format, lint, strict types, import directions, generated parts fr
 	@PYTHONPATH=. .venv/bin/lint-imports
 	@$(RUN) -m protos.generate --check
 	@$(RUN) -m deploy.module_map --check
+
+SEEDS ?= 5000
+sim: env  ## the relay tier under virtual time, seeded faults on all cores (SEEDS=5000, some 20 minutes on 2 cores)
+	@$(RUN) -m tests.sim --kept --seeds $(SEEDS) $(ARGS)
 
 bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
 	@$(RUN) -m tests.bench.relay $(ARGS)

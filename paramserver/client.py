@@ -7,6 +7,7 @@ Invariants:
 
 from paramserver.core.layout import DTYPES
 from paramserver.core.records import Rank, RegisteredEngine
+from paramserver.core.stage import Stage
 from paramserver.engines import watch_engines
 from paramserver.publisher import TensorSource, publish
 from paramserver.relay_client import (
@@ -21,7 +22,7 @@ from paramserver.relay_client import (
     TransferStatus,
     VersionEvent,
 )
-from paramserver.ticket import Stage, Ticket
+from paramserver.ticket import Ticket
 
 __all__ = [
     "DTYPES",

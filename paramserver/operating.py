@@ -58,8 +58,7 @@ class Operating:
     async def adopt(self) -> tuple[str, list[str]]:
         """Joins the registry that is there now: its id, and the versions that come along."""
         store_id = await self._relay.seat.adopt()
-        for fact in await self._relay.seat.refresh():
-            self._relay.take_fact(fact)
+        await self._relay.refresh()
         held = []
         for model, versions in sorted(self._relay.models.items()):
             shown = versions.shown()

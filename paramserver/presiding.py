@@ -58,8 +58,7 @@ class Presiding:
         epoch = self._relay.seat.epoch(model)
         if epoch is not None and self._settled.get(model) == epoch:
             return
-        for fact in await self._relay.seat.refresh():
-            self._relay.take_fact(fact)
+        await self._relay.refresh()
         epoch = self._relay.seat.epoch(model)
         if epoch is None:
             return

@@ -249,6 +249,9 @@ class Publishing:
         if missing:
             raise Conflict(f"{len(missing)} chunks of {draft.snapshot} are not written, the first is {missing[0]}")
         draft.root = await asyncio.to_thread(draft.snapshot.root)
+        if draft.state != "writing":  # given up, or committed by another call, meanwhile
+            await self.commit(model, version, token, root_digest, rank)
+            return
         if draft.num_ranks == 1 and draft.root != root_digest:
             self._sealing.fail(draft, f"the publisher computed root {root_digest}, the relay {draft.root}")
             raise Conflict(draft.reason, hint="publish again")

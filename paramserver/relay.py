@@ -223,6 +223,11 @@ class Relay:
             self.models[model] = ModelVersions(model, retain=self.config.retain)
         return self.models[model]
 
+    async def refresh(self) -> None:
+        """Takes the registry as it is now. Raises Unavailable."""
+        for fact in await self.seat.refresh():
+            self.take_fact(fact)
+
     def take_fact(self, fact: Fact) -> None:
         match fact:
             case VersionFact(model, version, record):

@@ -57,8 +57,10 @@ class Sealing:
         except Unavailable as error:
             version = draft.manifest.version
             log.warning("version %d is announced here only until the registry is back: %s", version, error)
-        except StaleEpoch as error:  # the draft has failed by it, and its commit will say so
+        except StaleEpoch as error:
             log.info("%s", error)
+            if draft.state == "writing":  # one that was committed is settled by who seals it
+                self.fail(draft, "another relay became master")
 
     async def _record(self, draft: Draft) -> None:
         """Writes the announcement, after which relays begin to fetch."""
@@ -70,9 +72,8 @@ class Sealing:
         ]
         seat = self._relay.seat
         if not await seat.as_master(manifest.epoch, manifest.model, [Absent(key)], writes):
-            await seat.refresh()
+            await self._relay.refresh()
             if seat.epoch(manifest.model) != manifest.epoch:
-                self.fail(draft, "another relay became master")
                 raise StaleEpoch(f"{self._relay.config.name} is no longer master of {manifest.model}")
         draft.recorded = True  # the only other writer of this key in this epoch is an earlier try of this call
 
@@ -88,14 +89,18 @@ class Sealing:
             await draft.recording
         while draft.state == "committed":
             try:
-                if not draft.recorded:
-                    await self._record(draft)
-                await self._seal(draft)
+                await self._try_to_seal(draft)
             except Unavailable as error:
                 log.warning("%s is not sealed yet: %s", draft.snapshot, error)
                 await asyncio.sleep(RETRY_S)
-            except StaleEpoch as error:
-                await self._read_back(draft, str(error))
+
+    async def _try_to_seal(self, draft: Draft) -> None:
+        try:
+            if not draft.recorded:
+                await self._record(draft)
+            await self._seal(draft)
+        except StaleEpoch as error:
+            await self._read_back(draft, str(error))
 
     async def _seal(self, draft: Draft) -> None:
         manifest = draft.manifest
@@ -121,8 +126,7 @@ class Sealing:
 
     async def _read_back(self, draft: Draft, why: str) -> None:
         """Settles a doubt: an earlier try may have sealed it, or a newer master may have ended it."""
-        for fact in await self._relay.seat.refresh():
-            self._relay.take_fact(fact)
+        await self._relay.refresh()
         state = self._relay.of(draft.manifest.model).get(draft.manifest.version)
         assert state is not None
         if state.sealed is not None and state.sealed.root_digest == draft.root:
@@ -138,6 +142,8 @@ class Sealing:
 
     def fail(self, draft: Draft, reason: str) -> None:
         """Ends a version that was never sealed, here and (when this relay may still say so) for everybody."""
+        if draft.state in ("sealed", "failed"):
+            return
         draft.state, draft.reason = "failed", reason
         manifest = draft.manifest
         log.warning("%s is given up: %s", draft.snapshot, reason)
@@ -162,6 +168,9 @@ class Sealing:
 
 
 async def end_version(seat: Seat, model: str, version: int, epoch: Epoch, ended: Ended) -> None:
-    """Records the end of a version, as its model's master."""
+    """Records the end of a version, as its model's master. What was sealed can be lost, but not aborted."""
     key = keys.version_key(model, version, "ended")
-    await seat.as_master(epoch, model, [Absent(key)], [Put(key, msgspec.json.encode(ended))])
+    guards = [Absent(key)]
+    if ended.why == "aborted":
+        guards.append(Absent(keys.version_key(model, version, "sealed")))
+    await seat.as_master(epoch, model, guards, [Put(key, msgspec.json.encode(ended))])

@@ -69,8 +69,13 @@ class Seat:
     async def take(self) -> None:
         """Registers. Waits for an earlier life's lease to run out; Conflict when the name is really in use."""
         await self.check_store()
+        await self._take_name()
+
+    async def _take_name(self) -> None:
         deadline = time.monotonic() + 2 * self._ttl_s + 1.0
         while not await self._register():
+            if self._lease and await self._registry.keep_alive(self._lease):  # `keep` was quicker
+                return
             if time.monotonic() > deadline:
                 raise Conflict(
                     f"a relay named {self.member.name!r} is alive already", hint="give each relay its own --name"
@@ -84,13 +89,15 @@ class Seat:
         except Unavailable as error:
             log.warning("the lease runs out by itself: %s", error)
 
-    async def check_store(self) -> None:
-        """Remembers which store this is. Unavailable when it is another one than before."""
+    async def check_store(self, *, adopting: bool = False) -> None:
+        """Remembers which store this is. Unavailable when it is another one than before, unless that is adopted."""
         proposal = secrets.token_hex(8)
         await self._registry.transact([Absent(keys.STORE)], [Put(keys.STORE, proposal.encode())])
         state = await self._registry.list(keys.STORE)
+        if not state.entries:
+            raise Unavailable("the registry was emptied between two calls")
         found = state.entries[0].value.decode()
-        if self._store_id and found != self._store_id:
+        if self._store_id and found != self._store_id and not adopting:
             self._note_foreign(found)
             raise Unavailable(
                 f"the registry is another store ({found}) than the one this relay began with ({self._store_id})",
@@ -98,7 +105,10 @@ class Seat:
             )
         mark = keys.store_mark(found)
         await self._registry.transact([Absent(mark), Created(keys.STORE, state.entries[0].created)], [Put(mark, b"")])
-        self._mark = Created(mark, (await self._registry.list(mark)).entries[0].created)
+        marked = (await self._registry.list(mark)).entries
+        if not marked:
+            raise Unavailable("the registry was replaced by another between two calls")
+        self._mark = Created(mark, marked[0].created)
         if found != self._store_id:
             self._listed = self._seen = 0
         self._store_id, self.foreign_store = found, ""
@@ -118,17 +128,12 @@ class Seat:
 
     async def adopt(self) -> str:
         """Joins the store that is there now, under the same name; returns its id. Conflict when it is the same one."""
-        before, self._store_id = self._store_id, ""
-        try:
-            await self.check_store()
-        except Unavailable:
-            self._store_id = before
-            raise
-        if self._store_id == before:
+        before = self._store_id
+        await self.check_store(adopting=True)
+        if self._store_id == before and await self._registry.keep_alive(self._lease):
             raise Conflict(f"etcd is the store that {self.member.name} belongs to ({before})", hint="nothing to adopt")
-        if not await self._register():
-            raise Conflict(f"a relay named {self.member.name!r} is in the new store already")
         self._adopted.set()
+        await self._take_name()
         return self._store_id
 
     async def drain(self) -> None:

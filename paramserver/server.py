@@ -138,8 +138,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
             relay.spill = Spill(config.spill, retain=config.spill_retain, wrote=lambda _: relay.spill_changed())
             relay.spill_changed()
             stack.push_async_callback(asyncio.to_thread, relay.spill.close)
-        for fact in await seat.refresh():
-            relay.take_fact(fact)
+        await relay.refresh()
         relay.offer_again(found)
         publishing = Publishing(relay)
         provider.relay, provider.publishing = relay, publishing

@@ -15,6 +15,7 @@ import grpc.aio
 
 from paramserver.core.layout import TensorSpec
 from paramserver.core.records import Epoch, Rank, Sealed
+from paramserver.core.stage import Asked, GivenUp, tell
 from paramserver.core.versions import ModelVersions
 from paramserver.operating import Operating
 from paramserver.publishing import Publishing
@@ -257,28 +258,19 @@ class RelayService(pb_grpc.RelayServicer):
         return pb.AdoptReply(store_id=store_id, versions=versions)
 
     def _stage(self, request: pb.StageRequest) -> pb.StageReply:
-        draft = self._publishing.draft(request.model, request.version)
-        versions: ModelVersions | None = self._relay.models.get(request.model)
-        state = versions.get(request.version) if versions else None
-        if draft is not None and draft.state == "failed":
-            return pb.StageReply(stage="lost", reason=draft.reason)
-        if state is None:
-            raise NotFound(f"version {request.version} of {request.model} is not known to {self._relay.config.name}")
-        run = state.sealed.run if state.sealed else state.announced.manifest.run if state.announced else request.run
-        if state.ended is not None or run != request.run:
-            reason = state.ended.reason if state.ended else f"that number belongs to run {run}"
-            return pb.StageReply(stage="lost", reason=reason)
-        begun = state.announced.manifest.epoch if state.announced else None
-        if begun is not None and request.HasField("epoch") and _epoch(begun) != request.epoch:
-            return pb.StageReply(stage="lost", reason=f"that number was given again in epoch {begun}")
-        chain = state.announced.plan.order if state.announced else ()
-        if state.sealed is None:
-            return pb.StageReply(stage="copied", chain=chain)
-        holders = sorted(state.holders)
-        living = [name for name in chain if name in self._relay.view.members]
-        everywhere = bool(holders) and all(name in state.holders for name in living)
-        stage = "all" if everywhere else "k_relays" if len(holders) > 1 else "sealed"
-        return pb.StageReply(stage=stage, holders=holders, chain=chain)
+        relay, draft = self._relay, self._publishing.draft(request.model, request.version)
+        versions: ModelVersions | None = relay.models.get(request.model)
+        epoch = request.epoch if request.HasField("epoch") else None
+        told = tell(
+            Asked(request.run, Epoch(epoch.store_id, epoch.revision) if epoch else None),
+            versions.get(request.version) if versions else None,
+            GivenUp(draft.manifest.epoch, draft.reason) if draft is not None and draft.state == "failed" else None,
+            relay.view.members,
+            relay.view.store_id,
+        )
+        if told is None:
+            raise NotFound(f"version {request.version} of {request.model} is not known to {relay.config.name}")
+        return pb.StageReply(stage=told.stage, reason=told.reason, holders=told.holders, chain=told.chain)
 
 
 def _reached(reply: pb.StageReply, request: pb.StageRequest) -> bool:

@@ -7,13 +7,13 @@ never success.
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, cast
+from typing import cast
 
+from paramserver.core.stage import Stage
 from paramserver.relay_client import RelayClient
 from protos.errors import InDoubt, LaminarError, NotFound, Unavailable, VersionLost
 from protos.laminar.v1 import relay_pb2 as pb
 
-Stage = Literal["copied", "sealed", "k_relays", "all", "lost"]
 ASK_WAIT_S = 5.0  # one question waits this long at the relay, so that a dead relay is noticed
 
 

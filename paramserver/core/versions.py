@@ -115,11 +115,13 @@ class ModelVersions:
         mine, state.announced = state.announced, record
         if mine is None or mine.manifest.epoch == record.manifest.epoch:
             return []
-        here = state.stage in ("filling", "complete")
+        here = state.stage in ("filling", "complete", "shown")
         self._versions[record.manifest.version] = VersionState(
             announced=record, holders=state.holders, spilled=state.spilled
         )
-        return [Drop(record.manifest.version, "another master gave its number to another version")] if here else []
+        told: list[Effect] = [Tell("lost", state.sealed)] if state.stage == "shown" and state.sealed else []
+        dropped = Drop(record.manifest.version, "another master gave its number to another version")
+        return [dropped, *told] if here else []
 
     def sealed(self, record: Sealed) -> list[Effect]:
         state = self._state(record.version)
@@ -161,6 +163,8 @@ class ModelVersions:
     def filled(self, version: int, root: str) -> list[Effect]:
         """Every chunk is here and verified."""
         state = self._state(version)
+        if state.stage != "filling":  # it ended while the last bytes were looked at
+            return []
         state.root = root
         self._move(state, "complete")
         return self._show(version)

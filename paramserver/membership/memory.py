@@ -92,6 +92,8 @@ class MemoryRegistry:
         store = self._open()
         if not all(_holds(store, guard) for guard in guards):
             return Outcome(False, store.revision)
+        if any(isinstance(write, Put) and write.lease and write.lease not in store.leases for write in writes):
+            raise Unavailable("the lease of a key to be written has ended")
         store.apply(writes)
         return Outcome(True, store.revision)
 

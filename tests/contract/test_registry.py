@@ -84,6 +84,14 @@ async def test_leased_keys_go_together_when_the_lease_is_revoked(registry: Regis
 
 
 @pytest.mark.slow
+async def test_nothing_is_written_under_a_lease_that_has_ended(registry: Registry, root: str) -> None:
+    lease = await registry.grant(30.0)
+    await registry.revoke(lease)
+    with pytest.raises(Unavailable):
+        await registry.transact([Absent(root + "a")], [Put(root + "b", b"1"), Put(root + "a", b"1", lease)])
+    assert await values(registry, root) == {}
+
+
 async def test_a_lease_that_is_not_kept_alive_runs_out(registry: Registry, root: str) -> None:
     kept, left = await registry.grant(2.0), await registry.grant(2.0)
     await registry.transact([], [Put(root + "kept", b"", kept), Put(root + "left", b"", left)])

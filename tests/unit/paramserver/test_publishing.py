@@ -19,10 +19,11 @@ from paramserver.core.layout import TensorSpec
 from paramserver.core.records import Ended, Member, Sealed, digest
 from paramserver.drafts import Draft
 from paramserver.membership import MemoryRegistry, MemoryStore
-from paramserver.membership.registry import Guard, Outcome, Write
+from paramserver.membership.registry import Guard, Outcome, Put, State, Write
 from paramserver.pool import Pool
 from paramserver.publishing import Publishing
 from paramserver.relay import VERSIONS_KEPT, Relay
+from paramserver.sealing import end_version
 from paramserver.seat import Seat
 from paramserver.store import Store
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, StaleEpoch, Unavailable, VersionLost
@@ -41,6 +42,11 @@ class LossyRegistry(MemoryRegistry):
     about = ""
     answers_lost = 0
     hung: asyncio.Event | None = None
+    num_lists = 0
+
+    async def list(self, prefix: str) -> State:
+        self.num_lists += 1
+        return await super().list(prefix)
 
     async def transact(self, guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
         if self.hung is not None and any(write.key.endswith(self.about) for write in writes):
@@ -233,7 +239,74 @@ async def test_one_publisher_at_a_time_and_a_run_has_a_name(host: Host) -> None:
         host.publishing.claim("critic", "one", "host:1")
 
 
+async def test_a_version_that_is_given_up_while_its_commit_looks_at_it_is_not_committed(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = await host.announce()
+    write(draft)
+    root, loop = draft.snapshot.root(), asyncio.get_running_loop()
+
+    def slow_root() -> str:  # in a thread of its own
+        loop.call_soon_threadsafe(host.publishing.abort, MODEL, 1, draft.token, "meanwhile")
+        return root
+
+    monkeypatch.setattr(draft.snapshot, "root", slow_root)
+    with pytest.raises(VersionLost, match="was given up: meanwhile"):
+        await host.publishing.commit(MODEL, 1, draft.token, root)
+    assert draft.state == "failed"
+    await host.memory_back()
+
+
 # ---- a registry that is away, or does not answer
+
+
+async def test_a_doubt_that_cannot_be_read_back_is_settled_when_the_registry_is_there_again(
+    world: World, host: Host
+) -> None:
+    draft = await host.announce()
+    write(draft)
+    world.store.reachable = False
+    await host.commit(draft)
+    world.store.end_lease(host.seat._lease)
+    host.seat.view.remove(keys.master_key(MODEL))  # the last that the watch told
+    before = host.registry.num_lists
+
+    async def read_back() -> bool:
+        return host.registry.num_lists > before + 1
+
+    await until(read_back, "reading back was tried, twice", timeout_s=5.0)
+    assert draft.state == "committed", "nothing is known yet"
+    world.store.reachable = True
+    await host.reaches(draft, "failed")
+    assert world.recorded(1, "sealed") is None
+
+
+async def test_an_announcement_refused_late_takes_back_nothing_that_was_sealed(world: World, host: Host) -> None:
+    draft = await host.publish()
+    world.store.end_lease(host.seat._lease)  # and the watch has had no turn since
+    with pytest.raises(StaleEpoch):
+        await host.publishing._sealing._record(draft)  # an earlier try, whose answer took that long
+    host.publishing._sealing.fail(draft, "too late")
+    assert (draft.state, host.shown()) == ("sealed", [1])
+
+
+async def test_what_was_sealed_is_never_recorded_as_aborted(world: World, host: Host) -> None:
+    draft = await host.publish()
+    manifest = draft.manifest
+    await end_version(host.seat, MODEL, 1, manifest.epoch, Ended("aborted", "by mistake"))
+    assert world.recorded(1, "ended") is None
+    await end_version(host.seat, MODEL, 1, manifest.epoch, Ended("lost", "no verified holder is left"))
+    assert await world.ended(1) == Ended("lost", "no verified holder is left")
+
+
+async def test_what_is_read_because_an_announcement_was_refused_is_told_to_all(world: World, host: Host) -> None:
+    draft = await host.announce()
+    ended = msgspec.json.encode(Ended("aborted", "by an earlier master"))
+    world.store.apply([Put(f"{keys.ROOT}models/{MODEL}/versions/{7:016d}/ended", ended)])
+    await host.publishing._sealing._record(draft)  # refused: it is there already; the watch had no turn yet
+    state = host.relay.of(MODEL).get(7)
+    assert state is not None
+    assert state.ended is not None
 
 
 @pytest.mark.parametrize("about", ["/announced", "/plan", "/sealed"])

@@ -187,6 +187,51 @@ async def test_another_store_is_not_taken_for_the_one_it_began_with(world: World
     assert set(a.view.members) == {"a"}
 
 
+async def test_an_adoption_that_fails_half_way_believes_nothing_of_the_other_store(world: World) -> None:
+    a = await world.seat("a")
+    before = a.view.store_id
+    facts = a.follow()
+    await anext(facts)
+    other = MemoryStore(world.clock)
+    await MemoryRegistry(other).transact([], [Put(keys.STORE, b"new"), Put(keys.member_key("x"), b"{}")])
+    world.store.keys, world.store.leases = other.keys, {}
+    lists, real = [], a._registry.list
+
+    async def list_or_fail(prefix: str) -> State:
+        lists.append(prefix)
+        if prefix == keys.STORE:
+            watched = a._facts(await real(keys.ROOT)) if not a._is_foreign(await real(keys.ROOT)) else []
+            assert watched == [], "the watch speaks for a store that was not adopted yet"
+            raise Unavailable("it went away again")
+        return await real(prefix)
+
+    a._registry.list = list_or_fail  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await a.adopt()
+    assert lists == [keys.STORE]
+    assert (a.view.store_id, set(a.view.members)) == (before, {"a"})
+
+
+async def test_an_adoption_whose_registration_was_lost_is_done_by_the_next_try(world: World) -> None:
+    a = await world.seat("a", ttl_s=5.0)
+    other = MemoryStore(world.clock)
+    await MemoryRegistry(other).transact([], [Put(keys.STORE, b"new")])
+    world.store.keys, world.store.leases = other.keys, {}
+    grant = a._registry.grant
+
+    async def fails(_: float) -> int:
+        raise Unavailable("no answer")
+
+    a._registry.grant = fails  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await a.adopt()
+    a._registry.grant = grant  # type: ignore[method-assign]
+    assert await a.adopt() == "new"
+    assert keys.member_key("a") in world.store.keys
+    with pytest.raises(Conflict, match="nothing to adopt"):
+        await a.adopt()
+
+
 async def _follow(seat: Seat) -> None:
     async for _ in seat.follow():
         pass

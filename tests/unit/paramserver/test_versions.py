@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from paramserver.core.records import Announced, Ended, Epoch, FileSpec, Manifest, Plan, Sealed
@@ -42,6 +43,24 @@ def test_a_version_is_shown_only_when_it_is_complete_and_sealed() -> None:
     assert model.shown() == []
     assert model.sealed(sealed(1)) == [Tell("sealed", sealed(1)), Show(sealed(1)), Tell("available", sealed(1))]
     assert model.shown() == [sealed(1)]
+
+
+def test_bytes_that_are_whole_too_late_change_nothing() -> None:
+    model = versions()
+    model.opened(announced(1))
+    model.ended(1, Ended("aborted", "its publisher left"))
+    assert model.filled(1, "root") == []
+    assert model.get(1).stage == "ended"  # type: ignore[union-attr]
+
+
+def test_a_number_that_another_master_gave_again_loses_what_it_meant_here() -> None:
+    model = versions()
+    bring(model, 1)
+    other = Announced(msgspec.structs.replace(announced(1).manifest, epoch=Epoch("store", 2)), announced(1).plan)
+    drop, told = model.announced(other)
+    assert (drop, told) == (Drop(1, "another master gave its number to another version"), Tell("lost", sealed(1)))
+    assert model.shown() == []
+    assert model.next_fetch() == [Fetch(other)]
 
 
 def test_the_seal_may_come_before_the_last_byte() -> None:
