@@ -136,7 +136,8 @@ class ModelVersions:
             return []
         here = state.stage in ("filling", "complete", "shown")
         state.ended = record
-        self._move(state, "ended")
+        if state.stage != "ended":  # its bytes here may have turned out bad before
+            self._move(state, "ended")
         effects: list[Effect] = [Drop(version, f"{record.why}: {record.reason}")] if here else []
         if state.sealed is not None:
             effects.append(Tell("lost", state.sealed))

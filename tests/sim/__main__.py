@@ -74,7 +74,7 @@ def run(wanted: Sequence[tuple[int, float]], num_processes: int) -> list[Story]:
 
 
 def _quiet() -> None:
-    logging.disable(logging.CRITICAL)
+    logging.basicConfig(handlers=[logging.NullHandler()], level=logging.ERROR)
 
 
 def main() -> int:

@@ -186,7 +186,7 @@ class SimFetch:
         self._cancelled = False
         self._progress_at = process.time()
         self._active_s, self._active_bytes = 0.0, 0
-        self.upstream, self.rtt_s, self.num_stripes = "", 0.0, num_stripes
+        self.upstream, self.rtt_s, self.num_stripes, self.transport = "", 0.0, num_stripes, "tcp"
 
     @property
     def bytes_done(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import secrets
@@ -430,6 +431,18 @@ def abandon_quietly(host: SimRelay) -> None:
         abandon(host.store.pool)
 
 
+class _Failures(logging.Handler):
+    """Work in the background that failed: the daemons log it and go on, a simulation must not."""
+
+    def __init__(self, world_of: dict[str, Any]) -> None:
+        super().__init__(logging.ERROR)
+        self._world_of = world_of
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None:
+            self._world_of["failed"](record.exc_info[1])
+
+
 @contextlib.contextmanager
 def virtual(world_of: dict[str, Any]) -> Iterator[None]:
     """Puts virtual time, seeded secrets and simulated bytes in the place of the real ones."""
@@ -451,9 +464,12 @@ def virtual(world_of: dict[str, Any]) -> Iterator[None]:
                 put(module, "secrets", seeded)
     put(data_fetch, "Fetch", SimFetch)
     put(publisher, "_write", write)
+    failures = _Failures(world_of)
+    logging.getLogger("paramserver").addHandler(failures)
     try:
         yield
     finally:
+        logging.getLogger("paramserver").removeHandler(failures)
         for where, name, value in reversed(undo):
             setattr(where, name, value)
 
@@ -465,6 +481,7 @@ def live(seed: int, faults_s: float = FAULTS_S) -> World:
     try:
         with virtual(hooks):
             world = World.__new__(World)
+            hooks["failed"] = lambda error: setattr(world, "broken", world.broken or error)
             hooks["now"] = lambda: world.clock.now if hasattr(world, "clock") else 0.0
             world.__init__(seed, directory)
             try:

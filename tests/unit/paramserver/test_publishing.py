@@ -300,7 +300,7 @@ async def test_what_was_sealed_is_never_recorded_as_aborted(world: World, host: 
 
 
 async def test_what_is_read_because_an_announcement_was_refused_is_told_to_all(world: World, host: Host) -> None:
-    draft = await host.announce()
+    draft = await host.publish()
     ended = msgspec.json.encode(Ended("aborted", "by an earlier master"))
     world.store.apply([Put(f"{keys.ROOT}models/{MODEL}/versions/{7:016d}/ended", ended)])
     await host.publishing._sealing._record(draft)  # refused: it is there already; the watch had no turn yet

@@ -53,6 +53,14 @@ def test_bytes_that_are_whole_too_late_change_nothing() -> None:
     assert model.get(1).stage == "ended"  # type: ignore[union-attr]
 
 
+def test_what_was_withdrawn_here_may_be_lost_to_everybody_later() -> None:
+    model = versions()
+    bring(model, 1)
+    model.withdrawn(1, "a chunk changed in memory")
+    assert model.ended(1, Ended("lost", "no verified holder is left")) == [Tell("lost", sealed(1))]
+    assert model.newest_sealed is None
+
+
 def test_a_number_that_another_master_gave_again_loses_what_it_meant_here() -> None:
     model = versions()
     bring(model, 1)
