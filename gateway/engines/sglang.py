@@ -1,10 +1,7 @@
 """SGLang's own HTTP API: `/generate` with token ids, pause modes, sessions of weight update.
 
 Source: SGLang 0.5.23's published package.
-- A streamed event repeats everything so far, or brings only what is new, as the server was started. `completion_tokens`
-  counts all so far, so the lengths tell which it is; nothing is assumed, and a list that fits neither is a cut.
-- Ids and logprobs are taken from `output_token_logprobs`, where they stand together.
-- A stream is complete only with a finish of type "stop" or "length".
+- What is streamed is read in `sglang_stream`.
 - While paused, `/health` waits and then says 503, so an engine is looked at through `/v1/loads` and `/server_info`.
 - A server draws `random_seed` at each start unless told one (`--random-seed`): it tells one incarnation from another.
 """
@@ -17,52 +14,19 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from gateway.core.types import SamplingParams, TopLogprob
-from gateway.engines.base import (
-    EngineChunk,
-    EngineFailed,
-    EngineLimits,
-    EngineReport,
-    RequestRefused,
-    StreamCut,
-)
+from gateway.core.types import SamplingParams
+from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport
 from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp
 from gateway.engines.sglang_push import LOADER, manifest_tensor
+from gateway.engines.sglang_stream import Reader, generate_body
 
 log = logging.getLogger(__name__)
 
 ABORTS_MAX = 1024
 """Aborts under way at once; beyond that a request ends when its server sees the closed connection, in some 2 s."""
-
-Logprob = tuple[float | None, int, str | None]
-
-
-class _Finish(msgspec.Struct):
-    type: str
-    message: str | None = None
-    status_code: int | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-
-
-class _Meta(msgspec.Struct):
-    completion_tokens: int
-    finish_reason: _Finish | None = None
-    output_token_logprobs: list[Logprob] = []
-    output_top_logprobs: list[list[Logprob] | None] | None = None
-    weight_version: str | None = None
-    weight_versions: list[_Span] | None = None
-
-
-class _Event(msgspec.Struct):
-    meta_info: _Meta | None = None
-    error: Any = None
 
 
 class _Load(msgspec.Struct):
@@ -101,9 +65,6 @@ class _Done(msgspec.Struct):
     message: str = ""
 
 
-_decode_event = msgspec.json.Decoder(_Event).decode
-
-
 class SglangEngine:
     """One server. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
 
@@ -133,9 +94,9 @@ class SglangEngine:
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
     ) -> AsyncIterator[AsyncIterator[EngineChunk]]:
-        reader = _Reader(self.url, sampling.top_logprobs)
+        reader = Reader(self.url, sampling.top_logprobs)
         try:
-            async with self._http.stream("/generate", _generate_body(prompt_ids, sampling, request_id)) as events:
+            async with self._http.stream("/generate", generate_body(prompt_ids, sampling, request_id)) as events:
                 yield reader.chunks(events)
         finally:
             if not reader.over and len(self._aborts) < ABORTS_MAX:
@@ -250,121 +211,3 @@ class SglangEngine:
 
     async def _label(self) -> str:
         return str((await self._http.get("/model_info", _ModelInfo)).weight_version)
-
-
-def _generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> dict[str, object]:
-    params: dict[str, object] = {
-        "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-    }
-    if sampling.min_tokens:
-        params["min_new_tokens"] = sampling.min_tokens
-    if sampling.top_k:
-        params["top_k"] = sampling.top_k
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.ignore_eos:
-        params["ignore_eos"] = True
-    return {
-        "rid": request_id,
-        "input_ids": prompt_ids,
-        "sampling_params": params,
-        "return_logprob": True,
-        "logprob_start_len": -1,  # of outputs only: 0 would defeat the prefix cache
-        "top_logprobs_num": sampling.top_logprobs,
-        "stream": True,
-    }
-
-
-class _Reader:
-    """One stream's events into chunks. `over`: the server has ended the request by itself."""
-
-    def __init__(self, url: str, top_logprobs: int) -> None:
-        self._url, self._top = url, top_logprobs
-        self._taken = 0
-        self.over = False
-
-    async def chunks(self, events: AsyncIterator[bytes]) -> AsyncIterator[EngineChunk]:
-        finished = False
-        try:
-            async for data in events:
-                meta = self._meta(data)
-                finish = meta.finish_reason
-                chunk = self._chunk(meta)
-                if finish is not None and finish.type not in ("stop", "length"):
-                    self.over = True
-                    if chunk.token_ids:
-                        yield chunk  # they were sampled before the abort
-                    raise self._aborted(finish)
-                finished = self.over = finished or finish is not None
-                yield chunk
-        except StreamCut as cut:
-            if not finished or cut.reason == "protocol":
-                raise
-        if not finished:
-            raise StreamCut("early_end", f"{self._url} ended a stream without a finish reason")
-
-    def _meta(self, data: bytes) -> _Meta:
-        try:
-            event = _decode_event(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise StreamCut("protocol", f"{self._url} sent an event that /generate does not send: {e}") from e
-        if event.error is not None:
-            self.over = True
-            raise self._error(event.error)
-        if event.meta_info is None:
-            raise StreamCut("protocol", f"{self._url} sent an event without meta_info")
-        return event.meta_info
-
-    def _chunk(self, meta: _Meta) -> EngineChunk:
-        sampled = self._new(meta.output_token_logprobs, meta.completion_tokens, "logprobs")
-        tops = None
-        if self._top and meta.output_top_logprobs:
-            new = self._new(meta.output_top_logprobs, meta.completion_tokens, "top logprobs")
-            tops = tuple(tuple(TopLogprob(i, p) for p, i, _ in top or () if p is not None) for top in new)
-        self._taken = meta.completion_tokens
-        logprobs = tuple(logprob for logprob, _, _ in sampled if logprob is not None)
-        if len(logprobs) != len(sampled):
-            raise StreamCut("protocol", f"{self._url} sent tokens without a logprob")
-        kind = meta.finish_reason.type if meta.finish_reason is not None else None
-        return EngineChunk(
-            tuple(token_id for _, token_id, _ in sampled),
-            logprobs,
-            tops,
-            kind if kind in ("stop", "length") else None,  # type: ignore[arg-type]  # narrowed here
-            _versions(meta),
-        )
-
-    def _new(self, values: list[Any], total: int, what: str) -> list[Any]:
-        """What of `values` was not yet taken: they are all `total` so far, or only those since the last event."""
-        if len(values) == total >= self._taken:
-            return values[self._taken :]
-        if len(values) == total - self._taken:
-            return values
-        raise StreamCut(
-            "protocol", f"{self._url} sent {len(values)} {what} at {total} tokens, of which {self._taken} were known"
-        )
-
-    def _aborted(self, finish: _Finish) -> Exception:
-        message = finish.message or f"ended a turn with {finish.type!r}"
-        if finish.status_code is not None and 400 <= finish.status_code < 500:
-            return RequestRefused(f"{self._url} refused the request: {message}")
-        return StreamCut("abort", f"{self._url}: {message}")
-
-    def _error(self, error: Any) -> Exception:
-        """A request that the server finds wrong is answered 200, with the error as the stream's only event."""
-        code = error.get("code") if isinstance(error, dict) else None
-        if isinstance(code, int) and 400 <= code < 500:
-            return RequestRefused(f"{self._url} refused the request: {error}")
-        return StreamCut("server_error", f"{self._url}: {error}")
-
-
-def _versions(meta: _Meta) -> tuple[str, ...]:
-    if meta.weight_versions:
-        return tuple(span.version for span in meta.weight_versions)
-    return (meta.weight_version,) if meta.weight_version is not None else ()

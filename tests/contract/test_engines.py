@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.engines.sglang_push import LOADER
 from tests.contract.engine_contract import EngineContract, Subject
 from tests.support import processes
 from tests.support.greedy import transformers_greedy
@@ -33,7 +34,11 @@ def start_sglang(directory: Path, flags: tuple[str, ...], port: int) -> Daemon:
     )
 
 
-SGLANG = {"cumulative": (), "incremental": ("--incremental-streaming-output",)}
+SGLANG = {
+    "cumulative": (),
+    "incremental": ("--incremental-streaming-output",),
+    "loader": (f"--custom-weight-loader={LOADER}", "--tp=2"),
+}
 
 
 @pytest.fixture(scope="module")

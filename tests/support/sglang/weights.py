@@ -86,13 +86,18 @@ class _Allowed(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def load_custom(loader: str, serialized: str) -> str:
-    """Runs a custom weight loader on one rank's tensors, as every rank does; the digest of what it loaded."""
+def read_pushed(serialized: str) -> list[tuple[str, Any]]:
+    """One entry of `serialized_named_tensors`, by the allow-list."""
     try:
-        tensors = _Allowed(io.BytesIO(base64.b64decode(serialized, validate=True))).load()
+        named: list[tuple[str, Any]] = _Allowed(io.BytesIO(base64.b64decode(serialized, validate=True))).load()
     except (ValueError, pickle.UnpicklingError, EOFError) as e:
         raise Refused(f"serialized_named_tensors: {e}") from e
+    return named
+
+
+def load_custom(loader: str, serialized: str) -> str:
+    """Runs a custom weight loader on one rank's tensors, as every rank does; the digest of what it loaded."""
     module, _, name = loader.rpartition(".")
     model = Model()
-    getattr(importlib.import_module(module), name)(model, tensors)
+    getattr(importlib.import_module(module), name)(model, read_pushed(serialized))
     return model.digest

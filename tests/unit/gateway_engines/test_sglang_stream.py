@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.core.types import TopLogprob
 from gateway.engines.base import EngineChunk, RequestRefused, StreamCut
-from gateway.engines.sglang import _Reader
+from gateway.engines.sglang_stream import Reader
 
 IDS = list(range(100, 120))
 Event = dict[str, Any]
@@ -42,7 +42,7 @@ async def read(*events: Event | bytes, top: int = 0) -> tuple[list[EngineChunk],
 
     chunks: list[EngineChunk] = []
     try:
-        async for chunk in _Reader("http://engine", top).chunks(stream()):
+        async for chunk in Reader("http://engine", top).chunks(stream()):
             chunks.append(chunk)  # noqa: PERF401  # those before an error count, too
     except (StreamCut, RequestRefused) as e:
         return chunks, e

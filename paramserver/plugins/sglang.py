@@ -1,0 +1,59 @@
+"""The weight loader inside SGLang: `--custom-weight-loader paramserver.plugins.sglang.load_snapshot`.
+
+The gateway pushes one small tensor, whose bytes say where on this host the snapshot lies; every rank proves it, maps it
+and takes its slice through `model.load_weights`.
+
+Invariants:
+- no weight is touched before every chunk of the snapshot matched its digest;
+- whatever is wrong is raised: SGLang then says so, or ends, and in neither case takes the new version's label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from paramserver.plugins.snapshot import Tensors, prove
+from protos.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import torch
+
+MANIFEST = "laminar.manifest"
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which snapshot: its directory here, and the root that its version was sealed with."""
+
+    path: str
+    version: int
+    digest: str
+
+
+class Loads(Protocol):
+    """What is needed of SGLang's model."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+
+
+def load_snapshot(model: Loads, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Called by SGLang in each rank. Raises InvalidRequest, Corrupt or NotFound before anything was changed."""
+    manifest = _manifest(list(named_tensors))
+    directory = Path(manifest.path)
+    prove(directory, manifest.digest)
+    with Tensors(directory) as tensors:
+        model.load_weights(iter(tensors))
+
+
+def _manifest(named: list[tuple[str, torch.Tensor]]) -> Manifest:
+    if [name for name, _ in named] != [MANIFEST]:
+        raise InvalidRequest(
+            f"tensors {[name for name, _ in named]} are no manifest", hint=f"one tensor of bytes named {MANIFEST!r}"
+        )
+    try:
+        return msgspec.json.decode(bytes(named[0][1].tolist()), type=Manifest)
+    except (msgspec.MsgspecError, ValueError, TypeError) as e:
+        raise InvalidRequest(f"the manifest cannot be read: {e}") from e
