@@ -55,14 +55,18 @@ class Scene:
     spills: dict[str, Spill] = field(default_factory=dict)
 
     own: Movers | None = None
+    silence_s: float = 5.0  # more than the default where it does not matter: this machine may have much else to do
 
     def __post_init__(self) -> None:
-        self.dialer = NixlDialer(self.movers, TcpLink) if self.movers is not None else None
+        self.dialer = NixlDialer(self.movers, self.tcp) if self.movers is not None else None
+
+    def tcp(self, source: Source, greeting: Greeting) -> TcpLink:
+        return TcpLink(source, greeting, silence_s=self.silence_s)
 
     def own_movers(self) -> Movers:
         """Fresh ones, for the hosts and links made from now on."""
         self.own = self.movers = Movers(idle_max=4)
-        self.dialer = NixlDialer(self.own, TcpLink)
+        self.dialer = NixlDialer(self.own, self.tcp)
         return self.own
 
     def host(self, *sizes: int, plain: bool = False, **options: object) -> Host:
@@ -102,7 +106,7 @@ class Scene:
             if source.address.startswith("file:"):
                 return self.spills[source.address.removeprefix("file:")].open(greeting)
             if self.dialer is None:
-                return TcpLink(source, greeting)
+                return self.tcp(source, greeting)
             return self.dialer.dial(source, greeting, into.descriptors())
 
         return dial
@@ -176,6 +180,7 @@ def test_the_rest_of_a_chunk_is_asked_for_and_nothing_before_it_is_touched(scene
 
 @hops
 def test_chunks_that_come_later_are_waited_for_without_a_bypass(scene: Scene, kind: str) -> None:
+    scene.silence_s = wire.SILENCE_S
     upstream, into = scene.host(), scene.host()
     upstream.fill(2)
     running = scene.fetch(into, [[upstream.source]])
@@ -186,6 +191,20 @@ def test_chunks_that_come_later_are_waited_for_without_a_bypass(scene: Scene, ki
         upstream.fill()
         assert done.result(20.0)
     assert into.content() == CONTENT
+    assert (running.transport, running.num_bypasses) == (kind, 0)
+
+
+@hops
+def test_a_chunk_that_takes_longer_than_the_silence_that_counts_as_death_is_no_death(scene: Scene, kind: str) -> None:
+    """The holder's `--max-rate` holds it back: tcp sends it in pieces, nixl gives signs of life until it may go."""
+    content = RIGHT[: 1 << 20]
+    slow = scene.host(content=content, chunk_bytes=len(content), max_rate=1e6)
+    slow.fill()
+    scene.silence_s = wire.SILENCE_S
+    into = scene.host(content=content, chunk_bytes=len(content))
+    running = scene.fetch(into, [[slow.source]])
+    assert running.run()
+    assert into.content() == content
     assert (running.transport, running.num_bypasses) == (kind, 0)
 
 
@@ -244,6 +263,7 @@ def test_a_holder_that_is_killed_in_the_middle_costs_little_and_another_gives_th
 @hops
 def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_nowhere(scene: Scene, kind: str) -> None:
     """The one that hangs has other bytes, so that one of them that came late would show."""
+    scene.silence_s = wire.SILENCE_S
     process, source = scene.process(seed=2)
     good = scene.host(plain=True, content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
     good.fill()

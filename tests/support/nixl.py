@@ -47,6 +47,12 @@ def _install(target: Path) -> None:
         raise RuntimeError(f"{LOCK.read_text().strip()} cannot be installed: {done.stderr.strip()[-300:]}")
 
 
+def environment() -> dict[str, str]:
+    """What a process needs to find the library and to use it over TCP."""
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(installed()), *([before] if before else [])]), "UCX_TLS": "tcp"}
+
+
 @pytest.fixture(scope="session")
 def nixl_directory() -> Path:
     try:
@@ -58,9 +64,8 @@ def nixl_directory() -> Path:
 @pytest.fixture(scope="module")
 def nixl(nixl_directory: Path) -> Iterator[None]:
     """Relays and movers started by the module's tests find the library, which goes over TCP."""
-    before = os.environ.get("PYTHONPATH")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(nixl_directory), *([before] if before else [])]))
-        patch.setenv("UCX_TLS", "tcp")
+        for name, value in environment().items():
+            patch.setenv(name, value)
         patch.syspath_prepend(str(nixl_directory))
         yield

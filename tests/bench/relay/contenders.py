@@ -148,3 +148,9 @@ def best_settings(
             contender.round()
             tried[json.dumps(settings)] = min(contender.round() for _ in range(rounds))
     return json.loads(min(tried, key=tried.__getitem__)), tried
+
+
+def interleave(ours: Contender, theirs: Contender, rounds: int) -> list[tuple[float, float]]:
+    """(our seconds, their seconds) of each round, after a warm-up of both."""
+    ours.round(), theirs.round()
+    return [(ours.round(), theirs.round()) for _ in range(rounds)]

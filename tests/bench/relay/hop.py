@@ -15,9 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.bench.relay.contenders import PEERS, Contender, ContenderFailed, Files, best_settings, files, project
+from tests.bench.relay.contenders import (
+    PEERS,
+    Contender,
+    ContenderFailed,
+    Files,
+    best_settings,
+    files,
+    interleave,
+    project,
+)
 from tests.bench.relay.environment import Environment, peers
 from tests.bench.relay.figures import Figure, median
+from tests.bench.relay.transports import over_nixl
 
 NUM_BYTES = 1 << 30
 INTERLEAVED = 7
@@ -59,6 +69,7 @@ def run() -> Iterator[Figure]:
         settings, tried = best_settings(project("ours"), OURS, where)
         print(f"ours: {settings} of {tried}", flush=True)
         yield _bare(where, settings)
+        yield over_nixl(where, settings, rounds=INTERLEAVED)
         for peer in ALL:
             try:
                 yield _against(peer, environment, where, settings, tried)
@@ -72,7 +83,7 @@ def _bare(where: Files, settings: Mapping[str, Any]) -> Figure:
     candidates = [{**settings, "piece": piece} for piece in BARE_PIECES]
     best, tried = best_settings(command, candidates, where)
     with Contender(project("ours"), settings, where) as ours, Contender(command, best, where) as bare:
-        pairs = _interleave(ours, bare)
+        pairs = interleave(ours, bare, INTERLEAVED)
     return median(
         "hop_vs_bare_socket",
         f"a bare socket loop's time over ours, {settings['stripes']} stripes each, digests only in ours",
@@ -94,7 +105,7 @@ def _against(
     if peer.script != "ray_store.py" and not where.compare():
         raise ContenderFailed("it delivered other bytes than it was given")
     with Contender(project("ours"), settings, where) as ours, Contender(command, best, where) as theirs:
-        pairs = _interleave(ours, theirs)
+        pairs = interleave(ours, theirs, INTERLEAVED)
     details = {**_details(pairs), "settings": best, "tried_s": tried, "ours": settings, "ours_tried_s": ours_tried}
     return median(
         peer.key,
@@ -108,12 +119,6 @@ def _against(
 
 def _absent(peer: Peer, why: str) -> Figure:
     return Figure(peer.key, f"speed-up over {peer.packages[0]}", None, peer.bar, "more", note=why)
-
-
-def _interleave(ours: Contender, theirs: Contender) -> list[tuple[float, float]]:
-    """(our seconds, their seconds) of each round, after a warm-up of both."""
-    ours.round(), theirs.round()
-    return [(ours.round(), theirs.round()) for _ in range(INTERLEAVED)]
 
 
 def _details(pairs: Sequence[tuple[float, float]]) -> dict[str, object]:

@@ -7,13 +7,17 @@ what decides when a transfer begins: registry, plan and gRPC.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
 from paramserver.data import tcp
 from paramserver.data.fetch import Fetch
+from paramserver.data.movers import Movers
+from paramserver.data.nixl import NixlDialer
 from paramserver.data.server import DataServer
 from paramserver.data.transport import Source
 from paramserver.data.wire import Greeting
@@ -21,6 +25,7 @@ from paramserver.pool import Pool
 from paramserver.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt
 from tests.bench.relay.peers.common import MIB, Other, arguments, end_with_stdin, mapped, rounds, say
+from tests.support.nixl import environment, installed
 
 NUM_BLANKS = 4  # the pool's warm files; each holds one version
 
@@ -53,10 +58,21 @@ def store_of(size: int) -> Store:
     return Store(pool)
 
 
+def movers_of(settings: dict[str, Any]) -> Movers | None:
+    """Warm ones for as many links as there are stripes, with `transport` "nixl"."""
+    if settings.get("transport") != "nixl":
+        return None
+    os.environ.update(environment())
+    sys.path.insert(0, str(installed()))
+    movers = Movers(idle_max=settings.get("stripes", 2))
+    movers.warm(settings.get("stripes", 2))
+    return movers
+
+
 def main() -> None:
     args = arguments()
     size, chunk_bytes = args.source.stat().st_size, args.settings.get("chunk_bytes", MIB)
-    store = store_of(size)
+    store, movers = store_of(size), movers_of(args.settings)
     try:
         if args.role == "sender":
             snapshot = store.open(manifest(size, 1, chunk_bytes))
@@ -64,24 +80,27 @@ def main() -> None:
             snapshot.files[0].view()[:] = content
             for index in range(snapshot.chunks.num_chunks):
                 snapshot.present(index, digest(snapshot.place(index)))
-            server = DataServer(Holder(snapshot))
+            server = DataServer(Holder(snapshot), movers=movers)
             say({"address": server.listen_tcp(args.settings.get("listen", "127.0.0.1"), 0)})
             end_with_stdin(exit_now=False)
             return
         source = Source("sender", Other(args).said["address"])
         content = memoryview(mapped(args.source))
+        nixl = NixlDialer(movers, tcp.dialer()) if movers is not None else None
 
         def transfer() -> float:
             snapshot = store.open(manifest(size, 1, chunk_bytes))
+            place = [(file.fd, file.size_bytes) for file in snapshot.files]
             fetch = Fetch(
                 snapshot,
                 Greeting("fetch", "policy", 1, "receiver"),
                 lambda: [[source]],
-                tcp.dialer(),
+                (lambda source, greeting: nixl.dial(source, greeting, place)) if nixl else tcp.dialer(),
                 num_stripes=args.settings.get("stripes", 2),
             )
             started = time.perf_counter()
             assert fetch.run()
+            assert fetch.transport == args.settings.get("transport", "tcp")
             took = time.perf_counter() - started
             if not transfer_checked:
                 assert snapshot.files[0].view() == content
