@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -264,20 +265,27 @@ def test_a_holder_that_is_killed_in_the_middle_costs_little_and_another_gives_th
 def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_nowhere(scene: Scene, kind: str) -> None:
     """The one that hangs has other bytes, so that one of them that came late would show."""
     scene.silence_s = wire.SILENCE_S
-    process, source = scene.process(seed=2)
+    process, source = scene.process(seed=2, max_rate=8e6 if kind == "tcp" else None)
     good = scene.host(plain=True, content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
     good.fill()
     into = scene.host(content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
     link = scene.dial(into)(source, FETCH)
     assert link.transport == kind
-    for index in range(8):
-        link.ask(Want(index, 0))
+    link.ask(Want(0, 0))
     link.receive(into.snapshot.place, lambda *_: None)
-    everything = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
-    for pid in everything:
+    movers = [child.pid for child in psutil.Process(process.pid).children()]
+    for pid in movers:  # first, so that reads begin and do not end
         os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(LinkBroken, match="silent for"):
-        _all(link, into)
+    for index in range(1, 8):
+        link.ask(Want(index, 0))
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        broken = threads.submit(_all, link, into, begun.set)
+        until(lambda: begun.is_set() or _num_reading(link) == 7, "bytes are under way")
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(LinkBroken, match="silent for"):
+            broken.result(20.0)
+    everything = [*movers, process.pid]
     link.close()
     assert scene.fetch(into, [[good.source]]).run()
     for pid in everything:
@@ -292,9 +300,33 @@ def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_no
     assert into.content() == RIGHT
 
 
-def _all(link: Link, into: Host) -> None:
+def _all(link: Link, into: Host, begun: Callable[[], None]) -> None:
     while True:
-        link.receive(into.snapshot.place, lambda *_: None)
+        link.receive(into.snapshot.place, lambda *_: begun())
+
+
+def _num_reading(link: Link) -> int:
+    return len(link._reading) if isinstance(link, nixl_module.NixlLink) else 0
+
+
+@only_nixl
+def test_a_read_that_takes_longer_than_the_silence_that_counts_as_death_is_no_death(scene: Scene) -> None:
+    """The holder has nothing to say meanwhile but that it lives."""
+    scene.own_movers()
+    scene.silence_s = wire.SILENCE_S
+    source, into = scene.full(), scene.host()
+    before = children()
+    with contextlib.closing(scene.dial(into)(source, FETCH)) as link, ThreadPoolExecutor(1) as threads:
+        assert isinstance(link, nixl_module.NixlLink)
+        (others,) = children() - before - {link._mover.pid}
+        os.kill(others, signal.SIGSTOP)
+        link.ask(Want(0, 0))
+        arrived = threads.submit(link.receive, into.snapshot.place, lambda *_: None)
+        with pytest.raises(TimeoutError):
+            arrived.result(2.5 * wire.SILENCE_S)
+        os.kill(others, signal.SIGCONT)
+        assert arrived.result(20.0).index == 0
+    assert into.snapshot.place(0) == CONTENT[:CHUNK]
 
 
 @only_nixl
