@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import EngineState, EngineStatus, FleetState, RefreshDecision, TurnLoad
-from gateway.core.scheduler import Admission, Demand, Placement, Refusals, Wait, admit, place
+from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.data import Timeline
 from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport, SnapshotRefused
 from gateway.engines.kinds import connect
 from gateway.engines.tether import until_broken
 from paramserver.client import Lease, RelayClient
-from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable, UnknownModel
+from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable, UnknownModel, VersionLost
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ RETRY_S = 1.0
 RETRY_MAX_S = 30.0
 INTERRUPT_MAX_S = 2.0
 """For turns to leave an engine that is to load: they are only cancelled, so milliseconds are usual."""
+
+
+class _NotAcquired(Exception):
+    """An older version could not be acquired: nothing was done to the engine. `gone`: the relay holds it no more."""
+
+    def __init__(self, error: LaminarError) -> None:
+        super().__init__(str(error))
+        self.gone = isinstance(error, NotFound | VersionLost)
 
 
 @dataclass(slots=True)
@@ -187,6 +195,8 @@ class Fleet:
             if isinstance(outcome, Placement):
                 self._book(outcome, demand)
                 return outcome
+            if isinstance(outcome, Lost):
+                raise _version_lost(outcome, demand)
         if len(self._queue) >= self.config.queue_max and not resumed:
             raise OutOfCapacity(f"{len(self._queue)} turns wait for an engine already", retry_after_s=2.0)
         waiter = Waiter(demand, resumed, asyncio.get_running_loop().create_future())
@@ -243,6 +253,7 @@ class Fleet:
         for change in self.state.intake_changes(now):
             state = "intake open" if change.open else "intake closed"
             self._timeline.add("engine", engine=change.engine, state=state, reason=change.reason)
+        self.state.insisted = wanted_versions(w.demand for w in self._queue if not w.placed.done())
         self._start_refreshes(now)
         self._serve_queue()
 
@@ -259,6 +270,9 @@ class Fleet:
             if isinstance(outcome, Wait):
                 waiter.reason = outcome.reason
                 refusals.note(demand, self.state, outcome)
+                continue
+            if isinstance(outcome, Lost):
+                waiter.placed.set_exception(_version_lost(outcome, demand))
                 continue
             self._book(outcome, demand)
             admission = self._admission()  # one more runs
@@ -414,6 +428,9 @@ class Fleet:
         await self._interrupt(member, decision)
         try:
             version, fenced_s = await self._load(member, decision)
+        except _NotAcquired as e:
+            self._not_reloaded(member, decision, e)
+            return
         except LaminarError as e:
             self._refresh_failed(member, decision, e)
             return
@@ -432,7 +449,10 @@ class Fleet:
         )
         if state.status == "refreshing":
             self._set(member, "serving", f"version {version}")
-            state.open_intake(time.monotonic())
+            if state.newer:
+                state.close_intake(time.monotonic())  # it is there for those who insist on it
+            else:
+                state.open_intake(time.monotonic())
         self.changed()
 
     async def _interrupt(self, member: Member, decision: RefreshDecision) -> None:
@@ -447,11 +467,21 @@ class Fleet:
         except TimeoutError:
             log.warning("engine %s loads with %d turns on it", member.spec.name, len(member.state.turns))
 
+    def _not_reloaded(self, member: Member, decision: RefreshDecision, error: _NotAcquired) -> None:
+        """Nothing was done to the engine: it serves on."""
+        if error.gone:
+            self.state.gone.add(decision.to_version)
+        member.state.refresh_not_before = time.monotonic() + RETRY_S
+        log.warning("version %d cannot be loaded again: %s", decision.to_version, error)
+        if member.state.status == "refreshing":
+            self._set(member, "serving", f"version {member.state.version}; {decision.to_version} was not to be had")
+            member.state.open_intake(time.monotonic())
+        self.changed()
+
     async def _load(self, member: Member, decision: RefreshDecision) -> tuple[Version, float]:
         assert member.spec.relay is not None
         relay = self._relays[member.spec.relay]
-        wanted = await self._before(relay, decision.to_version) if decision.before else None
-        lease = await relay.acquire(self.config.model, wanted, holder=f"gateway/{member.spec.name}", ttl_s=LEASE_TTL_S)
+        lease = await self._acquire(relay, f"gateway/{member.spec.name}", decision)
         renewing = asyncio.create_task(_keep(relay, lease), name=f"renew-{member.spec.name}")
         try:
             fenced_s = await member.adapter.load(lease.path, lease.version, lease.root_digest)
@@ -460,6 +490,16 @@ class Fleet:
             await asyncio.wait([renewing])
             await relay.release(lease)  # a pin that lapsed raises: then the load does not count
         return Version(lease.version), fenced_s
+
+    async def _acquire(self, relay: RelayClient, holder: str, decision: RefreshDecision) -> Lease:
+        """What was decided; the newest, which may be newer by now, unless it was an older one."""
+        if decision.again:
+            try:
+                return await relay.acquire(self.config.model, decision.to_version, holder=holder, ttl_s=LEASE_TTL_S)
+            except LaminarError as e:
+                raise _NotAcquired(e) from e
+        wanted = await self._before(relay, decision.to_version) if decision.before else None
+        return await relay.acquire(self.config.model, wanted, holder=holder, ttl_s=LEASE_TTL_S)
 
     async def _before(self, relay: RelayClient, version: Version) -> int:
         older = [v.version for v in await relay.versions(self.config.model) if v.version < version]
@@ -490,6 +530,14 @@ class Fleet:
         while True:
             await asyncio.sleep(0.5)
             self.changed()
+
+
+def _version_lost(outcome: Lost, demand: Demand) -> VersionLost:
+    policy = demand.session.spec.on_version_loss
+    return VersionLost(
+        f"session {demand.session.session_id}: {outcome.reason}",
+        hint=f"it was made with on_version_loss={policy!r}; 'segment' goes on under another version",
+    )
 
 
 async def _keep(relay: RelayClient, lease: Lease) -> None:

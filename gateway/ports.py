@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self
 
 from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
-from gateway.core.types import History, Segment, SessionId, TokenDelta, TurnRequest
+from gateway.core.types import History, Segment, SessionId, TokenDelta, TurnRequest, VersionChange
 
 IdentitySource = Literal["url", "api_key", "header", "body", "none"]
 Message = Mapping[str, Any]
@@ -75,6 +75,11 @@ class TurnRun(Protocol):
     @property
     def segments(self) -> Sequence[Segment]:
         """Segments so far; `start` and `end` count the turn's generated tokens."""
+        ...
+
+    @property
+    def version_changes(self) -> Sequence[VersionChange]:
+        """What became of its session's version while this turn ran."""
         ...
 
 

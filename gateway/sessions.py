@@ -29,7 +29,15 @@ from gateway.fleet import Fleet
 from gateway.known import KnownTurns
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.turns import Counters, Run
-from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
+from protos.errors import (
+    Conflict,
+    InvalidRequest,
+    LaminarError,
+    NotFound,
+    OutOfCapacity,
+    Unavailable,
+    UnsupportedField,
+)
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +150,7 @@ class Sessions:
     def restore(self, spec: SessionSpec, api_key: str = "", created_unix_s: float | None = None) -> SessionState:
         """A session of an earlier life; its turns come after it."""
         now = time.time()
-        state = SessionState(spec, now if created_unix_s is None else created_unix_s, now)
+        state = SessionState(spec, now if created_unix_s is None else created_unix_s, now, version=spec.version)
         if not spec.ephemeral:
             self._live[spec.session_id] = state
             self._keys[api_key] = spec.session_id
@@ -231,12 +239,17 @@ class Sessions:
             raise Conflict(
                 f"there was already a session {spec.session_id!r}", hint="leave session_id out to get a new one"
             )
+        if self.config.fleet.mode == "inflight" and (spec.version is not None or spec.on_version_loss != "segment"):
+            raise UnsupportedField(
+                f"session {spec.session_id} insists on its version, and mode `inflight` changes it under running turns",
+                hint="leave `version` and `on_version_loss` out, or run the gateway with --mode repack",
+            )
         if len(self._live) >= self.config.sessions_max:
             raise OutOfCapacity(
                 f"{len(self._live)} sessions are live", hint="finish or abandon some", retry_after_s=5.0
             )
         now = time.time()
-        state = self._live[spec.session_id] = SessionState(spec, now, now)
+        state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
         key = f"sk-session-{secrets.token_hex(12)}"
         if not spec.ephemeral:
             self._keys[key] = spec.session_id
@@ -311,7 +324,9 @@ class Sessions:
 
     def admission(self) -> Admission:
         buffered = self._buffer.statistics().trajectories
-        running = sum(1 for s in self._live.values() if s.version is not None and s.spec.train)
+        running = sum(
+            1 for s in self._live.values() if s.version is not None and s.spec.train and s.spec.split == "train"
+        )
         bound = self.reader.staleness_max
         return Admission(
             running,

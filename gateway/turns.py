@@ -39,6 +39,7 @@ from gateway.core.types import (
     TurnRecord,
     TurnRequest,
     Version,
+    VersionChange,
 )
 from gateway.data import PartialResponsePool, Timeline
 from gateway.engines.base import EngineAdapter, EngineChunk, RequestRefused, StreamCut
@@ -263,6 +264,10 @@ class Run:
     @property
     def segments(self) -> Sequence[Segment]:
         return self.record.segments
+
+    @property
+    def version_changes(self) -> Sequence[VersionChange]:
+        return [change for change in self.session.version_changes if change.turn_id == self.request.turn_id]
 
     # -- the repacker's side
 

@@ -36,7 +36,7 @@ from gateway.api.openai_turn import Answer, Piece, Reader
 from gateway.api.openai_types import ChatRequest, CompletionRequest
 from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
-from gateway.core.types import Segment, SessionId, TurnId, TurnOrigin, TurnRequest
+from gateway.core.types import SessionId, TurnId, TurnOrigin, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
 from protos.errors import LaminarError
@@ -250,12 +250,12 @@ class _Handlers:
         asked.delivered()
         return web.Response(body=body, content_type="application/json", headers=_headers(asked))
 
-    async def _read(self, asked: _Asked, choice: _Choice) -> tuple[Answer, Sequence[Segment]]:
+    async def _read(self, asked: _Asked, choice: _Choice) -> Answer:
         async with choice.run, aclosing(choice.pieces()) as reading:
             async for _ in reading:
                 pass
         await self._record(asked, choice)
-        return choice.answer, choice.run.segments
+        return choice.answer
 
     async def _stream(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
         async with EventStream(request, _headers(asked)) as events:
@@ -284,9 +284,10 @@ class _Handlers:
                 if event:
                     await events.send(event)
         await self._record(asked, choice)
-        await events.send(chunks.last(choice.answer, choice.run.segments))
+        await events.send(chunks.last(choice.answer))
 
     async def _record(self, asked: _Asked, choice: _Choice) -> None:
+        choice.answer.end(choice.run)
         if asked.ephemeral:
             return
         said = [*asked.prompt.added, choice.answer.message()] if asked.call.api == "chat" else []

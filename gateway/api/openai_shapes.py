@@ -15,7 +15,7 @@ import msgspec
 
 from gateway.api.openai_requests import AnswerShape
 from gateway.api.openai_turn import Answer, Piece, tool_call_body
-from gateway.core.types import Segment, TopLogprob
+from gateway.core.types import TopLogprob
 from gateway.tokens import Codec
 
 Api = Literal["chat", "completion"]
@@ -48,21 +48,20 @@ class AnswerHead:
         return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
 
 
-def body(codec: Codec, head: AnswerHead, answered: Sequence[tuple[Answer, Sequence[Segment]]]) -> bytes:
+def body(codec: Codec, head: AnswerHead, answers: Sequence[Answer]) -> bytes:
     """The whole answer of a request without `stream`: its choices in order."""
     shape = head.shape
     out = head.fields("chat.completion" if head.api == "chat" else "text_completion")
-    out["choices"] = [_choice(codec, head, index, answer) for index, (answer, _) in enumerate(answered)]
-    out["usage"] = usage(head, [answer for answer, _ in answered])
+    out["choices"] = [_choice(codec, head, index, answer) for index, answer in enumerate(answers)]
+    out["usage"] = usage(head, answers)
     if shape.token_ids:
         out["prompt_token_ids"] = head.prompt_ids
-    if shape.token_ids or shape.weight_versions:
-        told = [laminar(head, segments) for _, segments in answered]
-        if len(told) == 1:
-            out["laminar"] = told[0]
-        else:
-            for choice, how in zip(out["choices"], told, strict=True):
-                choice["laminar"] = how
+    told = [laminar(head, answer) for answer in answers]
+    if len(told) == 1:
+        out |= told[0]
+    else:
+        for choice, how in zip(out["choices"], told, strict=True):
+            choice |= how
     return _json(out)
 
 
@@ -117,7 +116,7 @@ class Chunks:
             return b"".join((self._prefix, b'"text":', _json(piece.text), self._plain))
         return self._full_piece(piece)
 
-    def last(self, answer: Answer, segments: Sequence[Segment]) -> bytes:
+    def last(self, answer: Answer) -> bytes:
         """The choice's finish."""
         shape = self._head.shape
         choice: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
@@ -126,9 +125,8 @@ class Chunks:
             choice["token_ids"] = []
         if shape.weight_versions:
             choice["weight_versions"] = answer.spans
-        root = b""
-        if shape.token_ids or shape.weight_versions:
-            root = b',"laminar":' + _json(laminar(self._head, segments))
+        told = laminar(self._head, answer)
+        root = b"," + _json(told)[1:-1] if told else b""
         return self._prefix + _json(choice)[1:] + b"]" + root + self._suffix[1:]
 
     def _full_piece(self, piece: Piece) -> bytes:
@@ -173,14 +171,18 @@ def usage(head: AnswerHead, answers: Sequence[Answer]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def laminar(head: AnswerHead, segments: Sequence[Segment]) -> dict[str, Any]:
-    """How the answer came about."""
-    return {
+def laminar(head: AnswerHead, answer: Answer) -> dict[str, Any]:
+    """How the answer came about: when asked for, and in any case when its session's version was lost meanwhile."""
+    if not (head.shape.token_ids or head.shape.weight_versions or answer.version_changes):
+        return {}
+    told = {
         "session_id": head.session_id,
         "history": head.history,
-        "moves": sum(segment.cause == "move" for segment in segments),
-        "segments": segments,
+        "moves": sum(segment.cause == "move" for segment in answer.segments),
+        "segments": answer.segments,
+        "version_changes": answer.version_changes,
     }
+    return {"laminar": told}
 
 
 def token_text(codec: Codec, token_id: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.core.types import FinishReason, TokenDelta, TopLogprob, TurnId
+from gateway.core.types import FinishReason, Segment, TokenDelta, TopLogprob, TurnId, VersionChange
 from gateway.ports import TurnRun
 from gateway.tokens import ReasoningParser, StreamDecoder, ToolCall, ToolCallParser
 from gateway.tokens.reasoning import ReasoningDelta
@@ -47,6 +47,8 @@ class Answer:
     spans: list[dict[str, Any]] = field(default_factory=list)  # version, engine, start, end of generated tokens
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None  # the stop string that ended it
+    segments: Sequence[Segment] = ()  # once it has ended
+    version_changes: Sequence[VersionChange] = ()
 
     @property
     def text(self) -> str:
@@ -61,6 +63,9 @@ class Answer:
         if self.calls:
             message["tool_calls"] = [tool_call_body(call) for call in self.calls]
         return message
+
+    def end(self, run: TurnRun) -> None:
+        self.segments, self.version_changes = run.segments, run.version_changes
 
     def take(self, piece: Piece, delta: TokenDelta) -> None:
         start = len(self.token_ids)

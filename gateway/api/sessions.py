@@ -8,9 +8,9 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from gateway.api.openai_requests import decode
+from gateway.api.openai_requests import decode, in_range
 from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import GroupId, History, SessionId, Split
+from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionPolicy
 from gateway.sessions import Sessions
 from protos.errors import InvalidRequest
 
@@ -24,6 +24,8 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True):
     train: bool = True
     tags: dict[str, str] = {}
     history: History = "record"
+    version: int | None = None
+    on_version_loss: VersionPolicy | None = None  # None: "strict" with a `version`, else "segment"
     parent_session_id: str | None = None
 
 
@@ -58,6 +60,7 @@ class _Handlers:
     async def create(self, request: web.Request) -> web.Response:
         body = await request.read()
         wanted = decode(_create, body) if body else CreateRequest()
+        in_range("version", wanted.version, 0, None)
         name = SessionId(wanted.session_id or f"s-{secrets.token_hex(8)}")
         spec = SessionSpec(
             name,
@@ -68,6 +71,8 @@ class _Handlers:
             wanted.train,
             tags=wanted.tags,
             history=wanted.history,
+            version=None if wanted.version is None else Version(wanted.version),
+            on_version_loss=wanted.on_version_loss or ("segment" if wanted.version is None else "strict"),
             parent_session_id=None if wanted.parent_session_id is None else SessionId(wanted.parent_session_id),
         )
         _, key = self._sessions.create(spec)
@@ -118,6 +123,8 @@ def _summary(state: SessionState) -> dict[str, object]:
         "state": state.phase,
         "running": len(state.running),
         "version": state.version,
+        "on_version_loss": state.spec.on_version_loss,
+        "version_changes": [msgspec.to_builtins(change) for change in state.version_changes],
         "engine": state.engine,
         "turns": state.turns,
         "tokens": state.tokens,

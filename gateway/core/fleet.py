@@ -52,6 +52,8 @@ class FleetConfig:
     drain_max_s: float = 60.0
     min_util: float = 0.25
     staleness_max: int = 4
+    strict_sessions_min: int = 1  # strict sessions that wait for a version before it is loaded again,
+    strict_tokens_min: int = 16_384  # or tokens of theirs
 
 
 @dataclass(slots=True)
@@ -86,6 +88,7 @@ class EngineState:
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
     available: Version = NO_VERSION  # newest version that its host's relay holds
+    loading: Version = NO_VERSION  # while it refreshes
     refresh_not_before: float = 0.0  # a load failed: the next try waits
     load_failures: int = 0  # in a row, of one version
     given_up: Version = NO_VERSION  # failed to load too often: the one before it serves until a newer one is there
@@ -150,6 +153,14 @@ class IntakeChange:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What waits for a version and takes no other."""
+
+    sessions: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RefreshDecision:
     engine: EngineName
     to_version: Version
@@ -158,6 +169,7 @@ class RefreshDecision:
     interrupted: tuple[TurnId, ...] = ()  # turns that must leave, or pause, before it loads
     before: bool = False  # not `to_version`, but the newest before it
     served: bool = False  # until now
+    again: bool = False  # an older version, for sessions that insist on it
 
 
 @dataclass(slots=True)
@@ -169,6 +181,8 @@ class FleetState:
     session_versions: dict[SessionId, Version] = field(default_factory=dict)
     group_versions: dict[GroupId, Version] = field(default_factory=dict)
     newest: Version = NO_VERSION  # newest sealed
+    insisted: Mapping[Version, Wanted] = field(default_factory=dict)  # by waiting turns that take no other
+    gone: set[Version] = field(default_factory=set)  # asked of relays in vain: retired
 
     def sorted_engines(self) -> list[EngineState]:
         return [self.engines[name] for name in sorted(self.engines)]
@@ -252,14 +266,51 @@ class FleetState:
     # -- refresh
 
     def refresh_decisions(self, now: float) -> list[RefreshDecision]:
-        """Engines that may load their host's newest version now. Each is marked `refreshing`."""
+        """Engines that may load now: a version that waiting sessions insist on, else their host's newest.
+
+        Each is marked `refreshing`.
+        """
         decisions: list[RefreshDecision] = []
+        for version in sorted(self.insisted):
+            decision = self._reload(version, now)
+            if decision is not None:
+                decisions.append(self._decided(decision))
         for engine in self.sorted_engines():
             decision = self._refresh(engine, now)
             if decision is not None:
-                decisions.append(replace(decision, served=engine.status == "serving"))
-                engine.to("refreshing")
+                decisions.append(self._decided(decision))
         return decisions
+
+    def _decided(self, decision: RefreshDecision) -> RefreshDecision:
+        engine = self.engines[decision.engine]
+        decision = replace(decision, served=engine.status == "serving")
+        engine.to("refreshing")
+        engine.loading = decision.to_version
+        return decision
+
+    def _reload(self, version: Version, now: float) -> RefreshDecision | None:
+        """An older version again, on the engine that is missed least."""
+        need, c = self.insisted[version], self.config
+        coming = any(e.status == "refreshing" and e.loading == version for e in self.engines.values())
+        pays = need.sessions >= c.strict_sessions_min or need.tokens >= c.strict_tokens_min
+        if coming or not pays or version in self.gone or self.serving(version):
+            return None
+        free = [
+            e
+            for e in self.sorted_engines()
+            if e.status == "serving" and e.available and not e.turns and now >= e.refresh_not_before
+        ]
+        free = [e for e in free if not self._held(e, now)]
+        if not free:
+            return None
+        engine = min(free, key=lambda e: (e.intake_open, e.version, e.name))
+        reason = f"{need.sessions} sessions with {need.tokens} tokens insist on version {version}"
+        return RefreshDecision(engine.name, version, reason, again=True)
+
+    def _held(self, engine: EngineState, now: float) -> bool:
+        """Live sessions need its version, nobody else serves it, and that not yet for too long."""
+        last = len(self.serving(engine.version)) == 1 and bool(self.live_sessions(engine.version))
+        return last and (engine.intake_open or now - engine.intake_closed_at < self.config.version_hold_s)
 
     def _refresh(self, engine: EngineState, now: float) -> RefreshDecision | None:
         if engine.available == 0 or now < engine.refresh_not_before:
@@ -270,6 +321,8 @@ class FleetState:
             return self._needed(engine)
         if engine.status != "serving" or not engine.newer:
             return None
+        if engine.version in self.insisted:
+            return None  # who waits for it comes now, or gives up at a deadline
         if self.config.mode == "inflight":
             return RefreshDecision(engine.name, engine.available, "a newer version is here")
         if engine.intake_open or (self.config.mode == "barrier" and self._others_run()):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.core.fleet import EngineState, FleetState
+from gateway.core.fleet import EngineState, FleetState, Wanted
 from gateway.core.sessions import SessionState
-from gateway.core.types import EngineName, TurnId, Version
+from gateway.core.types import EngineName, SessionId, TurnId, Version, VersionChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,13 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Wait:
     """No engine may take it now."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The session's version is gone, and it may not go on under another."""
 
     reason: str
 
@@ -83,8 +90,8 @@ def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool
     return engine.tokens + prompt_tokens <= fleet.config.kv_max * engine.kv_capacity_tokens
 
 
-def place(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait:
-    """The engine for this turn, or why it has to wait."""
+def place(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait | Lost:
+    """The engine for this turn, or why it has to wait, or cannot be."""
     if demand.session.version is not None:
         return _place_known(demand, fleet, demand.session.version)
     return _place_new(demand, fleet, admission)
@@ -99,13 +106,18 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
         if version is None or not fleet.serving(version):
             fleet.group_versions[group] = engine.version
             engine.admitted += session.spec.group_size
+    if session.version is not None and session.version != engine.version:
+        request = None if demand.turn_id is None else session.running.get(demand.turn_id)
+        turn = session.turns if request is None else request.turn_index
+        change = VersionChange(turn, demand.turn_id or "", session.version, engine.version, placement.reason)
+        session.version_changes.append(change)
     session.version = engine.version
     session.engine = engine.name
     if not session.spec.ephemeral:
         fleet.session_versions[session.session_id] = engine.version
 
 
-def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait:
+def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait | Lost:
     own = fleet.engines.get(demand.session.engine) if demand.session.engine is not None else None
     if fleet.config.mode == "inflight" and own is not None and own.name not in demand.avoid:
         if own.status == "refreshing":
@@ -118,14 +130,31 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
         staying = [e for e in usable if not e.leaving]
         chosen = _choose(staying, demand, fleet) or _choose(usable, demand, fleet)
         return chosen or Wait(f"engines of version {version} are full")
-    lost = f"no engine serves version {version} any more"
+    session, lost = demand.session, f"no engine serves version {version}"
+    if session.awaits_its_version or session.spec.on_version_loss == "strict":
+        if version in fleet.gone:
+            return Lost(f"{lost}, and no relay holds it any more")
+        return Wait(f"{lost}: it is loaded when an engine is free")
+    if session.spec.on_version_loss == "fail":
+        return Lost(f"{lost} any more, and the session is to fail then")
     serving = [e for e in fleet.sorted_engines() if e.status == "serving"]
     others = [e for e in serving if e.name not in demand.avoid] or serving
     for newest in sorted({e.version for e in others}, reverse=True):
         chosen = _choose([e for e in others if e.version == newest], demand, fleet)
         if chosen is not None:
-            return Placement(chosen.engine, f"{lost}; going on under version {newest}", version_changed=True)
-    return Wait(f"{lost}, and no other engine has room" if others else "no engine serves")
+            return Placement(chosen.engine, f"{lost} any more; going on under version {newest}", version_changed=True)
+    return Wait(f"{lost} any more, and no other engine has room" if others else "no engine serves")
+
+
+def wanted_versions(waiting: Iterable[Demand]) -> dict[Version, Wanted]:
+    """Versions that waiting turns will have, or nothing."""
+    sessions: dict[Version, dict[SessionId, int]] = {}
+    for demand in waiting:
+        session, version = demand.session, demand.session.version
+        insists = session.awaits_its_version or session.spec.on_version_loss == "strict"
+        if version is not None and insists:
+            sessions.setdefault(version, {})[session.session_id] = demand.prompt_tokens
+    return {version: Wanted(len(of), sum(of.values())) for version, of in sessions.items()}
 
 
 def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait:

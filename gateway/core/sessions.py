@@ -26,6 +26,8 @@ from gateway.core.types import (
     TurnRecord,
     TurnRequest,
     Version,
+    VersionChange,
+    VersionPolicy,
 )
 from protos.errors import Conflict, OutOfCapacity
 
@@ -50,6 +52,8 @@ class SessionSpec:
     ephemeral: bool = False
     tags: Mapping[str, str] = field(default_factory=dict)
     history: History = "record"
+    version: Version | None = None  # the one it must begin under
+    on_version_loss: VersionPolicy = "segment"
     parent_session_id: SessionId | None = None  # whose sub-agent or opponent it is
 
 
@@ -63,6 +67,7 @@ class SessionState:
     phase: Phase = "live"
     running: dict[TurnId, TurnRequest] = field(default_factory=dict)
     version: Version | None = None
+    version_changes: list[VersionChange] = field(default_factory=list)
     engine: EngineName | None = None  # holds its prefix
     moves: int = 0
     last_dropped: str = ""  # the last turn that came to nothing, and why
@@ -108,6 +113,11 @@ class SessionState:
     @property
     def last_finish_reason(self) -> FinishReason | None:
         return None if self.tree.newest is None else self.tree.newest.finish_reason
+
+    @property
+    def awaits_its_version(self) -> bool:
+        """It begins under the version it names, or not at all."""
+        return self.spec.version is not None and not self.turns and not self.version_changes
 
     def check_open(self) -> None:
         """Raises Conflict or OutOfCapacity when a turn cannot begin now."""
@@ -212,6 +222,8 @@ class SessionState:
             finished_unix_s=now,
             tags=dict(self.spec.tags),
             metrics=dict(metrics),
+            version_policy=self.spec.on_version_loss,
+            version_changes=list(self.version_changes),
             leaf=leaf,
             leaves=leaves,
             turn_rewards=[] if turn_rewards.count(None) == len(turn_rewards) else turn_rewards,

@@ -23,6 +23,8 @@ NO_VERSION = Version(0)
 FinishReason = Literal["stop", "length"]
 SegmentCause = Literal["start", "move", "cut"]
 Split = Literal["train", "eval"]
+VersionPolicy = Literal["segment", "strict", "fail"]
+"""When no engine serves a session's version any more: go on under another one, have it loaded again, or give up."""
 HistoryKind = Literal["first", "extended", "closed", "branch"]
 """How a prompt came from its session's record. `extended`: the newest turn, or a leaf. `closed`: the same, after the
 template ended a turn that was cut short. `branch`: another path through the session began."""
@@ -93,6 +95,16 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
 
 
+class VersionChange(msgspec.Struct, frozen=True):
+    """A session's version was lost, and it went on under another one."""
+
+    turn: int
+    turn_id: str
+    from_version: int
+    to_version: int
+    reason: str
+
+
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A run of tokens of one turn. `start` and `end` index the session's token ids, end exclusive."""
 
@@ -134,6 +146,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     leaf: int = 0  # which path of the session, in the order in which they ended
     leaves: int = 1
+    version_policy: VersionPolicy = "segment"
+    version_changes: list[VersionChange] = msgspec.field(default_factory=list)
     turn_rewards: list[float | None] = msgspec.field(
         default_factory=list
     )  # by turn of the path; empty: none were given

@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc.aio
 
+from protos import grpc_errors
+from protos.errors import NotFound
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 from tests.support.cutting_engine import MODEL
@@ -40,7 +42,9 @@ class FakeRelay(pb_grpc.RelayServicer):
             await self._changed.wait()
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.Lease:  # noqa: N802
-        version = request.version or self.versions[-1]
+        version = request.version if request.HasField("version") else self.versions[-1]
+        if version not in self.versions:
+            await grpc_errors.abort(context, NotFound(f"version {version} is not here"))
         self.leases.append(f"{request.holder}@{version}")
         path, digest = f"/snapshots/{version}", f"d{version}"
         return pb.Lease(

@@ -25,6 +25,7 @@ from gateway.core.types import (
     TurnRecord,
     TurnRequest,
     Version,
+    VersionChange,
 )
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.tokens import Codec
@@ -67,6 +68,7 @@ class ScriptedTurns:
     identities: list[SessionIdentity] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
     early: list[int] = field(default_factory=list)
+    version_changes: Sequence[VersionChange] = ()
     delivered: list[str] = field(default_factory=list)
 
     def models(self) -> Sequence[ModelInfo]:
@@ -155,6 +157,10 @@ class ScriptedRun:
         self._turns.early.append(num_tokens)
         del self._sent[num_tokens:]
         self._outcome = "stop"
+
+    @property
+    def version_changes(self) -> Sequence[VersionChange]:
+        return self._turns.version_changes
 
     @property
     def segments(self) -> Sequence[Segment]:
