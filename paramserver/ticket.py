@@ -36,7 +36,7 @@ class Ticket:
         await self._wait("sealed", 0, timeout_s)
 
     async def wait_copies(self, k: int, timeout_s: float) -> None:
-        """Returns once `k` relays hold it verified."""
+        """Returns once `k` relays hold it verified. A dead relay counts as a holder until its lease ends."""
         await self._wait("copies", k, timeout_s)
 
     async def wait_all(self, timeout_s: float) -> None:

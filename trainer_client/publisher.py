@@ -151,7 +151,8 @@ class Ticket:
         self._loop.run(self._ticket.wait_sealed(timeout_s))
 
     def wait_copies(self, k: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
-        """Returns once `k` relays hold the version verified."""
+        """Returns once `k` relays hold the version verified. A relay that died counts until its lease ends
+        (5 s by default): for that long one of the `k` may be gone."""
         self._loop.run(self._ticket.wait_copies(k, timeout_s))
 
     def wait_all(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:

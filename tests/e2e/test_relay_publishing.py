@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from safetensors.numpy import save
@@ -22,6 +24,7 @@ from tests.support.relays import Relays, until
 from tests.support.weights import source_of, weights
 
 MODEL = "policy"
+T = TypeVar("T")
 W = TensorSource("w", "U8", (8,), lambda: memoryview(b"12345678"))
 
 STUCK_PUBLISHER = """
@@ -198,3 +201,23 @@ async def test_readers_in_a_race_with_fast_publishes_see_whole_versions_that_nev
             assert versions[-1] == num
             assert len(set(versions)) > 1
         await tickets[-1].wait_all(10.0)
+
+
+async def test_the_number_of_calls_does_not_grow_with_the_number_of_tensors(relays: Relays) -> None:
+    class Counting(RelayClient):
+        num_calls = 0
+
+        async def call(self, reply: Awaitable[T]) -> T:
+            self.num_calls += 1
+            return await super().call(reply)
+
+    relay = relays.start("a")
+    counts = []
+    async with Counting(relay.ready["grpc"]) as client:
+        for step, num_tensors in enumerate((1, 1, 500)):  # the first also finds the master and claims the run
+            tensors = [TensorSource(f"w{n}", "U8", (8,), lambda: memoryview(b"12345678")) for n in range(num_tensors)]
+            before = client.num_calls
+            ticket = await publish(client, MODEL, tensors, step=step, run="r")
+            counts.append(client.num_calls - before)
+            await ticket.wait_sealed(10.0)
+    assert counts[1] == counts[2] <= 3

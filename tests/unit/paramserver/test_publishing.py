@@ -421,6 +421,19 @@ async def test_a_pinned_version_stays_and_its_memory_is_used_again_only_after_it
     host.relay.pins.release(blocker.lease_id, time.monotonic())
 
 
+async def test_an_exact_version_is_acquired_or_refused_and_never_another(host: Host) -> None:
+    """Engines on several hosts get one version: the newest of this host is no answer."""
+    await host.publish()
+    host.relay.acquire("keeps it", MODEL, 1, "engine-1", 60.0)
+    await host.publish()
+    pin, record = host.relay.acquire("again", MODEL, 1, "engine-2", 60.0)
+    assert (pin.version, record.version) == (1, 1)
+    assert host.relay.acquire("newest", MODEL, None, "engine-3", 60.0)[0].version == 2
+    for absent in (3, 99):
+        with pytest.raises(NotFound, match=f"no sealed version {absent} of policy.*held here: 1, 2"):
+            host.relay.acquire("none", MODEL, absent, "engine-4", 60.0)
+
+
 async def test_a_version_about_to_retire_is_either_held_or_refused(host: Host) -> None:
     """Each pin taken in the race stays good; nobody gets a pin on memory that went back."""
     held: list[tuple[int, Path]] = []

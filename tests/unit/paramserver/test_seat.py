@@ -187,6 +187,32 @@ async def test_another_store_is_not_taken_for_the_one_it_began_with(world: World
     assert set(a.view.members) == {"a"}
 
 
+async def test_a_masters_writes_hold_in_its_own_store_only(world: World) -> None:
+    """Another store's revisions may have come to the very number of this election."""
+    a = await world.seat("a")
+    assert await a.campaign("policy")
+    await a.refresh()
+    epoch = a.epoch("policy")
+    assert epoch is not None
+    del world.store.keys[keys.store_mark(a.view.store_id)]
+    assert not await a.as_master(epoch, "policy", [], [Put("/written", b"")])
+    assert "/written" not in world.store.keys
+
+
+@pytest.mark.parametrize("emptied_before", [keys.STORE, f"{keys.STORE}/"])
+async def test_a_registry_replaced_between_two_calls_is_said_in_words(world: World, emptied_before: str) -> None:
+    a = await world.seat("a")
+    real = a._registry.list
+
+    async def emptied(prefix: str) -> State:
+        found = await real(prefix)
+        return State((), 1) if prefix.startswith(emptied_before) else found
+
+    a._registry.list = emptied  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="between two calls"):
+        await a.check_store()
+
+
 async def test_an_adoption_that_fails_half_way_believes_nothing_of_the_other_store(world: World) -> None:
     a = await world.seat("a")
     before = a.view.store_id
