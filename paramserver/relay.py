@@ -462,7 +462,8 @@ class Relay:
         assert state is not None
         if complete and state.stage == "filling":
             took = time.monotonic() - started
-            log.info("%s complete, %s in %.3f s", snapshot, show_bytes(manifest.size_bytes), took)
+            how = f" over {fetch.transport}" if fetch.transport else ""
+            log.info("%s complete, %s in %.3f s%s", snapshot, show_bytes(manifest.size_bytes), took, how)
             self._came[key] = Holding(
                 fetch.upstream, fetch.rate_bytes_s, fetch.num_stripes, fetch.rtt_s, fetch.transport
             )

@@ -2,6 +2,7 @@
 
 Invariants:
 - what is lent is held against reuse (`reading()`) from READY until TAKEN, or until the mover that serves it is dead;
+- a version that goes is unmapped at once where nothing of it is lent;
 - an asker that says nothing for `STALL_S`, or has `LENT_MAX` chunks and wants more, loses its connection.
 """
 
@@ -77,6 +78,9 @@ class Lending:
             raise LinkBroken(f"the asker was silent for {STALL_S} s")
         elif self._lent:
             self._alive()
+        else:
+            with self._snapshot.reading():  # refused once the version goes: its memory must not stay mapped
+                pass
 
     def _request(self) -> None:
         kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(self._sock, wire.REQUEST.size))

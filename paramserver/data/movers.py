@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 MOVERS_MAX = 32  # processes of one relay; links beyond go over tcp
 START_TIMEOUT_S = 20.0
 MAP_TIMEOUT_S = 60.0  # an RDMA card takes a while to register a large version
+UNMAP_TIMEOUT_S = 5.0  # one that takes longer is killed, which unmaps too
 INSTALL = 'pip install "laminar-rl[nixl]"'
 
 _Answer = TypeVar("_Answer", Started, Mapped, Unmapped)
@@ -110,7 +112,7 @@ class MoverProcess:
 
     def unmap(self) -> None:
         self._say(Unmap())
-        self._await(Unmapped, MAP_TIMEOUT_S, nothing)
+        self._await(Unmapped, UNMAP_TIMEOUT_S, nothing)
 
     def hear(self) -> Answer:
         """One answer, awaited as long as the socket's timeout says. TransportFailed: its last word, or none."""
@@ -169,8 +171,9 @@ class Movers:
         """Starts that many, which shows whether the library works here. Unavailable when it does not."""
         require()
         try:
-            for mover in [self.take() for _ in range(count)]:
-                self._put_back(mover)
+            with ThreadPoolExecutor(count) as threads:
+                for mover in list(threads.map(lambda _: self.take(), range(count))):
+                    self._put_back(mover)
         except TransportFailed as error:
             raise Unavailable(f"--transport nixl: {error}", hint="use --transport tcp, or mend nixl here") from error
 

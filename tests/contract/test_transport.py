@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -376,6 +377,17 @@ def _begun(link: Link, into: Host) -> bool:
 
 
 @only_nixl
+def test_a_version_that_goes_is_unmapped_though_an_asker_stays_connected(scene: Scene) -> None:
+    movers = scene.own_movers()
+    holder, into = scene.host(), scene.host()
+    holder.fill()
+    with contextlib.closing(scene.dial(into)(holder.source, FETCH)):
+        assert movers.num_busy == 2
+        holder.store.remove(holder.snapshot, "retired")
+        until(lambda: movers.num_busy == 1, "only the asker's still maps anything")
+
+
+@only_nixl
 def test_a_mover_that_dies_is_a_failed_link_and_twice_means_tcp(scene: Scene) -> None:
     """The relays' own processes live on, whatever the library does."""
     movers = scene.own_movers()
@@ -403,6 +415,19 @@ def test_a_holder_that_speaks_tcp_only_is_asked_over_tcp_and_it_is_said(
     assert running.run()
     assert (running.transport, into.content()) == ("tcp", CONTENT)
     assert caplog.text.count("does not speak nixl: its bytes come over tcp") == 1
+
+
+@only_nixl
+@pytest.mark.parametrize("transports", [[], ["of-tomorrow"]])
+def test_an_asker_that_does_not_speak_nixl_is_sent_its_bytes(scene: Scene, transports: list[str]) -> None:
+    """Relays of an earlier release greet without `transports`; those of a later one may know more."""
+    source, into = scene.full(), scene.host()
+    link = TcpLink(source, msgspec.structs.replace(FETCH, transports=transports))
+    with contextlib.closing(link):
+        assert link.welcome.nixl is None
+        link.ask(Want(0, 0))
+        link.receive(into.snapshot.place, lambda *_: None)
+    assert into.snapshot.place(0) == CONTENT[:CHUNK]
 
 
 @only_nixl
