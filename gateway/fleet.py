@@ -20,7 +20,7 @@ from gateway.core.fleet import EngineState, EngineStatus, FleetState, RefreshDec
 from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.data import Timeline
-from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport, SnapshotRefused
+from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport, SnapshotRefused, version_of
 from gateway.engines.kinds import connect
 from gateway.engines.tether import until_broken
 from paramserver.client import Lease, RelayClient
@@ -328,19 +328,23 @@ class Fleet:
         state.waiting_reported = report.waiting
         self.state.kv_ceiling(state).observe(report.kv_usage, report.running, report.waiting)
         restarted = state.incarnation != report.incarnation
-        if state.status != "dead" and not restarted and not state.must_load:
-            self._trust(member)
+        if state.status != "dead" and not (restarted or state.must_load or state.suspected):
             return
         limits = await member.adapter.limits()
         if state.status == "refreshing":
             return  # its refresh fails by itself and fences it; the next look goes on from there
-        if restarted and state.status not in ("dead", "joining"):
-            self._set(member, "dead", "it was restarted")
+        relabelled = state.status == "serving" and version_of(limits.weight_version) != state.version
+        if state.status == "serving" and not restarted and not relabelled:
+            self._trust(member)
+            return
+        if (restarted or relabelled) and state.status not in ("dead", "joining"):
+            what = "it was restarted" if restarted else f"it says {limits.weight_version!r}, not {state.version}"
+            self._set(member, "dead", what)
         if restarted:
             state.begin_anew()
         state.incarnation = report.incarnation
         state.context_tokens, state.kv_capacity_tokens = limits.context_tokens, limits.kv_capacity_tokens
-        state.version = Version(int(limits.weight_version)) if limits.weight_version.isdigit() else Version(0)
+        state.version = version_of(limits.weight_version)
         state.must_load = limits.fenced
         if state.status == "dead":
             what = "fenced: it must load before it serves" if limits.fenced else f"holds version {state.version}"

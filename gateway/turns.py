@@ -42,7 +42,7 @@ from gateway.core.types import (
     VersionChange,
 )
 from gateway.data import PartialResponsePool, Timeline
-from gateway.engines.base import EngineAdapter, EngineChunk, RequestRefused, StreamCut
+from gateway.engines.base import EngineAdapter, EngineChunk, RequestRefused, StreamCut, version_of
 from gateway.fleet import Fleet
 from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable
 
@@ -438,6 +438,7 @@ class Run:
             last_at: float | None = None
             async for chunk in chunks:
                 last_at = self._note_pace(engine, len(chunk.token_ids), last_at)
+                self._check_first(chunk)
                 self._take(chunk)
                 if chunk.finish_reason is not None:
                     self._check_version(chunk)
@@ -519,10 +520,17 @@ class Run:
             end=end,
         )
 
+    def _check_first(self, chunk: EngineChunk) -> None:
+        """An engine that tells its version with the first tokens is cut before one of another version is taken."""
+        told = {version_of(label) for label in chunk.versions}
+        if told - {self._version()} and self.record.segments[-1].start == len(self.record.token_ids):
+            raise StreamCut("version", f"sent to version {self._version()}, sampled by {sorted(told)}")
+
     def _check_version(self, chunk: EngineChunk) -> None:
         """The engine's own word on the version stands; a difference to ours is an error that must be seen."""
-        told = {int(label) for label in chunk.versions if label.isdigit()}
+        told = {version_of(label) for label in chunk.versions}
         if told and told != {self._version()}:
+            self._fleet.suspect(EngineName(self.record.segments[-1].engine))
             self._owner.counters.version_mismatches += 1
             log.error("turn %s: sent to version %d, sampled by %s", self.request.turn_id, self._version(), sorted(told))
             self.record.segments[-1] = msgspec.structs.replace(self.record.segments[-1], version=max(told))

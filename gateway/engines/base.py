@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from gateway.core.types import FinishReason, SamplingParams, TopLogprob
+from gateway.core.types import NO_VERSION, FinishReason, SamplingParams, TopLogprob, Version
 from protos.errors import LaminarError
 
-CutReason = Literal["refused", "reset", "early_end", "abort", "server_error", "stalled", "protocol"]
+CutReason = Literal["refused", "reset", "early_end", "abort", "server_error", "stalled", "protocol", "version"]
 
 
 class StreamCut(LaminarError):
@@ -79,6 +79,11 @@ class EngineLimits:
     weight_version: str
     fenced: bool = False
     """Paused, by whomever: perhaps in the middle of a load, and then its label proves nothing."""
+
+
+def version_of(label: str) -> Version:
+    """The version that an engine's label names; any other word is what it was started with."""
+    return Version(int(label)) if label.isdigit() else NO_VERSION
 
 
 class EngineAdapter(Protocol):

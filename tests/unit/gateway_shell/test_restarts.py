@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.cutting_engine import Cut, CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
-from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
+from tests.unit.gateway_shell.shell import BUDGET, Shell, check_whole, read, shell
 
 
 async def loaded(found: Shell, holder: FakeRelay, *engines: CuttingEngine) -> None:
@@ -84,3 +84,30 @@ async def test_an_engine_met_fenced_with_nothing_to_load_serves_once_it_is_resum
             assert found.status(e0) == "joining"
         e0.paused = False
         await until(lambda: found.status(e0) == "serving", "service")
+
+
+async def test_tokens_of_another_version_are_not_taken_where_the_engine_tells_it_first(tmp_path: Path) -> None:
+    """Somebody else loaded a version: the first event says so, and a look finds the new label."""
+    e0 = CuttingEngine("e0", version="7", version_early=True)
+    async with e0, shell(tmp_path, e0) as found:
+        session = found.session()
+        await read(found.run(session))
+        e0.version = "9"
+        run = found.run(session)
+        await read(run)
+        assert [(s.version, s.start, s.end) for s in run.segments] == [(7, 0, 0), (9, 0, BUDGET)]
+        assert found.sessions.counters.cuts_by_reason == {"version": 1}
+        assert found.sessions.counters.version_mismatches == 0
+
+
+async def test_a_version_told_at_the_end_alone_is_believed_and_the_engine_looked_at(tmp_path: Path) -> None:
+    e0 = CuttingEngine("e0", version="7")
+    async with e0, shell(tmp_path, e0) as found:
+        e0.version = "default"  # a restart that nothing else showed: what it was started with
+        run = found.run()
+        await read(run)
+        assert [s.version for s in run.segments] == [0]
+        assert found.sessions.counters.version_mismatches == 1
+        await until(lambda: found.fleet.state.sorted_engines()[0].version == 0, "the look")
+        await read(found.run())
+        assert found.sessions.counters.version_mismatches == 1
