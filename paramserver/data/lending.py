@@ -67,6 +67,9 @@ class Lending:
         wire.send_message(self._sock, Kind.WELCOME, wire.Welcome(self._snapshot.manifest, [], lent))
 
     def _next(self) -> None:
+        if not self._lent:
+            with self._snapshot.reading():  # refused once the version goes: its memory must not stay mapped
+                pass
         ends: list[socket.socket | MoverProcess] = [self._sock, self._mover]
         readable, _, _ = select.select(ends, [], [], wire.HEARTBEAT_S)
         if self._mover in readable:
@@ -78,9 +81,6 @@ class Lending:
             raise LinkBroken(f"the asker was silent for {STALL_S} s")
         elif self._lent:
             self._alive()
-        else:
-            with self._snapshot.reading():  # refused once the version goes: its memory must not stay mapped
-                pass
 
     def _request(self) -> None:
         kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(self._sock, wire.REQUEST.size))

@@ -381,10 +381,16 @@ def test_a_version_that_goes_is_unmapped_though_an_asker_stays_connected(scene: 
     movers = scene.own_movers()
     holder, into = scene.host(), scene.host()
     holder.fill()
-    with contextlib.closing(scene.dial(into)(holder.source, FETCH)):
+    with contextlib.closing(scene.dial(into)(holder.source, FETCH)) as link:
+
+        def freed() -> bool:
+            with contextlib.suppress(LinkBroken):  # it may be told so already
+                link.alive()
+            return movers.num_busy == 1
+
         assert movers.num_busy == 2
         holder.store.remove(holder.snapshot, "retired")
-        until(lambda: movers.num_busy == 1, "only the asker's still maps anything")
+        until(freed, "only the asker's still maps anything")
 
 
 @only_nixl
