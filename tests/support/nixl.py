@@ -9,13 +9,12 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from deploy.setup_env import cache_dir, digest, python_tag
+from deploy.setup_env import cache_dir, digest, python_tag, shared_environment
 
 LOCK = Path(__file__).with_name("nixl.lock")
 INSTALL_TIMEOUT_S = 600
@@ -35,7 +34,7 @@ def installed() -> Path:
 
 
 def _install(target: Path) -> None:
-    pip = [str(Path(sys.base_prefix) / "bin" / "python3"), "-m", "pip", "install", "--quiet", "--no-deps"]
+    pip = [str(shared_environment() / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
     done = subprocess.run(
         [*pip, "--target", str(target), "--requirement", str(LOCK)],
         capture_output=True,
