@@ -2,7 +2,7 @@
 
 Invariants:
 - one run per model at a time, and at most one version of it being written;
-- a number is given once per epoch;
+- a number, of a version or of a plan, is given once per epoch;
 - what was committed has every chunk, and the root that its publisher computed.
 """
 
@@ -62,6 +62,7 @@ class Publishing:
         self._drafts = Drafts()
         self._sealing = Sealing(relay)
         self.presiding = Presiding(relay, self._drafts)
+        self._plans: dict[str, Plan] = {}  # the newest given here, of each model
         self._claims: dict[str, dict[int, RunClaim]] = {}
         self._meetings: dict[tuple[str, str, int], Meeting] = {}
 
@@ -222,12 +223,14 @@ class Publishing:
         )
 
     def _plan(self, model: str, epoch: Epoch) -> Plan:
-        view = self._relay.view
-        previous, slow = view.plans.get(model), self._relay.stragglers(model).slow
+        view, slow = self._relay.view, self._relay.stragglers(model).slow
+        previous = self._plans.get(model)  # the registry may not have it yet
+        if previous is None or previous.epoch != epoch:
+            previous = view.plans.get(model)
         plan = next_plan(previous, epoch, self._relay.config.name, view.places(), slow)
         if plan is not previous:
             log.info("%s: plan %d: %s (%s)", model, plan.number, " > ".join(plan.order), plan.reason)
-        view.plans[model] = plan
+        self._plans[model] = view.plans[model] = plan
         return plan
 
     def writable(self, model: str, version: int, token: str) -> Snapshot:

@@ -62,6 +62,7 @@ class World:
         self.sealed: dict[tuple[str, int], Sealed] = {}
         self.epochs: dict[tuple[str, int], Epoch] = {}
         self.ended: dict[tuple[str, int], Ended] = {}
+        self._plans: dict[tuple[str, Epoch, int], tuple[str, ...]] = {}
         self._lost_tickets: list[Ticket] = []
         self._shown: dict[tuple[str, str], int] = {}
         self._tainted: set[tuple[str, str, int]] = set()
@@ -135,6 +136,9 @@ class World:
         known = self.sealed.get(name)
         self.demand(known is None or self.epochs[name] == record.manifest.epoch, f"{name} is sealed, and given again")
         self.epochs[name] = record.manifest.epoch
+        plan = record.plan
+        known = self._plans.setdefault((name[0], plan.epoch, plan.number), plan.order)
+        self.demand(known == plan.order, f"plan {plan.number} of {plan.epoch} is {known}, and {plan.order}")
 
     def _saw_sealed(self, name: tuple[str, int], record: Sealed, by: str) -> None:
         known = self.sealed.get(name)
@@ -249,7 +253,7 @@ class World:
             self._kill_trainer,
             self._taint,
         )
-        more = (self._slow, self._compact, self._expire, self._replace, self._nothing)
+        more = (self._slow, self._compact, self._expire, self._replace, self._drain)
         weights = (4, 4, 4, 3, 2, 3, 2, 2, 1, 2, 1 if self.replaceable else 0, 1)
         self.rng.choices((*kinds, *more), weights)[0]()
         self.clock.after(self.rng.expovariate(0.7), self.misfortune)
@@ -257,12 +261,22 @@ class World:
     def _any(self) -> SimRelay:
         return self.relays[self.rng.choice(sorted(self.relays))]
 
-    def _kill(self) -> None:
-        host = self._any()
+    def _kill(self, host: SimRelay | None = None) -> None:
+        host = host or self._any()
         if host.name not in self._absent and not self._replacing:
             self._absent.add(host.name)
             host.kill()
             self.clock.after(self.rng.expovariate(0.5), lambda: self.start_relay(host.name))
+
+    def _drain(self) -> None:
+        """As before an upgrade: drained, then ended and started anew, whether or not it was needed still."""
+        host = self._any()
+        self.operator.create_task(self._drain_one(host.address))
+        self.clock.after(self.rng.uniform(0.5, 5.0), lambda: self.listening(host.address) and self._kill(host))
+
+    async def _drain_one(self, address: str) -> None:
+        with contextlib.suppress(LaminarError):
+            await call(self, self.operator, address, "Drain", pb.DrainRequest(), 5.0)
 
     def _stop(self) -> None:
         process = self._any().process
@@ -341,9 +355,6 @@ class World:
                 await asyncio.sleep(0.3)
         self._replacing = False
 
-    def _nothing(self) -> None:
-        return
-
     # ---- the run
 
     def run(self, faults_s: float) -> None:
@@ -362,9 +373,10 @@ class World:
             self._restart_refused()
 
     def _restart_refused(self) -> None:
-        """What could not start (its name in use, no registry) is started again, as by systemd."""
+        """What could not start (its name in use, no registry) is started again, as by systemd; so is what drained."""
         for name, host in self.relays.items():
-            if host.refused is not None and name not in self._absent:
+            drained = self.healing and host.relay is not None and host.relay.seat.member.draining
+            if name not in self._absent and (host.refused is not None or (drained and not self._replacing)):
                 self._absent.add(name)
                 host.kill()
                 self.clock.after(1.0, lambda name=name: self.start_relay(name))

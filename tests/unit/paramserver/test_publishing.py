@@ -396,6 +396,20 @@ async def test_a_new_master_ends_what_the_old_one_left_open(world: World, host: 
     assert (await other.publish()).manifest.version == 3
 
 
+async def test_a_plans_number_is_given_once_though_the_registry_has_not_heard_of_it(world: World, host: Host) -> None:
+    await host.publish()
+    known = host.seat.view.plans[MODEL]
+    orders = {known.number: known.order}
+    world.store.reachable = False
+    for joined in ("b", "c"):
+        host.seat.view.members[joined] = Member(joined, joined, "h:1", "h:2")
+        plan = (await host.announce()).announced.plan
+        assert orders.setdefault(plan.number, plan.order) == plan.order
+        host.seat.view.plans[MODEL] = known  # a list tells what the registry has
+        del host.seat.view.members[joined]
+    assert len(orders) == 3
+
+
 # ---- room
 
 
