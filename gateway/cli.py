@@ -116,6 +116,17 @@ def cli() -> None:
 @click.option("--queue-timeout-s", type=SECONDS, default=60.0, help="Wait for an engine before 429.")
 @click.option("--queue-max", type=AT_LEAST_1, default=1024, help="Turns that may wait at once.")
 @click.option("--session-idle-s", type=SECONDS, default=1800.0, help="Idle sessions are abandoned after this.")
+@click.option(
+    "--logprobs-kind",
+    type=click.Choice(["processed", "raw"]),
+    default="processed",
+    help="Which logprobs the engines report: vLLM's are raw unless it runs with --logprobs-mode processed_logprobs.",
+)
+@click.option(
+    "--penalties-move",
+    is_flag=True,
+    help="Turns with penalties may be moved and resumed; another engine starts to count them anew.",
+)
 @click.option("--seed", default=0, help="Breaks ties of the planner.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.core.fleet import FleetConfig
+from gateway.core.types import LogprobsKind
 from protos.engines import check_kind, is_address
 from protos.errors import InvalidRequest
 
@@ -34,6 +35,8 @@ class GatewayConfig:
     poll_interval_s: float = 1.0
     dead_after_polls: int = 3
     stall_timeout_s: float = 60.0
+    logprobs_kind: LogprobsKind = "processed"
+    penalties_move: bool = False  # a turn with penalties may go on elsewhere, where they start to count anew
     placement_timeout_s: float = 120.0  # a turn that was cut waits so long for an engine before it is lost
     disconnect_grace_s: float = 5.0  # a turn whose client left goes on so long before it is aborted
     recovery_grace_s: float = 60.0  # a turn that outlived the gateway waits so long for its client

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self
 
 from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
-from gateway.core.types import History, Segment, SessionId, TokenDelta, TurnRequest, VersionChange
+from gateway.core.types import History, LogprobsKind, Segment, SessionId, TokenDelta, TurnRequest, VersionChange
 
 IdentitySource = Literal["url", "api_key", "header", "body", "none"]
 Message = Mapping[str, Any]
@@ -34,6 +34,7 @@ class ModelInfo:
     name: str
     context_tokens: int
     created_unix_s: int
+    penalties_move: bool = False  # turns with penalties may go on at another engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class SessionView:
     tree: TurnTree
     ephemeral: bool
     history: History = "record"
+    trains: bool = False
+    logprobs_kind: LogprobsKind = "processed"
 
 
 class TurnRun(Protocol):

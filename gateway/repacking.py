@@ -130,6 +130,7 @@ class Repacker:
             tuple(lengths.growth(load.tokens, generated, left, further, frees=alone) for further in ahead),
             max(lengths.remaining(generated, left) * each_s, 0.0 if alone else self._sessions.typical_duration_s / 2),
             run.session.moves,
+            run.request.sampling.in_place,
         )
 
     def _waiting(self, session: SessionState) -> SessionLoad:

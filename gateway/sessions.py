@@ -101,7 +101,8 @@ class Sessions:
     # -- gateway.ports.Turns
 
     def models(self) -> Sequence[ModelInfo]:
-        return [ModelInfo(self.config.model, self._context_tokens(), self._started_unix_s)]
+        config = self.config
+        return [ModelInfo(config.model, self._context_tokens(), self._started_unix_s, config.penalties_move)]
 
     def session_of_key(self, api_key: str) -> SessionId | None:
         return self._keys.get(api_key)
@@ -111,7 +112,15 @@ class Sessions:
             raise Unavailable("the gateway is shutting down", hint="ask again soon")
         state = self._find_or_make(identity)
         state.check_open()
-        return SessionView(state.session_id, state.tree, state.spec.ephemeral, state.spec.history)
+        spec = state.spec
+        return SessionView(
+            state.session_id,
+            state.tree,
+            spec.ephemeral,
+            spec.history,
+            trains=spec.train and spec.split == "train",
+            logprobs_kind=self.config.logprobs_kind,
+        )
 
     def start(self, request: TurnRequest) -> Run:
         return Run(request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline)
@@ -120,7 +129,7 @@ class Sessions:
         """All or none: what is left of a request's choices would be another sample than the one it asks for."""
         found = [self.known.find(call, choice) for choice in range(choices)]
         runs = [run for run in found if run is not None]
-        if len(runs) < choices:
+        if len(runs) < choices or any(run.came_to_nothing and run.request.sampling.in_place for run in runs):
             return None
         joined: list[Run] = []
         for run in runs:

@@ -27,7 +27,7 @@ import msgspec
 from gateway.audience import Audience
 from gateway.core.fleet import TurnLoad
 from gateway.core.joining import Attention
-from gateway.core.sampling import segment_sampling
+from gateway.core.sampling import sampled_with, segment_sampling
 from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
 from gateway.core.types import (
@@ -295,7 +295,7 @@ class Run:
         return self._leave(None) is not None
 
     def _leave(self, destination: EngineName | None) -> _Leaving | None:
-        if self._stream is None or self._ended or self._leaving is not None:
+        if self._stream is None or self._ended or self._leaving is not None or self.request.sampling.in_place:
             return None
         self._stream.cancel()
         arrived = asyncio.get_running_loop().create_future()
@@ -350,6 +350,8 @@ class Run:
                 cause, cuts = "cut", cuts + 1
                 self._note_cut(placement.engine, cut)
                 if self._left():
+                    if self.request.sampling.in_place and self.record.token_ids:
+                        raise self._lost(f"it cannot go on elsewhere, for it has to end where it began: {cut}") from cut
                     if cuts >= CUTS_MAX:
                         raise self._lost(f"its stream was cut {cuts} times, last by {cut}") from cut
                     await asyncio.sleep(min(CUT_BACKOFF_MAX_S, CUT_BACKOFF_S * 2 ** (cuts - 1)))
@@ -496,6 +498,7 @@ class Run:
             started_unix_s=now,
             ended_unix_s=now,
             seed=segment_sampling(self.request, at).seed,
+            sampled_with=sampled_with(self.request.sampling, self._fleet.config.logprobs_kind),
         )
         self.record.segments.append(segment)
         self._pool.open_segment(self.request.turn_id, segment)

@@ -23,8 +23,9 @@ from gateway.api.openai_types import (
     CompletionRequest,
     _Common,
 )
+from gateway.core.sampling import distorted
 from gateway.core.types import SamplingParams
-from gateway.ports import Message, ModelInfo
+from gateway.ports import Message, ModelInfo, SessionView
 from gateway.tokens import ToolFormat
 from protos.errors import InvalidRequest, TooLarge, Unavailable, UnknownModel
 
@@ -224,10 +225,44 @@ def _shape(body: _Common, logprobs: int | None) -> AnswerShape:
     )
 
 
+def response_schema(body: ChatRequest) -> str:
+    """The JSON schema that constrains the answer, as text; empty for none."""
+    wanted = body.response_format
+    if wanted is None or wanted == {"type": "text"}:
+        return ""
+    if wanted == {"type": "json_object"}:
+        return '{"type":"object"}'
+    described = wanted.get("json_schema")
+    if wanted.get("type") != "json_schema" or not isinstance(described, dict):
+        raise RefusedField(
+            "response_format",
+            f"`response_format` of type {wanted.get('type')!r} is not supported",
+            hint="'text', 'json_object', or 'json_schema' with its `json_schema`",
+        )
+    if not isinstance(schema := described.get("schema"), dict):
+        raise BadField("response_format.json_schema.schema", "a JSON schema is an object")
+    return msgspec.json.encode(schema).decode()
+
+
+def check_trainable(sampling: SamplingParams, view: SessionView) -> None:
+    """A session that is trained on records the behaviour policy's logprobs, or is refused by name."""
+    if not view.trains or view.logprobs_kind == "processed":
+        return
+    for name in distorted(sampling):
+        raise RefusedField(
+            name,
+            f"`{name}` would make the recorded logprobs others than the policy's, for the engines report raw ones",
+            hint='leave it out, run the engines with processed logprobs, or make the session with "train": false',
+        )
+
+
 def sampling(
     body: ChatRequest | CompletionRequest, *, prompt_tokens: int, model: ModelInfo, top: int
 ) -> SamplingParams:
     """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
+    presence = in_range("presence_penalty", body.presence_penalty, -2.0, 2.0) or 0.0
+    frequency = in_range("frequency_penalty", body.frequency_penalty, -2.0, 2.0) or 0.0
+    schema = response_schema(body) if isinstance(body, ChatRequest) else ""
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
     if not model.context_tokens:
@@ -250,6 +285,10 @@ def sampling(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         top_logprobs=top,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        json_schema=schema,
+        in_place=bool(schema) or (bool(presence or frequency) and not model.penalties_move),
     )
 
 

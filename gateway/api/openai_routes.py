@@ -198,6 +198,7 @@ class _Handlers:
         prompt = await asyncio.to_thread(call.make_prompt, view) if long else call.make_prompt(view)
         ids, top = tuple(prompt.token_ids), call.shape.logprobs or 0
         sampling = requests.sampling(call.body, prompt_tokens=len(ids), model=call.model, top=top)
+        requests.check_trainable(sampling, view)
         if not named:
             view = await self._turns.open_session(identity)
         name = secrets.token_hex(12)

@@ -131,14 +131,11 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
 }
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
     "parallel_tool_calls": (None, True),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -162,13 +159,10 @@ NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
 
 WHAT_TO_DO: dict[str, str] = {
     "best_of": "ask for `n` and choose yourself",
-    "presence_penalty": "penalties would change the policy that is trained on; leave it out",
-    "frequency_penalty": "penalties would change the policy that is trained on; leave it out",
     "logit_bias": "biases would change the policy that is trained on; leave it out",
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
     "parallel_tool_calls": "leave it out; more than one call may come in an answer",
-    "response_format": "leave it out, or use {'type': 'text'}: answers are never constrained",
     "reasoning_effort": "use `chat_template_kwargs` with what the model's template knows",
     "echo": "prepend the prompt yourself, or ask for `return_token_ids`",
 }

@@ -38,6 +38,7 @@ class SessionLoad:
     growth: tuple[int, ...] = ()  # KV tokens more (or less) at each horizon; one length for all
     remaining_s: float = 0.0  # how long it will probably still hold its engine
     moves: int = 0
+    stays: bool = False  # it has to end where it began
 
     @property
     def key(self) -> str:
@@ -232,6 +233,9 @@ def _take(load: SessionLoad, bins: Sequence[_Bin]) -> _Bin | None:
 def _why_not_at_all(source: EngineView, config: RepackConfig) -> str:
     if not source.turns:
         return "it is empty already"
+    staying = [s for s in source.sessions if s.stays]
+    if staying:
+        return f"{len(staying)} of its turns have to end where they began"
     tired = [s for s in source.sessions if s.moves >= config.moves_max]
     return f"{len(tired)} of its sessions have moved {config.moves_max} times" if tired else ""
 

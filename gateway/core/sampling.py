@@ -11,13 +11,40 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
-from gateway.core.types import SamplingParams, TurnRequest
+from gateway.core.types import LogprobsKind, SampledWith, SamplingParams, TurnRequest
 
 
 def segment_seed(seed: int, choice: int, turn: int, generated: int) -> int:
     """32 bits, which every engine takes. `turn` is its depth in the session, `generated` the turn's tokens so far."""
     digest = hashlib.sha256(f"{seed}:{choice}:{turn}:{generated}".encode()).digest()
     return int.from_bytes(digest[:4], "big")
+
+
+def distorted(sampling: SamplingParams) -> list[str]:
+    """The fields by which tokens are drawn from another distribution than the model's own, greedy apart."""
+    found = {
+        "temperature": sampling.temperature not in (0.0, 1.0),
+        "top_p": sampling.top_p < 1.0,
+        "top_k": sampling.top_k > 0,
+        "min_tokens": sampling.min_tokens > 0,
+        "presence_penalty": sampling.presence_penalty != 0.0,
+        "frequency_penalty": sampling.frequency_penalty != 0.0,
+        "response_format": bool(sampling.json_schema),
+    }
+    return [name for name, does in found.items() if does]
+
+
+def sampled_with(sampling: SamplingParams, kind: LogprobsKind) -> SampledWith:
+    raw = kind == "raw" and bool(distorted(sampling))
+    return SampledWith(
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        bool(sampling.json_schema),
+        "raw" if raw else "greedy" if sampling.temperature == 0.0 else "policy",
+    )
 
 
 def segment_sampling(request: TurnRequest, generated: int) -> SamplingParams:

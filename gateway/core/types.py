@@ -23,6 +23,8 @@ NO_VERSION = Version(0)
 FinishReason = Literal["stop", "length"]
 SegmentCause = Literal["start", "move", "cut"]
 Split = Literal["train", "eval"]
+LogprobsKind = Literal["processed", "raw"]
+"""Which logprobs engines report: after temperature, truncation and penalties, or before."""
 VersionPolicy = Literal["segment", "strict", "fail"]
 """When no engine serves a session's version any more: go on under another one, have it loaded again, or give up."""
 HistoryKind = Literal["first", "extended", "closed", "branch"]
@@ -47,6 +49,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int = 0  # alternatives reported beside the sampled token
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    json_schema: str = ""  # as JSON text: the answer is constrained to it
+    in_place: bool = False
+    """It ends on the engine that began it: another would not know what its grammar or penalties have seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,21 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
 
 
+class SampledWith(msgspec.Struct, frozen=True):
+    """What a trainer needs to know of how a segment was sampled. `logprobs` are of that distribution, unless `kind`:
+
+    `raw`: of the model's, before temperature, truncation and penalties; `greedy`: the likeliest token was taken.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    presence_penalty: float
+    frequency_penalty: float
+    constrained: bool
+    logprobs: Literal["policy", "raw", "greedy"]
+
+
 class VersionChange(msgspec.Struct, frozen=True):
     """A session's version was lost, and it went on under another one."""
 
@@ -118,6 +140,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     started_unix_s: float
     ended_unix_s: float
     seed: int | None = None
+    sampled_with: SampledWith | None = None
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,6 +59,12 @@ def generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request
         params["min_new_tokens"] = sampling.min_tokens
     if sampling.top_k:
         params["top_k"] = sampling.top_k
+    if sampling.presence_penalty:
+        params["presence_penalty"] = sampling.presence_penalty
+    if sampling.frequency_penalty:
+        params["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.json_schema:
+        params["json_schema"] = sampling.json_schema
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     if sampling.stop_token_ids:

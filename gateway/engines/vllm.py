@@ -213,6 +213,12 @@ def _completion_body(
         body["min_tokens"] = sampling.min_tokens
     if sampling.top_k:
         body["top_k"] = sampling.top_k
+    if sampling.presence_penalty:
+        body["presence_penalty"] = sampling.presence_penalty
+    if sampling.frequency_penalty:
+        body["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.json_schema:
+        body["structured_outputs"] = {"json": sampling.json_schema}
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     if sampling.stop_token_ids:

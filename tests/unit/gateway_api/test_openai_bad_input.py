@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import AsyncIterator
@@ -10,10 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.api.openai_requests import decode_chat, decode_completion, sampling
+from gateway.api.openai_errors import RefusedField
+from gateway.api.openai_requests import check_trainable, decode_chat, decode_completion, sampling
 from gateway.api.openai_routes import BODY_BYTES_MAX
 from gateway.api.openai_types import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
-from gateway.ports import ModelInfo
+from gateway.core.tree import TurnTree
+from gateway.core.types import SessionId
+from gateway.ports import ModelInfo, SessionView
 from protos.errors import InvalidRequest, TooLarge
 from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
@@ -76,9 +80,14 @@ async def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any], aio
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs `stream`"),
         ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x", "unknown field"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "the policy"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "-2.0 to 2.0"),
+        ({"response_format": {"type": "grammar"}}, "response_format", "'grammar' is not supported"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+            "object",
+        ),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "never constrained"),
         ({"tool_choice": "required", "tools": [FUNCTION]}, "tool_choice", "'auto'"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not supported"),
         ({"tool_choice": "maybe"}, "tool_choice", "unknown"),
@@ -212,3 +221,41 @@ async def test_a_body_over_the_limit_is_refused_by_size(url: str) -> None:
     body = io.BytesIO(b" " * (BODY_BYTES_MAX + 1))
     async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", data=body) as answer:
         assert (answer.status, json.loads(await answer.text())["error"]["code"]) == (413, "too_large")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "schema", "in_place"),
+    [
+        ({}, "", False),
+        ({"response_format": {"type": "text"}}, "", False),
+        ({"response_format": {"type": "json_object"}}, '{"type":"object"}', True),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, json.dumps(SCHEMA), True),
+        ({"presence_penalty": 0.5}, "", True),
+        ({"frequency_penalty": -0.5}, "", True),
+        ({"presence_penalty": 0}, "", False),
+    ],
+)
+def test_what_has_to_end_where_it_began(change: dict[str, Any], schema: str, in_place: bool) -> None:
+    body = decode_chat(json.dumps({"model": "policy", "messages": [], **change}).encode())
+    found = sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0), top=0)
+    assert (found.json_schema.replace(" ", ""), found.in_place) == (schema.replace(" ", ""), in_place)
+    allowed = sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0, penalties_move=True), top=0)
+    assert allowed.in_place is bool(schema), "penalties may move where that is allowed, a grammar never"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_tokens", "presence_penalty", "response_format"])
+def test_a_session_that_is_trained_on_refuses_what_raw_logprobs_do_not_tell(name: str) -> None:
+    values = {"top_k": 5, "min_tokens": 2, "response_format": {"type": "json_object"}}
+    body = decode_chat(json.dumps({"model": "policy", "messages": [], name: values.get(name, 0.5)}).encode())
+    plain = decode_chat(b'{"model": "policy", "messages": [], "seed": 3, "stop": "x"}')
+    found, neutral = (sampling(b, prompt_tokens=1, model=ModelInfo("policy", 50, 0), top=0) for b in (body, plain))
+    raw = SessionView(SessionId("s"), TurnTree(), ephemeral=False, trains=True, logprobs_kind="raw")
+    with pytest.raises(RefusedField, match=f"`{name}` would make") as refused:
+        check_trainable(found, raw)
+    assert refused.value.param == name
+    check_trainable(neutral, raw)
+    check_trainable(found, dataclasses.replace(raw, trains=False))
+    check_trainable(found, dataclasses.replace(raw, logprobs_kind="processed"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections import Counter
@@ -330,3 +331,13 @@ def test_seeds_part_only_equals() -> None:
     assert len({p.moves[0].destination for p in plans}) > 1, "destinations, too"
     unequal = [view(f"e{i}", turn(50 + i)) for i in range(4)]
     assert len({plan_repack(unequal, NEWEST, CONFIG, seed=seed) for seed in range(20)}) == 1
+
+
+def test_an_engine_whose_turn_has_to_end_there_is_no_source_and_may_be_a_destination() -> None:
+    staying = dataclasses.replace(turn(20), stays=True)
+    found = plan_repack([view("e0", staying), view("e1", turn(30))], NEWEST, CONFIG, seed=0)[0]
+    assert freed(found) == ["e1"]
+    assert {m.destination for m in found.moves} == {"e0"}
+    alone = plan_repack([view("e0", staying), view("e1", dataclasses.replace(turn(30), stays=True))], NEWEST, CONFIG)[0]
+    assert alone.moves == ()
+    assert "have to end where they began" in "; ".join(alone.reasons)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.sampling import segment_sampling, segment_seed
-from gateway.core.types import SamplingParams, SessionId, TurnId, TurnRequest
+from gateway.core.sampling import sampled_with, segment_sampling, segment_seed
+from gateway.core.types import LogprobsKind, SamplingParams, SessionId, TurnId, TurnRequest
 
 
 def request(choice: int = 0, turn: int = 0, **sampling: int) -> TurnRequest:
@@ -27,6 +29,26 @@ def test_the_same_place_draws_the_same_seed(seed: int, choice: int, turn: int, g
     found = segment_sampling(request(choice, turn, seed=seed), generated)
     assert found.seed == segment_seed(seed, choice, turn, generated)
     assert found == segment_sampling(request(choice, turn, seed=seed), generated)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kind", "told"),
+    [
+        ({}, "processed", "policy"),
+        ({}, "raw", "policy"),
+        ({"temperature": 0.7}, "processed", "policy"),
+        ({"temperature": 0.7}, "raw", "raw"),
+        ({"temperature": 0.0}, "processed", "greedy"),
+        ({"temperature": 0.0}, "raw", "greedy"),
+        ({"temperature": 0.0, "top_k": 3}, "raw", "raw"),
+        ({"json_schema": "{}"}, "raw", "raw"),
+        ({"frequency_penalty": 0.1}, "processed", "policy"),
+    ],
+)
+def test_the_kind_of_logprobs_is_told(sampling: dict[str, Any], kind: LogprobsKind, told: str) -> None:
+    found = sampled_with(SamplingParams(max_tokens=1, **sampling), kind)
+    assert found.logprobs == told
+    assert found.constrained is ("json_schema" in sampling)
 
 
 def test_a_segment_has_what_is_left_of_its_turn() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
+import pytest
+
 from gateway.core.types import EngineName
+from protos.errors import Unavailable
 from tests.support.cutting_engine import Cut, CuttingEngine, until
-from tests.unit.gateway_shell.shell import BUDGET, Shell, check_at_rest, check_whole, shell
+from tests.unit.gateway_shell.shell import BUDGET, Shell, check_at_rest, check_whole, read, shell
 
 E0, E1 = EngineName("e0"), EngineName("e1")
 
@@ -91,3 +95,27 @@ async def test_decode_curves_are_learnt_from_streams(tmp_path: Path) -> None:
 async def _read(found: Shell) -> None:
     async with found.run(budget=BUDGET) as run:
         check_whole(run, [delta async for delta in run])
+
+
+async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    async with e0, e1, shell(tmp_path, e0, e1) as found:
+        async with found.run(in_place=True) as run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            assert (run.move(E1), run.release()) == (None, False)
+            assert [load.stays for view in found.repacker._views() for load in view.sessions] == [True]
+            e0.go.set()
+            check_whole(run, [delta async for delta in run])
+        assert e1.asked == []
+        check_at_rest(found)
+
+
+async def test_what_has_to_end_where_it_began_is_lost_when_cut_unless_it_had_not_begun(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", cuts=deque([Cut("eof", 4), Cut("eof", 0)])), CuttingEngine("e1", always=Cut("503"))
+    async with e0, e1, shell(tmp_path, e0, e1) as found:
+        with pytest.raises(Unavailable, match=r"is lost: it cannot go on elsewhere.*send the request again"):
+            await read(found.run(in_place=True))
+        e1.always = None
+        run = found.run(in_place=True)
+        check_whole(run, await read(run))
+        check_at_rest(found)

@@ -84,6 +84,11 @@ async def test_what_is_asked() -> None:
         "logprobs": 0,
         "request_id": "r1",
     }
+    async with CuttingEngine() as e0, adapter(e0) as found:
+        await generate(found, presence_penalty=0.5, frequency_penalty=-1.0, json_schema='{"type":"object"}')
+    asked = e0.asked[0].body
+    assert (asked["presence_penalty"], asked["frequency_penalty"]) == (0.5, -1.0)
+    assert asked["structured_outputs"] == {"json": '{"type":"object"}'}
     extra = {"seed": 0, "top_k": 5, "min_tokens": 2, "stop_token_ids": [4], "ignore_eos": True, "logprobs": 3}
     assert full == {**plain, **extra, "return_tokens_as_token_ids": True}
 
