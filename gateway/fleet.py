@@ -1,7 +1,7 @@
-"""The shell around `core.fleet`: looks at engines, watches relays, refreshes, and gives turns their places.
+"""The shell around `core.fleet`: looks at engines, refreshes them, and gives turns their places.
 
 Owner of `FleetState`: everything here runs on one event loop, and state changes only between awaits.
-- one watcher task per engine (reports, death, return, refresh) and one per relay (which versions are there);
+- one watcher task per engine (reports, death, return, refresh); what relays hold is heard from `relays`;
 - turns that must wait stand in one bounded queue, served in order whenever anything changed.
 """
 
@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import EngineState, EngineStatus, FleetState, RefreshDecision, TurnLoad
 from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
-from gateway.core.types import EngineName, TurnId, Version
+from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
 from gateway.data import Timeline
 from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport, SnapshotRefused, version_of
 from gateway.engines.kinds import connect
 from gateway.engines.tether import until_broken
+from gateway.relays import Relays
 from paramserver.client import Lease, RelayClient
-from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable, UnknownModel, VersionLost
+from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable, VersionLost
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +90,7 @@ class Fleet:
         self._timeline = timeline
         self._admission = admission
         self._queue: deque[Waiter] = deque()
-        self._relays: dict[str, RelayClient] = {}
-        self._relays_seen: set[str] = set()
-        self._relay_watchers: dict[str, asyncio.Task[None]] = {}
+        self.relays: Relays
         self._refreshes = 0
         self._refresh_failures = 0
         self._stack = AsyncExitStack()
@@ -99,6 +98,7 @@ class Fleet:
 
     async def __aenter__(self) -> Fleet:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self.relays = Relays(self.config.model, self._tasks, self._available)
         self._ticker = self._tasks.create_task(self._tick(), name="fleet-tick")
         try:
             for spec in self.config.engines:
@@ -127,14 +127,13 @@ class Fleet:
         self._check_free(spec)
         adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
         state = EngineState(name, spec.kind, spec.url)
+        if spec.relay is not None:
+            self.relays.follow(spec.relay)
+            state.available = self.relays.newest(spec.relay) or NO_VERSION
         member = self.members[name] = Member(spec, adapter, state)
         self.state.engines[name] = state
         member.watcher = self._tasks.create_task(self._watch_engine(member), name=f"watch-{name}")
         member.tether = self._tasks.create_task(self._hold_tether(member), name=f"tether-{name}")
-        if spec.relay is not None and spec.relay not in self._relays:
-            self._relays[spec.relay] = RelayClient(spec.relay)
-            watcher = self._tasks.create_task(self._watch_relay(spec.relay), name=f"watch-relay-{spec.relay}")
-            self._relay_watchers[spec.relay] = watcher
 
     def _check_free(self, spec: EngineSpec) -> None:
         if spec.name in self.members:
@@ -180,11 +179,7 @@ class Fleet:
         """Of a relay that no engine needs any more."""
         if relay is None or any(member.spec.relay == relay for member in self.members.values()):
             return
-        watcher, client = self._relay_watchers.pop(relay), self._relays.pop(relay)
-        self._relays_seen.discard(relay)
-        watcher.cancel()
-        await asyncio.wait([watcher])
-        await client.close()
+        await self.relays.let_go(relay)
 
     # -- places for turns
 
@@ -362,7 +357,7 @@ class Fleet:
 
     def _relay_seen(self, member: Member) -> bool:
         """Whether its relay has told what it holds: before that nobody knows which version is wanted."""
-        return member.spec.relay is None or member.spec.relay in self._relays_seen
+        return member.spec.relay is None or self.relays.newest(member.spec.relay) is not None
 
     def _unreachable(self, member: Member, error: EngineFailed) -> None:
         member.failed_polls += 1
@@ -383,28 +378,6 @@ class Fleet:
 
     # -- versions
 
-    async def _watch_relay(self, address: str) -> None:
-        newest = await self._newest(address)
-        self._relays_seen.add(address)
-        self._available(address, newest)
-        for member in self.members.values():
-            self._settle(member)
-        async for event in self._relays[address].watch(self.config.model):
-            if event.kind == "available":
-                self._available(address, Version(event.version.version))
-
-    async def _newest(self, address: str) -> Version:
-        """What the relay holds now; asks until it answers, since nothing can be decided before."""
-        while True:
-            try:
-                newest = await self._relays[address].newest(self.config.model)
-                return Version(newest.version if newest is not None else 0)
-            except UnknownModel:
-                return Version(0)  # nothing was published yet
-            except LaminarError as e:
-                log.warning("relay %s does not answer yet: %s", address, e)
-                await asyncio.sleep(RETRY_S)
-
     def _available(self, address: str, version: Version) -> None:
         if version > self.state.newest:
             self.state.newest = version
@@ -414,6 +387,8 @@ class Fleet:
                 self.version_available.set()
         if version:
             self._timeline.add("version", version=version, relay=address)
+        for member in list(self.members.values()):
+            self._settle(member)
         self.changed()
 
     # -- refresh
@@ -484,7 +459,7 @@ class Fleet:
 
     async def _load(self, member: Member, decision: RefreshDecision) -> tuple[Version, float]:
         assert member.spec.relay is not None
-        relay = self._relays[member.spec.relay]
+        relay = self.relays.client(member.spec.relay)
         lease = await self._acquire(relay, f"gateway/{member.spec.name}", decision)
         renewing = asyncio.create_task(_keep(relay, lease), name=f"renew-{member.spec.name}")
         try:

@@ -128,7 +128,8 @@ async def test_a_lost_turn_keeps_its_tokens_for_the_retry(tmp_path: Path) -> Non
             with pytest.raises(Exception, match="is lost"):
                 await read(run)
         async with CuttingEngine("e0", url=e0.url, started_unix_s=2.0) as returned:
-            await until(lambda: found.status(e0) == "serving", "the engine's return")
+            state = found.fleet.state.sorted_engines()[0]
+            await until(lambda: (state.status, state.incarnation) == ("serving", "2.0"), "the engine's return")
             again = await join(found, Call("same", session.session_id))
             assert again is not None
             check_whole(again, await read(again))

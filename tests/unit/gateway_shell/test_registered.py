@@ -119,8 +119,23 @@ async def test_a_relay_is_let_go_with_the_last_engine_beside_it(others: bool, tm
             await until(lambda: serving(found) == ["e0", "e1"], "e1")
         await registered.vanish("e0")
         await until(lambda: "e0" not in found.fleet.members, "e0 to leave")
-        await until(lambda: list(found.fleet._relays) == ([address] if others else []), "the relay's connection")
+        await until(lambda: found.fleet.relays.addresses() == ([address] if others else []), "the relay's connection")
         await registered.register(e0)
         await until(lambda: "e0" in serving(found), "e0 again")
         holder.publish(7)
         await until(lambda: e0.version == "7", "version 7")
+
+
+async def test_an_engine_that_joins_late_beside_a_known_relay_loads_before_it_serves(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    async with relay() as (holder, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
+        holder.publish(7)
+        await registered.register(e0)
+        await until(lambda: serving(found) == ["e0"] and e0.version == "7", "version 7")
+        await registered.register(e1)
+        runs = [found.run() for _ in range(4)]
+        for run in runs:
+            check_whole(run, await read(run))
+        await until(lambda: serving(found) == ["e0", "e1"], "e1")
+        assert e1.version == "7"
+        assert {asked.version for asked in (*e0.asked, *e1.asked)} == {"7"}
