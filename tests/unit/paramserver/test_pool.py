@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import shutil
 import tempfile
 import threading
@@ -44,7 +45,19 @@ def inode(fd: int) -> int:
     return os.fstat(fd).st_ino
 
 
-def test_memory_is_warm_from_the_first_take_and_reused_by_the_next(pool: Pool) -> None:
+def test_memory_is_allocated_and_touched_before_it_is_asked_for(pool: Pool) -> None:
+    before = {path.stat().st_ino for path in (pool.directory / "free").iterdir()}
+    (file,) = pool.take([4 * MIB])
+    assert inode(file.fd) in before
+    place, content = file.view(), os.urandom(4096)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for start in range(0, 4 * MIB, 4096):
+        place[start : start + 4096] = content
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 512, "of 1024 pages hardly any is new"
+    pool.give_back([file])
+
+
+def test_memory_is_reused_by_the_next_take(pool: Pool) -> None:
     (first,) = pool.take([3 * MIB])
     assert os.fstat(first.fd).st_blocks * 512 >= 3 * MIB, "allocated before it was asked for"
     number = inode(first.fd)

@@ -7,12 +7,13 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Sized
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from paramserver import presiding
 from paramserver.config import RelayConfig
 from paramserver.core import view as keys
 from paramserver.core.layout import TensorSpec
@@ -408,6 +409,35 @@ async def test_a_plans_number_is_given_once_though_the_registry_has_not_heard_of
         host.seat.view.plans[MODEL] = known  # a list tells what the registry has
         del host.seat.view.members[joined]
     assert len(orders) == 3
+
+
+@pytest.mark.parametrize("grace_s", [0.3, 3600.0])
+async def test_a_version_without_a_holder_is_lost_after_a_while_and_numbers_go_on(
+    world: World, host: Host, grace_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presiding, "LOST_GRACE_S", grace_s)
+    await host.publish()
+    other = await world.host("b")
+    await host.stop()
+    world.store.end_lease(host.seat._lease)
+
+    async def noticed() -> bool:
+        return bool(other.publishing.presiding._lost_since)
+
+    await until(noticed, "the new master misses the holders", timeout_s=10.0)
+    if grace_s < 60:
+        assert (await world.ended(1)) == Ended("lost", "no verified holder is left")
+        assert other.relay.of(MODEL).newest_sealed is None
+    else:
+        holder = keys.holder_key(MODEL, 1, "c")
+        await other.registry.transact([], [Put(holder, b"")])  # it registers again
+        await until(lambda: _gone(other.publishing.presiding._lost_since), "it is not missed any more")
+        assert world.recorded(1, "ended") is None
+    assert (await other.announce()).manifest.version == 2
+
+
+async def _gone(what: Sized) -> bool:
+    return not what
 
 
 # ---- room
