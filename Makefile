@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-vllm quick check sim bench bench-relay bench-gpu protos format lock clean
+.PHONY: help env demo test test-vllm quick check sim faultkit bench bench-relay bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ check: env  ## format, lint, strict types, import directions, generated parts fr
 SEEDS ?= 5000
 sim: env  ## the relay tier under virtual time, seeded faults on all cores (SEEDS=5000, some 20 minutes on 2 cores)
 	@$(RUN) -m tests.sim --kept --seeds $(SEEDS) $(ARGS)
+
+faultkit: env  ## seeded cuts through the real gateway, 1,000 seeds (some two minutes)
+	@LAMINAR_FAULTKIT_SEEDS=1000 $(RUN) -m pytest tests/faults/test_seeded_cuts.py --show-capture=no -rP $(ARGS)
 
 bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
 	@$(RUN) -m tests.bench.relay $(ARGS)

@@ -90,7 +90,13 @@ async def start(config: GatewayConfig) -> Gateway:
         store = SessionStore(database)
         await store.open()
         sessions = Sessions(
-            config, pool=pool, buffer=buffer, store=store, timeline=timeline, context_tokens=lambda: _context(fleet)
+            config,
+            pool=pool,
+            buffer=buffer,
+            store=store,
+            timeline=timeline,
+            context_tokens=lambda: _context(fleet),
+            eos_ids=codec.eos_ids,
         )
         fleet = Fleet(config, timeline, sessions.admission)
         sessions.fleet = fleet

@@ -27,7 +27,10 @@ SECONDS = click.FloatRange(min=0)
 POSITIVE = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(0, 1, min_open=True)
 
-LAZY = {"engine": ("gateway.engines.embedded.cli", "The embedded inference engine (needs torch).")}
+LAZY = {
+    "engine": ("gateway.engines.embedded.cli", "The embedded inference engine (needs torch)."),
+    "faultkit": ("gateway.faultkit.cli", "Scripted engines that die, hang, repeat, shorten, abort."),
+}
 
 
 class LazyGroup(click.Group):

@@ -80,9 +80,11 @@ class Sessions:
         store: SessionStore,
         timeline: Timeline,
         context_tokens: Callable[[], int],
+        eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.config = config
         self.counters = Counters()
+        self.eos_ids = eos_ids
         self.staleness = Staleness()
         self.reader = Reader()
         self.draining = False  # the process is about to end: nothing new begins

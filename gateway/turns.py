@@ -81,6 +81,7 @@ class TurnOwner(Protocol):
     """The session side of a turn: told when it begins, and how it ended."""
 
     counters: Counters
+    eos_ids: frozenset[int]
 
     def turn_began(self, run: Run) -> SessionState: ...
 
@@ -328,8 +329,8 @@ class Run:
 
     async def _run_to_end(self) -> None:
         config = self._fleet.config
-        if self._left() == 0:  # it was suspended between its last token and its end
-            await self._end_by_length()
+        if self._said_all():  # it was cut or suspended between its last token and its end
+            await self._end_here()
             return
         if self._resumed:
             await self._fleet.looked()  # after a restart: lest it leave its version for the first engine that answers
@@ -349,7 +350,7 @@ class Run:
                     self._left_for.came_to_nothing()
                 cause, cuts = "cut", cuts + 1
                 self._note_cut(placement.engine, cut)
-                if self._left():
+                if not self._said_all():
                     if self.request.sampling.in_place and self.record.token_ids:
                         raise self._lost(f"it cannot go on elsewhere, for it has to end where it began: {cut}") from cut
                     if cuts >= CUTS_MAX:
@@ -358,13 +359,25 @@ class Run:
                     demand = dataclasses.replace(self._demand(), avoid=frozenset({placement.engine}))
                     placement = await self._fleet.place(demand, resumed=True, timeout_s=config.placement_timeout_s)
                     self._owner.counters.turns_resumed += 1
-            if self._left() == 0:
+            if self._said_all():
                 self._fleet.leave(placement.engine, self.request.turn_id)  # it was expected there
-                await self._end_by_length()
+                await self._end_here()
                 return
 
-    async def _end_by_length(self) -> None:
-        self.record.finish_reason = "length"
+    def _said_all(self) -> bool:
+        """Nothing is left to ask for, though no engine said so."""
+        return self._left() == 0 or self._stopped()
+
+    def _stopped(self) -> bool:
+        """Its last token ended it: an engine asked to go on after it would say what was never meant."""
+        record, sampling = self.record, self.request.sampling
+        if not record.token_ids or len(record.token_ids) <= sampling.min_tokens:
+            return False
+        last = record.token_ids[-1]
+        return last in sampling.stop_token_ids or (last in self._owner.eos_ids and not sampling.ignore_eos)
+
+    async def _end_here(self) -> None:
+        self.record.finish_reason = "stop" if self._stopped() else "length"
         await self._end()
         self.audience.end()
 
@@ -414,6 +427,8 @@ class Run:
             if not stream.done():
                 stream.cancel()
                 await asyncio.wait({stream})
+            elif not ended and not stream.cancelled():
+                stream.exception()  # a cut that nobody waits for any more
             leaving, self._leaving = self._leaving, None
             left = ended and leaving is not None and stream.cancelled()
             self._close_segment("finished" if self.record.finish_reason else "moved" if left else "cut")

@@ -57,8 +57,13 @@ class _Error(msgspec.Struct):
     code: int | str | None = None
 
 
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+
+
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
+    usage: _Usage | None = None
     error: _Error | None = None
 
 
@@ -203,6 +208,7 @@ def _completion_body(
         "top_p": sampling.top_p,
         "logprobs": sampling.top_logprobs,
         "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},  # tells events missed or doubled
         "return_token_ids": True,
         "return_weight_versions": True,
         "add_special_tokens": False,
@@ -231,13 +237,17 @@ def _completion_body(
 
 
 async def _chunks(events: AsyncIterator[bytes], url: str) -> AsyncIterator[EngineChunk]:
-    finished = False
+    finished, received = False, 0
     try:
         async for data in events:
-            chunk = _chunk(data, url)
-            if chunk is not None:
-                finished = finished or chunk.finish_reason is not None
-                yield chunk
+            event = _decoded(data, url)
+            if not event.choices:
+                continue  # the usage chunk
+            chunk = _chunk(event, url)
+            received += len(chunk.token_ids)
+            _check_count(event, received, url)
+            finished = finished or chunk.finish_reason is not None
+            yield chunk
     except StreamCut as cut:
         if not finished or cut.reason == "protocol":
             raise
@@ -245,15 +255,24 @@ async def _chunks(events: AsyncIterator[bytes], url: str) -> AsyncIterator[Engin
         raise StreamCut("early_end", f"{url} ended a stream without a finish reason")
 
 
-def _chunk(data: bytes, url: str) -> EngineChunk | None:
+def _decoded(data: bytes, url: str) -> _Event:
     try:
         event = _decode_event(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise StreamCut("protocol", f"{url} sent an event that is not a completion chunk: {e}") from e
     if event.error is not None:
         raise _told(event.error, url)
-    if not event.choices:
-        return None  # the usage chunk
+    return event
+
+
+def _check_count(event: _Event, received: int, url: str) -> None:
+    """An event that came twice, or lacks tokens, gives itself away by the engine's own count."""
+    told = None if event.usage is None else event.usage.completion_tokens
+    if told is not None and told != received:
+        raise StreamCut("protocol", f"{url} counts {told} tokens where {received} came")
+
+
+def _chunk(event: _Event, url: str) -> EngineChunk:
     choice = event.choices[0]
     if choice.finish_reason not in (None, "stop", "length"):
         raise StreamCut("abort", f"{url} ended a turn with {choice.finish_reason!r}")

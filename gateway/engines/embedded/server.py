@@ -144,7 +144,10 @@ class EngineApi:
         await response.prepare(request)
         try:
             async for _ in chunks:
-                await response.write(_event(answer.take()))
+                event = answer.take()
+                if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+                    event["usage"] = answer.usage()
+                await response.write(_event(event))
         except LaminarError as e:  # the status line is out: the error is the stream's last event, and no [DONE]
             await response.write(_event(_error_body(e)))
             return response

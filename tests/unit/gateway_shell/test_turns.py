@@ -42,9 +42,12 @@ REASONS: dict[CutKind, str] = {
     "hang": "stalled",
     "malformed": "protocol",
     "no_logprobs": "protocol",
+    "repeat": "protocol",
+    "shorten": "protocol",
 }
 BEFORE_THE_STREAM: dict[CutKind, str] = {"500": "server_error", "503": "server_error", "silent": "stalled"}
 CUTS = [(k, r, 5) for k, r in REASONS.items()] + [(k, r, 0) for k, r in (REASONS | BEFORE_THE_STREAM).items()]
+CUTS.remove(("repeat", "protocol", 0))  # there is nothing to repeat
 
 
 @pytest.fixture(autouse=True)
@@ -523,3 +526,16 @@ async def test_closing_tells_those_who_wait(tmp_path: Path) -> None:
         await found.fleet.close()
         with pytest.raises(Unavailable, match="shutting down"):
             await waiting
+
+
+@pytest.mark.parametrize("how", ["eos", "stop_token_ids"])
+async def test_cut_after_the_token_that_ends_it_nothing_more_is_asked(tmp_path: Path, how: str) -> None:
+    """Said, but its finish got lost: to go on after it would be to say what was never meant."""
+    last = said(PROMPT, 4)[0][-1]
+    async with cutting("e0", Cut("eof", 4)) as e0, shell(tmp_path, e0) as found:
+        found.sessions.eos_ids = frozenset({last} if how == "eos" else ())
+        run = found.run(stop_token_ids=() if how == "eos" else (last,))
+        deltas = await read(run)
+        assert [t for d in deltas for t in d.token_ids] == said(PROMPT, 4)[0]
+        assert (deltas[-1].finish_reason, len(e0.asked)) == ("stop", 1)
+        check_at_rest(found)

@@ -74,6 +74,7 @@ async def test_what_is_asked() -> None:
         await generate(found, seed=0, top_k=5, min_tokens=2, stop_token_ids=(4,), ignore_eos=True, top_logprobs=3)
     plain, full = (asked.body for asked in e0.asked)
     assert plain == {
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **dict.fromkeys(("stream", "return_token_ids", "return_weight_versions"), True),
         **dict.fromkeys(("add_special_tokens", "skip_special_tokens"), False),
         "model": MODEL,

@@ -1,43 +1,23 @@
-"""An engine that breaks off as a test wants, over real HTTP in vLLM's dialect, in the test's own event loop.
+"""An engine that breaks off as its script wants, over real HTTP in vLLM's dialect, in the caller's own event loop.
 
-Every token and logprob is a function of all ids before it, so a turn that was cut and resumed can be compared with the
-uncut one, and a token that was asked for twice, or left out, changes everything after it.
+What it says is `gateway.faultkit.script.said`, or what `says` gives: either way a function of all ids before, so that a
+turn that was cut and resumed can be compared with the uncut one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
-import zlib
-from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from aiohttp import web
 
-CutKind = Literal[
-    "reset",  # the connection is aborted (RST)
-    "closed",  # the connection is closed within the chunked body (FIN)
-    "eof",  # the body ends cleanly, without [DONE]
-    "done",  # [DONE] without a finish reason
-    "abort",  # finish_reason "abort"
-    "error_event",  # an error as the stream's last event
-    "500",  # statuses come before the stream
-    "503",
-    "400",
-    "torn_500",  # a 500 whose body breaks off
-    "silent",  # no answer at all, not even a status line
-    "hang",  # says nothing more
-    "malformed",  # an event that is not JSON
-    "not_utf8",  # an event with a byte that is not UTF-8
-    "huge_line",  # an event longer than any reader takes
-    "no_logprobs",  # two tokens without logprobs
-    "death",  # as kill -9: resets every connection and refuses new ones
-]
+from gateway.faultkit.script import Cut, logprobs_of, said
+
 MODEL = "policy"
 Answer = str | int | tuple[int, str]
 """Of a control call: a body, a status, both, or "reset" or "hang"."""
@@ -54,32 +34,6 @@ LOAD_STEPS = (
     "/resume",
 )
 """What a weight load calls, in order."""
-
-
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 5.0) -> None:
-    """Looks again at every turn of the event loop; fails naming what never came."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(0)
-
-
-def said(prompt: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
-    """Ids and logprobs that follow `prompt`."""
-    sequence, logprobs = list(prompt), []
-    for _ in range(num_tokens):
-        mark = zlib.crc32(array("q", sequence).tobytes())
-        sequence.append(3 + mark % 997)
-        logprobs.append(-(mark % 1021) / 256)
-    return sequence[len(prompt) :], logprobs
-
-
-@dataclass(frozen=True)
-class Cut:
-    """`after`: tokens of this request that are said before; as many as it asked for: all, but no finish reason."""
-
-    kind: CutKind
-    after: int = 0
 
 
 @dataclass
@@ -113,6 +67,10 @@ class CuttingEngine:
     version_early: bool = False  # told in every event, as SGLang does, not in the last alone
     cuts: deque[Cut] = field(default_factory=deque)
     always: Cut | None = None
+    draw: Callable[[], Cut | None] | None = None  # instead of `cuts` and `always`
+    says: Callable[[Sequence[int]], Sequence[int] | None] | None = None  # what follows, then it stops; None: as ever
+    vocab_size: int = 1000
+    revive_s: float | None = None  # a death lasts so long; None: for ever
     before_cut: Callable[[int], Awaitable[None]] | None = None
     hold_at: int | None = None
     pause_s: float = 0.0  # before every event
@@ -127,6 +85,7 @@ class CuttingEngine:
     extra_metrics: str = ""
     started_unix_s: float = 1.0
     paused: bool = False
+    port: int = 0
     url: str = ""
 
     async def __aenter__(self) -> Self:
@@ -139,14 +98,20 @@ class CuttingEngine:
             app.router.add_route("*", path, self._control)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        self._site = web.TCPSite(self._runner, "127.0.0.1", int(self.url.rpartition(":")[2] or 0))
-        await self._site.start()
+        self._reviving: set[asyncio.Task[None]] = set()
+        await self._listen()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
+
+    async def _listen(self) -> None:
+        self._site = web.TCPSite(self._runner, "127.0.0.1", int(self.url.rpartition(":")[2] or self.port))
+        await self._site.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for reviving in self._reviving:
+            reviving.cancel()
         await self.die()
         await self._runner.cleanup()
 
@@ -160,17 +125,26 @@ class CuttingEngine:
             if connection.transport is not None:
                 connection.transport.abort()
 
+    async def revive(self, after_s: float) -> None:
+        """Another incarnation under the same address."""
+        await asyncio.sleep(after_s)
+        self.started_unix_s += 1
+        await self._listen()
+
     # -- generation
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         asked = Asked(await request.json(), self.version)
         self.asked.append(asked)
-        cut = self.cuts.popleft() if self.cuts else self.always
+        cut = self.draw() if self.draw is not None else self.cuts.popleft() if self.cuts else self.always
         try:
             return await self._answer(request, asked, cut)
-        except (asyncio.CancelledError, ConnectionError):
+        except asyncio.CancelledError:
             asked.left = True
             raise
+        except ConnectionError:
+            asked.left = True
+            return web.Response()  # nobody is there to get it
 
     async def _answer(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
         if cut is not None and cut.kind in ("400", "500", "503"):
@@ -181,7 +155,7 @@ class CuttingEngine:
         response = web.StreamResponse(status=500 if torn else 200, headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         budget, prompt = asked.body["max_tokens"], asked.prompt
-        ids, logprobs = said(prompt, budget)
+        ids, logprobs, finish_reason = self._say(prompt, budget)
         whole = len(ids) if cut is None else min(cut.after, len(ids))
         for start in range(0, whole, self.chunk):
             if self.hold_at is not None and start >= self.hold_at:
@@ -189,19 +163,35 @@ class CuttingEngine:
             if self.pause_s:
                 await asyncio.sleep(self.pause_s)
             end = min(start + self.chunk, whole)
-            finish = "length" if cut is None and end == budget else None
+            finish = finish_reason if cut is None and end == whole else None
             await self._write(response, self._event(ids[start:end], logprobs[start:end], finish, end))
             self.said_tokens += end - start
         if cut is not None:
             if self.before_cut is not None:
                 await self.before_cut(len(prompt) + whole)
-            await self._cut(request, response, cut, ids[whole : whole + 2])
+            await self._cut(request, response, cut, ids, logprobs, whole)
         else:
             await response.write(b"data: [DONE]\n\n")
         asked.written = True
         return response
 
-    async def _cut(self, request: web.Request, response: web.StreamResponse, cut: Cut, rest: list[int]) -> None:
+    def _say(self, prompt: Sequence[int], budget: int) -> tuple[list[int], list[float], str]:
+        wanted = self.says(prompt) if self.says is not None else None
+        if wanted is None:
+            return *said(prompt, budget, self.vocab_size), "length"
+        ids = list(wanted[:budget])
+        return ids, logprobs_of(prompt, ids), "stop" if len(wanted) <= budget else "length"
+
+    async def _cut(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        cut: Cut,
+        ids: list[int],
+        logprobs: list[float],
+        at: int,
+    ) -> None:
+        """`ids` and `logprobs`: all that it would say; the first `at` were."""
         transport = request.transport
         assert transport is not None
         match cut.kind:
@@ -227,9 +217,18 @@ class CuttingEngine:
             case "huge_line":
                 await response.write(b'data: {"x": "' + b"x" * (9 << 20) + b'"}\n\n')
             case "no_logprobs":
-                await response.write(b"data: " + json.dumps({"choices": [{"token_ids": rest}]}).encode() + b"\n\n")
+                rest = {"choices": [{"token_ids": ids[at : at + 2]}]}
+                await response.write(b"data: " + json.dumps(rest).encode() + b"\n\n")
+            case "repeat":
+                last = max(0, at - self.chunk)
+                await response.write(self._event(ids[last:at], logprobs[last:at], None, at))
+            case "shorten":
+                missing = min(at + 1, len(ids))
+                await response.write(self._event(ids[missing : at + 3], logprobs[missing : at + 3], None, at + 3))
             case "death":
                 await self.die()
+                if self.revive_s is not None:
+                    self._reviving.add(asyncio.create_task(self.revive(self.revive_s)))
 
     async def _write(self, response: web.StreamResponse, event: bytes) -> None:
         for piece in (event[i : i + 37] for i in range(0, len(event), 37)) if self.split else (event,):
@@ -240,10 +239,11 @@ class CuttingEngine:
     def _event(self, ids: list[int], logprobs: list[float], finish: str | None, num_said: int) -> bytes:
         told = {"token_logprobs": logprobs, "tokens": ["é"] * len(ids), "top_logprobs": self.top}
         choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": ids, "logprobs": told, "finish_reason": finish}
-        if finish == "length" or self.version_early:
+        if finish in ("length", "stop") or self.version_early:
             version = self.version if self.version_told is None else self.version_told
             choice["weight_versions"] = [{"version": version, "start": 0, "end": num_said}]
-        return f"data: {json.dumps({'choices': [choice]})}\r\n\r\n".encode()
+        usage = {"completion_tokens": num_said}
+        return f"data: {json.dumps({'choices': [choice], 'usage': usage})}\r\n\r\n".encode()
 
     # -- control
 

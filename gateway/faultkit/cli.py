@@ -1,0 +1,102 @@
+"""`gateway faultkit`: scripted engines to try a gateway, a router or a client against."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from gateway.faultkit.engine import CuttingEngine
+from gateway.faultkit.script import RESUMABLE, Cut, CutKind, cuts_by_seed
+from protos.process import write_ready_file
+
+
+@click.command(epilog="A seed's draws are the same in every run, request by request of an engine.")
+@click.option("--engines", "num_engines", type=click.IntRange(min=1, max=64), default=2, help="How many.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of the first; the others follow. 0: free ones.")
+@click.option("--seed", default=0, help="Of the draws; each engine has its own from it.")
+@click.option("--cuts", "share", type=click.FloatRange(0, 1), default=0.5, help="Share of requests that are cut.")
+@click.option("--after-max", type=click.IntRange(min=1), default=64, help="A cut comes before this token.")
+@click.option("--kinds", default=",".join(RESUMABLE), help="Which cuts, separated by commas.")
+@click.option("--chunk", type=click.IntRange(min=1), default=4, help="Tokens of an event.")
+@click.option("--pause-s", type=click.FloatRange(min=0), default=0.02, help="Before every event.")
+@click.option("--revive-s", type=click.FloatRange(min=0), default=1.0, help="A dead engine comes back after this.")
+@click.option("--vocab-size", type=click.IntRange(min=4), default=1000, help="Ids said are below it.")
+@click.option("--version", default="0", help="The weight version that they hold, and tell.")
+@click.option("--version-told", help="What streams tell instead: a version that changed in mid-request.")
+@click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the addresses, once up.")
+def faultkit(
+    num_engines: int,
+    port: int,
+    seed: int,
+    share: float,
+    after_max: int,
+    kinds: str,
+    ready_file: Path | None,
+    **how: object,
+) -> None:
+    """Scripted engines in vLLM's dialect that die, hang, repeat, shorten, abort or break off, by seed.
+
+    Every token and logprob follows from the ids before it, so an answer through a gateway can be compared with the
+    uncut one (`gateway.faultkit.script.said`): a token lost or said twice changes everything after it.
+
+    \b
+      gateway faultkit --engines 2 --port 9000 --seed 7
+      gateway serve --model policy --tokenizer DIR --stall-timeout-s 2 \\
+          --engine e0=vllm=http://127.0.0.1:9000 --engine e1=vllm=http://127.0.0.1:9001
+    """
+    chosen = _kinds(kinds)
+    engines = [
+        CuttingEngine(
+            f"e{i}",
+            port=port and port + i,
+            draw=cuts_by_seed(seed * num_engines + i, share, after_max, chosen),
+            **how,  # type: ignore[arg-type]  # fields of the engine, by click's types
+        )
+        for i in range(num_engines)
+    ]
+    asyncio.run(_serve(engines, ready_file))
+
+
+def _kinds(text: str) -> tuple[CutKind, ...]:
+    known = get_args(CutKind)
+    chosen = tuple(kind for kind in text.split(",") if kind)
+    if unknown := [kind for kind in chosen if kind not in known]:
+        raise click.BadParameter(f"no {', '.join(unknown)}; there are {', '.join(known)}", param_hint="--kinds")
+    if not chosen:
+        raise click.BadParameter("no cut is named; --cuts 0 leaves streams whole", param_hint="--kinds")
+    return chosen  # type: ignore[return-value]  # each is one of the literal's
+
+
+async def _serve(engines: list[CuttingEngine], ready_file: Path | None) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    drawn: Counter[str] = Counter()
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            engine.draw = _counting(engine, drawn)
+            await stack.enter_async_context(engine)
+            click.echo(f"{engine.name} at {engine.url}")
+        write_ready_file(ready_file, {engine.name: engine.url for engine in engines})
+        await stop.wait()
+    asked = sum(len(engine.asked) for engine in engines)
+    click.echo(f"{asked} requests; " + ", ".join(f"{kind} {count}" for kind, count in sorted(drawn.items())))
+
+
+def _counting(engine: CuttingEngine, drawn: Counter[str]) -> Callable[[], Cut | None]:
+    draw = engine.draw
+    assert draw is not None
+
+    def counted() -> Cut | None:
+        cut = draw()
+        drawn[cut.kind if cut is not None else "whole"] += 1
+        return cut
+
+    return counted
