@@ -13,7 +13,7 @@ import pytest
 from gateway import fleet as fleet_module
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
-from gateway.engines.vllm import VllmEngine, _chunk
+from gateway.engines.vllm import VllmEngine, _decoded
 from tests.support.cutting_engine import LOAD_STEPS, MODEL, Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
 from tests.unit.gateway_shell.shell import check_whole, read, shell
@@ -138,10 +138,10 @@ async def test_a_refusal_that_comes_as_an_event_is_the_requests_fault_too() -> N
         return b'data: {"error": {"message": "Token id 1048576 is out of vocabulary", "code": %d}}' % code
 
     with pytest.raises(RequestRefused, match="out of vocabulary"):
-        _chunk(event(400)[6:], "http://e0")
+        _decoded(event(400)[6:], "http://e0")
     for code in (408, 429, 500):
         with pytest.raises(StreamCut, match="out of vocabulary"):
-            _chunk(event(code)[6:], "http://e0")
+            _decoded(event(code)[6:], "http://e0")
 
 
 async def test_leaving_a_stream_early_aborts_it_upstream() -> None:
