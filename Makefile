@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-vllm quick check sim faultkit bench bench-relay bench-gpu protos format lock clean
+.PHONY: help env demo test test-vllm quick check sim faultkit bench bench-relay bench-repack bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publ
 
 bench-gpu: env  ## publish from a GPU and load onto it, over plain copies (without a GPU it says so and ends well)
 	@$(RUN) -m tests.bench.gpu $(ARGS)
+
+bench-repack: env  ## what packing the long tail is worth, through the real gateway (ARGS=--sim: in virtual time); some 40 minutes
+	@$(RUN) -m tests.bench.repack $(ARGS)
 
 bench: env  ## benchmarks that the project's figures come from; tables, and bench-results/*.json
 	@$(RUN) -m tests.bench $(ARGS)

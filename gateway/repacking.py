@@ -9,7 +9,7 @@ from dataclasses import asdict
 from gateway.config import GatewayConfig
 from gateway.core.fleet import EngineState, TurnLoad
 from gateway.core.receipts import ReceiptBook
-from gateway.core.repack import EngineView, Plan, RepackConfig, SessionLoad, plan_repack
+from gateway.core.repack import EngineView, Plan, RepackConfig, SessionLoad, plan_repack, turn_load
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName
 from gateway.data import Timeline
@@ -20,8 +20,6 @@ from gateway.turns import Run
 
 log = logging.getLogger(__name__)
 
-HORIZONS = (0.25, 0.5, 1.0, 2.0)
-"""Times at which a plan has to fit, in typical turns' lengths."""
 SECONDS_PER_TOKEN = 1 / 15
 """Of one turn, before an engine's curve is known."""
 
@@ -90,7 +88,8 @@ class Repacker:
 
     def _views(self) -> list[EngineView]:
         serving = [e for e in self._fleet.state.sorted_engines() if e.status == "serving" and e.kv_capacity_tokens]
-        held = {e.name: self._loads(e) for e in serving}
+        newest = self._fleet.state.newest
+        held = {e.name: [] if e.intake_open or e.version >= newest else self._loads(e) for e in serving}
         inbound: dict[EngineName, list[SessionLoad]] = {e.name: [] for e in serving}
         for load in (load for loads in held.values() for load in loads):
             there = self._mover.inbound.get(load.key)
@@ -119,18 +118,15 @@ class Repacker:
         return [*running, *(self._waiting(s) for s in self._sessions.waiting_at(engine.name, engine.version))]
 
     def _running(self, load: TurnLoad, run: Run, each_s: float) -> SessionLoad:
-        """A call without session frees its KV at its end; a session comes back, for half a typical one's time."""
-        lengths, generated, left = self._sessions.lengths, len(run.record.token_ids), load.tokens_max - load.tokens
-        alone = run.session.spec.ephemeral
-        ahead = [round(share * lengths.mean) if lengths.known else left // 2 for share in HORIZONS]
-        return SessionLoad(
-            load.session_id,
-            load.turn_id,
-            load.tokens,
-            tuple(lengths.growth(load.tokens, generated, left, further, frees=alone) for further in ahead),
-            max(lengths.remaining(generated, left) * each_s, 0.0 if alone else self._sessions.typical_duration_s / 2),
-            run.session.moves,
-            run.request.sampling.in_place,
+        return turn_load(
+            load,
+            generated=len(run.record.token_ids),
+            moves=run.session.moves,
+            ends_session=run.session.spec.ephemeral,
+            lengths=self._sessions.lengths,
+            each_s=each_s,
+            back_s=self._sessions.typical_duration_s / 2,
+            stays=run.request.sampling.in_place,
         )
 
     def _waiting(self, session: SessionState) -> SessionLoad:

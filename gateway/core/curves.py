@@ -1,7 +1,7 @@
 """What an engine can carry, learnt from its streams and reports: seconds per token against batch, B and C_max. Pure.
 
 Invariants:
-- before enough was seen the configured value stands; what is learnt never exceeds it;
+- before enough was seen the configured value stands; B as learnt never exceeds it, C_max never `KV_MAX`;
 - memory is bounded: one bucket for every 1/4 octave of batch sizes.
 
 B is where decode turns compute-bound: fitting seconds = t0 + c x batch, it is t0 / c, the batch whose own work takes as
@@ -24,6 +24,8 @@ OUTLIER = 4.0
 """A gap so many times the usual is a pause, a prefill or a late event: counted as this."""
 KV_MIN = 0.5
 """C_max never falls below: a wrong report must not stop all packing."""
+KV_MAX = 0.99
+"""The paper's C_max; never more, whatever an engine bears."""
 KV_MARGIN = 0.98
 
 
@@ -101,7 +103,7 @@ class KvCeiling:
         if running and waiting and usage < self.value:
             self.value = max(min(KV_MIN, self.configured), usage * KV_MARGIN)
         elif not waiting and usage > self.value:
-            self.value = min(self.configured, usage)
+            self.value = max(self.configured, min(KV_MAX, usage))
 
 
 def _bucket(batch: int) -> int:

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -22,12 +23,14 @@ class TurnLengths:
 
     _recent: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
     _sorted: list[int] = field(default_factory=list)
+    _sums: list[int] = field(default_factory=list)  # of the sorted ones up to each; made again when they changed
 
     def ended(self, generated: int) -> None:
         if len(self._recent) == KEPT:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent[0])]
         self._recent.append(generated)
         bisect.insort(self._sorted, generated)
+        self._sums.clear()
 
     @property
     def known(self) -> bool:
@@ -35,14 +38,21 @@ class TurnLengths:
 
     @property
     def mean(self) -> float:
-        return sum(self._recent) / len(self._recent) if self._recent else 0.0
+        return self._sum_up_to(len(self._sorted)) / len(self._sorted) if self._sorted else 0.0
 
     def remaining(self, generated: int, left: int) -> int:
         """Tokens that a turn with `generated` will on average still generate; at least 1, at most `left`."""
-        longer = self._sorted[bisect.bisect_right(self._sorted, generated) :] if self.known else []
-        if not longer:
+        num = len(self._sorted)
+        shorter = bisect.bisect_right(self._sorted, generated) if self.known else num
+        if shorter == num:
             return max(1, left // 2)
-        return max(1, min(left, round(sum(longer) / len(longer)) - generated))
+        longer = self._sum_up_to(num) - self._sum_up_to(shorter)
+        return max(1, min(left, round(longer / (num - shorter)) - generated))
+
+    def _sum_up_to(self, count: int) -> int:
+        if not self._sums:
+            self._sums = list(itertools.accumulate(self._sorted, initial=0))
+        return self._sums[count]
 
     def alive(self, generated: int, further: int) -> float:
         """Probability that a turn with `generated` goes on for more than `further` tokens."""

@@ -19,7 +19,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gateway.core.fleet import TurnLoad
+from gateway.core.lengths import TurnLengths
 from gateway.core.types import EngineName, SessionId, TurnId, Version
+
+HORIZONS = (0.25, 0.5, 1.0, 2.0)
+"""Times at which a plan has to fit, in typical turns' lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,28 @@ class _Bin:
     def _with(self, load: SessionLoad) -> tuple[int, ...]:
         growth = load.growth or (0,) * (len(self.kv_at) - 1)
         return tuple(kv + load.tokens + more for kv, more in zip(self.kv_at, (0, *growth), strict=True))
+
+
+def turn_load(
+    turn: TurnLoad,
+    *,
+    generated: int,
+    moves: int,
+    ends_session: bool,
+    lengths: TurnLengths,
+    each_s: float,
+    back_s: float,
+    stays: bool = False,
+) -> SessionLoad:
+    """What a running turn weighs and will weigh. `each_s`: seconds per token of its engine.
+
+    A call without session frees its KV at its end; any other session comes back for about `back_s`.
+    """
+    left = turn.tokens_max - turn.tokens
+    ahead = [round(share * lengths.mean) if lengths.known else left // 2 for share in HORIZONS]
+    growth = tuple(lengths.growth(turn.tokens, generated, left, further, frees=ends_session) for further in ahead)
+    remaining_s = max(lengths.remaining(generated, left) * each_s, 0.0 if ends_session else back_s)
+    return SessionLoad(turn.session_id, turn.turn_id, turn.tokens, growth, remaining_s, moves, stays)
 
 
 def plan_repack(

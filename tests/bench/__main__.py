@@ -9,6 +9,7 @@ BENCHES = {
     "relay": "tests.bench.relay.__main__",
     "engine": "tests.bench.engine_vs_vllm",
     "gpu": "tests.bench.gpu",
+    "repack": "tests.bench.repack.__main__",
 }
 
 

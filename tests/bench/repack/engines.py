@@ -101,12 +101,16 @@ class Engine:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
-        for path in LOAD_STEPS:
+        app.router.add_get("/is_paused", self._is_paused)
+        for path in sorted(set(LOAD_STEPS)):
             app.router.add_route("*", path, self._control)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": MODEL, "max_model_len": PROMPT_UNITS + BUDGET_UNITS + 1}]})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": not self._open.is_set()})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(

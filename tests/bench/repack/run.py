@@ -48,7 +48,7 @@ class Clients:
     url: str
     trace: list[int] = field(default_factory=lambda: lengths(TRACE_LENGTH))
     next_trajectory: int = 0
-    answered: int = 0
+    answers: list[tuple[float, float]] = field(default_factory=list)
     wrong: list[int] = field(default_factory=list)
 
     async def work(self, http: aiohttp.ClientSession) -> None:
@@ -60,11 +60,12 @@ class Clients:
                 "max_tokens": BUDGET_UNITS,
                 "return_token_ids": True,
             }
+            asked_at = time.monotonic()
             async with http.post(f"{self.url}/v1/completions", json=body) as response:
                 answer = await response.json()
             if response.status != 200:
                 raise RuntimeError(f"trajectory {trajectory}: {response.status} {answer}")
-            self.answered += 1
+            self.answers.append((asked_at, time.monotonic()))
             if answer["choices"][0]["token_ids"] != answer_of(trajectory, units(self.trace[trajectory])):
                 self.wrong.append(trajectory)
 
@@ -158,7 +159,7 @@ async def _look(
         looked["status"] = await response.json()
     times = psutil.Process(gateway.process.pid).cpu_times()
     looked |= {"gateway_cpu_s": times.user + times.system, "client_cpu_s": time.process_time()}
-    return {**looked, "answered": clients.answered, "unix_s": time.time()}
+    return {**looked, "answered": len(clients.answers), "unix_s": time.time()}
 
 
 def figures(
@@ -175,6 +176,8 @@ def figures(
         return int(after["status"]["counters"][name] - before["status"]["counters"][name])
 
     latencies = sorted((end - start) * point.scale for _, start, end in after["ended"])
+    answered = clients.answers[before["answered"] : after["answered"]]
+    answers = sorted((end - start) * point.scale for start, end in answered)
     done_tokens = sum(clients.trace[n] for n, _, _ in after["ended"])
     mine = [r for r in receipts if r["planned_unix_s"] >= before["unix_s"]]
     pauses = sorted(m["pause_s"] * point.scale for r in mine for m in r["moves"] if m["pause_s"] is not None)
@@ -185,14 +188,16 @@ def figures(
         "publish_period_s": point.publish_period_s,
         "scale": point.scale,
         "measured_s": round(paper_s, 1),
-        "tokens_per_s": round(done_tokens / paper_s, 1),
-        "decoded_tokens_per_s": round(gained("decoded_tokens") / paper_s, 1),
+        "tokens_per_s": round(gained("decoded_tokens") / paper_s, 1),
+        "finished_tokens_per_s": round(done_tokens / paper_s, 1),
         "kv_util": round(gained("kv_share_s") / wall_s / point.engines, 4),
         "running_mean": round(gained("running_s") / wall_s / point.engines, 2),
         "trajectories": len(latencies),
         "latency_mean_s": round(statistics.fmean(latencies), 1),
         "latency_p99_s": round(_quantile(latencies, 0.99), 1),
         "latency_max_s": round(latencies[-1], 1),
+        "answer_mean_s": round(statistics.fmean(answers), 1),
+        "answer_p99_s": round(_quantile(answers, 0.99), 1),
         "refreshes": counted("refreshes"),
         "repacks": counted("repacks"),
         "moves": counted("moves"),
@@ -210,7 +215,9 @@ def figures(
         "gain_measured_s": round(sum(r["gain_s"]["measured"] for r in gains) * point.scale, 1),
         "emptied_after_mean_s": _mean([r["emptied_after_s"] for r in mine], point.scale),
         "outcomes": _outcomes(mine),
-        "staleness_finish": after["status"]["staleness"]["generation"],
+        "staleness_mean": _staleness(
+            before["status"]["staleness"]["generation"], after["status"]["staleness"]["generation"]
+        ),
         "wrong_answers": len(clients.wrong) + after["wrong"],
         "cores_gateway": round((after["gateway_cpu_s"] - before["gateway_cpu_s"]) / wall_s, 3),
         "cores_engines": round((after["cpu_s"] - before["cpu_s"]) / wall_s, 3),
@@ -222,6 +229,12 @@ def figures(
 
 def _quantile(values: list[float], q: float) -> float:
     return values[min(len(values) - 1, int(q * len(values)))]
+
+
+def _staleness(before: Mapping[str, int], after: Mapping[str, int]) -> float:
+    """Mean over tokens, when their turn ended."""
+    counts = {int(behind): count - before.get(behind, 0) for behind, count in after.items()}
+    return round(sum(b * n for b, n in counts.items()) / max(1, sum(counts.values())), 3)
 
 
 def _mean(values: list[float | None], scale: float) -> float | None:

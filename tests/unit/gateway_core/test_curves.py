@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core.curves import KV_MIN, SPAN_MIN, DecodeCurve, KvCeiling
+from gateway.core.curves import KV_MAX, KV_MIN, SPAN_MIN, DecodeCurve, KvCeiling
 from tests.bench.repack.trace import decode_ms
 
 
@@ -90,9 +90,11 @@ def test_c_max_falls_to_where_turns_had_to_wait_and_comes_back() -> None:
     ceiling.observe(0.5, 10, 0)
     assert ceiling.value == pytest.approx(0.784), "an idle look says nothing"
     ceiling.observe(0.85, 10, 0)
-    assert ceiling.value == 0.85
+    assert ceiling.value == pytest.approx(0.9), "what is configured holds again"
     ceiling.observe(0.97, 10, 0)
-    assert ceiling.value == 0.9
+    assert ceiling.value == 0.97, "it was full to here, and nothing waited"
+    ceiling.observe(1.0, 10, 0)
+    assert ceiling.value == KV_MAX
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 3)), max_size=50), st.floats(0.1, 1))
@@ -100,4 +102,4 @@ def test_c_max_stays_within_its_bounds(reports: list[tuple[float, int, int]], co
     ceiling = KvCeiling(configured)
     for report in reports:
         ceiling.observe(*report)
-        assert min(KV_MIN, configured) <= ceiling.value <= configured
+        assert min(KV_MIN, configured) <= ceiling.value <= max(configured, KV_MAX)

@@ -1,0 +1,369 @@
+"""A fleet of simulated engines under the gateway's own decisions, in virtual time: what a mode gives before it is run.
+
+The decisions are those of `gateway.core` (intake, placement, repack, refresh); only engines and clocks are simulated.
+Clients keep `concurrency` single-turn trajectories going. Seeded: the same settings give the same figures.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gateway.core.fleet import EngineState, FleetConfig, FleetState, TurnLoad
+from gateway.core.lengths import TurnLengths
+from gateway.core.repack import EngineView, Move, RepackConfig, SessionLoad, plan_repack, turn_load
+from gateway.core.scheduler import Admission, Demand, Placement, admit, place
+from gateway.core.sessions import SessionSpec, SessionState
+from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
+from gateway.sim.engine import SimEngine
+from gateway.sim.turn import SimTurn
+
+MOVES_AT_ONCE = 2
+"""As `gateway.moving` paces them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Times in seconds, lengths in tokens; answers are as long as `lengths` says, one after the other."""
+
+    fleet: FleetConfig
+    engines: int
+    concurrency: int
+    kv_capacity_tokens: int
+    prompt_tokens: int
+    budget_tokens: int
+    decode_s: Callable[[int], float]
+    prefill_tokens_per_s: float
+    load_s: float
+    publish_period_s: float
+    repack_interval_s: float
+    warm_up_s: float
+    measured_s: float
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of the measured time, over all engines. Latencies are from the first place, answers from the client's request."""
+
+    tokens_per_s: float
+    kv_util: float
+    running_mean: float
+    idle_share: float
+    trajectories: int
+    latency_mean_s: float
+    latency_p99_s: float
+    latency_max_s: float
+    answer_mean_s: float
+    answer_p99_s: float
+    refreshes: int
+    moves: int
+    pause_mean_s: float
+    pause_p99_s: float
+    prefilled_again_tokens: int
+    staleness_mean: float
+    mixed: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    latencies: list[float] = field(default_factory=list)
+    answers: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    refreshes: int = 0
+    again: int = 0
+    mixed: int = 0
+
+
+class Rollouts:
+    """One simulation; `run` gives its figures."""
+
+    def __init__(self, settings: Settings, lengths: Sequence[int]) -> None:
+        self.settings = settings
+        self.now = 0.0
+        self.state = FleetState(settings.fleet)
+        self.engines: dict[EngineName, SimEngine] = {}
+        self._lengths, self._next, self._learnt = lengths, 0, TurnLengths()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._due: dict[EngineName, int] = {}
+        self._asked = deque([0.0] * settings.concurrency)  # when each client that waits for a place asked
+        self._resuming: deque[SimTurn] = deque()
+        self._turns: dict[TurnId, SimTurn] = {}
+        self._to_move: dict[EngineName, deque[Move]] = {}
+        self._moving: dict[EngineName, set[TurnId]] = {}
+        self._rounds = 0
+        self._seen = _Seen()
+        for i in range(settings.engines):
+            self._add(EngineName(f"e{i:04d}"))
+
+    def _add(self, name: EngineName) -> None:
+        s = self.settings
+        state = EngineState(name, "sim", f"sim://{name}", status="serving", version=Version(1), available=Version(1))
+        state.kv_capacity_tokens = s.kv_capacity_tokens
+        self.state.engines[name] = state
+        self.engines[name] = SimEngine(state, s.decode_s, s.prefill_tokens_per_s)
+        self._to_move[name], self._moving[name] = deque(), set()
+
+    def run(self) -> Figures:
+        s = self.settings
+        self.state.newest = Version(1)
+        self._at(s.publish_period_s, self._publish)
+        if s.fleet.mode == "repack":
+            self._at(s.repack_interval_s, self._repack_again)
+        self._changed()
+        self._until(s.warm_up_s)
+        self._seen = _Seen()
+        before = self._totals()
+        self._until(s.warm_up_s + s.measured_s)
+        return self._figures([b - a for a, b in zip(before, self._totals(), strict=True)])
+
+    # -- time
+
+    def _at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), what))
+
+    def _until(self, end: float) -> None:
+        while self._events and self._events[0][0] <= end:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+        self.now = end
+        for name in self.engines:
+            self._sync(name)
+
+    def _sync(self, name: EngineName) -> SimEngine:
+        """The engine at this moment, and its next event in the calendar."""
+        engine = self.engines[name]
+        while (due := engine.next_at()) is not None and due < self.now - 1e-9:
+            self._happened(engine, engine.advance(due))
+        self._happened(engine, engine.advance(self.now))
+        return engine
+
+    def _schedule(self, name: EngineName) -> None:
+        due = self.engines[name].next_at()
+        number = self._due[name] = next(self._numbers)
+        if due is not None:
+            self._at(max(due, self.now), lambda: self._wake(name, number))
+
+    def _wake(self, name: EngineName, number: int) -> None:
+        if self._due[name] == number:
+            self._sync(name)
+            self._changed()
+            self._schedule(name)
+
+    def _happened(self, engine: SimEngine, turns: list[SimTurn]) -> None:
+        for turn in turns:
+            if turn.turn_id in engine.running:
+                self._prefilled(engine, turn)
+            else:
+                self._ended(engine, turn)
+
+    # -- turns
+
+    def _changed(self) -> None:
+        self.state.intake_changes(self.now)
+        for decision in self.state.refresh_decisions(self.now):
+            for turn_id in decision.interrupted:
+                self._leave(self._turns[turn_id])
+                self._resuming.append(self._turns[turn_id])
+            self._at(self.now + self.settings.load_s, lambda d=decision: self._loaded(d.engine, d.to_version))  # type: ignore[misc]
+        self._serve()
+
+    def _serve(self) -> None:
+        for _ in range(len(self._resuming)):
+            turn = self._resuming.popleft()
+            found = place(Demand(turn.session, turn.load.tokens), self.state, Admission(0, 0, None, 0))
+            if isinstance(found, Placement):
+                self._enter(turn, found)
+            else:
+                self._resuming.append(turn)
+        while self._asked:
+            turn = self._new_turn()
+            found = place(Demand(turn.session, turn.load.tokens), self.state, Admission(0, 0, None, 0))
+            if not isinstance(found, Placement):
+                return
+            self._next += 1
+            turn.asked_at = self._asked.popleft()
+            self._turns[turn.turn_id] = turn
+            self._enter(turn, found)
+
+    def _new_turn(self) -> SimTurn:
+        number, s = next(self._numbers), self.settings
+        length = self._lengths[self._next % len(self._lengths)]
+        spec = SessionSpec(SessionId(f"s{number}"), GroupId(f"s{number}"), ephemeral=True, train=False)
+        load = TurnLoad(TurnId(f"t{number}"), spec.session_id, s.prompt_tokens, s.prompt_tokens + s.budget_tokens)
+        return SimTurn(load, SessionState(spec, self.now, self.now), length, self.now, float(length))
+
+    def _enter(self, turn: SimTurn, found: Placement) -> None:
+        if turn.session.version not in (None, self.state.engines[found.engine].version):
+            self._seen.mixed += 1
+        admit(found, Demand(turn.session, turn.load.tokens), self.state)
+        self.state.group_versions.pop(turn.session.spec.group_id, None)
+        self._arrive(turn, found.engine)
+
+    def _arrive(self, turn: SimTurn, name: EngineName) -> None:
+        engine = self._sync(name)
+        turn.engine = turn.session.engine = name
+        engine.state.turns[turn.turn_id] = turn.load
+        if turn.left_at:
+            self._seen.again += turn.load.tokens
+        engine.enter(turn)
+        self._schedule(name)
+
+    def _leave(self, turn: SimTurn) -> None:
+        assert turn.engine is not None
+        engine = self._sync(turn.engine)
+        engine.leave(turn)
+        engine.state.turns.pop(turn.turn_id, None)
+        turn.left_at = self.now
+        self._schedule(turn.engine)
+
+    def _prefilled(self, engine: SimEngine, turn: SimTurn) -> None:
+        if turn.turn_id in self._moving[engine.state.name]:
+            self._moving[engine.state.name].discard(turn.turn_id)
+            self._seen.pauses.append(engine.now - turn.left_at)
+            self._at(engine.now, lambda: self._move_on(engine.state.name))
+
+    def _ended(self, engine: SimEngine, turn: SimTurn) -> None:
+        engine.state.turns.pop(turn.turn_id, None)
+        del self._turns[turn.turn_id]
+        self._learnt.ended(turn.length)
+        self._seen.latencies.append(engine.now - turn.started_at)
+        self._seen.staleness.append(self.state.newest - engine.state.version)
+        self._seen.answers.append(engine.now - turn.asked_at)
+        self._asked.append(engine.now)
+
+    # -- versions
+
+    def _publish(self) -> None:
+        self.state.newest = Version(self.state.newest + 1)
+        for engine in self.state.engines.values():
+            engine.available = self.state.newest
+        for name in self.engines:
+            self._sync(name)
+        self._changed()
+        if self.settings.fleet.mode == "repack":
+            self._repack()
+        self._at(self.now + self.settings.publish_period_s, self._publish)
+
+    def _loaded(self, name: EngineName, version: Version) -> None:
+        engine = self._sync(name)
+        engine.state.version = version
+        engine.state.to("serving")
+        engine.state.open_intake(self.now)
+        self._seen.refreshes += 1
+        self._changed()
+        self._schedule(name)
+
+    # -- repack
+
+    def _repack_again(self) -> None:
+        for name in self.engines:
+            self._sync(name)
+        self._changed()
+        self._repack()
+        self._at(self.now + self.settings.repack_interval_s, self._repack_again)
+
+    def _repack(self) -> None:
+        self._rounds += 1
+        config = RepackConfig(prefill_tokens_per_s=self.settings.prefill_tokens_per_s)
+        seed = self.settings.seed + self._rounds
+        for plan in plan_repack(self._views(), self.state.newest, config, seed=seed):
+            for freed in plan.freed:
+                self.state.engines[freed.engine].leaving = True
+            for move in plan.moves:
+                self._to_move[move.destination].append(move)
+            for name in {m.destination for m in plan.moves}:
+                self._move_on(name)
+
+    def _move_on(self, name: EngineName) -> None:
+        queue = self._to_move[name]
+        while queue and len(self._moving[name]) < MOVES_AT_ONCE:
+            move = queue.popleft()
+            turn = self._turns.get(move.turn_id) if move.turn_id is not None else None
+            if turn is not None and turn.engine == move.source:
+                self._leave(turn)
+                turn.session.moves += 1
+                self._moving[name].add(turn.turn_id)
+                self._arrive(turn, name)
+            if not any(m.source == move.source for m in queue):
+                self.state.engines[move.source].leaving = any(
+                    m.source == move.source for moves in self._to_move.values() for m in moves
+                )
+        self._changed()
+
+    def _views(self) -> list[EngineView]:
+        return [self._view(e) for e in self.state.sorted_engines() if e.status == "serving"]
+
+    def _view(self, engine: EngineState) -> EngineView:
+        takes_part = engine.version < self.state.newest and not engine.intake_open
+        each_s = engine.curve.seconds_per_token(len(engine.turns)) or 0.02
+        coming = [m.turn_id for m in self._to_move[engine.name] if m.turn_id in self._turns]
+        return EngineView(
+            name=engine.name,
+            version=engine.version,
+            kv_capacity_tokens=engine.kv_capacity_tokens,
+            batch_max=engine.curve.roofline_batch(self.settings.fleet.max_running),
+            kv_max=self._ceiling(engine),
+            intake_open=engine.intake_open,
+            queued=0,
+            sessions=tuple(self._load(self._turns[t], each_s) for t in engine.turns) if takes_part else (),
+            inbound=tuple(self._load(self._turns[t], each_s) for t in coming if t is not None),
+            leaving=engine.leaving,
+        )
+
+    def _ceiling(self, engine: EngineState) -> float:
+        ceiling = self.state.kv_ceiling(engine)
+        ceiling.observe(min(1.0, engine.tokens / engine.kv_capacity_tokens), len(engine.turns), 0)
+        return ceiling.value
+
+    def _load(self, turn: SimTurn, each_s: float) -> SessionLoad:
+        return turn_load(
+            turn.load,
+            generated=int(turn.generated),
+            moves=turn.session.moves,
+            ends_session=True,
+            lengths=self._learnt,
+            each_s=each_s,
+            back_s=0.0,
+        )
+
+    # -- figures
+
+    def _totals(self) -> tuple[float, float, float, float]:
+        engines = self.engines.values()
+        decoded, kv = sum(e.decoded_tokens for e in engines), sum(e.kv_share_s for e in engines)
+        return decoded, kv, sum(e.idle_s for e in engines), self.now
+
+    def _figures(self, passed: list[float]) -> Figures:
+        decoded, kv, idle, seconds = passed
+        latencies, pauses = sorted(self._seen.latencies), sorted(self._seen.pauses)
+        each = seconds * len(self.engines)
+        return Figures(
+            tokens_per_s=decoded / seconds,
+            kv_util=kv / each,
+            running_mean=sum(latencies) / each,
+            idle_share=idle / each,
+            trajectories=len(latencies),
+            latency_mean_s=statistics.fmean(latencies) if latencies else 0.0,
+            latency_p99_s=_quantile(latencies, 0.99),
+            latency_max_s=latencies[-1] if latencies else 0.0,
+            answer_mean_s=statistics.fmean(self._seen.answers) if self._seen.answers else 0.0,
+            answer_p99_s=_quantile(sorted(self._seen.answers), 0.99),
+            refreshes=self._seen.refreshes,
+            moves=len(pauses),
+            pause_mean_s=statistics.fmean(pauses) if pauses else 0.0,
+            pause_p99_s=_quantile(pauses, 0.99),
+            prefilled_again_tokens=self._seen.again,
+            staleness_mean=statistics.fmean(self._seen.staleness) if self._seen.staleness else 0.0,
+            mixed=self._seen.mixed,
+        )
+
+
+def _quantile(values: list[float], q: float) -> float:
+    return values[min(len(values) - 1, int(q * len(values)))] if values else 0.0
