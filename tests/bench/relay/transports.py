@@ -30,7 +30,11 @@ def over_nixl(where: Files, settings: Mapping[str, Any], *, rounds: int) -> Figu
             pairs = interleave(tcp, nixl, rounds)
     except (RuntimeError, TimeoutExpired, ContenderFailed) as error:
         return Figure(KEY, WHAT, None, better="reported", note=str(error))
-    seconds = {"tcp_s": [round(t, 4) for t, _ in pairs], "nixl_s": [round(n, 4) for _, n in pairs]}
+    seconds = {
+        "bytes": where.source.stat().st_size,
+        "tcp_s": [round(t, 4) for t, _ in pairs],
+        "nixl_s": [round(n, 4) for _, n in pairs],
+    }
     return median(
         KEY,
         WHAT,
