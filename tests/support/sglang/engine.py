@@ -138,6 +138,7 @@ class Engine:
             raise Refused("a weight update session is open")
         await self._writer_lock(abort=body.abort_all_requests)
         path = Path(body.model_path)
+        weights.files_of(path)  # found missing before any weight is touched
         self._take(lambda: weights.read_directory(path), body.weight_version, flush=body.flush_cache)
         self.served_name = body.model_path
         if self.paused is not None and not body.keep_pause:

@@ -42,12 +42,16 @@ def digest_of(tensors: Iterable[tuple[str, bytes]]) -> str:
     return hashlib.sha256("".join(marks).encode()).hexdigest()[:16]
 
 
-def read_directory(path: Path) -> str:
-    """The digest of a directory of safetensors files. Refused when any is torn, though others were taken by then."""
+def files_of(path: Path) -> list[Path]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise Refused(f"Cannot find any model weights with `{path}`")
-    return digest_of(tensor for file in files for tensor in _tensors(file))
+    return files
+
+
+def read_directory(path: Path) -> str:
+    """The digest of a directory of safetensors files. Refused when any is torn, though others were taken by then."""
+    return digest_of(tensor for file in files_of(path) for tensor in _tensors(file))
 
 
 def _tensors(file: Path) -> Iterable[tuple[str, bytes]]:
