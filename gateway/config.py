@@ -44,6 +44,7 @@ class GatewayConfig:
     queue_timeout_s: float = 60.0  # a new session waits so long for an intake before 429
     queue_max: int = 1024  # turns that wait for an engine at once
     session_idle_s: float = 1800.0
+    reward_window_s: float = 600.0  # rewards may come, or change, so long after a session's finish
     sessions_max: int = 100_000
     body_bytes_max: int = 64 << 20
     prefill_tokens_per_s: float = 1000.0

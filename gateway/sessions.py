@@ -20,8 +20,9 @@ from gateway.config import GatewayConfig
 from gateway.core.fleet import staleness_histogram
 from gateway.core.joining import Attention, Call
 from gateway.core.lengths import TurnLengths
+from gateway.core.rewards import Given, note, revised
 from gateway.core.scheduler import Admission
-from gateway.core.sessions import SessionSpec, SessionState
+from gateway.core.sessions import SessionSpec, SessionState, Unrewarded
 from gateway.core.types import EngineName, GroupId, SessionId, Trajectory, TurnId, TurnRecord, TurnRequest, Version
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
@@ -287,15 +288,17 @@ class Sessions:
     ) -> list[Trajectory]:
         """Ends the session; its trajectories, one a leaf, are on disk in the experience buffer when this returns."""
         state = self._get(session_id)
-        if not state.turns:
-            raise Conflict(f"session {session_id} has no turn to reward", hint="abandon it instead")
-        state.end("finished")
+        if state.unrewarded is None:
+            self._end(state)
+        else:
+            status, metrics = state.unrewarded.status, {**state.unrewarded.metrics, **metrics}
         trajectories = state.trajectories(reward, status, metrics, time.time())
         if state.spec.train and state.spec.split == "train":
             try:
                 await self._buffer.add(*trajectories)
             except LaminarError:
-                state.phase = "live"  # no place, or no disk: it can be finished again
+                if state.unrewarded is None:
+                    state.phase = "live"  # no place, or no disk: it can be finished again
                 raise
         self._close(state, "finished", reward=reward)
         self.counters.trajectories_finished += 1
@@ -304,9 +307,47 @@ class Sessions:
         self.fleet.changed()
         return trajectories
 
+    def finish_unrewarded(self, session_id: SessionId, status: str, metrics: Mapping[str, float]) -> SessionState:
+        """Ends the session; its trajectories wait `reward_window_s` for their reward."""
+        state = self._get(session_id)
+        if state.unrewarded is not None:
+            raise Conflict(f"session {session_id} is finished and waits for its reward")
+        self._end(state)
+        state.unrewarded = Unrewarded(status, metrics, time.time() + self.config.reward_window_s)
+        return state
+
+    def _end(self, state: SessionState) -> None:
+        if not state.turns:
+            raise Conflict(f"session {state.session_id} has no turn to reward", hint="abandon it instead")
+        state.end("finished")
+
+    async def reward(self, session_id: SessionId, given: Given) -> str:
+        """Rewards of its turns and leaves, also after its finish. Returns how the session stands."""
+        state = self._live.get(session_id)
+        if state is None:
+            if self._ended.get(session_id) != "finished":
+                self._get(session_id)  # says why not
+            await self._buffer.revise(session_id, lambda leaves: self._revised(leaves, given))
+            return "finished"
+        if given.session is not None and state.unrewarded is None:
+            raise Conflict(f"session {session_id} is live", hint="give its reward with POST /sessions/{id}/finish")
+        note(state, given)
+        if given.session is None:
+            return "live" if state.unrewarded is None else "unrewarded"
+        await self.finish(session_id, given.session, "completed", {})
+        return "finished"
+
+    def _revised(self, leaves: list[Trajectory], given: Given) -> list[Trajectory]:
+        late_s = time.time() - leaves[0].finished_unix_s - self.config.reward_window_s
+        if late_s > 0:
+            raise Conflict(f"the window for rewards of {leaves[0].session_id} ended {late_s:.0f} s ago")
+        return revised(leaves, given)
+
     async def abandon(self, session_id: SessionId, reason: str) -> None:
         """Ends the session without a trajectory; a running turn of it is aborted."""
         state = self._get(session_id)
+        if state.unrewarded is not None:
+            state.unrewarded, state.phase = None, "live"
         state.end("abandoned")
         for run in self.known.of_session(session_id):
             await run.abort(f"its session was abandoned ({reason})")
@@ -328,6 +369,9 @@ class Sessions:
             limit = time.time() - self.config.session_idle_s
             gone = [run.session for run in self.known.sweep(time.time())]
             await self._pool.forget_sessions([s.session_id for s in gone if s.spec.ephemeral])
+            now = time.time()
+            for state in [s for s in self._live.values() if s.unrewarded and s.unrewarded.until_unix_s < now]:
+                await self.abandon(state.session_id, f"no reward came within {self.config.reward_window_s:g} s")
             for state in [s for s in self._live.values() if not s.running and s.touched_unix_s < limit]:
                 await self.abandon(state.session_id, f"idle for {self.config.session_idle_s:g} s")
 

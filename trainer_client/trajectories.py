@@ -60,6 +60,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     leaf: int = 0  # which path of a session with branches; what it shares with an earlier one is masked in it
     leaves: int = 1
+    turn_ids: list[str] = msgspec.field(default_factory=list)  # of the path
     turn_rewards: list[float | None] = msgspec.field(default_factory=list)  # by turn of the path; empty: none given
 
 

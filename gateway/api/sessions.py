@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.api.openai_requests import decode, in_range
+from gateway.core.rewards import Given, note
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionPolicy
 from gateway.sessions import Sessions
@@ -30,9 +31,19 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
-    reward: float
+    """Without a `reward` the session ends and waits for it. `turns` and `leaves` by the id of an answer."""
+
+    reward: float | None = None
+    turns: dict[str, float] = {}
+    leaves: dict[str, float] = {}
     status: Literal["completed", "truncated"] = "completed"
     metrics: dict[str, float] = {}
+
+
+class RewardRequest(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float | None = None
+    turns: dict[str, float] = {}
+    leaves: dict[str, float] = {}
 
 
 class AbandonRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,6 +52,7 @@ class AbandonRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 _create = msgspec.json.Decoder(CreateRequest)
 _finish = msgspec.json.Decoder(FinishRequest)
+_reward = msgspec.json.Decoder(RewardRequest)
 _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
@@ -50,6 +62,7 @@ def add_session_routes(app: web.Application, sessions: Sessions) -> None:
     app.router.add_get("/sessions/{sid}", handlers.show)
     app.router.add_post("/sessions/{sid}/finish", handlers.finish)
     app.router.add_post("/finish_session", handlers.finish)
+    app.router.add_post("/sessions/{sid}/reward", handlers.reward)
     app.router.add_post("/sessions/{sid}/abandon", handlers.abandon)
 
 
@@ -84,8 +97,13 @@ class _Handlers:
         return web.json_response(_summary(self._sessions.get(_session_id(request))))
 
     async def finish(self, request: web.Request) -> web.Response:
-        wanted = decode(_finish, await request.read())
+        body = await request.read()
+        wanted = decode(_finish, body) if body else FinishRequest()
         state = self._sessions.get(_session_id(request))
+        note(state, Given(None, wanted.turns, wanted.leaves))
+        if wanted.reward is None:
+            self._sessions.finish_unrewarded(state.session_id, wanted.status, wanted.metrics)
+            return web.json_response(_summary(state))
         leaves = await self._sessions.finish(state.session_id, wanted.reward, wanted.status, wanted.metrics)
         return web.json_response(
             {
@@ -99,6 +117,13 @@ class _Handlers:
                 "leaves": len(leaves),
             }
         )
+
+    async def reward(self, request: web.Request) -> web.Response:
+        """While it lives, or within the window after its finish and before a trainer has it."""
+        wanted = decode(_reward, await request.read())
+        session_id = _session_id(request)
+        given = Given(wanted.reward, wanted.turns, wanted.leaves)
+        return web.json_response({"session_id": session_id, "state": await self._sessions.reward(session_id, given)})
 
     async def abandon(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -120,7 +145,7 @@ def _summary(state: SessionState) -> dict[str, object]:
         "session_id": state.session_id,
         "group_id": state.spec.group_id,
         "sample_index": state.spec.sample_index,
-        "state": state.phase,
+        "state": state.phase if state.unrewarded is None else "unrewarded",
         "running": len(state.running),
         "version": state.version,
         "on_version_loss": state.spec.on_version_loss,

@@ -57,6 +57,15 @@ class SessionSpec:
     parent_session_id: SessionId | None = None  # whose sub-agent or opponent it is
 
 
+@dataclass(frozen=True, slots=True)
+class Unrewarded:
+    """A session that was finished without a reward waits for it, until then."""
+
+    status: str
+    metrics: Mapping[str, float]
+    until_unix_s: float
+
+
 @dataclass(slots=True)
 class SessionState:
     """One session's record. `version` is the one it stays on, once its first turn was placed."""
@@ -70,6 +79,7 @@ class SessionState:
     version_changes: list[VersionChange] = field(default_factory=list)
     engine: EngineName | None = None  # holds its prefix
     moves: int = 0
+    unrewarded: Unrewarded | None = None
     last_dropped: str = ""  # the last turn that came to nothing, and why
     tree: TurnTree = field(default_factory=TurnTree)
 
@@ -224,6 +234,8 @@ class SessionState:
             metrics=dict(metrics),
             version_policy=self.spec.on_version_loss,
             version_changes=list(self.version_changes),
+            turn_ids=[turn.turn_id for turn in path.turns],
+            own_reward=own is not None,
             leaf=leaf,
             leaves=leaves,
             turn_rewards=[] if turn_rewards.count(None) == len(turn_rewards) else turn_rewards,

@@ -171,6 +171,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     leaves: int = 1
     version_policy: VersionPolicy = "segment"
     version_changes: list[VersionChange] = msgspec.field(default_factory=list)
+    turn_ids: list[str] = msgspec.field(default_factory=list)  # of the path; an answer's id without its prefix
+    own_reward: bool = False  # the leaf's, not the session's
     turn_rewards: list[float | None] = msgspec.field(
         default_factory=list
     )  # by turn of the path; empty: none were given

@@ -13,7 +13,7 @@ import asyncio
 import secrets
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -101,6 +101,20 @@ class ExperienceBuffer:
                 raise
             self._counters.added += 1
         self._changed.set()
+
+    async def revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
+        """Replaces what is kept of a session. NotFound when it is not here, Conflict when a reader has it.
+
+        `change` runs in the database's thread and must be pure; what it raises changes nothing.
+        """
+        async with self._order:
+            self._lapse()
+            if session_id not in self._state.sessions:
+                raise NotFound(f"session {session_id} is not in the experience buffer", hint="it was used, or dropped")
+            entry = next((e for e in self._state.free.values() if e.session_id == session_id), None)
+            if entry is None:
+                raise Conflict(f"a reader has session {session_id}", hint="give rewards before it is sampled")
+            await self._database.run(lambda connection: _revise(connection, entry.seq, change))
 
     async def sample(
         self,
@@ -259,6 +273,12 @@ def _replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: li
 
 def _delete(connection: sqlite3.Connection, entries: list[Entry]) -> None:
     connection.executemany("DELETE FROM trajectories WHERE seq=?", [(entry.seq,) for entry in entries])
+
+
+def _revise(connection: sqlite3.Connection, seq: int, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
+    [body] = connection.execute("SELECT body FROM trajectories WHERE seq=?", (seq,)).fetchone()
+    leaves = change(msgspec.msgpack.decode(body, type=list[Trajectory]))
+    connection.execute("UPDATE trajectories SET body=? WHERE seq=?", (msgspec.msgpack.encode(leaves), seq))
 
 
 def _lease_rows(

@@ -268,6 +268,7 @@ def test_a_trainer_reads_the_whole_record() -> None:
             finished_unix_s=109.0,
             tags=tags,
             metrics={"steps": 2.0},
+            turn_ids=list(state.tree.turns),
         )
     ]
 
