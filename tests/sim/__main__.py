@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -57,15 +58,17 @@ def keep(story: Story, faults_s: float) -> None:
             file.write(f"{story.seed} {faults_s:g}  # {story.broken.splitlines()[0]}\n")
 
 
-def run(wanted: Sequence[tuple[int, float]], num_processes: int) -> list[Story]:
-    """All stories, in no order; those that failed are printed as they come."""
+def run(wanted: Sequence[tuple[int, float]], num_processes: int, budget_s: float) -> list[Story]:
+    """The stories told within `budget_s`, in no order; those that failed are printed as they come."""
     started = told = time.monotonic()
     stories: list[Story] = []
     with multiprocessing.get_context("fork").Pool(num_processes, initializer=_quiet) as pool:
-        for story in pool.imap_unordered(tell, wanted, chunksize=4):
+        for story in pool.imap_unordered(tell, wanted, chunksize=1):
             stories.append(story)
             if story.broken:
                 print(f"seed {story.seed}: {story.broken}", flush=True)
+            if time.monotonic() - started > budget_s:
+                break
             if time.monotonic() - told > PROGRESS_S:
                 told = time.monotonic()
                 failed = sum(bool(one.broken) for one in stories)
@@ -84,6 +87,7 @@ def main() -> int:
     parser.add_argument("--kept", action="store_true", help="those that failed once, too")
     parser.add_argument("--no-keep", action="store_true", help="do not write down what fails")
     parser.add_argument("--faults-s", type=float, default=tier.FAULTS_S, help="virtual seconds of faults")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="begin no more seeds after this")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--one", type=int, help="a single seed, with its log")
     options = parser.parse_args()
@@ -93,7 +97,7 @@ def main() -> int:
         return 0
     started = time.monotonic()
     wanted = [(seed, options.faults_s) for seed in range(options.first, options.first + options.seeds)]
-    stories = run([*(kept() if options.kept else ()), *wanted], options.processes)
+    stories = run([*(kept() if options.kept else ()), *wanted], options.processes, options.budget_s)
     failed = [story for story in stories if story.broken]
     for story in failed if not options.no_keep else ():
         keep(story, options.faults_s)
