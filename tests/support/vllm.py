@@ -17,7 +17,7 @@ from deploy import vllm_env
 from tests.support.processes import Daemon
 from tests.support.tiny_model import VLLM_HEAD_DIM, tiny_model
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 420.0
 """Alone it takes some 25 s, most of them imports; two at once on two busy cores take minutes."""
 KV_BYTES = 64 << 20
 MODEL = "policy"
@@ -58,8 +58,8 @@ def start(name: str, directory: Path, *, port: int = 0, cores: str = "0", tensor
 def launch(name: str, directory: Path, *, port: int = 0, cores: str = "0", tensor_parallel: int = 1) -> VllmServer:
     """`cores`: one set of cores for each rank, such as "0|1". Returns at once; `ready` waits."""
     port = port or _free_port()
-    command = [str(vllm_env.PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
-    command += [f"--model={tiny_model(head_dim=VLLM_HEAD_DIM)}", f"--served-model-name={MODEL}", "--dtype=float32"]
+    command = [str(vllm_env.PYTHON), "-m", "vllm.entrypoints.cli.main", "serve"]  # as `vllm serve`
+    command += [str(tiny_model(head_dim=VLLM_HEAD_DIM)), f"--served-model-name={MODEL}", "--dtype=float32"]
     command += ["--enforce-eager", "--max-model-len=2048", "--max-num-seqs=16", f"--kv-cache-memory-bytes={KV_BYTES}"]
     command += [f"--tensor-parallel-size={tensor_parallel}", "--logprobs-mode=processed_logprobs"]
     command += ["--host=127.0.0.1", f"--port={port}", '--weight-transfer-config={"backend": "laminar"}']

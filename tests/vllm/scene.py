@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from gateway.core.types import SamplingParams
+from gateway.engines.vllm import VllmEngine
 from tests.support import processes, vllm
 from tests.support.fleet import until
 from tests.support.greedy import check_greedy
@@ -25,6 +27,8 @@ RANKS = {"one": 1, "two": 2}
 """The servers' names, and how many ranks each has."""
 HELLO = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
 WANTED: dict[str, Any] = {"return_token_ids": True, "return_weight_versions": True, "ignore_eos": True}
+RUNNING_TOKENS = 60
+"""Prompt and some: a turn with so many is in mid-stream."""
 PATIENCE_S = 180.0
 """For what needs a server's start, or a few tries of a load."""
 
@@ -103,9 +107,40 @@ class Scene:
     def states(self) -> dict[str, tuple[str, int]]:
         return {e["name"]: (e["state"], e["version"]) for e in self.status()["engines"]}
 
-    def timeline(self, kind: str) -> list[dict[str, Any]]:
-        events = httpx.get(f"{self.url}/admin/timeline?limit=10000", timeout=30.0).json()["events"]
-        return [event for event in events if event["kind"] == kind]
+    def timeline(self) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        while page := httpx.get(f"{self.url}/admin/timeline?after={len(events)}", timeout=30.0).json()["events"]:
+            events += page
+        return events
+
+    @property
+    def pools(self) -> Path:
+        """Where the relay keeps snapshots."""
+        return self._relays.pools
+
+    def fenced_at(self, version: int) -> list[dict[str, Any]]:
+        """Engines that were fenced since `version` was there."""
+        events = self.timeline()
+        since = next((e["seq"] for e in events if e["kind"] == "version" and e["version"] == version), None)
+        fenced = [e for e in events if e["kind"] == "engine" and e.get("state") == "fenced"]
+        return [e for e in fenced if since is not None and e["seq"] > since]
+
+    def running_well(self) -> str:
+        """The one engine that streams a turn, some tokens into it; "" until then."""
+        for engine in self.status()["engines"]:
+            if engine["running"] and engine["kv_tokens"] > RUNNING_TOKENS:
+                return str(engine["name"])
+        return ""
+
+    def running(self) -> list[int]:
+        """Turns on each server."""
+        return [engine["running"] for engine in self.status()["engines"]]
+
+    def moves(self) -> set[tuple[str, str]]:
+        """(source, destination) of every turn that was moved."""
+        receipts = httpx.get(f"{self.url}/admin/receipts", timeout=30.0).json()["receipts"]
+        moves = [move for receipt in receipts for move in receipt["moves"] if move["outcome"] == "moved"]
+        return {(move["source"], move["destination"]) for move in moves}
 
     # -- asking
 
@@ -120,6 +155,12 @@ class Scene:
 
     def ask_meanwhile(self, max_tokens: int, count: int = 1) -> Asking:
         return Asking([lambda: self.ask(max_tokens) for _ in range(count)])
+
+    async def say(self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        """One greedy turn through an adapter of the test's own."""
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        async with engine.generate(prompt, sampling, "said", "session") as chunks:
+            return [token async for chunk in chunks for token in chunk.token_ids]
 
     def ask_directly(self, name: str, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
         """One greedy turn of one server, past the gateway."""

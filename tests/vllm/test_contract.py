@@ -12,7 +12,7 @@ from tests.support import vllm
 from tests.support.greedy import transformers_greedy
 from tests.support.tiny_model import VLLM_HEAD_DIM
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 greedy = functools.partial(transformers_greedy, head_dim=VLLM_HEAD_DIM)
 
