@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
-from paramserver.pool import Pool
+from paramserver.pool import Pool, PoolFile
 from paramserver.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
 
@@ -117,6 +117,25 @@ def test_the_publishers_mapping_through_the_passed_descriptor_does_not_block_reu
         os.close(passed)
         mapping[:5] = b"bytes"
         assert pool.give_back([file]) == 0
+
+
+def test_a_file_leaves_its_path_before_anybody_asks_whether_it_is_mapped(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a reader could open it by that path after the check, and see the next version's bytes."""
+    (file,) = pool.take([2 * MIB])
+    published = pool.directory / "published"
+    file.move(published)
+    looked: list[bool] = []
+    real = PoolFile.mapped_elsewhere
+
+    def mapped_elsewhere(self: PoolFile) -> bool:
+        looked.append(published.exists())
+        return real(self)
+
+    monkeypatch.setattr(PoolFile, "mapped_elsewhere", mapped_elsewhere)
+    pool.give_back([file])
+    assert looked == [False]
 
 
 def test_what_an_aborted_publisher_may_still_write_to_is_destroyed(pool: Pool) -> None:
