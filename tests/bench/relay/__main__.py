@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from tests.bench.relay.figures import Figure, keep, show
+from tests.bench.figures import Figure, keep, show
 
 PARTS = {
     "hop": "tests.bench.relay.hop",
@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] = ()) -> None:
         print(f"== {part}", flush=True)
         for figure in importlib.import_module(PARTS[part]).run():
             found.append(figure)
-            keep([figure])  # what a later part breaks does not take it away
+            keep("relay", [figure])  # what a later part breaks does not take it away
             print(f"{figure.key}: {figure.value} {figure.verdict} {figure.note}", flush=True)
-    show(found)
+    show("relay tier", found)
 
 
 if __name__ == "__main__":

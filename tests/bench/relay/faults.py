@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paramserver.client import RelayClient, TensorSource, publish
-from tests.bench.relay.figures import ROUNDS, Figure, median
+from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.relay.scene import MIB, WAIT_S, Scene, content, scene, tensors
 from tests.support.links import Host, Net, missing
 from tests.support.processes import Daemon

@@ -25,8 +25,8 @@ from tests.bench.relay.contenders import (
     interleave,
     project,
 )
-from tests.bench.relay.environment import Environment, peers
-from tests.bench.relay.figures import Figure, median
+from tests.bench.environment import Environment, peers
+from tests.bench.figures import Figure, median
 from tests.bench.relay.transports import over_nixl
 
 NUM_BYTES = 1 << 30
@@ -64,7 +64,7 @@ ALL = (
 
 
 def run() -> Iterator[Figure]:
-    environment = peers()
+    environment = peers(PEERS / "requirements.txt")
     with files(NUM_BYTES) as where:
         settings, tried = best_settings(project("ours"), OURS, where)
         print(f"ours: {settings} of {tried}", flush=True)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from paramserver.client import RelayClient, publish
-from tests.bench.relay.figures import ROUNDS, Figure, median
+from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.relay.scene import MIB, WAIT_S, Scene, content, scene, tensors
 from tests.support.links import Host, Net, missing
 from tests.support.relays import until

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paramserver.client import RelayClient
-from tests.bench.relay.figures import Figure
+from tests.bench.figures import Figure
 from tests.bench.relay.scene import WAIT_S, Scene, content, scene, tensors, timed_publish
 
 NUM_BYTES = 1 << 30

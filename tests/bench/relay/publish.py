@@ -32,7 +32,7 @@ from paramserver.data import publish as copying
 from paramserver.pool import NUM_BLANKS
 from protos.errors import VersionLost
 from tests.bench.relay.contenders import ROOT
-from tests.bench.relay.figures import ROUNDS, Figure, median
+from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.relay.scene import (
     HEAD_BYTES,
     WAIT_S,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.relay.figures import Figure, keep, median
+from tests.bench.figures import Figure, keep, median
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_figure_is_the_median_of_all_its_rounds() -> None:
 
 def test_parts_run_alone_add_to_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    keep([Figure("one", "what", 1.0, 2.0), Figure("two", "what", 1.0)])
-    keep([Figure("one", "what", 3.0, 2.0)])
+    keep("relay", [Figure("one", "what", 1.0, 2.0), Figure("two", "what", 1.0)])
+    keep("relay", [Figure("one", "what", 3.0, 2.0)])
     kept = json.loads((tmp_path / "bench-results" / "relay.json").read_text())["figures"]
     assert {key: figure["verdict"] for key, figure in kept.items()} == {"one": "MISSED", "two": "reported"}

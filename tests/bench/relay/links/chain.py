@@ -24,8 +24,8 @@ from pathlib import Path
 from paramserver.client import RelayClient, TensorSource
 from paramserver.core.chunking import HopCost, choose_chunk_bytes
 from tests.bench.relay.contenders import PEERS, Contender, files, project
-from tests.bench.relay.environment import peers
-from tests.bench.relay.figures import ROUNDS, Figure, median
+from tests.bench.environment import peers
+from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.relay.links.stations import Station, stations, together
 from tests.bench.relay.scene import MIB, WAIT_S, Scene, content, scene, tensors, timed_publish
 from tests.support.links import Net, missing
@@ -135,7 +135,7 @@ async def _lengths(long: Scene, short: Scene, net: Net, sources: list[TensorSour
 
 
 async def _others(long: Scene, net: Net, sources: list[TensorSource]) -> list[Figure]:
-    environment = peers()
+    environment = peers(PEERS / "requirements.txt")
     why_not = environment.why_not("torch")
     pull = [*project("puller"), "--holder", long.relays.daemons[0].ready["data"], "--model", "long"]
     store = f"tcp://{net.hosts[0].address}:29500"

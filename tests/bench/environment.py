@@ -14,7 +14,6 @@ from pathlib import Path
 
 from deploy.setup_env import cache_dir, digest, python_tag
 
-REQUIREMENTS = Path(__file__).parent / "peers" / "requirements.txt"
 WITHOUT_DEPENDENCIES = ("nixl",)  # theirs would bring several GB of CUDA
 INSTALL_TIMEOUT_S = 900
 
@@ -31,24 +30,24 @@ class Environment:
         return "; ".join(f"{name}: {self.failed[name]}" for name in packages if name in self.failed)
 
 
-def requirements() -> list[str]:
-    lines = [line.strip() for line in REQUIREMENTS.read_text().splitlines()]
+def _requirements(path: Path) -> list[str]:
+    lines = [line.strip() for line in path.read_text().splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def peers() -> Environment:
-    """Installed now if they are not there yet. Safe under concurrent calls."""
-    target = cache_dir() / "envs" / f"peers-{python_tag()}-{digest(REQUIREMENTS.read_bytes())}"
+def peers(requirements: Path) -> Environment:
+    """Those that the file names, installed now if they are not there yet. Safe under concurrent calls."""
+    target = cache_dir() / "envs" / f"peers-{python_tag()}-{digest(requirements.read_bytes())}"
     target.parent.mkdir(parents=True, exist_ok=True)
     marks = target / "installed"
     with open(f"{target}.lock", "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         if not marks.exists():
-            print(f"bench: installing what the hop is compared with into {target} (once; some minutes)", flush=True)
+            print(f"bench: installing what is compared with into {target} (once; some minutes)", flush=True)
             shutil.rmtree(target, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
             marks.mkdir()
-        for requirement in requirements():
+        for requirement in _requirements(requirements):
             _install(target, marks, requirement)
     failed = {path.name: path.read_text() for path in marks.iterdir() if path.read_text()}
     return Environment(target / "bin" / "python", failed)

@@ -53,8 +53,8 @@ def median(key: str, what: str, rounds: Sequence[float], **more: object) -> Figu
     return Figure(key, what, statistics.median(rounds), rounds=[round(r, 4) for r in rounds], **more)  # type: ignore[arg-type]
 
 
-def show(figures: Sequence[Figure]) -> None:
-    table = Table(title="relay tier: ratios within one run, medians", title_justify="left")
+def show(of: str, figures: Sequence[Figure]) -> None:
+    table = Table(title=f"{of}: ratios within one run, medians", title_justify="left")
     for name, justify in (("figure", "left"), ("is", "right"), ("bar", "right"), ("", "left"), ("spread", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("what, and how", overflow="fold")
@@ -69,9 +69,9 @@ def show(figures: Sequence[Figure]) -> None:
     Console(width=None if Console().is_terminal else 160).print(table)
 
 
-def keep(figures: Sequence[Figure]) -> None:
-    """Adds the figures to `bench-results/relay.json`, in the place of earlier ones of the same key."""
-    path = RESULTS / "relay.json"
+def keep(name: str, figures: Sequence[Figure]) -> None:
+    """Adds the figures to `bench-results/NAME.json`, in the place of earlier ones of the same key."""
+    path = RESULTS / f"{name}.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     kept: dict[str, object] = dict(found.get("figures", {}))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -80,4 +80,4 @@ def keep(figures: Sequence[Figure]) -> None:
         del as_kept["key"]
         value = None if figure.value is None else round(figure.value, 4)
         kept[figure.key] = {**as_kept, "value": value, "verdict": figure.verdict, "measured": today}
-    write("relay", {"figures": kept})
+    write(name, {"figures": kept})

@@ -1,0 +1,36 @@
+"""`make bench-gateway`: the gateway's figures. `ARGS="cpu prefix"` runs parts; each adds to its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from tests.bench.figures import Figure, keep, show
+
+PARTS = {
+    "cpu": "tests.bench.gateway.cpu",
+    "streams": "tests.bench.gateway.streams",
+    "prefix": "tests.bench.gateway.prefix",
+}
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(prog="make bench-gateway ARGS=...", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=f"any of: {', '.join(PARTS)} (default: all)")
+    parts = parser.parse_args(arguments).parts or list(PARTS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # everything that was started is ended on the way out
+    found: list[Figure] = []
+    for part in parts:
+        print(f"== {part}", flush=True)
+        for figure in importlib.import_module(PARTS[part]).run():
+            found.append(figure)
+            keep("gateway", [figure])  # what a later part breaks does not take it away
+            print(f"{figure.key}: {figure.value} {figure.verdict} {figure.details}", flush=True)
+    show("gateway", found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,73 @@
+"""What the client does to a contender, and what that cost its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.bench.gateway.client import Agent, Call, close, connect, post
+from tests.bench.gateway.contenders import Contender
+from tests.bench.gateway.mock_engine import MODEL
+
+SETTLE_S = 0.5
+
+
+def chat(text: str, max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, **more}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Processor seconds of a contender against what it did meanwhile."""
+
+    cpu_s: float
+    events: int
+    requests: int
+
+
+async def requests(contender: Contender, body: dict[str, Any], *, num: int, connections: int) -> Cost:
+    """`num` whole answers, over connections that are kept alive."""
+    agents = await connect(contender.url, connections)
+    request = post(contender.url, "/v1/chat/completions", body)
+
+    async def agent(one: Agent) -> None:
+        for _ in range(num // connections):
+            await one.send(request)
+
+    before = contender.cpu_s()
+    await asyncio.gather(*map(agent, agents))
+    cost = Cost(contender.cpu_s() - before, 0, num // connections * connections)
+    close(agents)
+    return cost
+
+
+async def stream(contender: Contender, body: dict[str, Any], *, streams: int, seconds: float) -> Cost:
+    """Events of `streams` that run all the while: their beginnings and ends lie outside what is counted."""
+    agents = await connect(contender.url, streams)
+    request = post(contender.url, "/v1/chat/completions", {**body, "stream": True})
+    calls = [agent.send(request) for agent in agents]
+    while not all(agent.call.events for agent in agents):
+        _raise_failure(calls)
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(SETTLE_S)
+    before, seen = contender.cpu_s(), sum(agent.call.events for agent in agents)
+    await asyncio.sleep(seconds)
+    cost = Cost(contender.cpu_s() - before, sum(agent.call.events for agent in agents) - seen, 0)
+    _raise_failure(calls)
+    close(agents)
+    await asyncio.sleep(SETTLE_S)  # they hear that the client left before somebody else is measured
+    return cost
+
+
+def _raise_failure(calls: Sequence[asyncio.Future[Call]]) -> None:
+    for call in calls:
+        if call.done():
+            call.result()
+            raise AssertionError("a stream ended while it was measured: give it more tokens")
+
+
+def medians(rounds: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in rounds.items()}
