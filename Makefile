@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-vllm quick check sim faultkit bench bench-relay bench-repack bench-gpu protos format lock clean
+.PHONY: help env demo test test-vllm quick check sim faultkit bench bench-relay bench-repack bench-gateway bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ faultkit: env  ## seeded cuts through the real gateway, 1,000 seeds (some two mi
 
 bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
 	@$(RUN) -m tests.bench.relay $(ARGS)
+
+bench-gateway: env  ## the gateway's cost and latency against its peers and bars (ARGS="cpu prefix" runs parts); some 20 minutes
+	@$(RUN) -m tests.bench.gateway $(ARGS)
 
 bench-gpu: env  ## publish from a GPU and load onto it, over plain copies (without a GPU it says so and ends well)
 	@$(RUN) -m tests.bench.gpu $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import logging
@@ -117,6 +118,11 @@ def cli() -> None:
 @click.option("--recovery-grace-s", type=SECONDS, default=60.0, help="The same for turns that outlived the gateway.")
 @click.option("--idempotency-window-s", type=SECONDS, default=600.0, help="A turn can be asked for again so long.")
 @click.option("--queue-timeout-s", type=SECONDS, default=60.0, help="Wait for an engine before 429.")
+@click.option(
+    "--tokens-per-event",
+    type=AT_LEAST_1,
+    help="Tokens that engines gather for one event. Left out: 1 to 16, by the turns that run, and whether one is read.",
+)
 @click.option("--queue-max", type=AT_LEAST_1, default=1024, help="Turns that may wait at once.")
 @click.option("--session-idle-s", type=SECONDS, default=1800.0, help="Idle sessions are abandoned after this.")
 @click.option(
@@ -175,6 +181,9 @@ async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
     from gateway.app import start
 
     gateway = await start(config)
+    # What was made until now stays: left to the collector, it took 6% of the processor under 500 streams.
+    gc.collect()
+    gc.freeze()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -91,6 +91,10 @@ class Turns(Protocol):
 
     def models(self) -> Sequence[ModelInfo]: ...
 
+    def tokens_per_event(self, *, streamed: bool) -> int:
+        """How many tokens engines should gather for a turn that begins now."""
+        ...
+
     def session_of_key(self, api_key: str) -> SessionId | None:
         """The session whose key this is; None for any other key."""
         ...

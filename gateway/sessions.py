@@ -20,6 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.core.fleet import staleness_histogram
 from gateway.core.joining import Attention, Call
 from gateway.core.lengths import TurnLengths
+from gateway.core.pacing import tokens_per_event
 from gateway.core.rewards import Given, note, revised
 from gateway.core.scheduler import Admission
 from gateway.core.sessions import SessionSpec, SessionState, Unrewarded
@@ -106,6 +107,9 @@ class Sessions:
     def models(self) -> Sequence[ModelInfo]:
         config = self.config
         return [ModelInfo(config.model, self._context_tokens(), self._started_unix_s, config.penalties_move)]
+
+    def tokens_per_event(self, *, streamed: bool) -> int:
+        return tokens_per_event(len(self.known.running), streamed=streamed, configured=self.config.tokens_per_event)
 
     def session_of_key(self, api_key: str) -> SessionId | None:
         return self._keys.get(api_key)

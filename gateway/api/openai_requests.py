@@ -257,7 +257,7 @@ def check_trainable(sampling: SamplingParams, view: SessionView) -> None:
 
 
 def sampling(
-    body: ChatRequest | CompletionRequest, *, prompt_tokens: int, model: ModelInfo, top: int
+    body: ChatRequest | CompletionRequest, *, prompt_tokens: int, model: ModelInfo, top: int, tokens_per_event: int = 1
 ) -> SamplingParams:
     """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
     presence = in_range("presence_penalty", body.presence_penalty, -2.0, 2.0) or 0.0
@@ -289,6 +289,7 @@ def sampling(
         frequency_penalty=frequency,
         json_schema=schema,
         in_place=bool(schema) or (bool(presence or frequency) and not model.penalties_move),
+        tokens_per_event=tokens_per_event,
     )
 
 

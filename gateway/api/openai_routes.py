@@ -197,7 +197,10 @@ class _Handlers:
         view = await self._turns.open_session(identity) if named else NOBODY
         prompt = await asyncio.to_thread(call.make_prompt, view) if long else call.make_prompt(view)
         ids, top = tuple(prompt.token_ids), call.shape.logprobs or 0
-        sampling = requests.sampling(call.body, prompt_tokens=len(ids), model=call.model, top=top)
+        each = self._turns.tokens_per_event(streamed=call.shape.stream)
+        sampling = requests.sampling(
+            call.body, prompt_tokens=len(ids), model=call.model, top=top, tokens_per_event=each
+        )
         requests.check_trainable(sampling, view)
         if not named:
             view = await self._turns.open_session(identity)

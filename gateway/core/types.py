@@ -54,6 +54,7 @@ class SamplingParams:
     json_schema: str = ""  # as JSON text: the answer is constrained to it
     in_place: bool = False
     """It ends on the engine that began it: another would not know what its grammar or penalties have seen."""
+    tokens_per_event: int = 1  # that the engine gathers before it sends them; the first goes out at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,12 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
-from aiohttp.http_exceptions import LineTooLong
 
 from gateway.engines.base import EngineFailed, RequestRefused, StreamCut
+from gateway.engines.wire import CONNECT_TIMEOUT_S, Events, Refused, Wire
 
 CONTROL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 300.0
-CONNECT_TIMEOUT_S = 5.0
-EVENT_BYTES_MAX = 4 << 20
-"""One event's line: the first carries the prompt's ids."""
 ERROR_SHOWN = 500
 
 T = TypeVar("T")
@@ -46,12 +43,7 @@ class EngineHttp:
         self.url = url.rstrip("/")
         self._not_found_hint = not_found_hint
         self._control_timeout_s = control_timeout_s
-        self._streams: set[aiohttp.ClientResponse] = set()
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            read_bufsize=EVENT_BYTES_MAX,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=stall_timeout_s),
-        )
+        self._wire = Wire(self.url, stall_timeout_s=stall_timeout_s)
         # vLLM closes a connection after a 500: the next call on it would fail for no fault of its own.
         self._control = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True),
@@ -59,28 +51,21 @@ class EngineHttp:
         )
 
     async def close(self) -> None:
-        for response in self._streams:  # aiohttp forgets them without a word
-            response.content.set_exception(aiohttp.ClientConnectionError("the engine was taken out"))
-        await self._session.close()
+        self._wire.close()
         await self._control.close()
 
     # -- streams
 
     @asynccontextmanager
-    async def stream(self, path: str, body: object) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def stream(self, path: str, body: object) -> AsyncIterator[Events]:
         """POSTs and yields the data of each event, up to and without `[DONE]`. Raises StreamCut or RequestRefused."""
         try:
-            response = await self._session.post(self.url + path, json=body)
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
-            raise _cut_of(e, self.url) from e
-        self._streams.add(response)
-        try:
-            if response.status != 200:
-                await _raise_refusal(response)
-            yield _events(response, self.url)
-        finally:
-            self._streams.discard(response)
-            response.close()
+            async with self._wire.post(path, msgspec.json.encode(body)) as events:
+                yield events
+        except Refused as e:
+            if refuses(e.status):
+                raise RequestRefused(f"{self.url} refused the request: {e.text[:ERROR_SHOWN]}") from e
+            raise StreamCut("server_error", f"{self.url} answered {e.status}: {e.text[:ERROR_SHOWN]}") from e
 
     # -- control
 
@@ -122,42 +107,9 @@ class EngineHttp:
             raise EngineFailed(f"{method} {self.url}{path} gave no {kind.__name__.strip('_')}: {e}") from e
 
 
-async def _events(response: aiohttp.ClientResponse, url: str) -> AsyncIterator[bytes]:
-    try:
-        async for line in response.content:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            yield data
-    except LineTooLong as e:
-        raise StreamCut("protocol", f"{url} sent too long a line: {e}") from e
-    except (aiohttp.ClientError, TimeoutError, OSError) as e:
-        raise _cut_of(e, url) from e
-
-
-async def _raise_refusal(response: aiohttp.ClientResponse) -> None:
-    try:
-        text = (await response.text(errors="replace"))[:500]
-    except (aiohttp.ClientError, TimeoutError, OSError) as e:
-        text = f"(its body broke off: {e})"
-    if refuses(response.status):
-        raise RequestRefused(f"{response.url.origin()} refused the request: {text}")
-    raise StreamCut("server_error", f"{response.url.origin()} answered {response.status}: {text}")
-
-
 def refuses(status: int) -> bool:
     """Whether no other engine would take the request either."""
     return 400 <= status < 500 and status not in (408, 429)
-
-
-def _cut_of(error: Exception, url: str) -> StreamCut:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return StreamCut("refused", f"{url} does not accept connections: {error}")
-    if isinstance(error, TimeoutError):
-        return StreamCut("stalled", f"{url} was silent for too long")
-    return StreamCut("reset", f"{url} broke the stream: {error or type(error).__name__}")
 
 
 def _said(error: Exception, timeout_s: float) -> str:

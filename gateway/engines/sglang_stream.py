@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, RequestRefused, StreamCut
+from gateway.engines.wire import Events
 
 Logprob = tuple[float | None, int, str | None]
 
@@ -90,7 +91,7 @@ class Reader:
         self._taken = 0
         self.over = False
 
-    async def chunks(self, events: AsyncIterator[bytes]) -> AsyncIterator[EngineChunk]:
+    async def chunks(self, events: Events) -> AsyncIterator[EngineChunk]:
         finished = False
         try:
             async for data in events:
@@ -102,7 +103,9 @@ class Reader:
                     if chunk.token_ids:
                         yield chunk  # they were sampled before the abort
                     raise self._aborted(finish)
-                finished = self.over = finished or finish is not None
+                if finish is not None:
+                    finished = self.over = True
+                    events.complete()
                 yield chunk
         except StreamCut as cut:
             if not finished or cut.reason == "protocol":

@@ -25,6 +25,7 @@ from gateway.engines.base import (
     StreamCut,
 )
 from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp, refuses
+from gateway.engines.wire import Events
 
 UPDATE_OPEN_MESSAGE = "a weight update is open"
 NOT_FOUND_HINT = (
@@ -120,7 +121,7 @@ class VllmEngine:
     ) -> AsyncIterator[AsyncIterator[EngineChunk]]:
         body = _completion_body(self._model, prompt_ids, sampling, request_id)
         async with self._http.stream("/v1/completions", body) as events:
-            yield _chunks(events, self.url)
+            yield _chunks(events, self.url, sampling.top_logprobs > 0)
 
     # -- looking
 
@@ -217,6 +218,8 @@ def _completion_body(
     }
     if sampling.min_tokens:
         body["min_tokens"] = sampling.min_tokens
+    if sampling.tokens_per_event > 1:
+        body["stream_interval"] = sampling.tokens_per_event
     if sampling.top_k:
         body["top_k"] = sampling.top_k
     if sampling.presence_penalty:
@@ -236,17 +239,19 @@ def _completion_body(
     return body
 
 
-async def _chunks(events: AsyncIterator[bytes], url: str) -> AsyncIterator[EngineChunk]:
+async def _chunks(events: Events, url: str, top: bool) -> AsyncIterator[EngineChunk]:
     finished, received = False, 0
     try:
         async for data in events:
             event = _decoded(data, url)
             if not event.choices:
                 continue  # the usage chunk
-            chunk = _chunk(event, url)
+            chunk = _chunk(event, url, top)
             received += len(chunk.token_ids)
             _check_count(event, received, url)
-            finished = finished or chunk.finish_reason is not None
+            if chunk.finish_reason is not None:
+                finished = True
+                events.complete()
             yield chunk
     except StreamCut as cut:
         if not finished or cut.reason == "protocol":
@@ -272,7 +277,7 @@ def _check_count(event: _Event, received: int, url: str) -> None:
         raise StreamCut("protocol", f"{url} counts {told} tokens where {received} came")
 
 
-def _chunk(event: _Event, url: str) -> EngineChunk:
+def _chunk(event: _Event, url: str, top: bool = False) -> EngineChunk:
     choice = event.choices[0]
     if choice.finish_reason not in (None, "stop", "length"):
         raise StreamCut("abort", f"{url} ended a turn with {choice.finish_reason!r}")
@@ -281,7 +286,7 @@ def _chunk(event: _Event, url: str) -> EngineChunk:
     return EngineChunk(
         ids,
         logprobs,
-        _top_logprobs(choice),
+        _top_logprobs(choice) if top else None,  # the sampled token is among them even if none were asked for
         choice.finish_reason,  # type: ignore[arg-type]  # narrowed just above
         tuple(span.version for span in choice.weight_versions or ()),
     )
@@ -296,9 +301,9 @@ def _told(error: _Error, url: str) -> StreamCut | RequestRefused:
 
 def _sampled_logprobs(choice: _Choice, count: int, url: str) -> tuple[float, ...]:
     values = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-    if len(values) != count or any(v is None for v in values):
+    if len(values) != count or None in values:
         raise StreamCut("protocol", f"{url} sent {count} token ids with {len(values)} logprobs")
-    return tuple(v for v in values if v is not None)
+    return tuple(values)  # type: ignore[arg-type]  # no None among them, as seen just above
 
 
 def _top_logprobs(choice: _Choice) -> tuple[tuple[TopLogprob, ...], ...] | None:

@@ -7,6 +7,7 @@ import importlib
 
 BENCHES = {
     "relay": "tests.bench.relay.__main__",
+    "gateway": "tests.bench.gateway.__main__",
     "engine": "tests.bench.engine_vs_vllm",
     "gpu": "tests.bench.gpu",
     "repack": "tests.bench.repack.__main__",

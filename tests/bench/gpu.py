@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from paramserver.client import RelayClient
-from tests.bench.relay.figures import ROUNDS, Figure, median
+from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.relay.scene import WAIT_S, scene
 from tests.bench.results import write
 from trainer_client import AsyncPublisher

@@ -83,6 +83,9 @@ class ScriptedTurns:
         kept = self.sessions.setdefault(name, Kept(name))
         return SessionView(SessionId(name), kept.tree, identity.session_id is None)
 
+    def tokens_per_event(self, *, streamed: bool) -> int:
+        return 1
+
     async def join(self, call: Call, choices: int) -> None:
         return None
 

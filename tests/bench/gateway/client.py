@@ -29,6 +29,12 @@ class Call:
     body: bytearray = field(default_factory=bytearray)
 
 
+def numbered(body: dict[str, Any], number: int) -> dict[str, Any]:
+    """The same chat, told apart from all others at its end: agents do not ask the same thing at once."""
+    first, *_ = body["messages"]
+    return {**body, "messages": [{**first, "content": f"{first['content']} {number:06d}"}]}
+
+
 def post(url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bytes:
     """A request's bytes, made once and sent many times."""
     data = json.dumps(body).encode()

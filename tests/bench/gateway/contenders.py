@@ -53,7 +53,7 @@ class Contender:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         try:
-            self.process.wait(5)
+            self.process.wait(20)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -102,7 +102,12 @@ def start(name: str, engines: Sequence[str], directory: Path, gateway: Sequence[
     command = _command(name, engines, port, directory, gateway, policy)
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, cwd=ROOT, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdout=out,
+            stderr=out,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     contender = Contender(name, url, process, log)
     try:

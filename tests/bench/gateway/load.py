@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.bench.gateway.client import Agent, Call, close, connect, post
+from tests.bench.gateway.client import Agent, Call, close, connect, numbered, post
 from tests.bench.gateway.contenders import Contender
 from tests.bench.gateway.mock_engine import MODEL
 
 SETTLE_S = 0.5
+WARM_TOKENS = 60
 
 
 def chat(text: str, max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -31,11 +33,11 @@ class Cost:
 async def requests(contender: Contender, body: dict[str, Any], *, num: int, connections: int) -> Cost:
     """`num` whole answers, over connections that are kept alive."""
     agents = await connect(contender.url, connections)
-    request = post(contender.url, "/v1/chat/completions", body)
+    numbers = itertools.count()
 
     async def agent(one: Agent) -> None:
         for _ in range(num // connections):
-            await one.send(request)
+            await one.send(_numbered(contender, body, next(numbers)))
 
     before = contender.cpu_s()
     await asyncio.gather(*map(agent, agents))
@@ -47,8 +49,8 @@ async def requests(contender: Contender, body: dict[str, Any], *, num: int, conn
 async def stream(contender: Contender, body: dict[str, Any], *, streams: int, seconds: float) -> Cost:
     """Events of `streams` that run all the while: their beginnings and ends lie outside what is counted."""
     agents = await connect(contender.url, streams)
-    request = post(contender.url, "/v1/chat/completions", {**body, "stream": True})
-    calls = [agent.send(request) for agent in agents]
+    body = {**body, "stream": True}
+    calls = await _at_work(contender, agents, body)
     while not all(agent.call.events for agent in agents):
         _raise_failure(calls)
         await asyncio.sleep(0.05)
@@ -60,6 +62,21 @@ async def stream(contender: Contender, body: dict[str, Any], *, streams: int, se
     close(agents)
     await asyncio.sleep(SETTLE_S)  # they hear that the client left before somebody else is measured
     return cost
+
+
+async def _at_work(contender: Contender, agents: Sequence[Agent], body: dict[str, Any]) -> list[asyncio.Future[Call]]:
+    """Streams that began while as many ran: each agent's first is short, and no two agents' end together."""
+
+    async def agent(number: int, one: Agent) -> asyncio.Future[Call]:
+        await one.send(_numbered(contender, {**body, "max_tokens": 1 + number % WARM_TOKENS}, number))
+        return one.send(_numbered(contender, body, number))
+
+    tasks = [asyncio.create_task(agent(number, one)) for number, one in enumerate(agents)]
+    return [await task for task in tasks]
+
+
+def _numbered(contender: Contender, body: dict[str, Any], number: int) -> bytes:
+    return post(contender.url, "/v1/chat/completions", numbered(body, number))
 
 
 def _raise_failure(calls: Sequence[asyncio.Future[Call]]) -> None:

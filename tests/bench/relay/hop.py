@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.bench.environment import Environment, peers
+from tests.bench.figures import Figure, median
 from tests.bench.relay.contenders import (
     PEERS,
     Contender,
@@ -25,8 +27,6 @@ from tests.bench.relay.contenders import (
     interleave,
     project,
 )
-from tests.bench.environment import Environment, peers
-from tests.bench.figures import Figure, median
 from tests.bench.relay.transports import over_nixl
 
 NUM_BYTES = 1 << 30

@@ -31,8 +31,8 @@ from paramserver.client import RelayClient
 from paramserver.data import publish as copying
 from paramserver.pool import NUM_BLANKS
 from protos.errors import VersionLost
-from tests.bench.relay.contenders import ROOT
 from tests.bench.figures import ROUNDS, Figure, median
+from tests.bench.relay.contenders import ROOT
 from tests.bench.relay.scene import (
     HEAD_BYTES,
     WAIT_S,

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from subprocess import TimeoutExpired
 from typing import Any
 
+from tests.bench.figures import Figure, median
 from tests.bench.relay.contenders import Contender, ContenderFailed, Files, best_settings, interleave, project
-from tests.bench.relay.figures import Figure, median
 from tests.support.nixl import installed
 
 KEY = "hop_over_nixl_transport"

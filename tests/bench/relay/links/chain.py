@@ -23,9 +23,9 @@ from pathlib import Path
 
 from paramserver.client import RelayClient, TensorSource
 from paramserver.core.chunking import HopCost, choose_chunk_bytes
-from tests.bench.relay.contenders import PEERS, Contender, files, project
 from tests.bench.environment import peers
 from tests.bench.figures import ROUNDS, Figure, median
+from tests.bench.relay.contenders import PEERS, Contender, files, project
 from tests.bench.relay.links.stations import Station, stations, together
 from tests.bench.relay.scene import MIB, WAIT_S, Scene, content, scene, tensors, timed_publish
 from tests.support.links import Net, missing
