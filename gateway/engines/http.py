@@ -51,7 +51,7 @@ class EngineHttp:
         )
 
     async def close(self) -> None:
-        self._wire.close()
+        await self._wire.close()
         await self._control.close()
 
     # -- streams

@@ -58,11 +58,16 @@ class Wire:
         self._idle: deque[tuple[_Connection, float]] = deque()
         self._busy: set[_Connection] = set()
 
-    def close(self) -> None:
-        """Cuts every stream."""
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    async def close(self) -> None:
+        """Cuts every stream; sockets are closed when this returns."""
         for connection in [*self._busy, *(idle for idle, _ in self._idle)]:
             connection.cut(StreamCut("reset", f"{self._url} broke the stream: the engine was taken out"))
         self._idle.clear()
+        await asyncio.sleep(0)  # an aborted transport closes its socket in the loop's next round
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes) -> AsyncIterator[Events]:
@@ -119,6 +124,11 @@ class Events:
         self._connection = connection
         self.is_complete = False
 
+    @property
+    def paused(self) -> bool:
+        """Whether the engine is held back, until what waits here is taken."""
+        return self._connection.paused
+
     async def __aiter__(self) -> AsyncIterator[bytes]:
         connection = self._connection
         while await connection.some():
@@ -158,7 +168,7 @@ class _Connection(asyncio.Protocol):
         self._line = b""  # an event that is not whole yet
         self._error = b""
         self.waiting: deque[bytes] = deque()
-        self._paused = False
+        self.paused = False
         self._cut: StreamCut | None = None
         self._ended: Callable[[], None] | None = None
         self._heard_at = self._loop.time()
@@ -192,8 +202,8 @@ class _Connection(asyncio.Protocol):
         return True
 
     def _listen(self) -> None:
-        if self._paused:
-            self._paused = False
+        if self.paused:
+            self.paused = False
             self._transport.resume_reading()
 
     @property
@@ -268,7 +278,7 @@ class _Connection(asyncio.Protocol):
 
     def _check_stall(self) -> None:
         silent_s = self._loop.time() - self._heard_at
-        if self._paused:
+        if self.paused:
             silent_s = 0.0  # it is we who do not listen
         if silent_s >= self._stall_timeout_s:
             self.cut(StreamCut("stalled", f"{self._url} was silent for too long"))
@@ -348,8 +358,8 @@ class _Connection(asyncio.Protocol):
         for line in lines:
             if line.startswith(b"data:"):
                 self.waiting.append(line[5:].strip())
-        if len(self.waiting) > EVENTS_WAITING_MAX and not self._paused:
-            self._paused = True
+        if len(self.waiting) > EVENTS_WAITING_MAX and not self.paused:
+            self.paused = True
             self._transport.pause_reading()
 
     def _finish(self) -> None:

@@ -59,7 +59,7 @@ async def generate(found: VllmEngine, max_tokens: int = 8, **sampling: Any) -> l
 async def test_a_stream_is_read_to_its_finish() -> None:
     tops: list[dict[str, float] | None] = [{"token_id:8": -1.0, "token_id:9": -2.0, "as text": -3.0}, None]
     async with CuttingEngine(split=True, top=tops, version="12") as e0, adapter(e0) as found:
-        chunks = await generate(found)
+        chunks = await generate(found, top_logprobs=2)
     ids, logprobs = said(PROMPT, 8)
     assert [t for c in chunks for t in c.token_ids] == ids
     assert [p for c in chunks for p in c.logprobs] == logprobs

@@ -1,0 +1,173 @@
+"""Engine streams over HTTP/1.1: whatever the cuts of its bytes, the events are the same; and when a connection is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.engines.base import StreamCut
+from gateway.engines.wire import EVENTS_WAITING_MAX, Refused, Wire
+from tests.support.cutting_engine import until
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+class Server:
+    """Answers each request with the next script: the pieces as they are, then what `close` says."""
+
+    def __init__(self, *scripts: list[bytes], close: bool = False) -> None:
+        self.scripts, self.close = list(scripts), close
+        self.connections = self.left = self.open = 0
+        self.url: str
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.open += 1
+        while self.scripts:
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError):
+                break
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r")[0]))
+            for piece in self.scripts.pop(0):
+                writer.write(piece)
+                await asyncio.sleep(0)  # the pieces go out one by one
+        if not self.close:
+            await reader.read()
+        self.left += 1
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        self.open -= 1
+
+
+@asynccontextmanager
+async def wire(server: Server, stall_timeout_s: float = 10.0) -> AsyncIterator[Wire]:
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    made = Wire(server.url, stall_timeout_s=stall_timeout_s)
+    try:
+        yield made
+    finally:
+        await made.close()
+        listening.close()
+        await until(lambda: server.open == 0, "the server's connections closed")
+
+
+async def read(made: Wire) -> list[bytes]:
+    async with made.post("/v1/completions", b"{}") as events:
+        return [data async for data in events]
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def cut(data: bytes, at: list[int]) -> list[bytes]:
+    edges = [0, *sorted(min(a, len(data)) for a in at), len(data)]
+    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False) if a < b]
+
+
+EVENT = st.binary(min_size=1, max_size=30).map(lambda data: data.hex().encode())
+
+
+@given(
+    st.lists(EVENT, max_size=6),
+    st.lists(st.integers(0, 300), max_size=8),
+    st.lists(st.integers(0, 700), max_size=8),
+    st.sampled_from([b"\n\n", b"\r\n\r\n"]),
+)
+async def test_events_are_the_same_however_chunks_and_reads_cut_them(
+    said: list[bytes], chunks: list[int], reads: list[int], end: bytes
+) -> None:
+    body = b"".join([b": a comment" + end, *(b"data: " + data + end for data in said), b"data: [DONE]" + end])
+    answer = CHUNKED + b"".join(map(chunk, cut(body, chunks))) + b"0\r\n\r\n"
+    server = Server(cut(answer, reads))
+    async with wire(server) as made:
+        assert await read(made) == said
+
+
+async def test_a_connection_serves_again_once_its_answer_was_read_to_the_end() -> None:
+    whole = CHUNKED + chunk(b"data: 1\n\n") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    server = Server([whole], [whole])
+    async with wire(server) as made:
+        assert await read(made) == await read(made) == [b"1"]
+        assert server.connections == 1
+
+
+async def test_a_complete_answer_is_read_to_its_end_behind_the_back_of_who_left() -> None:
+    first = CHUNKED + chunk(b"data: 1\n\n")
+    server = Server([first, chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n"], [HEAD + b"Content-Length: 0\r\n\r\n"])
+    async with wire(server) as made:
+        async with made.post("/", b"{}") as events:
+            async for _ in events:
+                events.complete()
+                break
+        await until(lambda: bool(made.num_idle), "the connection's return")
+        assert await read(made) == []
+        assert server.connections == 1
+
+
+async def test_leaving_early_closes_the_connection() -> None:
+    server = Server([CHUNKED + chunk(b"data: 1\n\n")], [])
+    async with wire(server) as made:
+        async with made.post("/", b"{}") as events:
+            async for _ in events:
+                break
+        await until(lambda: server.left == 1, "the server's end of file")
+
+
+async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+    async with wire(Server([HEAD + b"\r\ndata: 1\n\n", b"data: 2\n\n"], close=True)) as made:
+        assert await read(made) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nnot hex\r\n", "protocol"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "protocol"),
+        (CHUNKED + b"7\r\ndata", "reset"),
+        (HEAD, "reset"),
+    ],
+)
+async def test_what_is_no_whole_answer_is_a_cut(answer: bytes, reason: str) -> None:
+    async with wire(Server([answer], close=True)) as made:
+        with pytest.raises(StreamCut) as found:
+            await read(made)
+        assert found.value.reason == reason
+
+
+async def test_silence_is_a_cut_after_the_events_before_it() -> None:
+    got = []
+    async with wire(Server([CHUNKED + chunk(b"data: 1\n\n")], []), stall_timeout_s=0.2) as made:
+        with pytest.raises(StreamCut) as found:
+            async with made.post("/", b"{}") as events:
+                async for data in events:
+                    got.append(data)
+    assert (got, found.value.reason) == ([b"1"], "stalled")
+
+
+async def test_a_refusal_tells_what_the_server_said() -> None:
+    async with wire(Server([b"HTTP/1.1 400 Bad Request\r\nContent-Length: 9\r\n\r\nno, thanks"[:-1]])) as made:
+        with pytest.raises(Refused) as found:
+            await read(made)
+    assert (found.value.status, found.value.text) == (400, "no, thank")
+
+
+async def test_a_reader_that_lags_holds_the_engine_back_and_loses_nothing() -> None:
+    said = [str(n).encode() for n in range(4 * EVENTS_WAITING_MAX)]
+    pieces = [chunk(b"data: " + data + b"\n\n") for data in said]
+    async with wire(Server([CHUNKED, *pieces, b"0\r\n\r\n"])) as made, made.post("/", b"{}") as events:
+        reading = aiter(events)
+        got = [await anext(reading)]
+        await until(lambda: events.paused, "the engine's being held back")
+        got += [data async for data in reading]
+    assert got == said
