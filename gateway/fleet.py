@@ -19,6 +19,7 @@ from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import EngineState, EngineStatus, FleetState, RefreshDecision, TurnLoad
 from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
 from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
+from gateway.core.waiting import Pace, retry_for_a_place
 from gateway.data import Timeline
 from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport, SnapshotRefused, version_of
 from gateway.engines.kinds import connect
@@ -52,6 +53,7 @@ class Waiter:
     resumed: bool
     placed: asyncio.Future[Placement]
     reason: str = ""
+    retry_after_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class Fleet:
         self._timeline = timeline
         self._admission = admission
         self._queue: deque[Waiter] = deque()
+        self._left = Pace()  # turns leaving engines
         self.relays: Relays
         self._refreshes = 0
         self._refresh_failures = 0
@@ -193,7 +196,9 @@ class Fleet:
             if isinstance(outcome, Lost):
                 raise _version_lost(outcome, demand)
         if len(self._queue) >= self.config.queue_max and not resumed:
-            raise OutOfCapacity(f"{len(self._queue)} turns wait for an engine already", retry_after_s=2.0)
+            waiting = len(self._queue)
+            after_s = retry_for_a_place(waiting, self._left, time.monotonic())
+            raise OutOfCapacity(f"{waiting} turns wait for an engine already", retry_after_s=after_s)
         waiter = Waiter(demand, resumed, asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         self.changed()
@@ -202,8 +207,11 @@ class Fleet:
                 return await waiter.placed
         except TimeoutError:
             self._unbook(waiter)
+            retry_after_s = waiter.retry_after_s
+            if retry_after_s is None:
+                retry_after_s = retry_for_a_place(len(self._queue) - 1, self._left, time.monotonic())
             raise OutOfCapacity(
-                f"no engine took the turn within {timeout_s:g} s: {waiter.reason}", retry_after_s=5.0
+                f"no engine took the turn within {timeout_s:g} s: {waiter.reason}", retry_after_s=retry_after_s
             ) from None
         except asyncio.CancelledError:
             self._unbook(waiter)
@@ -225,7 +233,8 @@ class Fleet:
         """The turn no longer runs on `engine`."""
         member = self.members.get(engine)
         if member is not None:
-            member.state.turns.pop(turn_id, None)
+            if member.state.turns.pop(turn_id, None) is not None:
+                self._left.happened(time.monotonic())
             member.left.set()
         self.changed()
 
@@ -263,7 +272,7 @@ class Fleet:
             demand = waiter.demand
             outcome = refusals.told(demand, self.state) or place(demand, self.state, admission)
             if isinstance(outcome, Wait):
-                waiter.reason = outcome.reason
+                waiter.reason, waiter.retry_after_s = outcome.reason, outcome.retry_after_s
                 refusals.note(demand, self.state, outcome)
                 continue
             if isinstance(outcome, Lost):

@@ -25,6 +25,7 @@ from gateway.core.rewards import Given, note, revised
 from gateway.core.scheduler import Admission
 from gateway.core.sessions import SessionSpec, SessionState, Unrewarded
 from gateway.core.types import EngineName, GroupId, SessionId, Trajectory, TurnId, TurnRecord, TurnRequest, Version
+from gateway.core.waiting import Pace, retry_for_a_batch
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
 from gateway.fleet import Fleet
@@ -68,6 +69,7 @@ class Reader:
     batch: int | None = None
     trainer_version: int = 0
     staleness_max: int | None = None
+    took: Pace = field(default_factory=Pace)
 
 
 class Sessions:
@@ -392,6 +394,7 @@ class Sessions:
             buffered,
             self.reader.batch,
             self.config.fleet.staleness_max if bound is None else bound,
+            retry_for_a_batch(self.reader.took, time.monotonic()),
         )
 
     def heard(self, batch: int, trainer_version: int, staleness_max: int | None) -> None:
@@ -402,6 +405,8 @@ class Sessions:
 
     def used(self, trainer_version: int, trajectories: Sequence[Trajectory]) -> None:
         """A reader got trajectories: staleness at use, by each one's oldest version."""
+        if trajectories:
+            self.reader.took.happened(time.monotonic())
         for trajectory in trajectories:
             oldest = min((v for v in trajectory.versions if v >= 0), default=trainer_version)
             _count(self.staleness.use, max(0, trainer_version - oldest))

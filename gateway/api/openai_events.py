@@ -1,8 +1,11 @@
-"""A server-sent event stream whose HTTP status is decided as late as can be.
+"""Answers whose HTTP status is decided as late as can be: a server-sent event stream, and one body that takes long.
 
 Invariants:
-- nothing is sent before the first event, so an error until then is an HTTP error;
-- after `KEEP_ALIVE_S` of silence a comment is sent, headers included: a queue, a prefill or a move never looks dead.
+- nothing is sent before the first event, or the body, so an error until then is an HTTP error;
+- after `KEEP_ALIVE_S` of silence a comment is sent, or a space before the body's JSON, headers included: a queue, a
+  prefill or a move never looks dead to a client or to what stands between;
+- an error after that is never said with a status of 200 where JSON is expected: the connection is cut, and the client's
+  retry gets it.
 """
 
 from __future__ import annotations
@@ -19,20 +22,20 @@ from gateway.api.openai_shapes import KEEP_ALIVE
 KEEP_ALIVE_S = 15.0
 
 
-class EventStream:
-    """`async with EventStream(request, headers) as events`: `send` events, then `end`."""
+class _KeptAlive:
+    """Sends `filler` whenever nothing was sent for `KEEP_ALIVE_S`."""
+
+    filler: bytes
 
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
         self._request = request
-        self.response = web.StreamResponse(
-            headers={**headers, "Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        )
+        self.response = web.StreamResponse(headers=headers)
         self._starting = asyncio.Lock()
         self._sent = False
         self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._keeper = asyncio.create_task(self._keep_alive(), name="sse-keep-alive")
+        self._keeper = asyncio.create_task(self._keep_alive(), name="keep-alive")
         return self
 
     async def __aexit__(
@@ -50,14 +53,14 @@ class EventStream:
         """Whether the status line is out."""
         return self.response.prepared
 
-    async def send(self, event: bytes) -> None:
+    async def send(self, data: bytes) -> None:
         """Raises ConnectionError when the client is gone."""
         if not self.response.prepared:
             async with self._starting:
                 if not self.response.prepared:
                     await self.response.prepare(self._request)
         self._sent = True
-        await self.response.write(event)
+        await self.response.write(data)
 
     async def end(self) -> web.StreamResponse:
         await self.response.write_eof()
@@ -68,4 +71,35 @@ class EventStream:
             self._sent = False
             await asyncio.sleep(KEEP_ALIVE_S)
             if not self._sent:
-                await self.send(KEEP_ALIVE)
+                await self.send(self.filler)
+
+
+class LateBody(_KeptAlive):
+    """`async with LateBody(request, headers) as late: ... return await late.answer(body)`: one JSON body."""
+
+    filler = b" "
+
+    def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
+        super().__init__(request, {**headers, "Content-Type": "application/json; charset=utf-8"})
+
+    async def answer(self, body: bytes) -> web.StreamResponse:
+        if not self.started:
+            return web.Response(body=body, headers=self.response.headers)
+        await self.send(body)
+        return await self.end()
+
+    def cut(self) -> web.StreamResponse:
+        """For an error after the status line: the client sees a connection that broke, not an answer."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self.response
+
+
+class EventStream(_KeptAlive):
+    """`async with EventStream(request, headers) as events`: `send` events, then `end`."""
+
+    filler = KEEP_ALIVE
+
+    def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
+        kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        super().__init__(request, {**headers, **kind})

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -27,7 +28,7 @@ from gateway.api import openai_history as history
 from gateway.api import openai_requests as requests
 from gateway.api import openai_shapes as shapes
 from gateway.api.openai_errors import error_body
-from gateway.api.openai_events import EventStream
+from gateway.api.openai_events import EventStream, LateBody
 from gateway.api.openai_history import Prompt
 from gateway.api.openai_identity import call_of, identify
 from gateway.api.openai_requests import AnswerShape
@@ -40,6 +41,8 @@ from gateway.core.types import SessionId, TurnId, TurnOrigin, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
 from protos.errors import LaminarError
+
+log = logging.getLogger(__name__)
 
 PREFIXES = ("", "/sessions/{sid}", "/s/{sid}")
 BODY_BYTES_MAX = 1 << 30
@@ -246,13 +249,22 @@ class _Handlers:
     async def _answer(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
         if asked.call.shape.stream:
             return await self._stream(request, asked)
-        return await self._whole(asked)
+        return await self._whole(request, asked)
 
-    async def _whole(self, asked: _Asked) -> web.Response:
-        answered = await _side_by_side([self._read(asked, choice) for choice in asked.choices])
-        body = shapes.body(self._codec, asked.head, answered)
-        asked.delivered()
-        return web.Response(body=body, content_type="application/json", headers=_headers(asked))
+    async def _whole(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
+        async with LateBody(request, _headers(asked)) as late:
+            try:
+                answered = await _side_by_side([self._read(asked, choice) for choice in asked.choices])
+                response = await late.answer(shapes.body(self._codec, asked.head, answered))
+                asked.delivered()
+                return response
+            except ConnectionError:  # the client is gone: there is nobody to tell
+                return late.response
+            except LaminarError as e:
+                if not late.started:
+                    raise
+                log.warning("%s %s: cut after its first byte: %s", request.method, request.path, e)
+                return late.cut()
 
     async def _read(self, asked: _Asked, choice: _Choice) -> Answer:
         async with choice.run, aclosing(choice.pieces()) as reading:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from gateway.core.fleet import EngineState, FleetState, Wanted
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version, VersionChange
+from gateway.core.waiting import UNKNOWN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No engine may take it now."""
+    """No engine may take it now. `retry_after_s`: when it may be worth asking again, where it is not for capacity."""
 
     reason: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Admission:
     buffered: int
     reader_batch: int | None  # trajectories per batch, once a reader declared it
     staleness_max: int
+    next_batch_s: float = UNKNOWN_S  # until the trainer takes one
 
     @property
     def full(self) -> bool:
@@ -163,7 +166,8 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         chosen = _choose(fleet.serving(group_version), demand, fleet)
         return chosen or Wait(f"engines of its group's version {group_version} are full")
     if admission.full and demand.session.spec.split == "train" and demand.session.spec.train:
-        return Wait(f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer")
+        reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
+        return Wait(reason, admission.next_batch_s)
     open_ = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open]
     for version in sorted({e.version for e in open_}, reverse=True):
         chosen = _choose([e for e in open_ if e.version == version], demand, fleet)

@@ -294,3 +294,39 @@ async def test_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) 
             rest = await answer.read()
     assert rest.endswith(b"data: [DONE]\n\n")
     assert b'"content":"late"' in rest
+
+
+async def test_a_long_answer_without_stream_is_kept_alive_with_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_events, "KEEP_ALIVE_S", 0.01)
+    gate = asyncio.Event()
+    turns = ScriptedTurns(says("late", gate=gate, chunk=9))
+    async with serving(turns, codecs.tiny()) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client:
+        asked = asyncio.create_task(
+            client.chat.completions.with_raw_response.create(model="policy", messages=HELLO, timeout=20)
+        )
+        async with aiohttp.ClientSession() as session:
+            body = {"model": "policy", "messages": HELLO}
+            async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+                assert await asyncio.wait_for(answer.content.read(1), 5) == b" "
+                gate.set()
+                assert (await answer.json(content_type="application/json"))["choices"][0]["message"][
+                    "content"
+                ] == "late"
+        raw = await asked
+    assert raw.text.startswith(" ")
+    assert raw.parse().choices[0].message.content == "late"
+    assert raw.headers["content-type"] == "application/json; charset=utf-8"
+
+
+async def test_an_error_after_a_space_is_a_broken_connection_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_events, "KEEP_ALIVE_S", 0.01)
+    gate = asyncio.Event()
+    turns = ScriptedTurns(says("late", gate=gate, error=Unavailable("the turn is lost"), fails_after=1))
+    async with serving(turns, codecs.tiny()) as url, aiohttp.ClientSession() as session:
+        body = {"model": "policy", "messages": HELLO}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+            assert await asyncio.wait_for(answer.content.read(1), 5) == b" "
+            gate.set()
+            with pytest.raises(aiohttp.ClientError):
+                await answer.read()
+    assert not turns.delivered
