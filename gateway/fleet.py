@@ -25,6 +25,7 @@ from gateway.engines.base import EngineAdapter, EngineFailed, EngineReport, Snap
 from gateway.engines.kinds import connect
 from gateway.engines.tether import until_broken
 from gateway.relays import Relays
+from gateway.vouching import Vouching
 from paramserver.client import Lease, RelayClient
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable, VersionLost
 
@@ -89,6 +90,7 @@ class Fleet:
         self.members: dict[EngineName, Member] = {}
         self.interrupt: Callable[[TurnId], object] = lambda turn_id: None  # asks a turn to leave its engine
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
+        self.vouching = Vouching(self.members)
         self._timeline = timeline
         self._admission = admission
         self._queue: deque[Waiter] = deque()
@@ -414,6 +416,8 @@ class Fleet:
         state, before = member.state, member.state.version
         started = time.monotonic()
         await self._interrupt(member, decision)
+        if decision.served:
+            await self.vouching.prove(state.name)
         try:
             version, fenced_s = await self._load(member, decision)
         except _NotAcquired as e:

@@ -298,8 +298,11 @@ class Sessions:
             self._end(state)
         else:
             status, metrics = state.unrewarded.status, {**state.unrewarded.metrics, **metrics}
+        await self._vouch(state)
         trajectories = state.trajectories(reward, status, metrics, time.time())
-        if state.spec.train and state.spec.split == "train":
+        if not state.vouched:
+            log.error("session %s is not trained on: engines contradict its versions", session_id)
+        elif state.spec.train and state.spec.split == "train":
             try:
                 await self._buffer.add(*trajectories)
             except LaminarError:
@@ -321,6 +324,13 @@ class Sessions:
         self._end(state)
         state.unrewarded = Unrewarded(status, metrics, time.time() + self.config.reward_window_s)
         return state
+
+    async def _vouch(self, state: SessionState) -> None:
+        """All segments at once: an engine is looked at once, however many of them it made."""
+        turns = list(state.tree.turns.values())
+        vouched = iter(await self.fleet.vouching.vouch([s for turn in turns for s in turn.segments]))
+        for turn in turns:
+            turn.segments = [next(vouched) for _ in turn.segments]
 
     def _end(self, state: SessionState) -> None:
         if not state.turns:

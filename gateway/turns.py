@@ -32,6 +32,7 @@ from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
 from gateway.core.types import (
     EngineName,
+    Evidence,
     Segment,
     SegmentCause,
     TokenDelta,
@@ -547,11 +548,15 @@ class Run:
     def _check_version(self, chunk: EngineChunk) -> None:
         """The engine's own word on the version stands; a difference to ours is an error that must be seen."""
         told = {version_of(label) for label in chunk.versions}
-        if told and told != {self._version()}:
+        if not told:
+            return
+        if told != {self._version()}:
             self._fleet.suspect(EngineName(self.record.segments[-1].engine))
             self._owner.counters.version_mismatches += 1
             log.error("turn %s: sent to version %d, sampled by %s", self.request.turn_id, self._version(), sorted(told))
-            self.record.segments[-1] = msgspec.structs.replace(self.record.segments[-1], version=max(told))
+        evidence: Evidence = "told" if len(told) == 1 else "contradicted"
+        last = msgspec.structs.replace(self.record.segments[-1], version=max(told), evidence=evidence)
+        self.record.segments[-1] = last
 
     # -- ends
 

@@ -115,6 +115,8 @@ class _Handlers:
                 "sampled_tokens": state.sampled_tokens,
                 "mixed": leaves[0].mixed,
                 "leaves": len(leaves),
+                "stored": state.vouched and state.spec.train and state.spec.split == "train",
+                "evidence": sorted({s.evidence for leaf in leaves for s in leaf.segments}),
             }
         )
 

@@ -111,6 +111,11 @@ class SessionState:
         return self.tree.sampled_versions()
 
     @property
+    def vouched(self) -> bool:
+        """No engine contradicts the versions on its record."""
+        return all(s.evidence != "contradicted" for turn in self.tree.turns.values() for s in turn.segments)
+
+    @property
     def newest(self) -> PathRecord:
         """The path to the turn that ended last."""
         return self.tree.sequence(self.tree.newest, set())

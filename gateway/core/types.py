@@ -23,6 +23,9 @@ NO_VERSION = Version(0)
 FinishReason = Literal["stop", "length"]
 SegmentCause = Literal["start", "move", "cut"]
 Split = Literal["train", "eval"]
+Evidence = Literal["told", "looked", "contradicted", "none"]
+"""For a segment's version: the engine told it with the tokens; a look at the engine afterwards found the same
+incarnation and label; found another label; or nobody could ask any more."""
 LogprobsKind = Literal["processed", "raw"]
 """Which logprobs engines report: after temperature, truncation and penalties, or before."""
 VersionPolicy = Literal["segment", "strict", "fail"]
@@ -142,6 +145,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     ended_unix_s: float
     seed: int | None = None
     sampled_with: SampledWith | None = None
+    evidence: Evidence = "none"
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

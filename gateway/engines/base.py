@@ -101,6 +101,10 @@ class EngineAdapter(Protocol):
 
     async def limits(self) -> EngineLimits: ...
 
+    async def weight_version(self) -> str:
+        """Its label now. Raises EngineFailed."""
+        ...
+
     async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
         """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced,
         SnapshotRefused: it never was.

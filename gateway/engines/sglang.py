@@ -209,5 +209,8 @@ class SglangEngine:
         if (await self._http.get("/server_info", _ServerInfo)).random_seed != seed:
             raise EngineFailed(f"{self.url} was restarted while it loaded version {version}")
 
+    async def weight_version(self) -> str:
+        return await self._label()
+
     async def _label(self) -> str:
         return str((await self._http.get("/model_info", _ModelInfo)).weight_version)

@@ -194,6 +194,9 @@ class VllmEngine:
         if (await self.report()).incarnation != incarnation:
             raise EngineFailed(f"{self.url} was restarted while it loaded version {version}")
 
+    async def weight_version(self) -> str:
+        return await self._label()
+
     async def _label(self) -> str:
         return str((await self._http.get("/weight_info", _WeightInfo)).weight_version)
 

@@ -64,6 +64,7 @@ class CuttingEngine:
     split: bool = False  # every event in several writes, torn in the middle of anything
     version: str = "0"
     version_told: str | None = None  # in streams, where it differs from `version`
+    tells_versions: bool = True  # with its tokens
     version_early: bool = False  # told in every event, as SGLang does, not in the last alone
     cuts: deque[Cut] = field(default_factory=deque)
     always: Cut | None = None
@@ -239,7 +240,7 @@ class CuttingEngine:
     def _event(self, ids: list[int], logprobs: list[float], finish: str | None, num_said: int) -> bytes:
         told = {"token_logprobs": logprobs, "tokens": ["é"] * len(ids), "top_logprobs": self.top}
         choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": ids, "logprobs": told, "finish_reason": finish}
-        if finish in ("length", "stop") or self.version_early:
+        if self.tells_versions and (finish in ("length", "stop") or self.version_early):
             version = self.version if self.version_told is None else self.version_told
             choice["weight_versions"] = [{"version": version, "start": 0, "end": num_said}]
         usage = {"completion_tokens": num_said}
