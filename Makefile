@@ -67,4 +67,4 @@ lock: env  ## requirements.lock with the newest versions that pyproject.toml all
 	@$(PYTHON) deploy/lock_env.py
 
 clean:  ## remove .venv and caches of this checkout (the shared environment stays)
-	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report
+	@rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report

@@ -1,4 +1,4 @@
-"""The engine contract over real vLLM: one rank, and two ranks that each take their slice."""
+"""The engine contract over real vLLM, one rank; `test_fleet` has two that each take their slice."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 greedy = functools.partial(transformers_greedy, head_dim=VLLM_HEAD_DIM)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    ranks = request.param
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     directory = tmp_path_factory.mktemp("vllm")
 
     def start(port: int) -> vllm.VllmServer:
-        return vllm.start("vllm", directory, port=port, cores="|".join("01"[:ranks]), tensor_parallel=ranks)
+        return vllm.start("vllm", directory, port=port)
 
     # vLLM 0.33 tells a stream's versions, 0.32 only those of /inference/v1/generate.
     subject = Subject("vllm", directory, start, greedy, VLLM_HEAD_DIM, proves_first=True, tells_versions=False)
