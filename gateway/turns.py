@@ -45,7 +45,7 @@ from gateway.core.types import (
 from gateway.data import PartialResponsePool, Timeline
 from gateway.engines.base import EngineAdapter, EngineChunk, RequestRefused, StreamCut, version_of
 from gateway.fleet import Fleet
-from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable
+from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable, VersionLost
 
 log = logging.getLogger(__name__)
 
@@ -326,6 +326,8 @@ class Run:
             return self._lost(f"no engine for its rest: {error.message}")
         if isinstance(error, RequestRefused) and self.record.token_ids:
             return self._lost(f"its rest was refused: {error.message}")
+        if isinstance(error, VersionLost):  # by its own policy; still a turn that came to nothing
+            self._owner.counters.turns_lost += 1
         return error
 
     async def _run_to_end(self) -> None:
