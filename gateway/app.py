@@ -13,6 +13,7 @@ from gateway.api.admin import add_admin_routes
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
 from gateway.api.openai_errors import answer_errors
 from gateway.api.openai_routes import OpenAIDeps, add_openai_routes
+from gateway.api.openapi import add_openapi_route
 from gateway.api.sessions import add_session_routes
 from gateway.config import GatewayConfig
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
@@ -114,6 +115,7 @@ async def start(config: GatewayConfig) -> Gateway:
         add_openai_routes(app, OpenAIDeps(sessions, codec))
         add_session_routes(app, sessions)
         add_admin_routes(app, status)
+        add_openapi_route(app)
         add_experience_routes(app, _experience(config, sessions, buffer))
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()

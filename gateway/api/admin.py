@@ -19,6 +19,9 @@ from gateway.data.timeline import READ_MAX
 from gateway.status import GatewayStatus
 from protos.errors import InvalidRequest
 
+DIGITS_MAX = 15
+"""Of a number in a query: whatever is counted here stays below it."""
+
 
 class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
     name: str
@@ -117,6 +120,6 @@ def receipt_body(receipt: Receipt) -> dict[str, Any]:
 
 def _number(request: web.Request, name: str, default: int) -> int:
     text = request.query.get(name, str(default))
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
         raise InvalidRequest(f"{name}={text!r} is not a number", hint=f"such as {name}={default}")
     return int(text)
