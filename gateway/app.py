@@ -11,6 +11,7 @@ from aiohttp import web
 
 from gateway.api.admin import add_admin_routes
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
+from gateway.api.groups import add_group_routes
 from gateway.api.openai_errors import answer_errors
 from gateway.api.openai_routes import OpenAIDeps, add_openai_routes
 from gateway.api.openapi import add_openapi_route
@@ -19,6 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
 from gateway.fleet import Fleet
+from gateway.groups import Groups
 from gateway.recovery import recover
 from gateway.registered import Registered
 from gateway.repacking import Repacker
@@ -113,7 +115,9 @@ async def start(config: GatewayConfig) -> Gateway:
         )
         app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors])
         add_openai_routes(app, OpenAIDeps(sessions, codec))
-        add_session_routes(app, sessions)
+        groups = Groups(sessions, buffer)
+        add_session_routes(app, sessions, groups)
+        add_group_routes(app, groups)
         add_admin_routes(app, status)
         add_openapi_route(app)
         add_experience_routes(app, _experience(config, sessions, buffer))

@@ -12,7 +12,7 @@ import secrets
 import statistics
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,6 +51,9 @@ DURATIONS_MAX = 128
 """Finished sessions from which the typical duration is read."""
 EXPIRY_INTERVAL_S = 5.0
 SESSION_NAME = re.compile(r"[^\s/]{1,256}")
+
+
+SessionEnded = Callable[[SessionState, Literal["finished", "abandoned"]], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -100,6 +103,7 @@ class Sessions:
         self._live: dict[SessionId, SessionState] = {}
         self._keys: dict[str, SessionId] = {}
         self._ended: OrderedDict[SessionId, str] = OrderedDict()
+        self.on_end: SessionEnded = _nobody_asks
         self._groups_done: OrderedDict[GroupId, int] = OrderedDict()
         self._durations_s: deque[float] = deque(maxlen=DURATIONS_MAX)
         self._started_unix_s = int(time.time())
@@ -314,6 +318,7 @@ class Sessions:
         self._durations_s.append(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
         await self._forget_on_disk(session_id)
         self.fleet.changed()
+        await self.on_end(state, "finished")
         return trajectories
 
     def finish_unrewarded(self, session_id: SessionId, status: str, metrics: Mapping[str, float]) -> SessionState:
@@ -371,6 +376,7 @@ class Sessions:
         self.counters.sessions_abandoned += 1
         await self._forget_on_disk(session_id)
         self.fleet.changed()
+        await self.on_end(state, "abandoned")
 
     async def _forget_on_disk(self, session_id: SessionId) -> None:
         """The session first: turns without one are taken away at the next start."""
@@ -514,6 +520,10 @@ class Sessions:
     def version_histogram(self) -> Mapping[int, int]:
         versions = self.fleet.state.session_versions.values()
         return staleness_histogram(versions, Version(self.fleet.state.newest))
+
+
+async def _nobody_asks(state: SessionState, how: str) -> None:
+    return None
 
 
 def _count(histogram: dict[int, int], key: int, by: int = 1) -> None:

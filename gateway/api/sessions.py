@@ -12,11 +12,12 @@ from gateway.api.openai_requests import decode, in_range
 from gateway.core.rewards import Given, note
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionPolicy
+from gateway.groups import Groups
 from gateway.sessions import Sessions
 from protos.errors import InvalidRequest
 
 
-class CreateRequest(msgspec.Struct, forbid_unknown_fields=True):
+class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     session_id: str | None = None
     group_id: str | None = None
     sample_index: int = 0
@@ -56,8 +57,8 @@ _reward = msgspec.json.Decoder(RewardRequest)
 _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
-def add_session_routes(app: web.Application, sessions: Sessions) -> None:
-    handlers = _Handlers(sessions)
+def add_session_routes(app: web.Application, sessions: Sessions, groups: Groups) -> None:
+    handlers = _Handlers(sessions, groups)
     app.router.add_post("/sessions", handlers.create)
     app.router.add_get("/sessions/{sid}", handlers.show)
     app.router.add_post("/sessions/{sid}/finish", handlers.finish)
@@ -67,31 +68,17 @@ def add_session_routes(app: web.Application, sessions: Sessions) -> None:
 
 
 class _Handlers:
-    def __init__(self, sessions: Sessions) -> None:
-        self._sessions = sessions
+    def __init__(self, sessions: Sessions, groups: Groups) -> None:
+        self._sessions, self._groups = sessions, groups
 
     async def create(self, request: web.Request) -> web.Response:
         body = await request.read()
         wanted = decode(_create, body) if body else CreateRequest()
-        in_range("version", wanted.version, 0, None)
-        name = SessionId(wanted.session_id or f"s-{secrets.token_hex(8)}")
-        spec = SessionSpec(
-            name,
-            GroupId(wanted.group_id or name),
-            wanted.sample_index,
-            max(1, wanted.group_size),
-            wanted.split,
-            wanted.train,
-            tags=wanted.tags,
-            history=wanted.history,
-            version=None if wanted.version is None else Version(wanted.version),
-            on_version_loss=wanted.on_version_loss or ("segment" if wanted.version is None else "strict"),
-            parent_session_id=None if wanted.parent_session_id is None else SessionId(wanted.parent_session_id),
-        )
+        spec = session_spec(wanted)
+        name = spec.session_id
         _, key = self._sessions.create(spec)
         await self._sessions.saved()
-        base = f"{request.scheme}://{request.host}/sessions/{name}/v1"
-        return web.json_response({"session_id": name, "base_url": base, "api_key": key})
+        return web.json_response({"session_id": name, "base_url": _base_url(request, name), "api_key": key})
 
     async def show(self, request: web.Request) -> web.Response:
         return web.json_response(_summary(self._sessions.get(_session_id(request))))
@@ -131,8 +118,35 @@ class _Handlers:
         body = await request.read()
         wanted = decode(_abandon, body) if body else AbandonRequest()
         session_id = _session_id(request)
+        group_id = self._sessions.get(session_id).spec.group_id
         await self._sessions.abandon(session_id, wanted.reason)
-        return web.json_response({"session_id": session_id, "state": "abandoned"})
+        told: dict[str, object] = {"session_id": session_id, "state": "abandoned"}
+        if (again := self._groups.replacement(session_id, group_id)) is not None:
+            name, key = again
+            told |= {"replacement": {"session_id": name, "base_url": _base_url(request, name), "api_key": key}}
+        return web.json_response(told)
+
+
+def session_spec(wanted: CreateRequest) -> SessionSpec:
+    in_range("version", wanted.version, 0, None)
+    name = SessionId(wanted.session_id or f"s-{secrets.token_hex(8)}")
+    return SessionSpec(
+        name,
+        GroupId(wanted.group_id or name),
+        wanted.sample_index,
+        max(1, wanted.group_size),
+        wanted.split,
+        wanted.train,
+        tags=wanted.tags,
+        history=wanted.history,
+        version=None if wanted.version is None else Version(wanted.version),
+        on_version_loss=wanted.on_version_loss or ("segment" if wanted.version is None else "strict"),
+        parent_session_id=None if wanted.parent_session_id is None else SessionId(wanted.parent_session_id),
+    )
+
+
+def _base_url(request: web.Request, name: SessionId) -> str:
+    return f"{request.scheme}://{request.host}/sessions/{name}/v1"
 
 
 def _session_id(request: web.Request) -> SessionId:

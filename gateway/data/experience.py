@@ -31,6 +31,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS trajectories(
     seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, group_id TEXT NOT NULL,
     oldest_version INTEGER NOT NULL, body BLOB NOT NULL, lease_id TEXT);
+CREATE TABLE IF NOT EXISTS closed_groups(group_id TEXT PRIMARY KEY, members INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS leases(lease_id TEXT PRIMARY KEY, reader TEXT NOT NULL, until_unix_s REAL NOT NULL)
 """
 
@@ -75,6 +76,7 @@ class ExperienceBuffer:
         for entry, _ in entries:
             self._state.add(entry)
             self._next_seq = entry.seq + 1
+        self._state.closed_groups.update(await self._database.run(_load_closed_groups))
         for lease_id, reader, until in leases:
             held = [entry for entry, of in entries if of == lease_id]
             self._state.lease(lease_id, reader, held, until)
@@ -116,6 +118,24 @@ class ExperienceBuffer:
                 raise Conflict(f"a reader has session {session_id}", hint="give rewards before it is sampled")
             await self._database.run(lambda connection: _revise(connection, entry.seq, change))
 
+    async def close_group(self, group_id: str, members: int) -> None:
+        """The group is whole with `members`, fewer than its size: readers of groups get it as it is."""
+        async with self._order:
+            self._state.closed_groups[group_id] = members
+            gone = self._state.forget_closed_groups()
+            await self._database.run(lambda connection: _close_group(connection, group_id, members, gone))
+        self._changed.set()
+
+    async def drop_group(self, group_id: str) -> int:
+        """Takes out what no reader has of a group; returns how many sessions that were."""
+        async with self._order:
+            self._lapse()
+            gone = [entry for entry in self._state.free.values() if entry.group_id == group_id]
+            for entry in gone:
+                self._state.remove(entry)
+            await self._database.run(lambda connection: _delete(connection, gone))
+        return len(gone)
+
     async def sample(
         self,
         reader: str,
@@ -140,7 +160,8 @@ class ExperienceBuffer:
             async with self._order:
                 chosen = await self._choose(trainer_version, staleness_max, trajectories, groups, group_size)
                 remaining_s = deadline - time.monotonic()
-                if len(chosen) >= wanted or remaining_s <= 0:
+                found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
+                if found >= wanted or remaining_s <= 0:
                     return await self._lease(reader, chosen, lease_s) if chosen else ("", [])
                 self._changed.clear()
             await self._wait_for_change(remaining_s)
@@ -246,7 +267,7 @@ def _wanted(trajectories: int | None, groups: int | None, group_size: int | None
     if groups is not None:
         if group_size is None or group_size < 1:
             raise InvalidRequest("`groups` needs `group_size`, a positive integer")
-        return groups * group_size
+        return groups
     assert trajectories is not None
     return trajectories
 
@@ -261,6 +282,15 @@ def _load(
     ).fetchall()
     leases = connection.execute("SELECT lease_id, reader, until_unix_s FROM leases").fetchall()
     return [(Entry(*row[:4]), row[4]) for row in rows], leases
+
+
+def _load_closed_groups(connection: sqlite3.Connection) -> list[tuple[str, int]]:
+    return connection.execute("SELECT group_id, members FROM closed_groups").fetchall()
+
+
+def _close_group(connection: sqlite3.Connection, group_id: str, members: int, gone: list[str]) -> None:
+    connection.execute("INSERT OR REPLACE INTO closed_groups VALUES (?,?)", (group_id, members))
+    connection.executemany("DELETE FROM closed_groups WHERE group_id=?", [(name,) for name in gone])
 
 
 def _replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: list[Entry]) -> None:

@@ -40,6 +40,7 @@ class BufferState:
     free: dict[int, Entry] = field(default_factory=dict)  # by seq; may be out of order after a lapse
     leases: dict[str, LeaseState] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
+    closed_groups: dict[str, int] = field(default_factory=dict)  # whole with so many members, fewer than asked for
 
     def __len__(self) -> int:
         return len(self.sessions)
@@ -86,12 +87,21 @@ class BufferState:
         return [self.free[seq] for seq in sorted(self.free)[:count]]
 
     def take_groups(self, count: int, group_size: int) -> list[Entry]:
-        """Up to `count` whole groups of `group_size` members, the group with the oldest member first."""
+        """Up to `count` whole groups of `group_size` members (or as many as they were closed with), the group with the
+        oldest member first."""
         groups: dict[str, list[Entry]] = {}
         for seq in sorted(self.free):
             groups.setdefault(self.free[seq].group_id, []).append(self.free[seq])
-        whole = [members[:group_size] for members in groups.values() if len(members) >= group_size]
+        needed = {name: min(group_size, self.closed_groups.get(name, group_size)) for name in groups}
+        whole = [members[:group_size] for name, members in groups.items() if len(members) >= needed[name]]
         return [entry for members in whole[:count] for entry in members]
+
+    def forget_closed_groups(self) -> list[str]:
+        """Beyond one for each place, the oldest: all their members are long gone."""
+        gone = list(self.closed_groups)[: max(0, len(self.closed_groups) - self.capacity)]
+        for name in gone:
+            del self.closed_groups[name]
+        return gone
 
     def lease(self, lease_id: str, reader: str, entries: Iterable[Entry], until: float) -> LeaseState:
         taken = {entry.seq: self.free.pop(entry.seq) for entry in entries}

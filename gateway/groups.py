@@ -1,0 +1,116 @@
+"""The groups of this gateway: made whole, failed members sampled again, closed short or given up with all they have.
+
+Owner of every `GroupState`. Sessions tell it how they end; it makes and abandons sessions, and tells the experience
+buffer which groups are whole with fewer members than were asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.core.groups import Close, GiveUp, GroupState, Resample
+from gateway.core.sessions import SessionSpec, SessionState
+from gateway.core.types import GroupId, SessionId
+from gateway.data import ExperienceBuffer
+from gateway.sessions import Sessions
+from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
+
+log = logging.getLogger(__name__)
+
+GROUPS_MAX = 10_000
+"""Remembered, ended ones first forgotten."""
+
+
+@dataclass(slots=True)
+class Group:
+    """`keys` are the API keys of its live members; `replaced` by which session a failed one was."""
+
+    state: GroupState
+    spec: SessionSpec
+    keys: dict[SessionId, str] = field(default_factory=dict)
+    replaced: dict[SessionId, SessionId] = field(default_factory=dict)
+
+
+class Groups:
+    def __init__(self, sessions: Sessions, buffer: ExperienceBuffer) -> None:
+        self._sessions, self._buffer = sessions, buffer
+        self._groups: OrderedDict[GroupId, Group] = OrderedDict()
+        sessions.on_end = self.session_ended
+
+    async def create(self, spec: SessionSpec, *, group_min: int, resample_max: int) -> Group:
+        """`spec` is that of each member but for its id and index. All of them are made, or none is."""
+        if spec.group_id in self._groups:
+            raise Conflict(f"there is already a group {spec.group_id!r}", hint="leave group_id out to get a new one")
+        self._make_room()
+        state = GroupState(spec.group_id, spec.group_size, group_min, resample_max)
+        group = Group(state, spec)
+        try:
+            for index in range(spec.group_size):
+                self._sample(group, index)
+        except LaminarError:
+            for session_id in list(state.live):
+                await self._sessions.abandon(session_id, "its group could not be made whole")
+            raise
+        self._groups[spec.group_id] = group
+        await self._sessions.saved()
+        return group
+
+    def get(self, group_id: GroupId) -> Group:
+        group = self._groups.get(group_id)
+        if group is None:
+            raise NotFound(f"no group {group_id!r}", hint="make it with POST /groups")
+        return group
+
+    def replacement(self, session_id: SessionId, group_id: GroupId) -> tuple[SessionId, str] | None:
+        """The session that took the place of a failed one, and its key."""
+        group = self._groups.get(group_id)
+        if group is None or (name := group.replaced.get(session_id)) is None:
+            return None
+        return name, group.keys[name]
+
+    async def abandon(self, group_id: GroupId, reason: str) -> None:
+        group = self.get(group_id)
+        group.state.abandon()
+        await self._abort(group, reason)
+
+    async def session_ended(self, session: SessionState, how: Literal["finished", "abandoned"]) -> None:
+        group = self._groups.get(session.spec.group_id)
+        if group is None:
+            return
+        outcome = group.state.ended(session.session_id, how)
+        group.keys.pop(session.session_id, None)
+        if isinstance(outcome, Resample):
+            group.replaced[session.session_id] = self._sample(group, outcome.sample_index)
+            await self._sessions.saved()
+        elif isinstance(outcome, Close) and outcome.members < group.state.size:
+            await self._buffer.close_group(group.state.group_id, outcome.members)
+        elif isinstance(outcome, GiveUp):
+            await self._abort(group, outcome.reason)
+
+    def _sample(self, group: Group, index: int) -> SessionId:
+        name = SessionId(f"s-{secrets.token_hex(8)}")
+        _, key = self._sessions.create(dataclasses.replace(group.spec, session_id=name, sample_index=index))
+        group.state.sampled(name, index)
+        group.keys[name] = key
+        return name
+
+    async def _abort(self, group: Group, reason: str) -> None:
+        log.info("group %s is given up: %s", group.state.group_id, reason)
+        for session_id in list(group.state.live):
+            await self._sessions.abandon(session_id, f"its group is given up: {reason}")
+        group.state.live.clear()
+        await self._buffer.drop_group(group.state.group_id)
+
+    def _make_room(self) -> None:
+        if len(self._groups) < GROUPS_MAX:
+            return
+        ended: Sequence[GroupId] = [name for name, group in self._groups.items() if group.state.phase != "open"]
+        if not ended:
+            raise OutOfCapacity(f"{len(self._groups)} groups are open", hint="end some", retry_after_s=5.0)
+        del self._groups[ended[0]]

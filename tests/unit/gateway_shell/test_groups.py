@@ -1,0 +1,102 @@
+"""Groups over HTTP: made whole, failed members replaced, short groups given out as they are, abandoned with all."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.unit.gateway_shell.test_rewards import post, turn
+from tests.unit.gateway_shell.test_status import gateway, get
+
+SAMPLE = {"reader": "t", "trainer_version": 0, "groups": 1, "group_size": 3}
+
+
+async def rolled_out(http: aiohttp.ClientSession, member: Any) -> None:
+    await turn(http, member["session_id"], [5])
+    await post(http, f"/sessions/{member['session_id']}/finish", {"reward": 1.0})
+
+
+async def sampled(http: aiohttp.ClientSession, wait_s: float = 0.0) -> list[tuple[str, int]]:
+    told = await post(http, "/experience/sample", {**SAMPLE, "wait_s": wait_s})
+    return [(t["group_id"], t["sample_index"]) for t in told["trajectories"]]
+
+
+async def test_a_group_is_made_whole_and_read_whole(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        group = await post(http, "/groups", {"size": 3, "session": {"tags": {"environment": "x"}}})
+        assert [m["sample_index"] for m in group["sessions"]] == [0, 1, 2]
+        assert len({m["api_key"] for m in group["sessions"]}) == 3
+        for number, member in enumerate(group["sessions"]):
+            assert await sampled(http) == []
+            await rolled_out(http, member)
+            assert len((await get(http, f"/groups/{group['group_id']}"))["finished"]) == number + 1
+        assert await sampled(http) == [(group["group_id"], i) for i in range(3)]
+        assert (await get(http, f"/groups/{group['group_id']}"))["state"] == "closed"
+        await post(http, "/groups", {"size": 1, "group_id": group["group_id"]}, 409)
+
+
+async def test_a_failed_member_is_replaced_and_then_the_group_closes_short(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        group = await post(http, "/groups", {"size": 3, "group_min": 2, "resample_max": 1})
+        first, second, third = group["sessions"]
+        told = await post(http, f"/sessions/{first['session_id']}/abandon", {"reason": "its tool died"})
+        again = told["replacement"]
+        assert again["session_id"] != first["session_id"]
+        live = (await get(http, f"/groups/{group['group_id']}"))["sessions"]
+        assert (live[0]["session_id"], live[0]["sample_index"]) == (again["session_id"], 0)
+        told = await post(http, f"/sessions/{again['session_id']}/abandon")
+        assert "replacement" not in told
+        waiting = asyncio.create_task(sampled(http, wait_s=20.0))
+        for member in (second, third):
+            await rolled_out(http, member)
+        assert await waiting == [(group["group_id"], 1), (group["group_id"], 2)], "whole with two, and not after 20 s"
+
+
+async def test_a_short_group_is_known_to_be_whole_after_a_restart(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0:
+        async with gateway(tmp_path, e0) as (_, http):
+            group = await post(http, "/groups", {"size": 3, "group_min": 1})
+            await rolled_out(http, group["sessions"][1])
+            for index in (0, 2):
+                await post(http, f"/sessions/{group['sessions'][index]['session_id']}/abandon")
+        async with gateway(tmp_path, e0) as (_, http):
+            assert await sampled(http) == [(group["group_id"], 1)]
+
+
+async def test_abandoning_a_group_aborts_its_members_and_takes_its_trajectories_out(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=2) as e0, gateway(tmp_path, e0) as (found, http):
+        group = await post(http, "/groups", {"size": 3})
+        e0.hold_at = None
+        await rolled_out(http, group["sessions"][0])
+        e0.hold_at = 2
+        body = {"model": MODEL, "prompt": [5], "max_tokens": 8}
+        name = group["sessions"][1]["session_id"]
+        running = asyncio.create_task(post(http, f"/s/{name}/v1/completions", body, 409))
+        await until(lambda: found.sessions.runs and len(e0.asked) == 2, "a running turn")
+        told = await post(http, f"/groups/{group['group_id']}/abandon", {"reason": "not wanted"})
+        assert (told["state"], told["sessions"]) == ("abandoned", [])
+        assert "was abandoned" in (await running)["error"]["message"]
+        await until(lambda: e0.asked[1].left, "the abort upstream")
+        assert await sampled(http) == []
+        assert found.sessions.num_live == 0
+        await post(http, f"/groups/{group['group_id']}/abandon", status=409)
+
+
+async def test_a_group_that_cannot_reach_its_minimum_is_given_up(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        group = await post(http, "/groups", {"size": 2})
+        await rolled_out(http, group["sessions"][0])
+        await post(http, f"/sessions/{group['sessions'][1]['session_id']}/abandon")
+        assert (await get(http, f"/groups/{group['group_id']}"))["state"] == "abandoned"
+        assert found.sessions.admission().buffered == 0
+
+
+async def test_what_is_wrong_with_a_group_is_named(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        for body, param in (({"size": 0}, "size"), ({"size": 2, "group_min": 3}, "group_min"), ({}, "size")):
+            assert (await post(http, "/groups", body, 400))["error"]["param"] == param
+        await post(http, "/groups/nobody/abandon", status=404)
