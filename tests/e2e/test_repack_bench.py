@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.repack.__main__ import headline, missed
+from tests.bench.repack.__main__ import headline, missed, purity
 from tests.bench.repack.run import Point, run
 
 pytestmark = pytest.mark.slow
@@ -53,6 +53,7 @@ def test_bars_are_told_when_they_are_missed() -> None:
     repack = {**drain, "tokens_per_s": 130.0, "kv_util": 0.55, "pause_mean_s": 0.4}
     inflight = {**drain, "tokens_per_s": 131.0, "wrong_answers": 2}
     found = headline({"drain": drain, "repack": repack, "inflight": inflight})
+    assert purity({"drain": drain, "repack": repack}) == []
     assert found["repack_gain"] == 1.3
     assert missed(found) == [
         "kv_util_gain is 1.1, at least 1.14 was wanted",
