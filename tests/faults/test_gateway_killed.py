@@ -16,7 +16,7 @@ import pytest
 from tests.support import processes
 from tests.support.cutting_engine import CuttingEngine, said, until
 from tests.support.processes import Daemon
-from tests.unit.gateway_shell.shell import tokenizer
+from tests.support.words import tokenizer
 
 pytestmark = pytest.mark.slow
 
