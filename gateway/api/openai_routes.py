@@ -1,7 +1,8 @@
 """The OpenAI endpoints: from a request to its session, prompt, turn and answer.
 
 Every path is served at the root and below `/sessions/{sid}` and `/s/{sid}`. `X-Session-ID` is in every answer;
-`X-Laminar-History` says how the prompt came from the session's record (`gateway.api.openai_history`).
+`X-Laminar-Session-From` says what named it ("none": nothing did), `X-Laminar-History` how the prompt came from the
+session's record (`gateway.api.openai_history`).
 
 Invariants:
 - the turn has left its engine and the record holds its answer before the client sees the finish: its next request,
@@ -38,7 +39,7 @@ from gateway.api.openai_types import ChatRequest, CompletionRequest
 from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import SessionId, TurnId, TurnOrigin, TurnRequest
-from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
+from gateway.ports import IdentitySource, Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
 from protos.errors import LaminarError
 
@@ -92,8 +93,12 @@ class _Asked:
     head: AnswerHead
     prompt: Prompt
     choices: Sequence[_Choice]
-    ephemeral: bool
+    named_by: IdentitySource  # "none": it is a session of its own
     joined: bool
+
+    @property
+    def ephemeral(self) -> bool:
+        return self.named_by == "none"
 
     def delivered(self) -> None:
         for choice in self.choices:
@@ -190,7 +195,7 @@ class _Handlers:
             origin.created_unix_s,
         )
         choices = [self._choice(call, run) for run in runs]
-        return _Asked(call, head, prompt, choices, identity.session_id is None, joined)
+        return _Asked(call, head, prompt, choices, identity.source, joined)
 
     async def _new_turns(
         self, identity: SessionIdentity, asked: Call, call: _Call, *, long: bool
@@ -329,6 +334,7 @@ def _headers(asked: _Asked) -> dict[str, str]:
     headers = {
         "X-Session-ID": asked.head.session_id,
         "X-Request-Id": asked.head.answer_id,
+        "X-Laminar-Session-From": asked.named_by,
         "X-Laminar-History": asked.prompt.history,
     }
     if asked.prompt.reason:

@@ -129,6 +129,7 @@ async def test_completions_keep_the_records_ids() -> None:
 async def test_identity_in_its_order() -> None:
     turns = answering(*["x"] * 20)
     turns.keys["sk-of-b"] = "by-key"
+    sources: list[str] = []
     everything = {"metadata": {"session_id": "by-meta"}, "session_id": "by-field", "user": "by-user"}
     async with serving(turns, codecs.tiny()) as url, aiohttp.ClientSession() as session:
 
@@ -137,6 +138,7 @@ async def test_identity_in_its_order() -> None:
             body = {"model": "policy", "messages": messages, **body}
             async with session.post(f"{url}{path}/v1/chat/completions", json=body, headers=headers) as answer:
                 assert answer.status == 200, await answer.text()
+                sources.append(answer.headers["X-Laminar-Session-From"])
                 return answer.headers["X-Session-ID"]
 
         key = {"Authorization": "Bearer sk-of-b"}
@@ -150,7 +152,11 @@ async def test_identity_in_its_order() -> None:
         assert await ask("", {}, {"session_id": "by-field", "user": "u"}) == "by-field"
         assert await ask("", {}, {"user": "by-user"}) == "by-user"
         assert await ask("", {}, {}) == "own-9"
-    assert [i.source for i in turns.identities] == ["url", "url", "api_key", "header", "header", *["body"] * 3, "none"]
+    assert (
+        sources
+        == [i.source for i in turns.identities]
+        == ["url", "url", "api_key", "header", "header", *["body"] * 3, "none"]
+    )
 
 
 async def test_a_bad_session_id_is_refused() -> None:
