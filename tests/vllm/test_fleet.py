@@ -29,6 +29,9 @@ TOKENS = 48
 LONG = 400
 """Tokens of a turn that is still running whenever a test looks; two ranks on busy cores make some ten a second."""
 
+ROUNDS_MAX = 20
+"""Of turns until both directions were seen: which server is emptied is the planner's choice, and so is whether it pays."""
+
 
 @pytest.fixture(scope="module")
 def scene(shared_etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
@@ -140,7 +143,7 @@ def test_kill_9_in_mid_stream_loses_no_token(scene: Scene) -> None:
 
 def test_turns_move_between_one_rank_and_two_and_no_token_differs(scene: Scene) -> None:
     seen: set[tuple[str, str]] = set()
-    for _ in range(6):
+    for _ in range(ROUNDS_MAX):
         version = scene.version
         asking = scene.ask_meanwhile(LONG, count=2)
         until(lambda: scene.running() == [1, 1], "a turn on each", PATIENCE_S)
