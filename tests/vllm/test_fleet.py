@@ -30,7 +30,7 @@ LONG = 400
 """Tokens of a turn that is still running whenever a test looks; two ranks on busy cores make some ten a second."""
 
 ROUNDS_MAX = 20
-"""Of turns until both directions were seen: which server is emptied is the planner's choice, and so is whether it pays."""
+"""Until both directions were seen: the planner chooses which server is emptied, and whether it pays."""
 
 
 @pytest.fixture(scope="module")
