@@ -90,8 +90,10 @@ async def test_kill_9_with_200_turns_in_flight(tmp_path: Path) -> None:
         gateway = await asyncio.to_thread(serve, tmp_path, engines, port)
         asking = [asyncio.create_task(ask_until_answered(http, n)) for n in range(TURNS * 3 // 4)]
         by_sdk = [asyncio.create_task(sdk_asks(sdk, n)) for n in range(TURNS * 3 // 4, TURNS)]
-        wanted = TURNS * BUDGET // 4
-        await until(lambda: sum(e.said_tokens for e in engines) > wanted, "a quarter of all tokens", timeout_s=60)
+        wanted = (
+            TURNS * BUDGET * 6 // 10
+        )  # what is lost is a moment's worth, on a loaded machine a few tenths of a second
+        await until(lambda: sum(e.said_tokens for e in engines) > wanted, "most of all tokens", timeout_s=60)
         assert sum(len(e.asked) for e in engines) == TURNS
         gateway.kill()
         generated = sum(e.said_tokens for e in engines)
