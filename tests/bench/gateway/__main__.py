@@ -12,6 +12,8 @@ from tests.bench.figures import Figure, keep, show
 
 PARTS = {
     "cpu": "tests.bench.gateway.cpu",
+    "streams": "tests.bench.gateway.streams",
+    "prefix": "tests.bench.gateway.prefix",
 }
 
 

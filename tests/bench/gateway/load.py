@@ -50,21 +50,19 @@ async def stream(contender: Contender, body: dict[str, Any], *, streams: int, se
     """Events of `streams` that run all the while: their beginnings and ends lie outside what is counted."""
     agents = await connect(contender.url, streams)
     body = {**body, "stream": True}
-    calls = await _at_work(contender, agents, body)
-    while not all(agent.call.events for agent in agents):
-        _raise_failure(calls)
-        await asyncio.sleep(0.05)
+    calls = await at_work(contender, agents, body)
+    await all_begun(agents, calls)
     await asyncio.sleep(SETTLE_S)
     before, seen = contender.cpu_s(), sum(agent.call.events for agent in agents)
     await asyncio.sleep(seconds)
     cost = Cost(contender.cpu_s() - before, sum(agent.call.events for agent in agents) - seen, 0)
-    _raise_failure(calls)
+    raise_failure(calls)
     close(agents)
     await asyncio.sleep(SETTLE_S)  # they hear that the client left before somebody else is measured
     return cost
 
 
-async def _at_work(contender: Contender, agents: Sequence[Agent], body: dict[str, Any]) -> list[asyncio.Future[Call]]:
+async def at_work(contender: Contender, agents: Sequence[Agent], body: dict[str, Any]) -> list[asyncio.Future[Call]]:
     """Streams that began while as many ran: each agent's first is short, and no two agents' end together."""
 
     async def agent(number: int, one: Agent) -> asyncio.Future[Call]:
@@ -75,11 +73,18 @@ async def _at_work(contender: Contender, agents: Sequence[Agent], body: dict[str
     return [await task for task in tasks]
 
 
+async def all_begun(agents: Sequence[Agent], calls: Sequence[asyncio.Future[Call]]) -> None:
+    """Until every stream has brought an event."""
+    while not all(agent.call.events for agent in agents):
+        raise_failure(calls)
+        await asyncio.sleep(0.05)
+
+
 def _numbered(contender: Contender, body: dict[str, Any], number: int) -> bytes:
     return post(contender.url, "/v1/chat/completions", numbered(body, number))
 
 
-def _raise_failure(calls: Sequence[asyncio.Future[Call]]) -> None:
+def raise_failure(calls: Sequence[asyncio.Future[Call]]) -> None:
     for call in calls:
         if call.done():
             call.result()

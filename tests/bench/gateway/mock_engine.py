@@ -119,6 +119,7 @@ class Engine:
         pages: dict[str, Any] = {
             "/health": {},
             "/health_generate": {},
+            "/is_paused": {"is_paused": False},
             "/weight_info": {"weight_version": "1"},
             "/v1/models": {"object": "list", "data": [{"id": MODEL, "max_model_len": CONTEXT_TOKENS}]},
             "/model_info": info,
