@@ -16,6 +16,7 @@ from aiohttp import web
 
 from gateway.api.admin import AddEngineRequest
 from gateway.api.experience import AckRequest, SampleAnswer, SampleRequest
+from gateway.api.groups import CreateGroupRequest
 from gateway.api.openai_routes import PREFIXES
 from gateway.api.openai_types import ChatRequest, CompletionRequest
 from gateway.api.sessions import AbandonRequest, CreateRequest, FinishRequest, RewardRequest
@@ -51,6 +52,9 @@ ROUTES: Sequence[Route] = [
     Route("post", "/finish_session", "The same, as routers have it.", FinishRequest, {"session_id": "string"}),
     Route("post", "/sessions/{sid}/reward", "A reward of a turn or a leaf.", RewardRequest),
     Route("post", "/sessions/{sid}/abandon", "Ends a session without one.", AbandonRequest, optional_body=True),
+    Route("post", "/groups", "Makes a group of sessions, admitted whole.", CreateGroupRequest),
+    Route("get", "/groups/{gid}", "A group as it stands."),
+    Route("post", "/groups/{gid}/abandon", "Ends a group's sessions.", AbandonRequest, optional_body=True),
     Route("post", "/experience/sample", "Leases finished trajectories.", SampleRequest, answer=SampleAnswer),
     Route("post", "/experience/ack", "Uses them up.", AckRequest),
     Route("get", "/status", "The gateway, its engines and its counters."),

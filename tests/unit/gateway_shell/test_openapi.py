@@ -51,7 +51,7 @@ def requests(draw: Any) -> tuple[str, str, bytes | None]:
     """A request of the schema, nearly: fields that are known, values of their type or of any."""
     route = draw(st.sampled_from([r for r in ROUTES if "/s/" not in r.path]))
     path = route.path
-    for name in ("sid", "name", "model"):
+    for name in ("sid", "gid", "name", "model"):
         path = path.replace("{" + name + "}", draw(st.sampled_from(["s1", "policy", "é", "a%20b", "..", "x" * 300])))
     if route.query:
         values = st.sampled_from(["", "1", "-1", "é", "²", "9" * 30])
