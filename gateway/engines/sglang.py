@@ -97,7 +97,9 @@ class SglangEngine:
         reader = Reader(self.url, sampling.top_logprobs)
         try:
             async with self._http.stream("/generate", generate_body(prompt_ids, sampling, request_id)) as events:
-                yield reader.chunks(events)
+                yield reader.chunks(aiter(events))
+                if reader.over:
+                    events.complete()
         finally:
             if not reader.over and len(self._aborts) < ABORTS_MAX:
                 self._abort_soon(request_id)

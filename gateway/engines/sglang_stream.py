@@ -15,7 +15,6 @@ import msgspec
 
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, RequestRefused, StreamCut
-from gateway.engines.wire import Events
 
 Logprob = tuple[float | None, int, str | None]
 
@@ -91,7 +90,7 @@ class Reader:
         self._taken = 0
         self.over = False
 
-    async def chunks(self, events: Events) -> AsyncIterator[EngineChunk]:
+    async def chunks(self, events: AsyncIterator[bytes]) -> AsyncIterator[EngineChunk]:
         finished = False
         try:
             async for data in events:
@@ -105,7 +104,6 @@ class Reader:
                     raise self._aborted(finish)
                 if finish is not None:
                     finished = self.over = True
-                    events.complete()
                 yield chunk
         except StreamCut as cut:
             if not finished or cut.reason == "protocol":

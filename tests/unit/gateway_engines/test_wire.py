@@ -41,7 +41,8 @@ class Server:
                 writer.write(piece)
                 await asyncio.sleep(0)  # the pieces go out one by one
         if not self.close:
-            await reader.read()
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
         self.left += 1
         writer.close()
         with contextlib.suppress(ConnectionError):
