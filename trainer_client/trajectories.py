@@ -23,6 +23,28 @@ if TYPE_CHECKING:
     import torch
 
 
+class SampledWith(msgspec.Struct, frozen=True):
+    """How a segment was sampled; `logprobs`: "policy" (of that distribution), "raw" (the model's) or "greedy"."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    presence_penalty: float
+    frequency_penalty: float
+    constrained: bool
+    logprobs: str
+
+
+class VersionChange(msgspec.Struct, frozen=True):
+    """The session's version was lost, and it went on under another one."""
+
+    turn: int
+    turn_id: str
+    from_version: int
+    to_version: int
+    reason: str
+
+
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A run of tokens of one turn, made by one engine under one version; `end` is exclusive."""
 
@@ -36,6 +58,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     started_unix_s: float
     ended_unix_s: float
     seed: int | None = None
+    sampled_with: SampledWith | None = None
+    evidence: str = "none"  # for its version: "told" by the engine, "looked" at afterwards, "none"
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +84,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     leaf: int = 0  # which path of a session with branches; what it shares with an earlier one is masked in it
     leaves: int = 1
+    version_policy: Literal["segment", "strict", "fail"] = "segment"
+    version_changes: list[VersionChange] = msgspec.field(default_factory=list)
     turn_ids: list[str] = msgspec.field(default_factory=list)  # of the path
+    own_reward: bool = False  # the leaf's, not the session's
     turn_rewards: list[float | None] = msgspec.field(default_factory=list)  # by turn of the path; empty: none given
 
 

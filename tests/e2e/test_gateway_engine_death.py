@@ -83,7 +83,8 @@ def test_with_every_engine_gone_the_turn_waits_for_one_to_return(tmp_path: Path)
 
 
 def test_a_client_that_leaves_frees_its_engine(tmp_path: Path) -> None:
-    with Fleet(tmp_path, num_engines=1, engine_flags=("--max-model-len=2048", "--kv-cache-tokens=8192")) as fleet:
+    flags = ("--max-model-len=2048", "--kv-cache-tokens=8192")
+    with Fleet(tmp_path, num_engines=1, engine_flags=flags, gateway_flags=("--disconnect-grace-s=0",)) as fleet:
         with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0) as client:
             chunks = client.chat.completions.create(stream=True, **ASKED)
             next(iter(chunks))

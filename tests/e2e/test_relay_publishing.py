@@ -114,8 +114,9 @@ async def bytes_at(relay: RelayClient, version: int | None = None) -> bytes:
 @pytest.mark.slow
 async def test_a_ticket_goes_through_its_stages_in_order(tmp_path: Path) -> None:
     """etcd hangs (not dies), so that `copied` lasts; a slow middle hop keeps `k_relays` apart from `all`."""
-    async with LocalEtcd() as etcd:
+    async with LocalEtcd() as etcd, contextlib.AsyncExitStack() as stack:
         relays = Relays(etcd.endpoint, tmp_path)
+        stack.push_async_callback(asyncio.to_thread, relays.close)
         rates = {"a": "8MiB", "b": "3MiB", "c": "64MiB"}
         daemons = [
             await asyncio.to_thread(relays.start, name, "--max-rate", rate, "--lease-ttl-s", "20")
@@ -145,7 +146,6 @@ async def test_a_ticket_goes_through_its_stages_in_order(tmp_path: Path) -> None
             await until(on_all, "every relay holds it")
             assert await ticket.holders() == ("a", "b", "c")
             assert await bytes_at(tail) == save(tensors)
-        await asyncio.to_thread(relays.close)
     assert seen == ["copied", "sealed", "k_relays", "all"]
 
 
