@@ -109,7 +109,11 @@ async def _publish_once(
     rank = Rank(request.rank, request.num_ranks)
     await master.hold_run(request.model, request.run, f"{socket.gethostname()}:{os.getpid()}", rank)
     timeout_s = request.wait_room_s + master.timeout_s
-    opened = await master.call(master.stub.Announce(request, timeout=timeout_s))
+    try:
+        opened = await master.call(master.stub.Announce(request, timeout=timeout_s))
+    except StaleEpoch:  # the claim may have ended there before word of it came here
+        await master.release_run(request.model, request.run)
+        raise
     try:
         mine = [number for number, owner in enumerate(opened.owners) if owner == rank.index]
         layouts = dict(zip(mine, files, strict=False))  # alone, a rank's index is not written: the relay has one of all

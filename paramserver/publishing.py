@@ -140,7 +140,10 @@ class Publishing:
         """
         claim = self._claims.get(model, {}).get(rank.index)
         if claim is None or claim.run != run or claim.rank != rank:
-            raise Conflict(f"run {run} has not claimed model {model}", hint="open HoldRun first; the SDK does")
+            raise StaleEpoch(
+                f"run {run} has not claimed model {model}, or its claim ended",
+                hint="open HoldRun first, and again when its stream ends; the SDK does",
+            )
         if self._relay.seat.foreign_store:
             raise Conflict(
                 f"the etcd of {self._relay.config.name} was replaced by another: nothing seals there",

@@ -283,6 +283,11 @@ class RelayClient:
             return
         self._claims[model, run] = await RunHold.open(self, model, run, publisher, rank)
 
+    async def release_run(self, model: str, run: str) -> None:
+        """Ends the claim, so that the next `hold_run` opens one anew."""
+        if hold := self._claims.pop((model, run), None):
+            await hold.close()
+
 
 class RunHold:
     """A claim on a model for one run; it lives as long as its stream."""

@@ -24,7 +24,15 @@ from paramserver.cli import cli
 from paramserver.client import RelayClient, TensorSource, publish
 from paramserver.core import view as keys
 from paramserver.membership import EtcdRegistry
-from protos.errors import Conflict, InvalidRequest, LaminarError, OutOfCapacity, TooLarge, UnsupportedField
+from protos.errors import (
+    Conflict,
+    InvalidRequest,
+    LaminarError,
+    OutOfCapacity,
+    StaleEpoch,
+    TooLarge,
+    UnsupportedField,
+)
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.support.etcd import start_etcd
 from tests.support.processes import Daemon, start
@@ -334,9 +342,9 @@ def announcement(*tensors: tuple[str, str, list[int]], **fields: object) -> pb.A
         (announcement(("w", "U8", [1]), ("w", "U8", [1])), InvalidRequest, "'w' was announced twice"),
         (announcement(("w", "U8", [-1])), InvalidRequest, r"shape \[-1\]"),
         (announcement(("w", "U8", [1]), file_bytes_max=0), InvalidRequest, "file_bytes_max is 0"),
-        (announcement(("w", "U8", [1]), run="other"), Conflict, "run other has not claimed model raw"),
+        (announcement(("w", "U8", [1]), run="other"), StaleEpoch, "run other has not claimed model raw"),
         (announcement(("w", "U8", [1]), base_version=1), UnsupportedField, "base_version is reserved"),
-        (announcement(("w", "U8", [1]), model="one"), Conflict, "has not claimed model one"),
+        (announcement(("w", "U8", [1]), model="one"), StaleEpoch, "has not claimed model one"),
         (announcement(("w", "U8", [1 << 40])), TooLarge, r"takes \d+ bytes, the pool has 16777216.*--pool-bytes"),
         (announcement(("w", "U8", [1 << 24] * 9)), TooLarge, r"takes \d+ bytes, the pool has 16777216"),
         (announcement(("w", "U8", [(16 << 20) - 100]), wait_room_s=float("nan")), OutOfCapacity, "no room for version"),

@@ -18,6 +18,7 @@ from safetensors.numpy import save
 
 from paramserver.client import RelayClient, TensorSource, publish
 from paramserver.membership import LocalEtcd
+from paramserver.relay_client import RunHold
 from protos.errors import Conflict, InDoubt, NotFound, UnknownModel
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.support.relays import Relays, until
@@ -112,6 +113,15 @@ async def bytes_at(relay: RelayClient, version: int | None = None) -> bytes:
 
 
 @pytest.mark.slow
+async def test_a_claim_that_ended_at_the_master_unheard_is_opened_again(relays: Relays) -> None:
+    """The master lost its lease and won the next election while its word about the claim was on the way."""
+    relay = relays.start("a")
+    async with RelayClient(relay.ready["grpc"]) as head:
+        head._claims[MODEL, "r"] = RunHold(asyncio.create_task(asyncio.sleep(600)))
+        ticket = await publish(head, MODEL, [W], step=1, run="r")
+        await ticket.wait_sealed(20.0)
+
+
 async def test_a_ticket_goes_through_its_stages_in_order(tmp_path: Path) -> None:
     """etcd hangs (not dies), so that `copied` lasts; a slow middle hop keeps `k_relays` apart from `all`."""
     async with LocalEtcd() as etcd, contextlib.AsyncExitStack() as stack:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import openai
@@ -23,12 +26,15 @@ from tests.support.relays import Relays
 from tests.support.tiny_model import VLLM_HEAD_DIM, tiny_model
 from trainer_client import Publisher
 
+T = TypeVar("T")
+
 RANKS = {"one": 1, "two": 2}
 """The servers' names, and how many ranks each has."""
 HELLO = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
 WANTED: dict[str, Any] = {"return_token_ids": True, "return_weight_versions": True, "ignore_eos": True}
 RUNNING_TOKENS = 60
 """Prompt and some: a turn with so many is in mid-stream."""
+SETTLE_S = 0.5
 PATIENCE_S = 180.0
 """For what needs a server's start, or a few tries of a load."""
 
@@ -132,6 +138,20 @@ class Scene:
                 return str(engine["name"])
         return ""
 
+    def stopped_in_mid_stream(self) -> str:
+        """As `running_well`, its ranks stopped, so that the turn cannot end before the test goes on."""
+        name = self.running_well()
+        if not name:
+            return ""
+        for worker in self.servers[name].workers():
+            worker.send_signal(signal.SIGSTOP)
+        time.sleep(SETTLE_S)  # what they had sent before arrives
+        if self.running_well() == name:
+            return name
+        for worker in self.servers[name].workers():
+            worker.send_signal(signal.SIGCONT)
+        return ""
+
     def running(self) -> list[int]:
         """Turns on each server."""
         return [engine["running"] for engine in self.status()["engines"]]
@@ -155,6 +175,17 @@ class Scene:
 
     def ask_meanwhile(self, max_tokens: int, count: int = 1) -> Asking:
         return Asking([lambda: self.ask(max_tokens) for _ in range(count)])
+
+    def catch(self, caught: Callable[[], T], max_tokens: int, count: int = 1) -> tuple[Asking, T]:
+        """Turns under way of which `caught` holds, and what it gave. Asked again while they end before it does."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            asking = self.ask_meanwhile(max_tokens, count)
+            while asking.running:
+                if found := caught():
+                    return asking, found
+            asking.answers()
+        raise AssertionError(f"no turn was caught in the act in {PATIENCE_S} s")
 
     async def say(self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
         """One greedy turn through an adapter of the test's own."""
@@ -198,6 +229,10 @@ class Asking:
             self._answers.append(turn())
         except Exception as error:  # noqa: BLE001 (it is raised again where the test looks)
             self._answers.append(error)
+
+    @property
+    def running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
 
     def answers(self) -> list[Answer]:
         for thread in self._threads:
