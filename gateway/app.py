@@ -19,14 +19,17 @@ from gateway.api.sessions import add_session_routes
 from gateway.config import GatewayConfig
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
+from gateway.endings import Endings
 from gateway.fleet import Fleet
 from gateway.groups import Groups
+from gateway.live import LiveSessions
 from gateway.recovery import recover
 from gateway.registered import Registered
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
 from gateway.status import GatewayStatus
 from gateway.tokens import Codec
+from gateway.trainer import Trainer
 from paramserver.membership import EtcdRegistry
 
 log = logging.getLogger(__name__)
@@ -62,7 +65,7 @@ class Gateway:
         await self._stack.aclose()
 
     async def _drain(self, timeout_s: float) -> None:
-        self.sessions.draining = True
+        self.sessions.live.draining = True
         for site in list(self._runner.sites):
             await site.stop()
         under_way = [asyncio.create_task(run.told()) for run in self.sessions.runs.values()]
@@ -92,41 +95,52 @@ async def start(config: GatewayConfig) -> Gateway:
         await buffer.open()
         store = SessionStore(database)
         await store.open()
+        live = LiveSessions(config, store, timeline)
+        trainer = Trainer(config, live, buffer)
+        fleet = Fleet(config, timeline, trainer.admission)
         sessions = Sessions(
             config,
+            live,
+            fleet,
+            trainer,
             pool=pool,
-            buffer=buffer,
             store=store,
             timeline=timeline,
             context_tokens=lambda: _context(fleet),
             eos_ids=codec.eos_ids,
         )
-        fleet = Fleet(config, timeline, sessions.admission)
-        sessions.fleet = fleet
+        endings = Endings(sessions, trainer, pool=pool, buffer=buffer, store=store, timeline=timeline)
         fleet.interrupt = sessions.interrupt
         await recover(sessions, store, pool)
         await fleet.__aenter__()
         stack.push_async_callback(fleet.close)
         stack.push_async_callback(sessions.suspend)
-        repacker = Repacker(config, fleet, sessions, timeline)
+        repacker = Repacker(config, fleet, sessions, endings, timeline)
         stack.push_async_callback(repacker.close)
         status = GatewayStatus(
-            config, fleet=fleet, sessions=sessions, repacker=repacker, buffer=buffer, pool=pool, timeline=timeline
+            config,
+            fleet=fleet,
+            sessions=sessions,
+            trainer=trainer,
+            repacker=repacker,
+            buffer=buffer,
+            pool=pool,
+            timeline=timeline,
         )
         app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors])
         add_openai_routes(app, OpenAIDeps(sessions, codec))
-        groups = Groups(sessions, buffer)
-        add_session_routes(app, sessions, groups)
+        groups = Groups(live, endings, buffer)
+        add_session_routes(app, live, endings, groups)
         add_group_routes(app, groups)
         add_admin_routes(app, status)
         add_openapi_route(app)
-        add_experience_routes(app, _experience(config, sessions, buffer))
+        add_experience_routes(app, _experience(config, trainer, fleet, buffer))
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         site = web.TCPSite(runner, config.host, config.port)
         await site.start()
         port = runner.addresses[0][1]
-        tasks = [asyncio.create_task(sessions.expire(), name="session-expiry")]
+        tasks = [asyncio.create_task(endings.expire(), name="session-expiry")]
         if registry is not None:
             tasks.append(asyncio.create_task(Registered(registry, fleet).run(), name="registered-engines"))
         if config.fleet.mode == "repack":
@@ -139,14 +153,15 @@ def _context(fleet: Fleet) -> int:
     return min((e.context_tokens for e in fleet.state.engines.values() if e.context_tokens), default=0)
 
 
-def _experience(config: GatewayConfig, sessions: Sessions, buffer: ExperienceBuffer) -> ExperienceDeps:
+def _experience(config: GatewayConfig, trainer: Trainer, fleet: Fleet, buffer: ExperienceBuffer) -> ExperienceDeps:
     def asked(wanted: SampleRequest) -> None:
         batch = wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0)
-        sessions.heard(batch, wanted.trainer_version, wanted.staleness_max)
+        trainer.asked(batch, wanted.trainer_version, wanted.staleness_max)
+        fleet.changed()
 
     return ExperienceDeps(
         buffer,
         config.fleet.staleness_max,
         asked=asked,
-        used=lambda wanted, trajectories: sessions.used(wanted.trainer_version, trajectories),
+        used=lambda wanted, trajectories: trainer.took(wanted.trainer_version, trajectories),
     )

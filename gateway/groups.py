@@ -12,13 +12,13 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from gateway.core.groups import Close, GiveUp, GroupState, Resample
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId
 from gateway.data import ExperienceBuffer
-from gateway.sessions import Sessions
+from gateway.endings import Endings
+from gateway.live import Ended, LiveSessions
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ class Group:
 
 
 class Groups:
-    def __init__(self, sessions: Sessions, buffer: ExperienceBuffer) -> None:
-        self._sessions, self._buffer = sessions, buffer
+    def __init__(self, live: LiveSessions, endings: Endings, buffer: ExperienceBuffer) -> None:
+        self._live, self._endings, self._buffer = live, endings, buffer
         self._groups: OrderedDict[GroupId, Group] = OrderedDict()
-        sessions.on_end = self.session_ended
+        endings.on_end = self.session_ended
 
     async def create(self, spec: SessionSpec, *, group_min: int, resample_max: int) -> Group:
         """`spec` is that of each member but for its id and index. All of them are made, or none is."""
@@ -55,10 +55,10 @@ class Groups:
                 self._sample(group, index)
         except LaminarError:
             for session_id in list(state.live):
-                await self._sessions.abandon(session_id, "its group could not be made whole")
+                await self._endings.abandon(session_id, "its group could not be made whole")
             raise
         self._groups[spec.group_id] = group
-        await self._sessions.saved()
+        await self._live.saved()
         return group
 
     def get(self, group_id: GroupId) -> Group:
@@ -79,7 +79,7 @@ class Groups:
         group.state.abandon()
         await self._abort(group, reason)
 
-    async def session_ended(self, session: SessionState, how: Literal["finished", "abandoned"]) -> None:
+    async def session_ended(self, session: SessionState, how: Ended) -> None:
         group = self._groups.get(session.spec.group_id)
         if group is None:
             return
@@ -87,7 +87,7 @@ class Groups:
         group.keys.pop(session.session_id, None)
         if isinstance(outcome, Resample):
             group.replaced[session.session_id] = self._sample(group, outcome.sample_index)
-            await self._sessions.saved()
+            await self._live.saved()
         elif isinstance(outcome, Close) and outcome.members < group.state.size:
             await self._buffer.close_group(group.state.group_id, outcome.members)
         elif isinstance(outcome, GiveUp):
@@ -95,7 +95,7 @@ class Groups:
 
     def _sample(self, group: Group, index: int) -> SessionId:
         name = SessionId(f"s-{secrets.token_hex(8)}")
-        _, key = self._sessions.create(dataclasses.replace(group.spec, session_id=name, sample_index=index))
+        _, key = self._live.create(dataclasses.replace(group.spec, session_id=name, sample_index=index))
         group.state.sampled(name, index)
         group.keys[name] = key
         return name
@@ -103,7 +103,7 @@ class Groups:
     async def _abort(self, group: Group, reason: str) -> None:
         log.info("group %s is given up: %s", group.state.group_id, reason)
         for session_id in list(group.state.live):
-            await self._sessions.abandon(session_id, f"its group is given up: {reason}")
+            await self._endings.abandon(session_id, f"its group is given up: {reason}")
         group.state.live.clear()
         await self._buffer.drop_group(group.state.group_id)
 

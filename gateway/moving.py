@@ -92,7 +92,7 @@ class Mover:
 
     def _lead_over(self, move: Move) -> Outcome:
         """A session that waits for a tool: its next turn will look for its prefix at the destination."""
-        session = self._sessions.find(move.session_id)
+        session = self._sessions.live.find(move.session_id)
         if session is None or session.running or session.engine != move.source:
             return "ended"
         session.engine, session.moves = move.destination, session.moves + 1

@@ -27,7 +27,7 @@ async def recover(sessions: Sessions, store: SessionStore, pool: PartialResponse
     gone: list[SessionId] = []
     turns = 0
     for kept in named.values():
-        sessions.restore(kept.spec, kept.api_key, kept.created_unix_s)
+        sessions.live.restore(kept.spec, kept.api_key, kept.created_unix_s)
     for session_id in await pool.sessions():
         found = sorted(await pool.kept_turns(session_id), key=lambda turn: turn.ended_unix_s or float("inf"))
         state = _state(sessions, session_id, named.get(session_id), found)
@@ -45,11 +45,11 @@ def _state(
 ) -> SessionState | None:
     """A session's state, or one for calls without a session that may be asked for again; None: nobody can."""
     if kept is not None:
-        return sessions.get(session_id)
+        return sessions.live.get(session_id)
     since = time.time() - sessions.config.idempotency_window_s
     if all(not t.record.request.origin.unnamed or (t.ended_unix_s or since + 1) < since for t in turns):
         return None
-    return sessions.restore(SessionSpec(session_id, GroupId(session_id), ephemeral=True, train=False))
+    return sessions.live.restore(SessionSpec(session_id, GroupId(session_id), ephemeral=True, train=False))
 
 
 def _restore_turn(sessions: Sessions, state: SessionState, kept: KeptSession | None, turn: KeptTurn) -> bool:

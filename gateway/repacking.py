@@ -13,6 +13,7 @@ from gateway.core.repack import EngineView, Plan, RepackConfig, SessionLoad, pla
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName
 from gateway.data import Timeline
+from gateway.endings import Endings
 from gateway.fleet import Fleet
 from gateway.moving import Mover
 from gateway.sessions import Sessions
@@ -27,9 +28,12 @@ SECONDS_PER_TOKEN = 1 / 15
 class Repacker:
     """Owns the plans and their history. `last` is the newest plan of each version looked at."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, sessions: Sessions, timeline: Timeline) -> None:
+    def __init__(
+        self, config: GatewayConfig, fleet: Fleet, sessions: Sessions, endings: Endings, timeline: Timeline
+    ) -> None:
         self.last: tuple[Plan, ...] = ()
-        self._config, self._fleet, self._sessions, self._timeline = config, fleet, sessions, timeline
+        self._config, self._fleet, self._timeline = config, fleet, timeline
+        self._sessions, self._endings = sessions, endings
         self._mover = Mover(fleet, sessions)
         self._round = 0
 
@@ -125,7 +129,7 @@ class Repacker:
             ends_session=run.session.spec.ephemeral,
             lengths=self._sessions.lengths,
             each_s=each_s,
-            back_s=self._sessions.typical_duration_s / 2,
+            back_s=self._endings.typical_duration_s / 2,
             stays=run.request.sampling.in_place,
         )
 
@@ -134,6 +138,6 @@ class Repacker:
             session.session_id,
             None,
             session.tokens,
-            remaining_s=self._sessions.typical_duration_s / 2,
+            remaining_s=self._endings.typical_duration_s / 2,
             moves=session.moves,
         )

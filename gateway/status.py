@@ -19,6 +19,7 @@ from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.fleet import Fleet
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
+from gateway.trainer import Trainer
 
 RATE_WINDOW_S = 10.0
 
@@ -32,12 +33,14 @@ class GatewayStatus:
         *,
         fleet: Fleet,
         sessions: Sessions,
+        trainer: Trainer,
         repacker: Repacker,
         buffer: ExperienceBuffer,
         pool: PartialResponsePool,
         timeline: Timeline,
     ) -> None:
         self.config, self.fleet, self.sessions, self.repacker = config, fleet, sessions, repacker
+        self.trainer = trainer
         self.buffer, self.pool, self.timeline = buffer, pool, timeline
         self.started = time.monotonic()
         self.registry: CollectorRegistry = REGISTRY
@@ -54,10 +57,10 @@ class GatewayStatus:
             "model": self.config.model,
             "mode": self.config.fleet.mode,
             "newest_version": fleet.state.newest,
-            "trainer_version": sessions.reader.trainer_version,
+            "trainer_version": self.trainer.version,
             "engines": [self._engine(engine) for engine in fleet.state.sorted_engines()],
             "sessions": {
-                "live": sessions.num_live,
+                "live": len(sessions.live),
                 "running_turns": len(sessions.runs),
                 "queued": fleet.statistics().queued,
             },
@@ -80,7 +83,7 @@ class GatewayStatus:
                     for p in self.repacker.last
                 ]
             },
-            "staleness": asdict(sessions.staleness),
+            "staleness": asdict(self.trainer.staleness),
             "sessions_behind": dict(sessions.version_histogram()),
         }
 

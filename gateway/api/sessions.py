@@ -12,8 +12,9 @@ from gateway.api.openai_requests import decode, in_range
 from gateway.core.rewards import Given, note
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionPolicy
+from gateway.endings import Endings
 from gateway.groups import Groups
-from gateway.sessions import Sessions
+from gateway.live import LiveSessions
 from protos.errors import InvalidRequest
 
 
@@ -57,8 +58,8 @@ _reward = msgspec.json.Decoder(RewardRequest)
 _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
-def add_session_routes(app: web.Application, sessions: Sessions, groups: Groups) -> None:
-    handlers = _Handlers(sessions, groups)
+def add_session_routes(app: web.Application, live: LiveSessions, endings: Endings, groups: Groups) -> None:
+    handlers = _Handlers(live, endings, groups)
     app.router.add_post("/sessions", handlers.create)
     app.router.add_get("/sessions/{sid}", handlers.show)
     app.router.add_post("/sessions/{sid}/finish", handlers.finish)
@@ -68,30 +69,30 @@ def add_session_routes(app: web.Application, sessions: Sessions, groups: Groups)
 
 
 class _Handlers:
-    def __init__(self, sessions: Sessions, groups: Groups) -> None:
-        self._sessions, self._groups = sessions, groups
+    def __init__(self, live: LiveSessions, endings: Endings, groups: Groups) -> None:
+        self._live, self._endings, self._groups = live, endings, groups
 
     async def create(self, request: web.Request) -> web.Response:
         body = await request.read()
         wanted = decode(_create, body) if body else CreateRequest()
         spec = session_spec(wanted)
         name = spec.session_id
-        _, key = self._sessions.create(spec)
-        await self._sessions.saved()
+        _, key = self._live.create(spec)
+        await self._live.saved()
         return web.json_response({"session_id": name, "base_url": _base_url(request, name), "api_key": key})
 
     async def show(self, request: web.Request) -> web.Response:
-        return web.json_response(_summary(self._sessions.get(_session_id(request))))
+        return web.json_response(_summary(self._live.get(_session_id(request))))
 
     async def finish(self, request: web.Request) -> web.Response:
         body = await request.read()
         wanted = decode(_finish, body) if body else FinishRequest()
-        state = self._sessions.get(_session_id(request))
+        state = self._live.get(_session_id(request))
         note(state, Given(None, wanted.turns, wanted.leaves))
         if wanted.reward is None:
-            self._sessions.finish_unrewarded(state.session_id, wanted.status, wanted.metrics)
+            self._endings.finish_unrewarded(state.session_id, wanted.status, wanted.metrics)
             return web.json_response(_summary(state))
-        leaves = await self._sessions.finish(state.session_id, wanted.reward, wanted.status, wanted.metrics)
+        leaves = await self._endings.finish(state.session_id, wanted.reward, wanted.status, wanted.metrics)
         return web.json_response(
             {
                 "session_id": state.session_id,
@@ -112,14 +113,14 @@ class _Handlers:
         wanted = decode(_reward, await request.read())
         session_id = _session_id(request)
         given = Given(wanted.reward, wanted.turns, wanted.leaves)
-        return web.json_response({"session_id": session_id, "state": await self._sessions.reward(session_id, given)})
+        return web.json_response({"session_id": session_id, "state": await self._endings.reward(session_id, given)})
 
     async def abandon(self, request: web.Request) -> web.Response:
         body = await request.read()
         wanted = decode(_abandon, body) if body else AbandonRequest()
         session_id = _session_id(request)
-        group_id = self._sessions.get(session_id).spec.group_id
-        await self._sessions.abandon(session_id, wanted.reason)
+        group_id = self._live.get(session_id).spec.group_id
+        await self._endings.abandon(session_id, wanted.reason)
         told: dict[str, object] = {"session_id": session_id, "state": "abandoned"}
         if (again := self._groups.replacement(session_id, group_id)) is not None:
             name, key = again

@@ -15,10 +15,13 @@ from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SamplingParams, SessionId, TokenDelta, TurnId, TurnRequest
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
+from gateway.endings import Endings
 from gateway.fleet import Fleet
+from gateway.live import LiveSessions
 from gateway.recovery import recover
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
+from gateway.trainer import Trainer
 from gateway.turns import Run
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
 
@@ -30,6 +33,8 @@ BUDGET = 12
 class Shell:
     fleet: Fleet
     sessions: Sessions
+    endings: Endings
+    trainer: Trainer
     pool: PartialResponsePool
     timeline: Timeline
     repacker: Repacker
@@ -37,7 +42,7 @@ class Shell:
 
     def session(self, name: str = "", **spec: Any) -> SessionState:
         name = name or f"s{next(self._numbers)}"
-        return self.sessions.create(SessionSpec(SessionId(name), GroupId(name), **spec))[0]
+        return self.sessions.live.create(SessionSpec(SessionId(name), GroupId(name), **spec))[0]
 
     def run(self, session: SessionState | None = None, budget: int = BUDGET, **sampling: Any) -> Run:
         """A turn of `session`, not yet started; its prompt is the session's record and `PROMPT`."""
@@ -99,15 +104,19 @@ async def shell(
         await buffer.open()
         store = SessionStore(database)
         await store.open()
+        live = LiveSessions(settings, store, timeline)
+        trainer = Trainer(settings, live, buffer)
+        made = Fleet(settings, timeline, trainer.admission)
         sessions = Sessions(
-            settings, pool=pool, buffer=buffer, store=store, timeline=timeline, context_tokens=lambda: 4096
+            settings, live, made, trainer, pool=pool, store=store, timeline=timeline, context_tokens=lambda: 4096
         )
-        made = sessions.fleet = Fleet(settings, timeline, sessions.admission)
+        endings = Endings(sessions, trainer, pool=pool, buffer=buffer, store=store, timeline=timeline)
         made.interrupt = sessions.interrupt
         await recover(sessions, store, pool)
         await made.__aenter__()
         stack.push_async_callback(made.close)
-        found = Shell(made, sessions, pool, timeline, Repacker(settings, made, sessions, timeline))
+        repacker = Repacker(settings, made, sessions, endings, timeline)
+        found = Shell(made, sessions, endings, trainer, pool, timeline, repacker)
         await until(lambda: all(found.status(e) == "serving" for e in engines), "serving engines")
         yield found
 

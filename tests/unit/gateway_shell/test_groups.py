@@ -82,7 +82,7 @@ async def test_abandoning_a_group_aborts_its_members_and_takes_its_trajectories_
         assert "was abandoned" in (await running)["error"]["message"]
         await until(lambda: e0.asked[1].left, "the abort upstream")
         assert await sampled(http) == []
-        assert found.sessions.num_live == 0
+        assert len(found.sessions.live) == 0
         await post(http, f"/groups/{group['group_id']}/abandon", status=409)
 
 
@@ -92,7 +92,7 @@ async def test_a_group_that_cannot_reach_its_minimum_is_given_up(tmp_path: Path)
         await rolled_out(http, group["sessions"][0])
         await post(http, f"/sessions/{group['sessions'][1]['session_id']}/abandon")
         assert (await get(http, f"/groups/{group['group_id']}"))["state"] == "abandoned"
-        assert found.sessions.admission().buffered == 0
+        assert found.status.buffer.statistics().trajectories == 0
 
 
 async def test_what_is_wrong_with_a_group_is_named(tmp_path: Path) -> None:

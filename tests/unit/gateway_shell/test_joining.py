@@ -191,7 +191,7 @@ async def test_an_abandoned_sessions_turn_cannot_be_joined(tmp_path: Path) -> No
         run = begun(found, session)
         async with run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
-            await found.sessions.abandon(session.session_id, "no longer wanted")
+            await found.endings.abandon(session.session_id, "no longer wanted")
             with pytest.raises(Conflict, match="abandoned"):
                 await read(run)
         assert await join(found, Call("same", session.session_id, retried=True)) is None

@@ -63,7 +63,7 @@ async def test_a_turn_that_nobody_asks_for_is_given_up_after_its_grace(tmp_path:
         e0.hold_at = 0
         async with shell(tmp_path, e0, recovery_grace_s=0.02) as found:
             await until(lambda: found.sessions.counters.turns_aborted, "the end of its grace")
-            session = found.sessions.get(S)
+            session = found.sessions.live.get(S)
             await until(lambda: not session.running, "the end of the turn")
             assert "4 tokens kept" in session.last_dropped
 
@@ -87,17 +87,17 @@ async def test_a_session_is_as_it_was(tmp_path: Path) -> None:
                 await read(run)
                 head, said_ = {"role": "laminar:head"}, [{"role": "assistant", "content": "é"}]
                 await found.sessions.record_turn(run.request, head, said_)
-            [key] = [k for k, s in found.sessions._keys.items() if s == S]
+            [key] = [k for k, s in found.sessions.live._keys.items() if s == S]
         async with shell(tmp_path, e0) as found:
-            again = found.sessions.get(found.sessions.session_of_key(key) or SessionId(""))
+            again = found.sessions.live.get(found.sessions.session_of_key(key) or SessionId(""))
             assert again.spec == session.spec
             assert (again.newest, again.turns) == (session.newest, 2)
             assert again.tree == session.tree
             assert (again.version, again.engine) == (session.version, EngineName("e0"))
             assert found.fleet.state.session_versions == {S: session.version}
-            await found.sessions.finish(S, 1.0, "completed", {})
+            await found.endings.finish(S, 1.0, "completed", {})
         async with shell(tmp_path, e0) as found:
-            assert found.sessions.num_live == 0
+            assert len(found.sessions.live) == 0
             assert await found.pool.sessions() == []
 
 
@@ -115,7 +115,7 @@ async def test_an_answer_that_was_whole_can_be_asked_for_again(tmp_path: Path) -
             assert [t for d in deltas for t in d.token_ids] == said(PROMPT, 5)[0]
             assert deltas[-1].finish_reason == "stop"
             assert len(e0.asked) == 1
-            assert found.sessions.get(S).token_ids == [*PROMPT, *said(PROMPT, 5)[0]]
+            assert found.sessions.live.get(S).token_ids == [*PROMPT, *said(PROMPT, 5)[0]]
 
 
 async def test_a_death_between_the_two_ends_of_a_session_does_not_give_it_out_twice(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ async def test_a_death_between_the_two_ends_of_a_session_does_not_give_it_out_tw
         async with shell(tmp_path, e0) as found:
             session = found.session(S)
             await read(found.run(session))
-            await found.sessions._buffer.add(*session.trajectories(1.0, "completed", {}, 0.0))
+            await found.endings._buffer.add(*session.trajectories(1.0, "completed", {}, 0.0))
         async with shell(tmp_path, e0) as found:
-            assert found.sessions.find(S) is None
+            assert found.sessions.live.find(S) is None
             assert await found.pool.sessions() == []
 
 

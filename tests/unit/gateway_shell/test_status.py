@@ -192,7 +192,7 @@ async def test_a_gateway_that_closes_takes_no_new_session(tmp_path: Path) -> Non
         async with aiohttp.ClientSession(found.url) as http:
             await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
             await (await http.get("/status")).read()  # a connection that is there when the gateway begins to close
-            found.sessions.draining = True
+            found.sessions.live.draining = True
             for path, body in (("/sessions", {}), ("/v1/completions", {"model": MODEL, "prompt": list(PROMPT)})):
                 async with http.post(path, json=body) as answer:
                     assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")

@@ -425,8 +425,8 @@ async def test_a_version_that_arrives_packs_the_tail_and_refreshes_the_freed_eng
         assert [(s.engine, s.cause) for s in moved.segments] == [(freed.name, "start"), (packed.name, "move")]
         assert {s.version for r in runs for s in r.segments} == {0}
         assert (found.sessions.counters.repacks, found.sessions.counters.moves) == (1, 1)
-        await found.sessions.finish(stayed.request.session_id, 1.0, "completed", {})
-        await found.sessions.finish(moved.request.session_id, 1.0, "completed", {})
+        await found.endings.finish(stayed.request.session_id, 1.0, "completed", {})
+        await found.endings.finish(moved.request.session_id, 1.0, "completed", {})
         await until(lambda: packed.version == "1", "the packed engine's refresh")
         await until(lambda: not found_relay.leases, "released pins")
         repacking.cancel()
@@ -488,7 +488,7 @@ async def test_an_abandoned_sessions_turn_is_aborted(tmp_path: Path) -> None:
         session = found.session()
         async with found.run(session) as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
-            await found.sessions.abandon(session.session_id, "no longer wanted")
+            await found.endings.abandon(session.session_id, "no longer wanted")
             await until(lambda: e0.asked[0].left, "the abort upstream", timeout_s=0.2)
 
 

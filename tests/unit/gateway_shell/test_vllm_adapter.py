@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway import fleet as fleet_module
+from gateway import refreshing
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
 from gateway.engines.vllm import VllmEngine, _decoded
@@ -318,7 +318,7 @@ async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() ->
 async def test_an_engine_stays_fenced_until_a_load_succeeds(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(refreshing, "RETRY_S", 0.01)
     async with (
         relay() as (holder, address),
         CuttingEngine("e0") as e0,
@@ -348,7 +348,7 @@ async def test_an_engine_stays_fenced_until_a_load_succeeds(
 async def test_a_version_that_never_loads_leaves_the_engine_on_the_one_before(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(refreshing, "RETRY_S", 0.01)
 
     def answer(path: str, body: Any) -> Any:
         return 500 if path == step and "8" in str(body) else None

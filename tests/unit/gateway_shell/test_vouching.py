@@ -15,7 +15,7 @@ from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 async def finished(found: Shell, session: SessionState) -> list[str]:
     """The evidence of each segment, once the session is finished."""
-    [leaf] = await found.sessions.finish(session.session_id, 1.0, "completed", {})
+    [leaf] = await found.endings.finish(session.session_id, 1.0, "completed", {})
     return [s.evidence for s in leaf.segments]
 
 
@@ -62,7 +62,7 @@ async def test_an_engine_whose_label_changed_behind_our_back_is_not_trained_on(t
         e0.version = "9"
         assert await finished(found, session) == ["contradicted"]
         assert found.fleet.vouching.contradictions == 1
-        assert found.sessions.admission().buffered == 0
+        assert found.trainer.admission().buffered == 0
 
 
 async def test_nobody_can_vouch_for_an_engine_that_is_gone_or_another_one_now(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ async def test_nobody_can_vouch_for_an_engine_that_is_gone_or_another_one_now(tm
         assert await finished(found, first) == ["none"]
         await e0.die()
         assert await finished(found, second) == ["none"]
-        assert found.sessions.admission().buffered == 2, "what was received stands; its evidence says what it is"
+        assert found.trainer.admission().buffered == 2, "what was received stands; its evidence says what it is"
 
 
 async def test_an_engine_is_looked_at_before_it_is_refreshed(tmp_path: Path) -> None:

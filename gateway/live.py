@@ -1,0 +1,148 @@
+"""The live sessions of this gateway, their keys, and the names of those that have ended.
+
+Owner of every `SessionState`; one event loop, no locks.
+- a name is used once: neither a live session's nor one of an ended session (as far as it is remembered) is given again;
+- a session is in the store from its making on, before any turn of it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from gateway.config import GatewayConfig
+from gateway.core.sessions import SessionSpec, SessionState
+from gateway.core.types import GroupId, SessionId
+from gateway.data import Timeline
+from gateway.data.sessions import SessionStore
+from gateway.ports import SessionIdentity
+from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable, UnsupportedField
+
+ENDED_MAX = 10_000
+"""Ended sessions remembered, so that a second finish is told what happened."""
+SESSION_NAME = re.compile(r"[^\s/]{1,256}")
+
+Ended = Literal["finished", "abandoned"]
+
+
+class LiveSessions:
+    def __init__(self, config: GatewayConfig, store: SessionStore, timeline: Timeline) -> None:
+        self.draining = False  # the process is about to end: nothing new begins
+        self._config, self._store, self._timeline = config, store, timeline
+        self._live: dict[SessionId, SessionState] = {}
+        self._keys: dict[str, SessionId] = {}
+        self._key_of: dict[SessionId, str] = {}
+        self._ended: OrderedDict[SessionId, Ended] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[SessionState]:
+        return iter(self._live.values())
+
+    def find(self, session_id: SessionId) -> SessionState | None:
+        return self._live.get(session_id)
+
+    def of_key(self, api_key: str) -> SessionId | None:
+        return self._keys.get(api_key)
+
+    def how_ended(self, session_id: SessionId) -> Ended | None:
+        return self._ended.get(session_id)
+
+    def get(self, session_id: SessionId) -> SessionState:
+        """Raises Conflict for one that has ended, NotFound for one that never was."""
+        state = self._live.get(session_id)
+        if state is not None:
+            return state
+        if session_id in self._ended:
+            raise Conflict(
+                f"session {session_id} is already {self._ended[session_id]}", hint="make a new one with POST /sessions"
+            )
+        raise NotFound(f"no session {session_id!r}", hint="make it with POST /sessions")
+
+    def named_by(self, identity: SessionIdentity) -> SessionState:
+        """The session that a request names; made when it is new, or names none."""
+        if identity.session_id is None:
+            name = SessionId(f"call-{secrets.token_hex(8)}")
+            return self.create(SessionSpec(name, GroupId(name), ephemeral=True, train=False))[0]
+        if identity.session_id not in self._live and identity.session_id not in self._ended:
+            return self.create(SessionSpec(identity.session_id, GroupId(identity.session_id)))[0]
+        return self.get(identity.session_id)
+
+    def create(self, spec: SessionSpec) -> tuple[SessionState, str]:
+        """A new session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`.
+
+        It is on disk once `saved` returns, and before any turn of it.
+        """
+        self._check(spec)
+        now = time.time()
+        state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
+        key = f"sk-session-{secrets.token_hex(12)}"
+        if not spec.ephemeral:
+            self._note_key(spec.session_id, key)
+            self._store.add(spec, key, now)
+            self._timeline.add(
+                "session", session_id=spec.session_id, group_id=spec.group_id, state="started", **environment(spec)
+            )
+        return state, key
+
+    def _check(self, spec: SessionSpec) -> None:
+        if not SESSION_NAME.fullmatch(spec.session_id):
+            raise InvalidRequest(
+                f"{spec.session_id[:40]!r} is no session id", hint="1 to 256 characters without spaces and slashes"
+            )
+        if self.draining:
+            raise Unavailable("the gateway is shutting down", hint="ask again soon")
+        if spec.session_id in self._live or spec.session_id in self._ended:
+            raise Conflict(
+                f"there was already a session {spec.session_id!r}", hint="leave session_id out to get a new one"
+            )
+        if self._config.fleet.mode == "inflight" and (spec.version is not None or spec.on_version_loss != "segment"):
+            raise UnsupportedField(
+                f"session {spec.session_id} insists on its version, and mode `inflight` changes it under running turns",
+                hint="leave `version` and `on_version_loss` out, or run the gateway with --mode repack",
+            )
+        if len(self._live) >= self._config.sessions_max:
+            raise OutOfCapacity(
+                f"{len(self._live)} sessions are live", hint="finish or abandon some", retry_after_s=5.0
+            )
+
+    async def saved(self) -> None:
+        """Every session made so far is on disk."""
+        await self._store.written()
+
+    def restore(self, spec: SessionSpec, api_key: str = "", created_unix_s: float | None = None) -> SessionState:
+        """A session of an earlier life; its turns come after it."""
+        now = time.time()
+        state = SessionState(spec, now if created_unix_s is None else created_unix_s, now, version=spec.version)
+        if not spec.ephemeral:
+            self._live[spec.session_id] = state
+            self._note_key(spec.session_id, api_key)
+        return state
+
+    def _note_key(self, session_id: SessionId, key: str) -> None:
+        self._keys[key], self._key_of[session_id] = session_id, key
+
+    def revive(self, state: SessionState) -> None:
+        """A call without a session whose turn goes on."""
+        self._live[state.session_id] = state
+
+    def forget(self, state: SessionState, how: Ended | None = None) -> None:
+        """It is live no more; `how` it ended is remembered."""
+        if how is not None:
+            self._ended[state.session_id] = how
+            while len(self._ended) > ENDED_MAX:
+                self._ended.popitem(last=False)
+        self._live.pop(state.session_id, None)
+        key = self._key_of.pop(state.session_id, None)
+        if key is not None:
+            del self._keys[key]
+
+
+def environment(spec: SessionSpec) -> Mapping[str, str]:
+    """The tag that the timeline tells of a session."""
+    return {"environment": spec.tags["environment"]} if "environment" in spec.tags else {}

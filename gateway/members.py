@@ -1,0 +1,54 @@
+"""One engine of the fleet, with what the shell holds for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from gateway.config import EngineSpec
+from gateway.core.fleet import EngineState, EngineStatus
+from gateway.data import Timeline
+from gateway.engines.base import EngineAdapter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Member:
+    """`state` is the fleet's; it changes between awaits of the event loop only."""
+
+    spec: EngineSpec
+    adapter: EngineAdapter
+    state: EngineState
+    timeline: Timeline
+    look: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # a turn left
+    looked: asyncio.Event = field(default_factory=asyncio.Event)  # once, whatever was seen
+    failed_polls: int = 0
+    refresh_failures: int = 0
+    watcher: asyncio.Task[None] | None = None
+    tether: asyncio.Task[None] | None = None
+    refresher: asyncio.Task[None] | None = None
+
+    def to(self, status: EngineStatus, reason: str) -> None:
+        """A transition that the timeline and the log are told of, with its reason."""
+        self.state.to(status)
+        self.timeline.add("engine", engine=self.state.name, state=status, reason=reason)
+        log.info("engine %s: %s: %s", self.state.name, status, reason)
+
+    def suspect(self) -> None:
+        """A connection to it broke: it gets no turn before it was looked at, which is now."""
+        self.state.suspected = self.state.status == "serving"
+        self.look.set()
+
+    async def close(self) -> None:
+        """Ends its tasks and connections. Nothing is left behind if who asked is cancelled meanwhile."""
+        tasks = [task for task in (self.watcher, self.tether, self.refresher) if task is not None]
+        for task in tasks:
+            task.cancel()
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            await self.adapter.close()

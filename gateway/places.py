@@ -1,0 +1,153 @@
+"""Places on engines for turns: given at once, or waited for in one bounded queue, and given back.
+
+Invariants:
+- a place counts on its engine from when it is given, not from when the turn's task comes to run;
+- turns that were cut are served before new ones, each kind in the order in which it came;
+- whoever stops waiting gives back a place that was given to it meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gateway.core.fleet import FleetState, TurnLoad, Wanted
+from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
+from gateway.core.types import EngineName, TurnId, Version
+from gateway.core.waiting import Pace, retry_for_a_place
+from protos.errors import OutOfCapacity, Unavailable, VersionLost
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A turn in the queue. `resumed` ones are served before new ones: their clients have waited already."""
+
+    demand: Demand
+    resumed: bool
+    placed: asyncio.Future[Placement]
+    reason: str = ""
+    retry_after_s: float | None = None
+
+
+class Places:
+    """Owner of the queue. `left` is told of every engine that a turn left, `changed` when a turn begins to wait."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        admission: Callable[[], Admission],
+        *,
+        left: Callable[[EngineName], None],
+        changed: Callable[[], None],
+        queue_max: int,
+    ) -> None:
+        self._state, self._admission, self._queue_max = state, admission, queue_max
+        self._told_left, self._changed = left, changed
+        self._queue: deque[_Waiter] = deque()
+        self._left = Pace()  # turns leaving engines
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def wanted(self) -> Mapping[Version, Wanted]:
+        """Versions that waiting turns will have, or nothing."""
+        return wanted_versions(w.demand for w in self._queue if not w.placed.done())
+
+    def close(self) -> None:
+        """Fails whoever still waits."""
+        for waiter in self._queue:
+            if not waiter.placed.done():
+                waiter.placed.set_exception(Unavailable("the gateway is shutting down", hint="ask again soon"))
+        self._queue.clear()
+
+    async def place(self, demand: Demand, *, resumed: bool, timeout_s: float) -> Placement:
+        """An engine for the turn, booked. Waits in the queue; OutOfCapacity when it is full or the wait too long."""
+        if not self._queue or resumed:
+            outcome = place(demand, self._state, self._admission())
+            if isinstance(outcome, Placement):
+                self._book(outcome, demand)
+                return outcome
+            if isinstance(outcome, Lost):
+                raise _version_lost(outcome, demand)
+        if len(self._queue) >= self._queue_max and not resumed:
+            waiting = len(self._queue)
+            after_s = retry_for_a_place(waiting, self._left, time.monotonic())
+            raise OutOfCapacity(f"{waiting} turns wait for an engine already", retry_after_s=after_s)
+        waiter = _Waiter(demand, resumed, asyncio.get_running_loop().create_future())
+        self._queue.append(waiter)
+        self._changed()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await waiter.placed
+        except TimeoutError:
+            self._unbook(waiter)
+            raise self._too_late(waiter, timeout_s) from None
+        except asyncio.CancelledError:
+            self._unbook(waiter)
+            raise
+        finally:
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+
+    def _too_late(self, waiter: _Waiter, timeout_s: float) -> OutOfCapacity:
+        retry_after_s = waiter.retry_after_s
+        if retry_after_s is None:
+            retry_after_s = retry_for_a_place(len(self._queue) - 1, self._left, time.monotonic())
+        return OutOfCapacity(
+            f"no engine took the turn within {timeout_s:g} s: {waiter.reason}", retry_after_s=retry_after_s
+        )
+
+    def _unbook(self, waiter: _Waiter) -> None:
+        placed, turn_id = waiter.placed, waiter.demand.turn_id
+        if turn_id is not None and placed.done() and not placed.cancelled() and placed.exception() is None:
+            self.leave(placed.result().engine, turn_id)
+
+    def enter(self, engine: EngineName, load: TurnLoad) -> None:
+        """The turn runs on `engine` from now on."""
+        self._state.engines[engine].turns[load.turn_id] = load
+
+    def leave(self, engine: EngineName, turn_id: TurnId) -> None:
+        """The turn no longer runs on `engine`."""
+        state = self._state.engines.get(engine)
+        if state is not None and state.turns.pop(turn_id, None) is not None:
+            self._left.happened(time.monotonic())
+        self._told_left(engine)
+
+    def serve(self) -> None:
+        """Gives places to all who wait and can have one now."""
+        admission, refusals = self._admission(), Refusals()
+        for waiter in sorted(self._queue, key=lambda w: not w.resumed):
+            if waiter.placed.done():
+                continue
+            demand = waiter.demand
+            outcome = refusals.told(demand, self._state) or place(demand, self._state, admission)
+            if isinstance(outcome, Wait):
+                waiter.reason, waiter.retry_after_s = outcome.reason, outcome.retry_after_s
+                refusals.note(demand, self._state, outcome)
+                continue
+            if isinstance(outcome, Lost):
+                waiter.placed.set_exception(_version_lost(outcome, demand))
+                continue
+            self._book(outcome, demand)
+            admission = self._admission()  # one more runs
+            waiter.placed.set_result(outcome)
+            self._queue.remove(waiter)
+
+    def _book(self, placement: Placement, demand: Demand) -> None:
+        admit(placement, demand, self._state)
+        turn_id = demand.turn_id
+        if turn_id is not None:
+            load = TurnLoad(turn_id, demand.session.session_id, demand.prompt_tokens, demand.prompt_tokens)
+            self.enter(placement.engine, load)
+
+
+def _version_lost(outcome: Lost, demand: Demand) -> VersionLost:
+    policy = demand.session.spec.on_version_loss
+    return VersionLost(
+        f"session {demand.session.session_id}: {outcome.reason}",
+        hint=f"it was made with on_version_loss={policy!r}; 'segment' goes on under another version",
+    )

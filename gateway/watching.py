@@ -1,0 +1,121 @@
+"""Looking at engines: their reports, death, return, and whether they are who they were.
+
+Invariants:
+- an engine that answers as another incarnation, or under another label than was loaded, serves no more before it was
+  taken in anew;
+- one that is suspected is trusted again only by an answer to a question asked after the suspicion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from gateway.config import GatewayConfig
+from gateway.core.fleet import FleetState
+from gateway.engines.base import EngineFailed, EngineLimits, EngineReport, version_of
+from gateway.engines.tether import until_broken
+from gateway.members import Member
+from gateway.relays import Relays
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.2
+"""After a look that failed: until `dead_after_polls` of them have, nobody knows."""
+
+
+class Watching:
+    """`changed` is called when turns may be placed otherwise than before."""
+
+    def __init__(self, config: GatewayConfig, state: FleetState, relays: Relays, changed: Callable[[], None]) -> None:
+        self._config, self._state, self._relays, self._changed = config, state, relays, changed
+
+    async def watch(self, member: Member) -> None:
+        """Until cancelled."""
+        while True:
+            member.look.clear()
+            try:
+                report = await member.adapter.report()
+                await self._alive(member, report)
+            except EngineFailed as e:
+                self._unreachable(member, e)
+            member.looked.set()
+            try:
+                async with asyncio.timeout(self._config.poll_interval_s):
+                    await member.look.wait()
+            except TimeoutError:
+                continue
+
+    async def hold_tether(self, member: Member) -> None:
+        """Until cancelled."""
+        while True:
+            if await until_broken(member.spec.url):
+                member.suspect()
+            await asyncio.sleep(self._config.poll_interval_s)
+
+    async def _alive(self, member: Member, report: EngineReport) -> None:
+        state = member.state
+        member.failed_polls = 0
+        state.kv_usage, state.running_reported = report.kv_usage, report.running
+        state.waiting_reported = report.waiting
+        self._state.kv_ceiling(state).observe(report.kv_usage, report.running, report.waiting)
+        restarted = state.incarnation != report.incarnation
+        if state.status != "dead" and not (restarted or state.must_load or state.suspected):
+            return
+        limits = await member.adapter.limits()
+        if state.status == "refreshing":
+            return  # its refresh fails by itself and fences it; the next look goes on from there
+        relabelled = state.status == "serving" and version_of(limits.weight_version) != state.version
+        if state.status == "serving" and not restarted and not relabelled:
+            self._trust(member)
+            return
+        if (restarted or relabelled) and state.status not in ("dead", "joining"):
+            what = "it was restarted" if restarted else f"it says {limits.weight_version!r}, not {state.version}"
+            member.to("dead", what)
+        if restarted:
+            state.begin_anew()
+        self._meet(member, report, limits)
+
+    def _meet(self, member: Member, report: EngineReport, limits: EngineLimits) -> None:
+        """Takes it for what it says it is."""
+        state = member.state
+        state.incarnation = report.incarnation
+        state.context_tokens, state.kv_capacity_tokens = limits.context_tokens, limits.kv_capacity_tokens
+        state.version = version_of(limits.weight_version)
+        state.must_load = limits.fenced
+        if state.status == "dead":
+            what = "fenced: it must load before it serves" if limits.fenced else f"holds version {state.version}"
+            member.to("joining", f"answers; {what}")
+        self.settle(member)
+
+    def _trust(self, member: Member) -> None:
+        """It answered as the incarnation it was, and nothing broke since it was asked."""
+        if member.state.suspected and not member.look.is_set():
+            member.state.suspected = False
+            self._changed()
+
+    def settle(self, member: Member) -> None:
+        """A joining engine serves once it holds a wanted version: its host's newest, one that live sessions are on, or
+        any while there is none."""
+        state = member.state
+        wanted = self._state.wanted(state)
+        if state.status == "joining" and wanted and self._relay_seen(member):
+            member.to("serving", f"version {state.version}")
+        self._changed()
+
+    def _relay_seen(self, member: Member) -> bool:
+        """Whether its relay has told what it holds: before that nobody knows which version is wanted."""
+        return member.spec.relay is None or self._relays.newest(member.spec.relay) is not None
+
+    def _unreachable(self, member: Member, error: EngineFailed) -> None:
+        member.failed_polls += 1
+        if member.state.status == "dead" and member.state.last_error != error.message:
+            log.warning("engine %s does not answer: %s", member.state.name, error)
+        member.state.last_error = error.message
+        if member.state.status != "dead" and member.failed_polls >= self._config.dead_after_polls:
+            member.to("dead", error.message)
+            member.state.incarnation = ""
+            self._changed()
+        elif member.state.status != "dead":
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, member.look.set)
