@@ -13,10 +13,12 @@ from gateway.api.admin import add_admin_routes
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
 from gateway.api.groups import add_group_routes
 from gateway.api.openai_errors import answer_errors
+from gateway.api.openai_relay import TextDoor
 from gateway.api.openai_routes import OpenAIDeps, add_openai_routes
 from gateway.api.openapi import add_openapi_route
 from gateway.api.sessions import add_session_routes
 from gateway.config import GatewayConfig
+from gateway.core.types import TurnId
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
 from gateway.endings import Endings
@@ -25,6 +27,7 @@ from gateway.groups import Groups
 from gateway.live import LiveSessions
 from gateway.recovery import recover
 from gateway.registered import Registered
+from gateway.relaying import TextRelay
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
 from gateway.status import GatewayStatus
@@ -47,6 +50,7 @@ class Gateway:
     sessions: Sessions
     fleet: Fleet
     status: GatewayStatus
+    relay: TextRelay | None
     _runner: web.AppRunner
     _tasks: list[asyncio.Task[None]]
     _stack: AsyncExitStack
@@ -69,6 +73,9 @@ class Gateway:
         for site in list(self._runner.sites):
             await site.stop()
         under_way = [asyncio.create_task(run.told()) for run in self.sessions.runs.values()]
+        if self.relay is not None:
+            self.relay.draining = True
+            under_way.append(asyncio.create_task(self.relay.idle()))
         if under_way:
             _, late = await asyncio.wait(under_way, timeout=timeout_s)
             for task in late:
@@ -110,7 +117,13 @@ async def start(config: GatewayConfig) -> Gateway:
             eos_ids=codec.eos_ids,
         )
         endings = Endings(sessions, trainer, pool=pool, buffer=buffer, store=store, timeline=timeline)
-        fleet.interrupt = sessions.interrupt
+        relay = TextRelay(fleet) if config.relay_text else None
+
+        def interrupt(turn_id: TurnId) -> None:
+            if relay is None or not relay.interrupt(turn_id):
+                sessions.interrupt(turn_id)
+
+        fleet.interrupt = interrupt
         await recover(sessions, store, pool)
         await fleet.__aenter__()
         stack.push_async_callback(fleet.close)
@@ -126,9 +139,11 @@ async def start(config: GatewayConfig) -> Gateway:
             buffer=buffer,
             pool=pool,
             timeline=timeline,
+            relay=relay,
         )
         app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors])
-        add_openai_routes(app, OpenAIDeps(sessions, codec))
+        text = None if relay is None else TextDoor(relay, sessions, config.model)
+        add_openai_routes(app, OpenAIDeps(sessions, codec, text))
         groups = Groups(live, endings, buffer)
         add_session_routes(app, live, endings, groups)
         add_group_routes(app, groups)
@@ -141,11 +156,13 @@ async def start(config: GatewayConfig) -> Gateway:
         await site.start()
         port = runner.addresses[0][1]
         tasks = [asyncio.create_task(endings.expire(), name="session-expiry")]
+        if relay is not None:
+            tasks.append(asyncio.create_task(relay.watch(), name="relay-watch"))
         if registry is not None:
             tasks.append(asyncio.create_task(Registered(registry, fleet).run(), name="registered-engines"))
         if config.fleet.mode == "repack":
             tasks.append(asyncio.create_task(repacker.run(), name="repack"))
-        return Gateway(f"http://{config.host}:{port}", sessions, fleet, status, runner, tasks, stack.pop_all())
+        return Gateway(f"http://{config.host}:{port}", sessions, fleet, status, relay, runner, tasks, stack.pop_all())
 
 
 def _context(fleet: Fleet) -> int:

@@ -136,6 +136,13 @@ def cli() -> None:
     is_flag=True,
     help="Turns with penalties may be moved and resumed; another engine starts to count them anew.",
 )
+@click.option(
+    "--relay-text",
+    is_flag=True,
+    help="Calls that name no session and ask for no token ids are passed to an engine's own text API as they are: "
+    "some ten times cheaper. Given up for them: no record, token ids or versions of spans; what breaks off is not "
+    "resumed; retries are not joined; no keep-alive while an engine is silent; fields are checked by the engine alone.",
+)
 @click.option("--seed", default=0, help="Breaks ties of the planner.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")

@@ -49,6 +49,7 @@ class GatewayConfig:
     sessions_max: int = 100_000
     body_bytes_max: int = 64 << 20
     prefill_tokens_per_s: float = 1000.0
+    relay_text: bool = False  # calls without a session that ask for no tokens go to engines as they are
     seed: int = 0
 
 

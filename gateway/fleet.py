@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import EngineState, FleetState, TurnLoad
+from gateway.core.relaying import TextDemand
 from gateway.core.scheduler import Admission, Demand, Placement
 from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
 from gateway.data import Timeline
@@ -151,7 +152,7 @@ class Fleet:
 
     # -- turns on engines
 
-    async def place(self, demand: Demand, *, resumed: bool, timeout_s: float) -> Placement:
+    async def place(self, demand: Demand | TextDemand, *, resumed: bool, timeout_s: float) -> Placement:
         """An engine for the turn, booked. Waits in the queue; OutOfCapacity when it is full or the wait too long."""
         return await self._places.place(demand, resumed=resumed, timeout_s=timeout_s)
 

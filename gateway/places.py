@@ -15,17 +15,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gateway.core.fleet import FleetState, TurnLoad, Wanted
+from gateway.core.relaying import TextDemand, Unable, admit_text, place_text
 from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.core.waiting import Pace, retry_for_a_place
-from protos.errors import OutOfCapacity, Unavailable, VersionLost
+from protos.errors import LaminarError, OutOfCapacity, Unavailable, VersionLost
+
+Outcome = Placement | Wait | Lost | Unable
 
 
 @dataclass(slots=True)
 class _Waiter:
     """A turn in the queue. `resumed` ones are served before new ones: their clients have waited already."""
 
-    demand: Demand
+    demand: Demand | TextDemand
     resumed: bool
     placed: asyncio.Future[Placement]
     reason: str = ""
@@ -55,7 +58,8 @@ class Places:
 
     def wanted(self) -> Mapping[Version, Wanted]:
         """Versions that waiting turns will have, or nothing."""
-        return wanted_versions(w.demand for w in self._queue if not w.placed.done())
+        waiting = (w.demand for w in self._queue if not w.placed.done())
+        return wanted_versions(d for d in waiting if isinstance(d, Demand))
 
     def close(self) -> None:
         """Fails whoever still waits."""
@@ -64,15 +68,15 @@ class Places:
                 waiter.placed.set_exception(Unavailable("the gateway is shutting down", hint="ask again soon"))
         self._queue.clear()
 
-    async def place(self, demand: Demand, *, resumed: bool, timeout_s: float) -> Placement:
+    async def place(self, demand: Demand | TextDemand, *, resumed: bool, timeout_s: float) -> Placement:
         """An engine for the turn, booked. Waits in the queue; OutOfCapacity when it is full or the wait too long."""
         if not self._queue or resumed:
-            outcome = place(demand, self._state, self._admission())
+            outcome = self._decide(demand)
             if isinstance(outcome, Placement):
                 self._book(outcome, demand)
                 return outcome
-            if isinstance(outcome, Lost):
-                raise _version_lost(outcome, demand)
+            if not isinstance(outcome, Wait):
+                raise _never(outcome, demand)
         if len(self._queue) >= self._queue_max and not resumed:
             waiting = len(self._queue)
             after_s = retry_for_a_place(waiting, self._left, time.monotonic())
@@ -92,6 +96,11 @@ class Places:
         finally:
             if waiter in self._queue:
                 self._queue.remove(waiter)
+
+    def _decide(self, demand: Demand | TextDemand, admission: Admission | None = None) -> Outcome:
+        if isinstance(demand, TextDemand):
+            return place_text(demand, self._state)
+        return place(demand, self._state, admission or self._admission())
 
     def _too_late(self, waiter: _Waiter, timeout_s: float) -> OutOfCapacity:
         retry_after_s = waiter.retry_after_s
@@ -124,20 +133,25 @@ class Places:
             if waiter.placed.done():
                 continue
             demand = waiter.demand
-            outcome = refusals.told(demand, self._state) or place(demand, self._state, admission)
+            told = refusals.told(demand, self._state) if isinstance(demand, Demand) else None
+            outcome = told or self._decide(demand, admission)
             if isinstance(outcome, Wait):
                 waiter.reason, waiter.retry_after_s = outcome.reason, outcome.retry_after_s
-                refusals.note(demand, self._state, outcome)
+                if isinstance(demand, Demand):
+                    refusals.note(demand, self._state, outcome)
                 continue
-            if isinstance(outcome, Lost):
-                waiter.placed.set_exception(_version_lost(outcome, demand))
+            if not isinstance(outcome, Placement):
+                waiter.placed.set_exception(_never(outcome, demand))
                 continue
             self._book(outcome, demand)
             admission = self._admission()  # one more runs
             waiter.placed.set_result(outcome)
             self._queue.remove(waiter)
 
-    def _book(self, placement: Placement, demand: Demand) -> None:
+    def _book(self, placement: Placement, demand: Demand | TextDemand) -> None:
+        if isinstance(demand, TextDemand):
+            admit_text(placement, demand, self._state)
+            return
         admit(placement, demand, self._state)
         turn_id = demand.turn_id
         if turn_id is not None:
@@ -145,7 +159,10 @@ class Places:
             self.enter(placement.engine, load)
 
 
-def _version_lost(outcome: Lost, demand: Demand) -> VersionLost:
+def _never(outcome: Lost | Unable, demand: Demand | TextDemand) -> LaminarError:
+    if isinstance(outcome, Unable):
+        return Unavailable(outcome.reason, hint=outcome.hint)
+    assert isinstance(demand, Demand), demand
     policy = demand.session.spec.on_version_loss
     return VersionLost(
         f"session {demand.session.session_id}: {outcome.reason}",

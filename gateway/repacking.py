@@ -93,7 +93,7 @@ class Repacker:
     def _views(self) -> list[EngineView]:
         serving = [e for e in self._fleet.state.sorted_engines() if e.status == "serving" and e.kv_capacity_tokens]
         newest = self._fleet.state.newest
-        held = {e.name: [] if e.intake_open or e.version >= newest else self._loads(e) for e in serving}
+        held = {e.name: [] if e.intake_open or e.version >= newest else self.loads(e) for e in serving}
         inbound: dict[EngineName, list[SessionLoad]] = {e.name: [] for e in serving}
         for load in (load for loads in held.values() for load in loads):
             there = self._mover.inbound.get(load.key)
@@ -115,11 +115,16 @@ class Repacker:
             leaving=engine.leaving,
         )
 
-    def _loads(self, engine: EngineState) -> list[SessionLoad]:
+    def loads(self, engine: EngineState) -> list[SessionLoad]:
+        """What lies on one engine, as the planner sees it."""
         each_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
         runs = [(load, self._sessions.runs.get(load.turn_id)) for load in engine.turns.values()]
         running = [self._running(load, run, each_s) for load, run in runs if run is not None]
-        return [*running, *(self._waiting(s) for s in self._sessions.waiting_at(engine.name, engine.version))]
+        relayed = [
+            SessionLoad(t.session_id, t.turn_id, t.tokens, stays=True) for t in engine.turns.values() if t.relayed
+        ]
+        waiting = (self._waiting(s) for s in self._sessions.waiting_at(engine.name, engine.version))
+        return [*running, *relayed, *waiting]
 
     def _running(self, load: TurnLoad, run: Run, each_s: float) -> SessionLoad:
         return turn_load(

@@ -17,6 +17,7 @@ from gateway.config import GatewayConfig
 from gateway.core.fleet import EngineState
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.fleet import Fleet
+from gateway.relaying import TextRelay
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
 from gateway.trainer import Trainer
@@ -38,10 +39,12 @@ class GatewayStatus:
         buffer: ExperienceBuffer,
         pool: PartialResponsePool,
         timeline: Timeline,
+        relay: TextRelay | None = None,
     ) -> None:
         self.config, self.fleet, self.sessions, self.repacker = config, fleet, sessions, repacker
         self.trainer = trainer
         self.buffer, self.pool, self.timeline = buffer, pool, timeline
+        self.relay = relay
         self.started = time.monotonic()
         self.registry: CollectorRegistry = REGISTRY
         self._rate: deque[tuple[float, int]] = deque(maxlen=256)
@@ -71,6 +74,7 @@ class GatewayStatus:
                 "refreshes": fleet.statistics().refreshes,
                 "refresh_failures": fleet.statistics().refresh_failures,
             },
+            "relayed_text": None if self.relay is None else asdict(self.relay.statistics()),
             "tokens_per_s": self._tokens_per_s(),
             "repack": {
                 "plans": [
@@ -122,6 +126,15 @@ class GatewayStatus:
         for name, value in self.sessions.counters.__dataclass_fields__.items():
             if value.type == "int":
                 meter.create_observable_counter(f"laminar_gateway_{name}", [self._counter(name)])
+        if self.relay is not None:
+            statistics = self.relay.statistics
+            meter.create_observable_gauge("laminar_gateway_text_running", [_observe(lambda: statistics().running)])
+            for name, read in (
+                ("relayed", lambda: statistics().relayed),
+                ("retried", lambda: statistics().retried),
+                ("failed", lambda: statistics().failed),
+            ):
+                meter.create_observable_counter(f"laminar_gateway_text_{name}", [_observe(read)])
         meter.create_observable_counter("laminar_gateway_cuts", [self._cuts], description="Cut streams by reason.")
         fleet = self.fleet
         meter.create_observable_counter("laminar_gateway_refreshes", [_observe(lambda: fleet.statistics().refreshes)])

@@ -32,6 +32,7 @@ from gateway.api.openai_errors import error_body
 from gateway.api.openai_events import EventStream, LateBody
 from gateway.api.openai_history import Prompt
 from gateway.api.openai_identity import call_of, identify
+from gateway.api.openai_relay import TextDoor
 from gateway.api.openai_requests import AnswerShape
 from gateway.api.openai_shapes import AnswerHead, Api
 from gateway.api.openai_turn import Answer, Piece, Reader
@@ -56,6 +57,7 @@ LONG_BODY_BYTES = 200_000
 class OpenAIDeps:
     turns: Turns
     codec: Codec
+    text: TextDoor | None = None  # None: every request takes the token path
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class _Handlers:
     def __init__(self, deps: OpenAIDeps) -> None:
         self._turns = deps.turns
         self._codec = deps.codec
+        self._text = deps.text
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [_model_body(m) for m in self._turns.models()]})
@@ -132,6 +135,8 @@ class _Handlers:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
+        if self._text is not None and (seen := self._text.glance(request, raw)) is not None:
+            return await self._text.answer(request, raw, "chat", seen)
         body = requests.decode_chat(raw)
         model = requests.find_model(body.model, self._turns.models())
         messages = requests.chat_messages(body.messages)
@@ -152,6 +157,8 @@ class _Handlers:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
+        if self._text is not None and (seen := self._text.glance(request, raw)) is not None:
+            return await self._text.answer(request, raw, "completion", seen)
         body = requests.decode_completion(raw)
         model = requests.find_model(body.model, self._turns.models())
         text = requests.completion_prompt(body, self._codec.vocab_size)

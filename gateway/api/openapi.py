@@ -38,9 +38,10 @@ class Route:
     optional_body: bool = False
 
 
+_RELAYED = "With --relay-text, a call without a session goes to an engine as it is, which checks its fields."
 _OPENAI = [
-    Route("post", "/v1/chat/completions", "A chat completion; a session's next turn.", ChatRequest),
-    Route("post", "/v1/completions", "A completion of a text or of token ids.", CompletionRequest),
+    Route("post", "/v1/chat/completions", f"A chat completion; a session's next turn. {_RELAYED}", ChatRequest),
+    Route("post", "/v1/completions", f"A completion of a text or of token ids. {_RELAYED}", CompletionRequest),
     Route("get", "/v1/models", "The models served."),
     Route("get", "/v1/models/{model}", "One model."),
 ]

@@ -64,6 +64,7 @@ class TurnLoad:
     session_id: SessionId
     tokens: int
     tokens_max: int  # prompt and the most it may still generate
+    relayed: bool = False  # as text: it has no session, and ends where it began
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class EngineState:
     intake_opened_at: float = 0.0
     intake_closed_at: float = 0.0
     admitted: int = 0  # sessions of the present intake
+    relayed: int = 0  # requests that it was given as text, ever
     below_since: float | None = None  # closed and below `min_util`, with a newer version at hand
     leaving: bool = False  # a plan empties it: nothing more is placed here if another engine will do
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway

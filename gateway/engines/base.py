@@ -86,6 +86,20 @@ def version_of(label: str) -> Version:
     return Version(int(label)) if label.isdigit() else NO_VERSION
 
 
+class PassedAnswer(Protocol):
+    """An answer as its bytes come. Iterating raises StreamCut, after what came before it."""
+
+    async def head(self) -> tuple[int, str]:
+        """Status and content type, once they came. Raises StreamCut."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    def cut(self, cut: StreamCut) -> None:
+        """Aborts the request in the engine; who reads gets `cut`."""
+        ...
+
+
 class EngineAdapter(Protocol):
     """One engine."""
 
@@ -93,6 +107,10 @@ class EngineAdapter(Protocol):
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
     ) -> AbstractAsyncContextManager[AsyncIterator[EngineChunk]]:
         """Streams the turn. Leaving the context early aborts it upstream. Raises StreamCut or RequestRefused."""
+        ...
+
+    def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
+        """A client's own request at a text route, its answer as it is. Leaving early aborts it. Raises StreamCut."""
         ...
 
     async def report(self) -> EngineReport:

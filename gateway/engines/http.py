@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from gateway.engines.base import EngineFailed, RequestRefused, StreamCut
+from gateway.engines.base import EngineFailed, PassedAnswer, RequestRefused, StreamCut
 from gateway.engines.wire import CONNECT_TIMEOUT_S, Events, Refused, Wire
 
 CONTROL_TIMEOUT_S = 10.0
@@ -66,6 +66,10 @@ class EngineHttp:
             if refuses(e.status):
                 raise RequestRefused(f"{self.url} refused the request: {e.text[:ERROR_SHOWN]}") from e
             raise StreamCut("server_error", f"{self.url} answered {e.status}: {e.text[:ERROR_SHOWN]}") from e
+
+    def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
+        """POSTs a client's own body; any answer, as it is. Raises StreamCut."""
+        return self._wire.pass_on(path, body, stall_timeout_s=stall_timeout_s)
 
     # -- control
 

@@ -12,13 +12,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import msgspec
 
 from gateway.core.types import SamplingParams
-from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport
+from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, PassedAnswer
 from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp
 from gateway.engines.sglang_push import LOADER, manifest_tensor
 from gateway.engines.sglang_stream import Reader, generate_body
@@ -115,6 +115,9 @@ class SglangEngine:
             await self._http.post("/abort_request", {"rid": request_id, "abort_all": False})
         except EngineFailed as e:
             log.info("request %s was not aborted by name: %s", request_id, e)  # its server may well be gone
+
+    def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
+        return self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
 
     # -- looking
 

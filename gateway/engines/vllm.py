@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from gateway.engines.base import (
     EngineFailed,
     EngineLimits,
     EngineReport,
+    PassedAnswer,
     RequestRefused,
     SnapshotRefused,
     StreamCut,
@@ -122,6 +123,9 @@ class VllmEngine:
         body = _completion_body(self._model, prompt_ids, sampling, request_id)
         async with self._http.stream("/v1/completions", body) as events:
             yield _chunks(events, self.url, sampling.top_logprobs > 0)
+
+    def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
+        return self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
 
     # -- looking
 

@@ -5,6 +5,7 @@ per event it took 25. Here a read that holds whole events becomes those events a
 
 - a connection carries one request at a time, and serves the next one if its answer was read to the end;
 - events that nobody took are bounded: beyond `EVENTS_WAITING_MAX` the socket is not read, and the engine waits;
+  so are the bytes of an answer that is passed on as it is (`Passed`), beyond `PASSED_WAITING_BYTES_MAX`;
 - leaving a stream before it was called complete closes its connection, which aborts the request in the engine.
 """
 
@@ -30,6 +31,8 @@ END_TIMEOUT_S = 1.0
 EVENTS_WAITING_MAX = 512
 EVENT_BYTES_MAX = 4 << 20
 """One event's line: the first carries the prompt's ids."""
+PASSED_WAITING_BYTES_MAX = 1 << 18
+"""Some reads' worth: who passes bytes on is slowed down by its reader, not by this."""
 HEAD_BYTES_MAX = 1 << 16
 ERROR_BYTES_MAX = 1 << 16
 """Of an answer that is no stream."""
@@ -53,7 +56,8 @@ class Wire:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._base = parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._head = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n"
+        common = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        self._head, self._passed_head = f"{common}Accept: text/event-stream\r\n", f"{common}Accept: */*\r\n"
         self._stall_timeout_s = stall_timeout_s
         self._idle: deque[tuple[_Connection, float]] = deque()
         self._busy: set[_Connection] = set()
@@ -75,9 +79,8 @@ class Wire:
         connection = self._idle_one() or await self._connect()
         self._busy.add(connection)
         try:
-            connection.ask(
-                f"POST {self._base}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-            )
+            head = f"POST {self._base}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+            connection.ask(head.encode() + body, stall_timeout_s=self._stall_timeout_s)
             await connection.answered()
             events = Events(connection)
             yield events
@@ -86,6 +89,21 @@ class Wire:
         finally:
             if not connection.ending:
                 self._release(connection)
+
+    @asynccontextmanager
+    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AsyncIterator[Passed]:
+        """Any answer, whatever its status, as the bytes that it is. Raises StreamCut.
+
+        `stall_timeout_s`: instead of the wire's, since an answer that is not streamed says nothing before it is whole.
+        """
+        connection = self._idle_one() or await self._connect()
+        self._busy.add(connection)
+        try:
+            head = f"POST {self._base}{path} HTTP/1.1\r\n{self._passed_head}Content-Length: {len(body)}\r\n\r\n"
+            connection.ask(head.encode() + body, stall_timeout_s=stall_timeout_s, passes=True)
+            yield Passed(connection)
+        finally:
+            self._release(connection)
 
     def _release(self, connection: _Connection) -> None:
         self._busy.discard(connection)
@@ -109,7 +127,7 @@ class Wire:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self._url, self._stall_timeout_s), self._host, self._port, ssl=self._tls
+                    lambda: _Connection(self._url), self._host, self._port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as e:
             said = str(e) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
@@ -145,12 +163,42 @@ class Events:
         self.is_complete = True
 
 
+class Passed:
+    """An answer as its bytes come. Iterating raises StreamCut, after what came before it."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+
+    @property
+    def paused(self) -> bool:
+        """Whether the engine is held back, until what waits here is taken."""
+        return self._connection.paused
+
+    async def head(self) -> tuple[int, str]:
+        """Status and content type, once they came. Raises StreamCut."""
+        await self._connection.answered()
+        return self._connection.status, self._connection.content_type
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        connection = self._connection
+        while await connection.some():
+            waiting = connection.waiting
+            data = waiting.popleft() if len(waiting) == 1 else b"".join(waiting)
+            waiting.clear()
+            connection.waiting_bytes = 0
+            yield data
+
+    def cut(self, cut: StreamCut) -> None:
+        """Nothing more is taken from the server, which aborts the request there; who reads gets `cut`."""
+        self._connection.cut(cut)
+
+
 class _Connection(asyncio.Protocol):
     """One connection: `ask`, `answered`, `some`, `end`; then again if `reusable`. `waiting`: events not yet taken."""
 
-    def __init__(self, url: str, stall_timeout_s: float) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s = 0.0  # the present request's
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle | None = None
@@ -161,13 +209,16 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self) -> None:
         self._received = b""  # not yet understood: the head, or part of a chunk's header
-        self._status = 0
+        self.status = 0
+        self.content_type = ""
+        self._passes = False  # bytes, not events
         self._chunked = False
         self._left: int | None = 0  # bytes of the body or chunk still to come; None: up to the end of the connection
         self._keep_alive = True
         self._line = b""  # an event that is not whole yet
         self._error = b""
         self.waiting: deque[bytes] = deque()
+        self.waiting_bytes = 0  # counted only of what is passed on
         self.paused = False
         self._cut: StreamCut | None = None
         self._ended: Callable[[], None] | None = None
@@ -179,18 +230,18 @@ class _Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         return self._done and self._keep_alive and not self._lost and not self._received
 
-    def ask(self, request: bytes) -> None:
+    def ask(self, request: bytes, *, stall_timeout_s: float, passes: bool = False) -> None:
         self._begin()
-        self._done = False
-        self._timer = self._loop.call_later(self._stall_timeout_s, self._check_stall)
+        self._done, self._passes, self._stall_timeout_s = False, passes, stall_timeout_s
+        self._timer = self._loop.call_later(stall_timeout_s, self._check_stall)
         self._transport.write(request)
 
     async def answered(self) -> None:
-        """Until the answer's head is there. Raises StreamCut, or Refused with what the server said."""
-        while not self._status or (self._status != 200 and not self._done):
+        """Until the answer's head is there. Raises StreamCut, or, for events, Refused with what was said."""
+        while not self.status or (self.status != 200 and not self._done and not self._passes):
             await self._more()
-        if self._status != 200:
-            raise Refused(self._status, self._error.decode(errors="replace"))
+        if self.status != 200 and not self._passes:
+            raise Refused(self.status, self._error.decode(errors="replace"))
 
     async def some(self) -> bool:
         """Until events wait; False once the answer is over. Raises the cut, after what came before it."""
@@ -253,7 +304,7 @@ class _Connection(asyncio.Protocol):
             self._ended()
         if self._done:
             return
-        if self._status and (self._status != 200 or (self._left is None and exc is None)):
+        if self.status and (self.status != 200 or (self._left is None and exc is None)):
             self._finish()  # an error that broke off is an error all the same
         else:
             self.cut(StreamCut("reset", f"{self._url} broke the stream: {exc or 'it closed the connection'}"))
@@ -264,7 +315,7 @@ class _Connection(asyncio.Protocol):
             self._received = data
             return
         try:
-            if not self._status:
+            if not self.status:
                 data = self._read_head(self._received + data)
             if data:
                 self._read_body(data)
@@ -304,7 +355,8 @@ class _Connection(asyncio.Protocol):
         self._left = 0 if self._chunked else None if length is None else int(length)
         said = fields.get(b"connection", b"").lower()
         self._keep_alive = said != b"close" and version != b"HTTP/1.0" and self._left is not None
-        self._status = int(status)
+        self.content_type = fields.get(b"content-type", b"").decode("latin-1")
+        self.status = int(status)
         if self._left == 0 and not self._chunked:
             self._finish()
         return data[end + 4 :]
@@ -348,7 +400,10 @@ class _Connection(asyncio.Protocol):
             self._left = length + 2
 
     def _take(self, body: bytes) -> None:
-        if self._status != 200:
+        if self._passes:
+            self._take_bytes(body)
+            return
+        if self.status != 200:
             self._error = (self._error + body)[:ERROR_BYTES_MAX]
             return
         lines = (self._line + body).split(b"\n") if self._line else body.split(b"\n")
@@ -362,8 +417,16 @@ class _Connection(asyncio.Protocol):
             self.paused = True
             self._transport.pause_reading()
 
+    def _take_bytes(self, body: bytes) -> None:
+        self.waiting.append(body)
+        self.waiting_bytes += len(body)
+        if self.waiting_bytes > PASSED_WAITING_BYTES_MAX and not self.paused:
+            self.paused = True
+            self._transport.pause_reading()
+
     def _finish(self) -> None:
         self._done = True
+        self._listen()  # the next answer on this connection has to be heard
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

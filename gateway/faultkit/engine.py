@@ -89,7 +89,8 @@ class CuttingEngine:
     port: int = 0
     url: str = ""
 
-    async def __aenter__(self) -> Self:
+    def app(self) -> web.Application:
+        """Its routes."""
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/metrics", self._control)
@@ -97,7 +98,10 @@ class CuttingEngine:
         app.router.add_get("/is_paused", self._control)
         for path in dict.fromkeys(LOAD_STEPS):
             app.router.add_route("*", path, self._control)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        return app
+
+    async def __aenter__(self) -> Self:
+        self._runner = web.AppRunner(self.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         self._reviving: set[asyncio.Task[None]] = set()
         await self._listen()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.engines.base import StreamCut
-from gateway.engines.wire import EVENTS_WAITING_MAX, Refused, Wire
+from gateway.engines.wire import EVENTS_WAITING_MAX, PASSED_WAITING_BYTES_MAX, Refused, Wire
 from tests.support.cutting_engine import until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -173,3 +173,58 @@ async def test_a_reader_that_lags_holds_the_engine_back_and_loses_nothing() -> N
         await until(lambda: events.paused, "the engine's being held back")
         got += [data async for data in reading]
     assert got == said
+
+
+async def passed(made: Wire) -> tuple[int, str, bytes]:
+    async with made.pass_on("/v1/completions", b"{}", stall_timeout_s=10.0) as answer:
+        status, kind = await answer.head()
+        return status, kind, b"".join([piece async for piece in answer])
+
+
+@given(
+    st.binary(max_size=80),
+    st.lists(st.integers(0, 80), max_size=4),
+    st.lists(st.integers(0, 300), max_size=8),
+    st.booleans(),
+    st.sampled_from([200, 400, 503]),
+)
+async def test_what_is_passed_on_is_the_same_however_chunks_and_reads_cut_it(
+    body: bytes, chunks: list[int], reads: list[int], chunked: bool, status: int
+) -> None:
+    length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(body)
+    head = b"HTTP/1.1 %d Said\r\nContent-Type: text/odd; charset=x\r\n%b\r\n\r\n" % (status, length)
+    said = b"".join(map(chunk, cut(body, chunks))) + b"0\r\n\r\n" if chunked else body
+    server = Server(cut(head + said, reads), cut(head + said, []))
+    async with wire(server) as made:
+        assert await passed(made) == (status, "text/odd; charset=x", body)
+        assert await passed(made) == (status, "text/odd; charset=x", body)
+        assert server.connections == 1
+
+
+async def test_bytes_that_nobody_takes_hold_the_engine_back_and_the_connection_serves_again() -> None:
+    size = 8 * PASSED_WAITING_BYTES_MAX
+    server = Server([HEAD + b"Content-Length: %d\r\n\r\n" % size, bytes(size)], [HEAD + b"Content-Length: 1\r\n\r\nx"])
+    async with wire(server) as made:
+        async with made.pass_on("/", b"{}", stall_timeout_s=0.3) as answer:
+            await answer.head()
+            await until(lambda: answer.paused, "the engine's being held back")
+            await asyncio.sleep(0.5)  # it is we who do not listen: no stall
+            assert sum([len(piece) async for piece in answer]) == size
+        assert (await passed(made))[2] == b"x"
+        assert server.connections == 1
+
+
+async def test_events_that_come_with_the_end_leave_the_connection_listening() -> None:
+    many = b"".join(b"data: %d\n\n" % n for n in range(2 * EVENTS_WAITING_MAX))
+    server = Server([HEAD + b"Content-Length: %d\r\n\r\n" % len(many) + many], [HEAD + b"Content-Length: 0\r\n\r\n"])
+    async with wire(server, stall_timeout_s=2.0) as made:
+        assert len(await read(made)) == 2 * EVENTS_WAITING_MAX
+        assert await read(made) == []
+        assert server.connections == 1
+
+
+async def test_who_waits_for_an_answer_gets_the_cut_that_another_made() -> None:
+    async with wire(Server([b""], [])) as made, made.pass_on("/", b"{}", stall_timeout_s=10.0) as answer:
+        asyncio.get_running_loop().call_soon(answer.cut, StreamCut("abort", "it is needed"))
+        with pytest.raises(StreamCut, match="it is needed"):
+            await answer.head()

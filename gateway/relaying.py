@@ -1,0 +1,198 @@
+"""Requests relayed as text (`--relay-text`): given to an engine's own text route, its answer's bytes passed on.
+
+Nothing of them is recorded, so nothing is resumed: what an engine failed on before its first byte is asked of another
+one, and what breaks off later is an error.
+
+Invariants:
+- a relayed request is a running turn of its engine from when it was placed to when it has left it, however it ends;
+- an engine that is to load, that died, was restarted or taken out keeps no relayed request: who reads gets the cut.
+
+Owner of the requests under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from gateway.core.relaying import BYTES_PER_TOKEN, TEXT_ROUTES, TRIES_MAX, TextApi, TextDemand
+from gateway.core.types import EngineName, TurnId, Version
+from gateway.engines.base import PassedAnswer, StreamCut
+from gateway.engines.http import ERROR_SHOWN, refuses
+from gateway.fleet import Fleet
+from protos.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+ANSWER_BYTES_MAX = 64 << 20
+"""Of an answer that is not streamed, which is held until it is whole; as much as a request's body may have."""
+WHOLE_TIMEOUT_S = 3600.0
+"""An answer that is not streamed is silent until it is whole. Engines that die or hang are noticed by looks at them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatistics:
+    running: int
+    relayed: int
+    retried: int
+    failed: int
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """One request on one engine. `answer`: once it was sent there."""
+
+    engine: EngineName
+    incarnation: str
+    answer: PassedAnswer | None = None
+    cut: StreamCut | None = None  # it is to leave
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """An answer: its status and kind, who gave it, and its bytes: the first part, and what follows."""
+
+    status: int
+    content_type: str
+    engine: EngineName
+    version: Version
+    first: bytes
+    rest: AsyncIterator[bytes]
+
+
+class TextRelay:
+    """`ask` for each request; `interrupt` when an engine is needed; `watch` runs beside them."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.draining = False
+        self._fleet, self._config = fleet, fleet.config
+        self._under_way: dict[TurnId, _UnderWay] = {}
+        self._numbers = itertools.count()
+        self._idle = asyncio.Event()
+        self._relayed = self._retried = self._failed = 0
+
+    def statistics(self) -> RelayStatistics:
+        return RelayStatistics(len(self._under_way), self._relayed, self._retried, self._failed)
+
+    async def idle(self) -> None:
+        """Until no request is under way."""
+        while self._under_way:
+            self._idle.clear()
+            await self._idle.wait()
+
+    @asynccontextmanager
+    async def ask(self, api: TextApi, body: bytes, *, streamed: bool) -> AsyncIterator[Relayed]:
+        """The answer of the first engine that gives one: whole, or (`streamed`) with its first bytes.
+
+        Raises OutOfCapacity, Unavailable when engines fail it, and StreamCut while what follows the first is read.
+        """
+        if self.draining:
+            raise Unavailable("the gateway is shutting down", hint="ask again soon")
+        demand = TextDemand(TurnId(f"text-{next(self._numbers)}"), api, len(body) // BYTES_PER_TOKEN)
+        tries = 0
+        while True:
+            engine = (await self._fleet.place(demand, resumed=tries > 0, timeout_s=self._config.queue_timeout_s)).engine
+            begun = False
+            try:
+                async with self._on(engine, demand, body, streamed) as relayed:
+                    begun = True
+                    self._relayed += 1
+                    yield relayed
+                return
+            except StreamCut as cut:
+                if begun:
+                    raise
+                tries += 1
+                demand = self._after(cut, engine, demand, tries)
+
+    def _after(self, cut: StreamCut, engine: EngineName, demand: TextDemand, tries: int) -> TextDemand:
+        """What to ask for next. Raises Unavailable when it was tried often enough."""
+        log.warning("a request relayed to %s failed before its first byte: %s", engine, cut)
+        if tries >= TRIES_MAX:
+            self._failed += 1
+            raise Unavailable(
+                f"{tries} engines failed it, last {engine}: {cut}", hint="send the request again"
+            ) from cut
+        self._retried += 1
+        return replace(demand, avoid=demand.avoid | {engine})
+
+    @asynccontextmanager
+    async def _on(self, engine: EngineName, demand: TextDemand, body: bytes, streamed: bool) -> AsyncIterator[Relayed]:
+        """On one engine, which is left in any case."""
+        turn = demand.turn_id
+        try:
+            member = self._fleet.members.get(engine)
+            if member is None or member.state.status != "serving":
+                raise StreamCut("refused", f"engine {engine} is gone")
+            state = member.state
+            under_way = self._under_way[turn] = _UnderWay(engine, state.incarnation)
+            stall_s = self._config.stall_timeout_s if streamed else WHOLE_TIMEOUT_S
+            path = TEXT_ROUTES[state.kind][demand.api]
+            async with member.adapter.pass_on(path, body, stall_timeout_s=stall_s) as answer:
+                under_way.answer = answer
+                if under_way.cut is not None:
+                    raise under_way.cut
+                status, content_type = await answer.head()
+                pieces = aiter(answer)
+                first = await (anext(pieces, b"") if streamed and status == 200 else _whole(pieces))
+                if status >= 400 and not refuses(status):
+                    raise StreamCut("server_error", f"{state.url} answered {status}: {_shown(first)}")
+                yield Relayed(status, content_type, engine, state.version, first, self._rest(under_way, pieces))
+        except StreamCut as cut:
+            if turn in self._under_way and cut is not self._under_way[turn].cut:
+                self._fleet.suspect(engine)
+            raise
+        finally:
+            self._under_way.pop(turn, None)
+            self._fleet.leave(engine, turn)
+            if not self._under_way:
+                self._idle.set()
+
+    async def _rest(self, under_way: _UnderWay, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        try:
+            async for piece in pieces:
+                yield piece
+        except StreamCut as cut:
+            self._failed += 1
+            if cut is not under_way.cut:
+                self._fleet.suspect(under_way.engine)
+            raise
+
+    def interrupt(self, turn_id: TurnId) -> bool:
+        """Its engine is needed: it is asked of another one, or, once its answer has begun, broken off."""
+        under_way = self._under_way.get(turn_id)
+        if under_way is not None:
+            self._leave(under_way, f"engine {under_way.engine} has to load a version")
+        return under_way is not None
+
+    def _leave(self, under_way: _UnderWay, why: str) -> None:
+        under_way.cut = StreamCut("abort", why)
+        if under_way.answer is not None:
+            under_way.answer.cut(under_way.cut)
+
+    async def watch(self) -> None:
+        """Breaks off what is on engines that died or were restarted; runs until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.poll_interval_s)
+            for under_way in self._under_way.values():
+                state = self._fleet.state.engines.get(under_way.engine)
+                if state is None or state.status in ("dead", "joining") or state.incarnation != under_way.incarnation:
+                    self._leave(under_way, f"engine {under_way.engine} died")
+
+
+async def _whole(pieces: AsyncIterator[bytes]) -> bytes:
+    found, size = [], 0
+    async for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size > ANSWER_BYTES_MAX:
+            raise StreamCut("protocol", f"an answer of more than {ANSWER_BYTES_MAX >> 20} MiB")
+    return found[0] if len(found) == 1 else b"".join(found)
+
+
+def _shown(body: bytes) -> str:
+    return body[:ERROR_SHOWN].decode(errors="replace")

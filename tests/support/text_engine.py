@@ -1,0 +1,149 @@
+"""A cutting engine that takes text, too: its chat and completion routes, whole and streamed, broken off as told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from gateway.faultkit.script import Cut
+from tests.support.cutting_engine import Asked, CuttingEngine
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def words(name: str, version: str, num: int) -> list[str]:
+    """What engine `name` says under `version`."""
+    return [f"{name}-v{version}-{i}" for i in range(num)]
+
+
+@dataclass
+class TextEngine(CuttingEngine):
+    """Says `words`, one for each of `max_tokens`. Cuts are after so many of them; of an answer that is not streamed,
+    before it (0) or in its middle. `hold_at`: waits for `go` before that word, or before an answer that is whole."""
+
+    piece: int = 1 << 20  # bytes of a stream's write
+    torn_by: int = 0  # bytes of the next event that a "closed" stream still brings
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.router.add_post(CHAT, self._text)
+        return app
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        return await (self._text(request) if isinstance(body["prompt"], str) else super()._completions(request))
+
+    async def _text(self, request: web.Request) -> web.StreamResponse:
+        asked = Asked(await request.json(), self.version)
+        self.asked.append(asked)
+        cut = self.cuts.popleft() if self.cuts else self.always
+        try:
+            streams = self._text_stream if asked.body.get("stream") else self._text_whole
+            return await streams(request, asked, cut)
+        except asyncio.CancelledError:
+            asked.left = True
+            raise
+        except ConnectionError:
+            asked.left = True
+            return web.Response()
+
+    async def _refused(self, cut: Cut | None) -> web.Response | None:
+        if cut is not None and cut.kind == "silent":
+            await asyncio.Event().wait()
+        if cut is not None and cut.kind in ("400", "500", "503"):
+            return web.json_response({"error": {"message": f"told to answer {cut.kind}"}}, status=int(cut.kind))
+        return None
+
+    async def _text_whole(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
+        if self.hold_at is not None:
+            await self.go.wait()
+        if (refused := await self._refused(cut)) is not None:
+            return refused
+        body = json.dumps(answer(" ".join(words(self.name, self.version, asked.body["max_tokens"])))).encode()
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(len(body))})
+        if cut is not None:
+            if cut.after:
+                await response.prepare(request)
+                await response.write(body[: len(body) // 2])
+            await self._break(request, cut)
+            return response
+        await response.prepare(request)
+        await response.write(body)
+        asked.written = True
+        return response
+
+    async def _text_stream(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
+        if (refused := await self._refused(cut)) is not None:
+            return refused
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        said = words(self.name, self.version, asked.body["max_tokens"])
+        for at, word in enumerate(said if cut is None else said[: cut.after]):
+            if at == self.hold_at:
+                await self.go.wait()
+            await self._pieces(response, event(word))
+            self.said_tokens += 1
+        if cut is not None:
+            if cut.kind == "closed":
+                await response.write(event(said[cut.after])[: self.torn_by])
+            await self._break(request, cut)
+            return response
+        await self._pieces(response, b"data: [DONE]\n\n")
+        asked.written = True
+        return response
+
+    async def _break(self, request: web.Request, cut: Cut) -> None:
+        assert request.transport is not None
+        if self.before_cut is not None:
+            await self.before_cut(cut.after)
+        match cut.kind:
+            case "reset":
+                request.transport.abort()
+            case "closed":
+                request.transport.close()
+            case "hang":
+                await asyncio.Event().wait()
+            case "death":
+                await self.die()
+            case _:
+                raise ValueError(cut.kind)
+
+    async def _pieces(self, response: web.StreamResponse, data: bytes) -> None:
+        for at in range(0, len(data), self.piece):
+            await response.write(data[at : at + self.piece])
+            if self.piece < len(data):
+                await asyncio.sleep(0)
+
+
+def answer(text: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    return {"object": "chat.completion", "choices": [{"index": 0, "message": message, "finish_reason": "length"}]}
+
+
+def event(word: str) -> bytes:
+    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': word}}]})}\n\n".encode()
+
+
+def said_in(stream: bytes) -> tuple[list[str], list[Any]]:
+    """The words of a stream, and what else its events hold: an error, or "[DONE]"."""
+    found: list[str] = []
+    others: list[Any] = []
+    for block in stream.split(b"\n\n"):
+        if not block:
+            continue
+        data = block.removeprefix(b"data: ").decode()
+        decoded = data if data == "[DONE]" else json.loads(data)
+        if isinstance(decoded, dict) and "choices" in decoded:
+            found.append(decoded["choices"][0]["delta"]["content"])
+        else:
+            others.append(decoded)
+    return found, others
+
+
+def asked_of(*engines: TextEngine) -> list[int]:
+    """How many requests each was asked."""
+    return [len(engine.asked) for engine in engines]
