@@ -21,7 +21,6 @@ from aiohttp import web
 
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.turns import Run
 from tests.support import processes
 from tests.support.cutting_engine import until
 from tests.support.tiny_model import VOCAB, Dtype, tiny_model
@@ -123,25 +122,25 @@ async def ask(http: aiohttp.ClientSession, session: str, prompt: list[int]) -> A
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
-async def ask_and_move(found: Gateway, http: aiohttp.ClientSession, session: str, prompt: list[int], at: int) -> Answer:
-    """The turn's whole answer; after its token `at` it was moved to the other engine, and nothing else happened."""
-    asked = asyncio.create_task(ask(http, session, prompt))
-    runs: list[Run] = []
+async def ask_and_move(
+    found: Gateway, http: aiohttp.ClientSession, asked: dict[str, list[int]], at: int
+) -> list[Answer]:
+    """The whole answers; each turn was moved to the other engine after its token `at`, and nothing else happened."""
+    answers = [asyncio.create_task(ask(http, session, prompt)) for session, prompt in asked.items()]
 
-    def flows() -> bool:
-        runs[:] = [run for run in found.sessions.runs.values() if run.request.session_id == session]
-        return asked.done() or (bool(runs) and len(runs[0].record.token_ids) == at)
+    def flow() -> bool:
+        assert not any(answer.done() for answer in answers), [a.result() for a in answers if a.done()]
+        return [len(run.record.token_ids) for run in found.sessions.runs.values()] == [at] * len(asked)
 
-    while not flows():
-        await asyncio.sleep(0.002)
-    if not runs:
-        raise AssertionError(f"it ended before its token {at}: {await asked}")
-    source = runs[0].engine
-    [other] = [name for name in found.fleet.state.engines if name != source]
-    assert runs[0].move(other) is not None
-    answer = await asked
-    assert [(s.engine, s.start, s.end) for s in runs[0].segments] == [(source, 0, at), (other, at, LENGTH)]
-    return answer
+    await until(flow, f"{at} tokens of each", 60)
+    runs = list(found.sessions.runs.values())
+    ways = {run: (run.engine, next(e for e in found.fleet.state.engines if e != run.engine)) for run in runs}
+    for run, (_, other) in ways.items():
+        assert run.move(other) is not None
+    told = await asyncio.gather(*answers)
+    for run, (source, other) in ways.items():
+        assert [(s.engine, s.start, s.end) for s in run.segments] == [(source, 0, at), (other, at, LENGTH)]
+    return told
 
 
 @pytest.mark.parametrize(("dtype", "flags"), NUMERICS, ids=["float32", "bfloat16-invariant"])
@@ -156,7 +155,7 @@ async def test_greedy_turns_moved_at_every_position_say_the_same(
                 gate.tokens = at
                 if at % 2:  # else much of a moved turn's prompt is found on its new engine
                     await gate.forget_prefixes()
-            moved = await asyncio.gather(*(ask_and_move(found, http, f"{i}-{at}", prompt, at) for i, prompt in turns))
+            moved = await ask_and_move(found, http, {f"{i}-{at}": prompt for i, prompt in turns}, at)
             for (i, _), got, wanted in zip(turns, moved, uncut, strict=True):
                 assert got[0] == wanted[0], f"turn {i} moved after token {at}"
                 assert got[1] == (wanted[1] if flags else pytest.approx(wanted[1], abs=1e-4)), f"turn {i} after {at}"
