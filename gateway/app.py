@@ -18,6 +18,7 @@ from gateway.api.openai_routes import OpenAIDeps, add_openai_routes
 from gateway.api.openapi import add_openapi_route
 from gateway.api.sessions import add_session_routes
 from gateway.config import GatewayConfig
+from gateway.core.fleet import FleetState
 from gateway.core.types import TurnId
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
@@ -102,9 +103,10 @@ async def start(config: GatewayConfig) -> Gateway:
         await buffer.open()
         store = SessionStore(database)
         await store.open()
-        live = LiveSessions(config, store, timeline)
+        state = FleetState(config.fleet)
+        live = LiveSessions(config, state, store, timeline)
         trainer = Trainer(config, live, buffer)
-        fleet = Fleet(config, timeline, trainer.admission)
+        fleet = Fleet(config, state, timeline, trainer.admission)
         sessions = Sessions(
             config,
             live,
@@ -145,7 +147,7 @@ async def start(config: GatewayConfig) -> Gateway:
         text = None if relay is None else TextDoor(relay, sessions, config.model)
         add_openai_routes(app, OpenAIDeps(sessions, codec, text))
         groups = Groups(live, endings, buffer)
-        add_session_routes(app, live, endings, groups)
+        add_session_routes(app, live, endings, groups, fleet.pinning)
         add_group_routes(app, groups)
         add_admin_routes(app, status)
         add_openapi_route(app)

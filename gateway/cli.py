@@ -102,6 +102,12 @@ def cli() -> None:
     help="Sessions before a newer version closes it.",
 )
 @click.option("--version-hold-s", type=SECONDS, default=120.0, help="How long a version's last engine waits.")
+@click.option(
+    "--pinned-versions-max",
+    type=click.IntRange(min=0),
+    default=4,
+    help="Versions that relays keep for sessions which insist on them (strict); beyond it none may begin on another.",
+)
 @click.option("--drain-max-s", type=SECONDS, default=60.0, help="How long few stragglers may hold an engine.")
 @click.option("--min-util", type=SHARE, default=0.25, help="Share of --max-running below which they are few.")
 @click.option(

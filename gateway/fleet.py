@@ -22,6 +22,7 @@ from gateway.data import Timeline
 from gateway.engines.base import EngineFailed
 from gateway.engines.kinds import connect
 from gateway.members import Member
+from gateway.pinning import Pinning
 from gateway.places import Places
 from gateway.refreshing import Refreshing
 from gateway.relays import Relays
@@ -43,14 +44,17 @@ class FleetStatistics:
 class Fleet:
     """`async with Fleet(...)`. `place` and `leave` frame every turn's stay on an engine."""
 
-    def __init__(self, config: GatewayConfig, timeline: Timeline, admission: Callable[[], Admission]) -> None:
+    def __init__(
+        self, config: GatewayConfig, state: FleetState, timeline: Timeline, admission: Callable[[], Admission]
+    ) -> None:
         self.config = config
-        self.state = FleetState(config.fleet)
+        self.state = state
         self.members: dict[EngineName, Member] = {}
         self.interrupt: Callable[[TurnId], object] = lambda turn_id: None  # asks a turn to leave its engine
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
         self.vouching = Vouching(self.members)
         self.relays: Relays
+        self.pinning: Pinning
         self._timeline = timeline
         self._places = Places(self.state, admission, left=self._left, changed=self.changed, queue_max=config.queue_max)
         self._watching: Watching
@@ -61,16 +65,19 @@ class Fleet:
     async def __aenter__(self) -> Fleet:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self.relays = Relays(self.config.model, self._tasks, self._available)
+        self.pinning = Pinning(self.config.model, self.state.kept, self.relays, self._timeline)
         self._watching = Watching(self.config, self.state, self.relays, self.changed)
         self._refreshing = Refreshing(
             self.config.model,
-            self.state,
             self.relays,
             self.vouching,
             interrupt=lambda turn_id: self.interrupt(turn_id),
             changed=self.changed,
         )
-        self._ticker = self._tasks.create_task(self._tick(), name="fleet-tick")
+        self._standing = [
+            self._tasks.create_task(self._tick(), name="fleet-tick"),
+            self._tasks.create_task(self.pinning.run(), name="version-pins"),
+        ]
         try:
             for spec in self.config.engines:
                 self.add(spec)
@@ -82,7 +89,8 @@ class Fleet:
     async def close(self) -> None:
         """Stops looking, fails whoever still waits, and closes every connection."""
         self._places.close()
-        self._ticker.cancel()
+        for task in self._standing:
+            task.cancel()
         for name in list(self.members):
             await self.remove(name)
         await self._stack.aclose()
@@ -98,6 +106,7 @@ class Fleet:
         if spec.relay is not None:
             self.relays.follow(spec.relay)
             state.available = self.relays.newest(spec.relay) or NO_VERSION
+            state.loadable = self.relays.held(spec.relay)
         member = self.members[name] = Member(spec, adapter, state, self._timeline)
         self.state.engines[name] = state
         member.watcher = self._tasks.create_task(self._watching.watch(member), name=f"watch-{name}")
@@ -203,10 +212,13 @@ class Fleet:
     def _available(self, address: str, version: Version) -> None:
         if version > self.state.newest:
             self.state.newest = version
+        held = self.relays.held(address)
         for member in self.members.values():
-            if member.spec.relay == address and version > member.state.available:
-                member.state.available = version
-                self.version_available.set()
+            if member.spec.relay == address:
+                member.state.loadable = held
+                if version > member.state.available:
+                    member.state.available = version
+                    self.version_available.set()
         if version:
             self._timeline.add("version", version=version, relay=address)
         for member in list(self.members.values()):

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from gateway.config import GatewayConfig
+from gateway.core.fleet import FleetState
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId
 from gateway.data import Timeline
@@ -30,9 +31,9 @@ Ended = Literal["finished", "abandoned"]
 
 
 class LiveSessions:
-    def __init__(self, config: GatewayConfig, store: SessionStore, timeline: Timeline) -> None:
+    def __init__(self, config: GatewayConfig, fleet: FleetState, store: SessionStore, timeline: Timeline) -> None:
         self.draining = False  # the process is about to end: nothing new begins
-        self._config, self._store, self._timeline = config, store, timeline
+        self._config, self._fleet, self._store, self._timeline = config, fleet, store, timeline
         self._live: dict[SessionId, SessionState] = {}
         self._keys: dict[str, SessionId] = {}
         self._key_of: dict[SessionId, str] = {}
@@ -81,6 +82,7 @@ class LiveSessions:
         self._check(spec)
         now = time.time()
         state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
+        self._fleet.kept.note(state.session_id, spec.version)
         key = f"sk-session-{secrets.token_hex(12)}"
         if not spec.ephemeral:
             self._note_key(spec.session_id, key)
@@ -105,6 +107,12 @@ class LiveSessions:
             raise UnsupportedField(
                 f"session {spec.session_id} insists on its version, and mode `inflight` changes it under running turns",
                 hint="leave `version` and `on_version_loss` out, or run the gateway with --mode repack",
+            )
+        if spec.version is not None and not self._fleet.kept.room_for(spec.version):
+            raise OutOfCapacity(
+                f"session {spec.session_id} insists on version {spec.version}: {self._fleet.kept.full}",
+                hint="end some of them, or start the gateway with a higher --pinned-versions-max",
+                retry_after_s=5.0,
             )
         if len(self._live) >= self._config.sessions_max:
             raise OutOfCapacity(
@@ -138,6 +146,8 @@ class LiveSessions:
             while len(self._ended) > ENDED_MAX:
                 self._ended.popitem(last=False)
         self._live.pop(state.session_id, None)
+        self._fleet.kept.note(state.session_id, None)
+        self._fleet.session_versions.pop(state.session_id, None)
         key = self._key_of.pop(state.session_id, None)
         if key is not None:
             del self._keys[key]

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from gateway.core.fleet import FleetState, RefreshDecision
+from gateway.core.fleet import RefreshDecision
 from gateway.core.types import TurnId, Version
 from gateway.engines.base import EngineFailed, SnapshotRefused
 from gateway.members import Member
@@ -45,7 +45,6 @@ class Refreshing:
     def __init__(
         self,
         model: str,
-        state: FleetState,
         relays: Relays,
         vouching: Vouching,
         *,
@@ -54,7 +53,7 @@ class Refreshing:
     ) -> None:
         self.refreshes = 0
         self.failures = 0
-        self._model, self._state, self._relays, self._vouching = model, state, relays, vouching
+        self._model, self._relays, self._vouching = model, relays, vouching
         self._interrupt, self._changed = interrupt, changed
 
     async def refresh(self, member: Member, decision: RefreshDecision) -> None:
@@ -135,8 +134,8 @@ class Refreshing:
 
     def _not_reloaded(self, member: Member, decision: RefreshDecision, error: _NotAcquired) -> None:
         """Nothing was done to the engine: it serves on."""
-        if error.gone:
-            self._state.gone.add(decision.to_version)
+        if error.gone and member.spec.relay is not None:
+            self._relays.gone(member.spec.relay, decision.to_version)
         member.state.refresh_not_before = time.monotonic() + RETRY_S
         log.warning("version %d cannot be loaded again: %s", decision.to_version, error)
         if member.state.status == "refreshing":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.core.types import NO_VERSION, Version
 from paramserver.client import RelayClient
@@ -21,10 +21,11 @@ class _Followed:
     client: RelayClient
     watcher: asyncio.Task[None]
     newest: Version | None = None  # None: it has not answered yet
+    held: set[Version] = field(default_factory=set)
 
 
 class Relays:
-    """`heard` is told of each relay's newest version: when it first answers, and whenever another one is there."""
+    """`heard` is told when a relay first answers, and whenever a version came to it (0: none did, or one went)."""
 
     def __init__(self, model: str, tasks: asyncio.TaskGroup, heard: Callable[[str, Version], None]) -> None:
         self._model, self._tasks, self._heard = model, tasks, heard
@@ -49,23 +50,41 @@ class Relays:
         """What it holds, 0 for nothing; None before it has told: until then nobody knows which version is wanted."""
         return self._followed[address].newest
 
+    def held(self, address: str) -> frozenset[Version] | None:
+        """Every version that may be acquired there, as far as it has told; None before it has."""
+        followed = self._followed[address]
+        return None if followed.newest is None else frozenset(followed.held)
+
+    def holders(self, version: Version) -> list[str]:
+        return sorted(address for address, followed in self._followed.items() if version in followed.held)
+
+    def gone(self, address: str, version: Version) -> None:
+        """The relay holds it no more; its watch may have missed that."""
+        self._followed[address].held.discard(version)
+        self._heard(address, NO_VERSION)
+
     def addresses(self) -> list[str]:
         return sorted(self._followed)
 
     async def _watch(self, address: str, client: RelayClient) -> None:
-        self._note(address, await self._first(address, client))
+        held = await self._first(address, client)
+        self._followed[address].held |= held
+        self._note(address, max(held, default=NO_VERSION))
         async for event in client.watch(self._model):
+            version = Version(event.version.version)
             if event.kind == "available":
-                self._note(address, Version(event.version.version))
+                self._followed[address].held.add(version)
+                self._note(address, version)
+            elif event.kind in ("retired", "lost"):
+                self.gone(address, version)
 
-    async def _first(self, address: str, client: RelayClient) -> Version:
+    async def _first(self, address: str, client: RelayClient) -> set[Version]:
         """What the relay holds now; asks until it answers, since nothing can be decided before."""
         while True:
             try:
-                newest = await client.newest(self._model)
-                return Version(newest.version) if newest is not None else NO_VERSION
+                return {Version(one.version) for one in await client.versions(self._model)}
             except UnknownModel:
-                return NO_VERSION  # nothing was published yet
+                return set()  # nothing was published yet
             except LaminarError as e:
                 log.warning("relay %s does not answer yet: %s", address, e)
                 await asyncio.sleep(RETRY_S)

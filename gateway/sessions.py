@@ -147,6 +147,7 @@ class Sessions:
         if state.version is not None and not state.spec.ephemeral:
             self.fleet.state.session_versions[state.session_id] = state.version
             self.fleet.state.group_versions.setdefault(state.spec.group_id, state.version)
+            self.fleet.state.kept.note(state.session_id, state.version if state.insists else None)
 
     # -- gateway.turns.TurnOwner
 
@@ -186,9 +187,8 @@ class Sessions:
     # -- leaving nothing behind
 
     def forget(self, state: SessionState, how: Ended | None = None) -> None:
-        """The session is live no more, and binds the fleet to no version."""
+        """The session is live no more."""
         self.live.forget(state, how)
-        self.fleet.state.session_versions.pop(state.session_id, None)
         if state.spec.ephemeral:
             self.fleet.state.group_versions.pop(state.spec.group_id, None)  # its turns may be asked for again
         else:

@@ -61,6 +61,7 @@ class GatewayStatus:
             "mode": self.config.fleet.mode,
             "newest_version": fleet.state.newest,
             "trainer_version": self.trainer.version,
+            "pinned_versions": dict(fleet.pinning.pinned),
             "engines": [self._engine(engine) for engine in fleet.state.sorted_engines()],
             "sessions": {
                 "live": len(sessions.live),

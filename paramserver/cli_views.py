@@ -78,7 +78,8 @@ def _transfers(console: Console, status: RelayStatus) -> None:
 
 def _pins(console: Console, status: RelayStatus) -> None:
     for pin in status.pins:
-        console.print(f"pin: {pin.model} version {pin.version} by {pin.holder}, {pin.expires_in_s:.1f} s left")
+        fleet = f", {pin.copies} copies in the fleet" if pin.copies else ""
+        console.print(f"pin: {pin.model} version {pin.version} by {pin.holder}, {pin.expires_in_s:.1f} s left{fleet}")
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

@@ -51,7 +51,9 @@ class Operating:
 
     def _in_use(self) -> list[str]:
         relay = self._relay
-        pins = [f"pin of {pin.holder} on {pin.model} version {pin.version}" for pin in relay.pins.all()]
+        # A pin for the fleet is made elsewhere once this relay is gone: other copies stay meanwhile.
+        hard = [pin for pin in relay.pins.all() if not pin.copies]
+        pins = [f"pin of {pin.holder} on {pin.model} version {pin.version}" for pin in hard]
         links = [f"peers fetching {snapshot}" for snapshot in relay.store.snapshots() if snapshot.num_links]
         return [*pins, *links]
 

@@ -193,9 +193,8 @@ class Publishing:
                 snapshot = relay.store.open(manifest)
                 break
             except OutOfCapacity as error:
-                if time.monotonic() > deadline:
+                if not relay.make_room(model) and time.monotonic() > deadline:
                     raise self._no_room(model, manifest, error) from error
-            relay.retire(model, need_room=True)
             await asyncio.sleep(ROOM_POLL_S)
         announced = Announced(manifest, self._plan(model, epoch))
         versions.opened(announced)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from paramserver.config import RelayConfig, show_bytes
 from paramserver.core.chain import Place, is_late, sources
-from paramserver.core.pins import Pin, Pins
+from paramserver.core.pins import Pin, Pins, keepers
 from paramserver.core.records import Announced, Ended, Holding, Plan, Sealed
 from paramserver.core.stragglers import Hop, Stragglers
 from paramserver.core.versions import Drop, Effect, Fetch, ModelVersions, Show, Tell
@@ -28,6 +28,7 @@ from paramserver.data.movers import Movers
 from paramserver.data.nixl import NixlDialer
 from paramserver.data.transport import Link, Source
 from paramserver.data.wire import Greeting
+from paramserver.fleet_pins import FleetPins
 from paramserver.seat import Seat
 from paramserver.spill import SCHEME, Spill
 from paramserver.store import Snapshot, Store
@@ -77,6 +78,7 @@ class Relay:
         self.seat = seat
         self.store = store
         self.pins = Pins()
+        self.fleet_pins = FleetPins(seat.registry, config.name)
         self.models: dict[str, ModelVersions] = {}
         self.changed = asyncio.Condition()
         self.closing = False
@@ -84,6 +86,7 @@ class Relay:
         self._running: dict[tuple[str, int], _Running] = {}
         self._came: dict[tuple[str, int], Holding] = {}
         self._stragglers: dict[str, Stragglers] = {}
+        self._leaving = 0  # snapshots whose memory is on its way back
         self._no_room: set[tuple[str, int]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -109,6 +112,7 @@ class Relay:
             await asyncio.sleep(HOUSEKEEPING_S)
             for pin in self.pins.expire(time.monotonic()):
                 log.warning("pin of %s on %s version %d lapsed", pin.holder, pin.model, pin.version)
+                self.spawn(self.fleet_pins.end(pin))
             self.store.pool.sweep()
             for model in list(self.models):
                 self.tidy(model)
@@ -136,7 +140,9 @@ class Relay:
         found = self.models.get(model)
         return found.shown() if found else []
 
-    def acquire(self, lease_id: str, model: str, version: int | None, holder: str, ttl_s: float) -> tuple[Pin, Sealed]:
+    def acquire(
+        self, lease_id: str, model: str, version: int | None, holder: str, ttl_s: float, copies: int = 0
+    ) -> tuple[Pin, Sealed]:
         """Pins a shown version (None: the newest). NotFound names what is here."""
         shown = {record.version: record for record in self.versions(model)}
         wanted = max(shown, default=None) if version is None else version
@@ -145,7 +151,7 @@ class Relay:
                 f"relay {self.config.name} holds no sealed version {version or ''} of {model}".replace("  ", " "),
                 hint=f"held here: {', '.join(map(str, sorted(shown))) or 'none yet'}",
             )
-        pin = self.pins.add(lease_id, model, wanted, holder, ttl_s, time.monotonic())
+        pin = self.pins.add(lease_id, model, wanted, holder, ttl_s, time.monotonic(), copies)
         return pin, shown[wanted]
 
     def path_of(self, model: str, version: int) -> str:
@@ -292,14 +298,40 @@ class Relay:
             self.apply(model, versions.next_fetch())
 
     def retire(self, model: str, *, need_room: bool = False) -> None:
-        """A version that a peer is fetching stays, unless `need_room`: the peer then asks others, or skips it."""
+        """What a peer is fetching, or the fleet wants kept here, stays unless `need_room`: peers can ask others."""
         versions = self.of(model)
         pins = self.pins.counts(model)
-        for record in versions.shown():
-            snapshot = self.store.get(model, record.version)
-            if snapshot is not None and snapshot.num_links and not need_room:
-                pins[record.version] += 1
+        if not need_room:
+            for record in versions.shown():
+                pins[record.version] += self._lent(record) + self._kept_for_the_fleet(record)
         self.apply(model, versions.retire(pins))
+
+    def _lent(self, record: Sealed) -> bool:
+        snapshot = self.store.get(record.model, record.version)
+        return snapshot is not None and snapshot.num_links > 0
+
+    def _kept_for_the_fleet(self, record: Sealed) -> bool:
+        pinned = self.view.pinned(record.model, record.version)
+        state = self.of(record.model).get(record.version)
+        if not pinned or state is None:
+            return False
+        staying = self.view.places().keys()
+        return self.config.name in keepers(pinned, state.holders & staying)
+
+    def make_room(self, model: str) -> bool:
+        """Retires what can be spared. Only when nothing is on its way out any more, pins for the fleet give way.
+
+        Whether memory is on its way back.
+        """
+        self.retire(model, need_room=True)
+        if self._leaving:
+            return True
+        retained = {(r.model, r.version) for v in self.models.values() for r in v.shown()[-v.retain :]}
+        for pin in self.pins.give_way(retained):
+            log.warning("pin of %s on %s version %d gives way: its room is needed", pin.holder, pin.model, pin.version)
+            self.spawn(self.fleet_pins.end(pin))
+            self.retire(pin.model, need_room=True)
+        return self._leaving > 0
 
     def _cancel_overtaken(self, model: str) -> None:
         """A fetch that gets no bytes makes way for a newer sealed version; others keep what they have and wait."""
@@ -324,7 +356,14 @@ class Relay:
             running.fetch.cancel()
         snapshot = self.store.get(model, version)
         if snapshot is not None:
-            self.spawn(self._remove(snapshot, why, after=running.task if running else None))
+            self._leaving += 1
+            self.spawn(self._leave(snapshot, why, after=running.task if running else None))
+
+    async def _leave(self, snapshot: Snapshot, why: str, after: asyncio.Task[None] | None) -> None:
+        try:
+            await self._remove(snapshot, why, after)
+        finally:
+            self._leaving -= 1
 
     async def _remove(self, snapshot: Snapshot, why: str, after: asyncio.Task[None] | None) -> None:
         if after is not None:
@@ -386,7 +425,7 @@ class Relay:
             snapshot = self.store.open(manifest)
         except (OutOfCapacity, TooLarge) as error:
             self._say_no_room(manifest.model, manifest.version, error)
-            self.retire(manifest.model, need_room=True)
+            self.make_room(manifest.model)
             return
         self._no_room.discard((manifest.model, manifest.version))
         versions = self.of(manifest.model)

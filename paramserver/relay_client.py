@@ -95,6 +95,7 @@ class PinStatus:
     version: int
     holder: str
     expires_in_s: float
+    copies: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +217,15 @@ class RelayClient:
             await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
             attempt += 1
 
-    async def acquire(self, model: str, version: int | None = None, *, holder: str, ttl_s: float = 60.0) -> Lease:
-        """Pins `version` (None: the newest). NotFound when this relay does not hold it sealed and complete."""
-        request = pb.AcquireRequest(model=model, version=version, holder=holder, ttl_s=ttl_s)
+    async def acquire(
+        self, model: str, version: int | None = None, *, holder: str, ttl_s: float = 60.0, copies: int = 0
+    ) -> Lease:
+        """Pins `version` (None: the newest). NotFound when this relay does not hold it sealed and complete.
+
+        With `copies` it is a pin for the fleet: so many relays keep the version, this one among them. It outlives this
+        relay by `ttl_s`, and gives way, the oldest first, to a version that finds no other room.
+        """
+        request = pb.AcquireRequest(model=model, version=version, holder=holder, ttl_s=ttl_s, copies=copies)
         lease = await self.call(self.stub.Acquire(request, timeout=self.timeout_s))
         return Lease(
             lease.lease_id, lease.model, lease.version, Path(lease.path), lease.root_digest, lease.step, lease.ttl_s
@@ -353,7 +360,7 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
             TransferStatus(t.model, t.version, t.upstream, t.bytes_done, t.bytes_total, t.transport)
             for t in reply.transfers
         ),
-        pins=tuple(PinStatus(p.model, p.version, p.holder, p.expires_in_s) for p in reply.pins),
+        pins=tuple(PinStatus(p.model, p.version, p.holder, p.expires_in_s, p.copies) for p in reply.pins),
         pool_bytes=reply.pool_bytes,
         used_bytes=reply.used_bytes,
         quarantined_bytes=reply.quarantined_bytes,

@@ -64,6 +64,10 @@ class Seat:
         self._vacant_since: dict[str, float] = {}
         self._adopted = asyncio.Event()
 
+    @property
+    def registry(self) -> Registry:
+        return self._registry
+
     # ---- taking and leaving the seat
 
     async def take(self) -> None:

@@ -84,7 +84,9 @@ class RelayService(pb_grpc.RelayServicer):
                 for m, v, up, by, done, total in relay.transfers()
             ],
             pins=[
-                pb.PinStatus(model=p.model, version=p.version, holder=p.holder, expires_in_s=p.expires_at - now)
+                pb.PinStatus(
+                    model=p.model, version=p.version, holder=p.holder, expires_in_s=p.expires_at - now, copies=p.copies
+                )
                 for p in relay.pins.all()
             ],
             pool_bytes=pool.pool_bytes,
@@ -147,7 +149,10 @@ class RelayService(pb_grpc.RelayServicer):
     @_unary
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.Lease:  # noqa: N802
         version = request.version if request.HasField("version") else None
-        pin, sealed = self._relay.acquire(secrets.token_hex(12), request.model, version, request.holder, request.ttl_s)
+        pin, sealed = self._relay.acquire(
+            secrets.token_hex(12), request.model, version, request.holder, request.ttl_s, request.copies
+        )
+        await self._relay.fleet_pins.tell(pin)
         return pb.Lease(
             lease_id=pin.lease_id,
             model=pin.model,
@@ -160,12 +165,13 @@ class RelayService(pb_grpc.RelayServicer):
 
     @_unary
     async def Renew(self, request: pb.LeaseRequest, context: Context) -> pb.RenewReply:  # noqa: N802
-        self._relay.pins.renew(request.lease_id, time.monotonic())
+        await self._relay.fleet_pins.tell(self._relay.pins.renew(request.lease_id, time.monotonic()))
         return pb.RenewReply()
 
     @_unary
     async def Release(self, request: pb.LeaseRequest, context: Context) -> pb.ReleaseReply:  # noqa: N802
         pin = self._relay.pins.release(request.lease_id, time.monotonic())
+        await self._relay.fleet_pins.end(pin)
         self._relay.tidy(pin.model)
         return pb.ReleaseReply()
 

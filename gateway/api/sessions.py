@@ -15,6 +15,7 @@ from gateway.core.types import GroupId, History, SessionId, Split, Version, Vers
 from gateway.endings import Endings
 from gateway.groups import Groups
 from gateway.live import LiveSessions
+from gateway.pinning import Pinning
 from protos.errors import InvalidRequest
 
 
@@ -58,8 +59,10 @@ _reward = msgspec.json.Decoder(RewardRequest)
 _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
-def add_session_routes(app: web.Application, live: LiveSessions, endings: Endings, groups: Groups) -> None:
-    handlers = _Handlers(live, endings, groups)
+def add_session_routes(
+    app: web.Application, live: LiveSessions, endings: Endings, groups: Groups, pinning: Pinning
+) -> None:
+    handlers = _Handlers(live, endings, groups, pinning)
     app.router.add_post("/sessions", handlers.create)
     app.router.add_get("/sessions/{sid}", handlers.show)
     app.router.add_post("/sessions/{sid}/finish", handlers.finish)
@@ -69,8 +72,8 @@ def add_session_routes(app: web.Application, live: LiveSessions, endings: Ending
 
 
 class _Handlers:
-    def __init__(self, live: LiveSessions, endings: Endings, groups: Groups) -> None:
-        self._live, self._endings, self._groups = live, endings, groups
+    def __init__(self, live: LiveSessions, endings: Endings, groups: Groups, pinning: Pinning) -> None:
+        self._live, self._endings, self._groups, self._pinning = live, endings, groups, pinning
 
     async def create(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -82,7 +85,7 @@ class _Handlers:
         return web.json_response({"session_id": name, "base_url": _base_url(request, name), "api_key": key})
 
     async def show(self, request: web.Request) -> web.Response:
-        return web.json_response(_summary(self._live.get(_session_id(request))))
+        return web.json_response(self._summary(self._live.get(_session_id(request))))
 
     async def finish(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -91,7 +94,7 @@ class _Handlers:
         note(state, Given(None, wanted.turns, wanted.leaves))
         if wanted.reward is None:
             self._endings.finish_unrewarded(state.session_id, wanted.status, wanted.metrics)
-            return web.json_response(_summary(state))
+            return web.json_response(self._summary(state))
         leaves = await self._endings.finish(state.session_id, wanted.reward, wanted.status, wanted.metrics)
         return web.json_response(
             {
@@ -107,6 +110,10 @@ class _Handlers:
                 "evidence": sorted({s.evidence for leaf in leaves for s in leaf.segments}),
             }
         )
+
+    def _summary(self, state: SessionState) -> dict[str, object]:
+        """`version_pinned`: whether relays keep its version for it; null for one that takes others, too."""
+        return _summary(state, state.version in self._pinning.pinned if state.insists else None)
 
     async def reward(self, request: web.Request) -> web.Response:
         """While it lives, or within the window after its finish and before a trainer has it."""
@@ -157,7 +164,7 @@ def _session_id(request: web.Request) -> SessionId:
     return SessionId(name)
 
 
-def _summary(state: SessionState) -> dict[str, object]:
+def _summary(state: SessionState, pinned: bool | None) -> dict[str, object]:
     return {
         "session_id": state.session_id,
         "group_id": state.spec.group_id,
@@ -166,6 +173,7 @@ def _summary(state: SessionState) -> dict[str, object]:
         "running": len(state.running),
         "version": state.version,
         "on_version_loss": state.spec.on_version_loss,
+        "version_pinned": pinned,
         "version_changes": [msgspec.to_builtins(change) for change in state.version_changes],
         "engine": state.engine,
         "turns": state.turns,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gateway.core.curves import DecodeCurve, KvCeiling
+from gateway.core.keeping import KeptVersions
 from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version
 
 Mode = Literal["barrier", "drain", "repack", "inflight"]
@@ -54,6 +55,7 @@ class FleetConfig:
     staleness_max: int = 4
     strict_sessions_min: int = 1  # strict sessions that wait for a version before it is loaded again,
     strict_tokens_min: int = 16_384  # or tokens of theirs
+    pinned_versions_max: int = 4  # kept by relays for sessions that insist on them
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class EngineState:
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
     available: Version = NO_VERSION  # newest version that its host's relay holds
+    loadable: frozenset[Version] | None = frozenset()  # all that it holds; None: it has not told yet
     loading: Version = NO_VERSION  # while it refreshes
     refresh_not_before: float = 0.0  # a load failed: the next try waits
     load_failures: int = 0  # in a row, of one version
@@ -184,7 +187,16 @@ class FleetState:
     group_versions: dict[GroupId, Version] = field(default_factory=dict)
     newest: Version = NO_VERSION  # newest sealed
     insisted: Mapping[Version, Wanted] = field(default_factory=dict)  # by waiting turns that take no other
-    gone: set[Version] = field(default_factory=set)  # asked of relays in vain: retired
+    kept: KeptVersions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = KeptVersions(self.config.pinned_versions_max)
+
+    def gone(self, version: Version) -> bool:
+        """No engine could load it: each one's relay has told what it holds, and none has it."""
+        if not any(e.available for e in self.engines.values()):
+            return False  # engines that have relays may still join
+        return all(e.loadable is not None and version not in e.loadable for e in self.engines.values())
 
     def sorted_engines(self) -> list[EngineState]:
         return [self.engines[name] for name in sorted(self.engines)]
@@ -295,12 +307,12 @@ class FleetState:
         need, c = self.insisted[version], self.config
         coming = any(e.status == "refreshing" and e.loading == version for e in self.engines.values())
         pays = need.sessions >= c.strict_sessions_min or need.tokens >= c.strict_tokens_min
-        if coming or not pays or version in self.gone or self.serving(version):
+        if coming or not pays or self.serving(version):
             return None
         free = [
             e
             for e in self.sorted_engines()
-            if e.status == "serving" and e.available and not e.turns and now >= e.refresh_not_before
+            if e.status == "serving" and version in (e.loadable or ()) and not e.turns and now >= e.refresh_not_before
         ]
         free = [e for e in free if not self._held(e, now)]
         if not free:

@@ -69,20 +69,20 @@ class Refusals:
     Without it a queue of n costs n decisions whenever anything changes.
     """
 
-    _told: dict[tuple[str, bool], tuple[int, Wait]] = field(default_factory=dict)
+    _told: dict[tuple[str, bool, bool], tuple[int, Wait]] = field(default_factory=dict)
 
     def told(self, demand: Demand, fleet: FleetState) -> Wait | None:
         """The refusal that holds for this one, too; None when it has to be asked for."""
         spec = demand.session.spec
         if demand.session.version is not None or spec.group_id in fleet.group_versions:
             return None
-        tokens, wait = self._told.get((spec.split, spec.train), (0, None))
+        tokens, wait = self._told.get((spec.split, spec.train, demand.session.insists), (0, None))
         return wait if demand.prompt_tokens >= tokens else None
 
     def note(self, demand: Demand, fleet: FleetState, wait: Wait) -> None:
         spec = demand.session.spec
         if demand.session.version is None and spec.group_id not in fleet.group_versions:
-            self._told[spec.split, spec.train] = (demand.prompt_tokens, wait)
+            self._told[spec.split, spec.train, demand.session.insists] = (demand.prompt_tokens, wait)
 
 
 def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
@@ -116,6 +116,7 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
         session.version_changes.append(change)
     session.version = engine.version
     session.engine = engine.name
+    fleet.kept.note(session.session_id, session.version if session.insists else None)
     if not session.spec.ephemeral:
         fleet.session_versions[session.session_id] = engine.version
 
@@ -134,8 +135,8 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
         chosen = _choose(staying, demand, fleet) or _choose(usable, demand, fleet)
         return chosen or Wait(f"engines of version {version} are full")
     session, lost = demand.session, f"no engine serves version {version}"
-    if session.awaits_its_version or session.spec.on_version_loss == "strict":
-        if version in fleet.gone:
+    if session.insists:
+        if fleet.gone(version):
             return Lost(f"{lost}, and no relay holds it any more")
         return Wait(f"{lost}: it is loaded when an engine is free")
     if session.spec.on_version_loss == "fail":
@@ -154,8 +155,7 @@ def wanted_versions(waiting: Iterable[Demand]) -> dict[Version, Wanted]:
     sessions: dict[Version, dict[SessionId, int]] = {}
     for demand in waiting:
         session, version = demand.session, demand.session.version
-        insists = session.awaits_its_version or session.spec.on_version_loss == "strict"
-        if version is not None and insists:
+        if version is not None and session.insists:
             sessions.setdefault(version, {})[session.session_id] = demand.prompt_tokens
     return {version: Wanted(len(of), sum(of.values())) for version, of in sessions.items()}
 
@@ -169,6 +169,10 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
         return Wait(reason, admission.next_batch_s)
     open_ = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open]
+    if demand.session.insists:
+        full, open_ = bool(open_), [e for e in open_ if fleet.kept.room_for(e.version)]
+        if full and not open_:
+            return Wait(fleet.kept.full)
     for version in sorted({e.version for e in open_}, reverse=True):
         chosen = _choose([e for e in open_ if e.version == version], demand, fleet)
         if chosen is not None:

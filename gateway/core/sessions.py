@@ -134,6 +134,11 @@ class SessionState:
         """It begins under the version it names, or not at all."""
         return self.spec.version is not None and not self.turns and not self.version_changes
 
+    @property
+    def insists(self) -> bool:
+        """It goes on under its version, or waits for it."""
+        return self.awaits_its_version or self.spec.on_version_loss == "strict"
+
     def check_open(self) -> None:
         """Raises Conflict or OutOfCapacity when a turn cannot begin now."""
         if self.phase != "live":

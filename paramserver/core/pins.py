@@ -1,17 +1,21 @@
 """Pins: who uses which version here, until when.
 
-Invariants: a pin that lapsed stays lapsed; it can be neither renewed nor released as if it had held.
+Invariants:
+- a pin that lapsed stays lapsed; it can be neither renewed nor released as if it had held;
+- a pin for the fleet (`copies`) gives way to a version that finds no other room, the oldest first; no other does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from protos.errors import InvalidRequest, NotFound, OutOfCapacity
 
 TTL_MAX_S = 3600.0
 PINS_MAX = 4096  # bounds what careless holders can leave behind
+COPIES_MAX = 64  # of one version, kept for the fleet: more relays than any fleet needs to lose at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class Pin:
     holder: str
     ttl_s: float
     expires_at: float
+    copies: int = 0  # for the fleet: so many relays keep the version, this one among them
 
 
 class Pins:
@@ -32,20 +37,25 @@ class Pins:
     def __init__(self) -> None:
         self._pins: dict[str, Pin] = {}
 
-    def add(self, lease_id: str, model: str, version: int, holder: str, ttl_s: float, now: float) -> Pin:
+    def add(
+        self, lease_id: str, model: str, version: int, holder: str, ttl_s: float, now: float, copies: int = 0
+    ) -> Pin:
         if not 0 < ttl_s <= TTL_MAX_S:
             raise InvalidRequest(f"ttl_s is {ttl_s}", hint=f"give more than 0 and at most {TTL_MAX_S:g} seconds")
+        if not 0 <= copies <= COPIES_MAX:
+            raise InvalidRequest(f"copies is {copies}", hint=f"give 0 to {COPIES_MAX}")
         if not holder:
             raise InvalidRequest("a pin without a holder", hint="say who acquires, as status pages show it")
         if len(self._pins) >= PINS_MAX:
             raise OutOfCapacity(f"{PINS_MAX} pins are held on this relay", hint="release what is no longer used")
-        pin = Pin(lease_id, model, version, holder, ttl_s, now + ttl_s)
+        pin = Pin(lease_id, model, version, holder, ttl_s, now + ttl_s, copies)
         self._pins[lease_id] = pin
         return pin
 
-    def renew(self, lease_id: str, now: float) -> None:
+    def renew(self, lease_id: str, now: float) -> Pin:
         pin = self._live(lease_id, now)
         self._pins[lease_id] = replace(pin, expires_at=now + pin.ttl_s)
+        return pin
 
     def release(self, lease_id: str, now: float) -> Pin:
         pin = self._live(lease_id, now)
@@ -53,13 +63,13 @@ class Pins:
         return pin
 
     def _live(self, lease_id: str, now: float) -> Pin:
-        self.expire(now)
-        if lease_id not in self._pins:
+        pin = self._pins.get(lease_id)
+        if pin is None or pin.expires_at <= now:
             raise NotFound(
                 f"lease {lease_id} is not held: it lapsed or was released",
                 hint="what was loaded under it does not count; acquire again and renew within ttl_s",
             )
-        return self._pins[lease_id]
+        return pin
 
     def expire(self, now: float) -> list[Pin]:
         """Removes and returns the pins whose time is over."""
@@ -72,5 +82,28 @@ class Pins:
         """Pins per version of one model."""
         return Counter(pin.version for pin in self._pins.values() if pin.model == model)
 
+    def give_way(self, retained: Collection[tuple[str, int]]) -> list[Pin]:
+        """Takes the pins off one version that only pins for the fleet keep here, and returns them; the oldest first.
+
+        `retained`: versions that would be kept without any pin.
+        """
+        hard = {(pin.model, pin.version) for pin in self._pins.values() if not pin.copies}
+        for pin in self._pins.values():
+            of = (pin.model, pin.version)
+            if pin.copies and of not in hard and of not in retained:
+                gone = [other for other in self._pins.values() if (other.model, other.version) == of]
+                for other in gone:
+                    del self._pins[other.lease_id]
+                return gone
+        return []
+
     def all(self) -> list[Pin]:
         return sorted(self._pins.values(), key=lambda pin: (pin.model, pin.version, pin.holder))
+
+
+def keepers(pinned: Mapping[str, int], holders: Collection[str]) -> list[str]:
+    """Which of a version's `holders` keep it for the fleet: those with a pin of their own, then others by name, until
+    the most copies asked for are kept. `pinned`: copies by the relay that has the pin, which may have died since."""
+    own = sorted(holder for holder in holders if holder in pinned)
+    others = sorted(holder for holder in holders if holder not in pinned)
+    return [*own, *others[: max(0, max(pinned.values(), default=0) - len(own))]]

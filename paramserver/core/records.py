@@ -123,6 +123,13 @@ class Member(msgspec.Struct, frozen=True):
     transport: str = "tcp"  # what it moves bytes with where the other side does too
 
 
+class FleetPin(msgspec.Struct, frozen=True):
+    """A version is to be kept by `copies` relays; `relay` has the pin, and is one of them as long as it lives."""
+
+    relay: str
+    copies: int
+
+
 class Holding(msgspec.Struct, frozen=True):
     """How a version came to a relay: from whom, how fast one stripe was while bytes were there to come (0: not by a
     hop, or too few), over how many stripes, how long the network's round trip took, and what moved the bytes."""

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from paramserver.core.chain import Place
-from paramserver.core.records import Announced, Ended, Epoch, Holding, Master, Member, Plan, Sealed
+from paramserver.core.records import Announced, Ended, Epoch, FleetPin, Holding, Master, Member, Plan, Sealed
 
 ROOT = "/laminar/"
 STORE = ROOT + "store"
@@ -22,6 +22,7 @@ _MEMBERS = ROOT + "members/"
 _MODELS = ROOT + "models/"
 _HOLDERS = ROOT + "holders/"
 _SPILLED = ROOT + "spilled/"
+_PINS = ROOT + "pins/"
 ENGINES = ROOT + "engines/"
 """Written by relays, read by gateways: no relay needs to know of another's engines."""
 
@@ -59,6 +60,11 @@ def holder_key(model: str, version: int, relay: str) -> str:
 def spilled_key(model: str, version: int, relay: str) -> str:
     """A relay can read the version back from its disk, though it may not hold it in memory."""
     return f"{_SPILLED}{model}/{version:016d}/{relay}"
+
+
+def pin_key(model: str, version: int, lease_id: str) -> str:
+    """On a lease of its own: it outlives the relay that wrote it, for its holder has to pin elsewhere first."""
+    return f"{_PINS}{model}/{version:016d}/{lease_id}"
 
 
 def engine_key(name: str) -> str:
@@ -143,11 +149,19 @@ class View:
     masters: dict[str, MasterSeen] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
+    pins: dict[tuple[str, int], dict[str, FleetPin]] = field(default_factory=dict)  # for the fleet; by lease id
     _raw: dict[str, tuple[bytes, int]] = field(default_factory=dict)
 
     def places(self) -> dict[str, Place]:
         """Every live relay that stays, and where it is."""
         return {name: Place(member.zone, member.rack) for name, member in self.members.items() if not member.draining}
+
+    def pinned(self, model: str, version: int) -> dict[str, int]:
+        """Copies that pins ask the fleet to keep, by the relay that has the pin."""
+        copies: dict[str, int] = {}
+        for pin in self.pins.get((model, version), {}).values():
+            copies[pin.relay] = max(pin.copies, copies.get(pin.relay, 0))
+        return copies
 
     def knows(self, key: str) -> bool:
         """Whether the registry has the key, as far as this relay has seen."""
@@ -191,6 +205,9 @@ class View:
         elif key.startswith(_SPILLED):
             model, version, relay = key.removeprefix(_SPILLED).split("/")
             yield SpilledFact(model, int(version), relay, present=True)
+        elif key.startswith(_PINS):
+            model, version, lease_id = key.removeprefix(_PINS).split("/")
+            self.pins.setdefault((model, int(version)), {})[lease_id] = msgspec.json.decode(value, type=FleetPin)
         elif key.startswith(_MODELS):
             model, *rest = key.removeprefix(_MODELS).split("/")
             self.models.add(model)
@@ -219,6 +236,12 @@ class View:
         elif key.startswith(_SPILLED):
             model, version, relay = key.removeprefix(_SPILLED).split("/")
             yield SpilledFact(model, int(version), relay, present=False)
+        elif key.startswith(_PINS):
+            model, version, lease_id = key.removeprefix(_PINS).split("/")
+            of = self.pins[model, int(version)]
+            del of[lease_id]
+            if not of:
+                del self.pins[model, int(version)]
         elif key.startswith(_MODELS) and key.endswith("/master"):
             model = key.removeprefix(_MODELS).split("/")[0]
             self.masters.pop(model, None)

@@ -34,9 +34,17 @@ class FakeRelay(pb_grpc.RelayServicer):
     async def Versions(self, request: pb.VersionsRequest, context: Any) -> pb.VersionsReply:  # noqa: N802
         return pb.VersionsReply(versions=map(self._sealed, self.versions))
 
+    def retire(self, version: int) -> None:
+        self.versions.remove(version)
+        self._changed.set()
+
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.VersionEvent]:  # noqa: N802
+        told: set[int] = set()
         while True:
             self._changed.clear()
+            for version in sorted(told - set(self.versions)):
+                yield pb.VersionEvent(kind="retired", version=self._sealed(version))
+            told = set(self.versions)
             for version in self.versions:
                 yield pb.VersionEvent(kind="available", version=self._sealed(version))
             await self._changed.wait()
@@ -45,11 +53,16 @@ class FakeRelay(pb_grpc.RelayServicer):
         version = request.version if request.HasField("version") else self.versions[-1]
         if version not in self.versions:
             await grpc_errors.abort(context, NotFound(f"version {version} is not here"))
-        self.leases.append(f"{request.holder}@{version}")
+        self.leases.append(f"{request.holder}@{version}" + f"x{request.copies}" * bool(request.copies))
         path, digest = f"/snapshots/{version}", f"d{version}"
         return pb.Lease(
             lease_id=self.leases[-1], model=MODEL, version=version, path=path, root_digest=digest, ttl_s=60.0
         )
+
+    async def Renew(self, request: pb.LeaseRequest, context: Any) -> pb.RenewReply:  # noqa: N802
+        if request.lease_id not in self.leases:
+            await grpc_errors.abort(context, NotFound(f"lease {request.lease_id} is not held"))
+        return pb.RenewReply()
 
     async def Release(self, request: pb.LeaseRequest, context: Any) -> pb.ReleaseReply:  # noqa: N802
         self.leases.remove(request.lease_id)

@@ -369,10 +369,13 @@ class PinStatus(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     holder: _builtins.str
     expires_in_s: _builtins.float
+    copies: _builtins.int
+    """of a pin for the fleet"""
     def __init__(
         self,
         *,
@@ -380,10 +383,11 @@ class PinStatus(_message.Message):
         version: _builtins.int = ...,
         holder: _builtins.str = ...,
         expires_in_s: _builtins.float = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in_s", b"expires_in_s", "holder", b"holder", "model", b"model", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "expires_in_s", b"expires_in_s", "holder", b"holder", "model", b"model", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -479,11 +483,16 @@ class AcquireRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """absent: the newest held here"""
     holder: _builtins.str
     ttl_s: _builtins.float
+    copies: _builtins.int
+    """0: a pin on this relay, which holds whatever comes. More: a pin for the fleet. So many relays keep the version, this
+    one among them, until it lapses or a version that finds no other room takes its place.
+    """
     def __init__(
         self,
         *,
@@ -491,10 +500,11 @@ class AcquireRequest(_message.Message):
         version: _builtins.int | None = ...,
         holder: _builtins.str = ...,
         ttl_s: _builtins.float = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "holder", b"holder", "model", b"model", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "copies", b"copies", "holder", b"holder", "model", b"model", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

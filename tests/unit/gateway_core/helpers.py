@@ -11,7 +11,7 @@ from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
 
 
 def engine(name: str = "e0", version: int = 1, turns: Sequence[int] = (), **fields: Any) -> EngineState:
-    """A serving engine with one turn of so many tokens for each of `turns`; its host has nothing newer."""
+    """A serving engine with one turn of so many tokens for each of `turns`; its host has it and all before it."""
     state = EngineState(EngineName(name), "vllm", f"http://{name}")
     state.status, state.version, state.available, state.kv_capacity_tokens = "serving", Version(version), version, 1000  # type: ignore[assignment]
     for i, tokens in enumerate(turns):
@@ -20,6 +20,8 @@ def engine(name: str = "e0", version: int = 1, turns: Sequence[int] = (), **fiel
     for field, value in fields.items():
         assert hasattr(state, field), field
         setattr(state, field, value)
+    if "loadable" not in fields:
+        state.loadable = frozenset(Version(v) for v in range(1, state.available + 1))
     return state
 
 

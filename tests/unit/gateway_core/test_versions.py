@@ -6,9 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.core.fleet import FleetState, Wanted
-from gateway.core.scheduler import Admission, Demand, Lost, Placement, Wait, admit, place, wanted_versions
+from gateway.core.keeping import KeptVersions
+from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SamplingParams, SessionId, TurnId, TurnRecord, TurnRequest, Version
 from tests.unit.gateway_core.helpers import engine, fleet, session
@@ -57,7 +60,7 @@ def test_strict_and_a_session_that_names_its_version_wait_for_it(demand: Demand)
     assert isinstance(outcome, Wait)
     assert "version 1: it is loaded when an engine is free" in outcome.reason
     assert wanted_versions([demand]) == {1: Wanted(1, 100)}
-    state.gone.add(Version(1))
+    state.engines[EngineName("e0")].loadable = frozenset({Version(2)})
     outcome = place(demand, state, FREE)
     assert isinstance(outcome, Lost)
     assert "no relay holds it" in outcome.reason
@@ -110,12 +113,76 @@ def test_what_keeps_an_engine_from_loading_it(why: str) -> None:
     state = wanting(fleet(engine("e0", 3)))
     [only] = state.engines.values()
     if why == "no relay":
-        only.available = Version(0)
+        only.available, only.loadable = Version(0), frozenset()
     elif why == "it failed just now":
         only.refresh_not_before = 2000.0
     else:
-        state.gone.add(Version(1))
+        only.loadable = frozenset({Version(3)})
     assert decided(state) == []
+
+
+def test_a_version_is_gone_only_when_no_host_has_it() -> None:
+    """One host's relay retired it: engines of the others load it."""
+    state = wanting(fleet(engine("e0", 3, loadable=frozenset({Version(3)})), engine("e1", 3)))
+    assert not state.gone(Version(1))
+    assert decided(state) == [("e1", 1)], "not the first by name: its host has not got it"
+    state.engines[EngineName("e1")].loadable = None
+    assert not state.gone(Version(1)), "that relay has not told yet"
+    state.engines[EngineName("e1")].loadable = frozenset()
+    assert state.gone(Version(1))
+    assert not fleet().gone(Version(1)), "engines may join"
+
+
+def test_strict_sessions_begin_on_as_many_versions_as_relays_keep() -> None:
+    state = fleet(engine("e0", 3, intake_open=True), engine("e1", 2, intake_open=True), pinned_versions_max=1)
+    first = Demand(session("first", on_version_loss="strict"), 10)
+    outcome = place(first, state, FREE)
+    assert isinstance(outcome, Placement)
+    admit(outcome, first, state)
+    assert state.kept.versions() == [3]
+    e0 = state.engines[EngineName("e0")]
+    e0.intake_open = False
+    second = Demand(session("second", on_version_loss="strict"), 10)
+    outcome = place(second, state, FREE)
+    assert isinstance(outcome, Wait)
+    assert "insist on versions 3 already, and at most 1 are kept" in outcome.reason
+    assert isinstance(place(Demand(session("other"), 10), state, FREE), Placement), "it insists on nothing"
+    told = Refusals()
+    told.note(second, state, outcome)
+    assert told.told(Demand(session("other"), 10), state) is None
+    assert told.told(Demand(session("third", on_version_loss="strict"), 10), state) is outcome
+    state.kept.note(first.session.session_id, None)
+    assert isinstance(place(second, state, FREE), Placement)
+
+
+def test_a_session_that_named_its_version_lets_go_of_it_once_it_began_unless_it_is_strict() -> None:
+    for policy, kept in (("segment", []), ("strict", [1])):
+        state, demand = fleet(engine("e0", 1)), pinned(1, policy)
+        state.kept.note(demand.session.session_id, Version(1))
+        request = TurnRequest(TurnId("t0"), demand.session.session_id, 0, (1,), SamplingParams(max_tokens=1))
+        demand.session.begin_turn(request, 1.0)
+        demand.session.end_turn(TurnRecord(request, [2], [-1.0], [], "stop"), 2.0)
+        outcome = place(demand, state, FREE)
+        assert isinstance(outcome, Placement)
+        admit(outcome, demand, state)
+        assert state.kept.versions() == kept
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 6)), max_size=40), st.integers(0, 3))
+def test_kept_versions_are_bounded_and_end_with_their_sessions(
+    notes: list[tuple[str, int | None]], versions_max: int
+) -> None:
+    kept, model = KeptVersions(versions_max), dict[str, int]()
+    for name, version in notes:
+        kept.note(SessionId(name), None if version is None else Version(version))
+        model.pop(name, None)
+        if version:
+            model[name] = version
+        assert len(kept.versions()) == min(versions_max, len(set(model.values())))
+        assert set(kept.versions()) <= set(model.values())
+        for wanted in range(7):
+            fits = not wanted or wanted in model.values() or len(set(model.values())) < versions_max
+            assert kept.room_for(Version(wanted)) is fits
 
 
 def test_when_nobody_needs_it_any_more_the_engine_goes_back_to_the_newest() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet import FleetConfig, FleetState
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SamplingParams, SessionId, TokenDelta, TurnId, TurnRequest
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
@@ -104,9 +104,10 @@ async def shell(
         await buffer.open()
         store = SessionStore(database)
         await store.open()
-        live = LiveSessions(settings, store, timeline)
+        state = FleetState(settings.fleet)
+        live = LiveSessions(settings, state, store, timeline)
         trainer = Trainer(settings, live, buffer)
-        made = Fleet(settings, timeline, trainer.admission)
+        made = Fleet(settings, state, timeline, trainer.admission)
         sessions = Sessions(
             settings, live, made, trainer, pool=pool, store=store, timeline=timeline, context_tokens=lambda: 4096
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paramserver.core.pins import PINS_MAX, Pins
+from paramserver.core.pins import COPIES_MAX, PINS_MAX, Pins, keepers
 from protos.errors import InvalidRequest, NotFound, OutOfCapacity
 
 
@@ -48,3 +50,36 @@ def test_pins_are_bounded_and_need_a_holder() -> None:
         pins.add(str(number), "policy", 1, "engine", 1.0, now=0.0)
     with pytest.raises(OutOfCapacity, match="pins are held"):
         pins.add("one more", "policy", 1, "engine", 1.0, now=0.0)
+
+
+def test_only_pins_for_the_fleet_give_way_the_oldest_version_first() -> None:
+    pins = Pins()
+    pins.add("loading", "policy", 2, "engine", 60.0, now=0.0, copies=0)
+    for number, version in enumerate((2, 5, 3, 5)):
+        pins.add(f"fleet-{number}", "policy", version, "gateway", 60.0, now=1.0, copies=2)
+    pins.renew("fleet-1", now=2.0)
+    assert [p.lease_id for p in pins.give_way({("policy", 9)})] == ["fleet-1", "fleet-3"], "2 is being loaded"
+    assert [p.version for p in pins.give_way({("policy", 3)})] == [], "3 stays anyway: it would free nothing"
+    assert [p.version for p in pins.give_way(())] == [3]
+    assert pins.give_way(()) == []
+    assert pins.counts("policy") == {2: 2}
+
+
+@pytest.mark.parametrize("copies", [-1, COPIES_MAX + 1])
+def test_copies_out_of_range_are_refused(copies: int) -> None:
+    with pytest.raises(InvalidRequest, match="copies is"):
+        Pins().add("x", "policy", 1, "engine", 1.0, now=0.0, copies=copies)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 4), max_size=3), st.frozensets(st.sampled_from("abcdef"))
+)
+def test_enough_holders_keep_a_version_and_whoever_has_the_pin_is_one(
+    pinned: dict[str, int], holders: frozenset[str]
+) -> None:
+    keep = keepers(pinned, holders)
+    assert sorted(keep) == sorted(set(keep) & holders)
+    assert holders & pinned.keys() <= set(keep)
+    wanted = max(max(pinned.values(), default=0), len(holders & pinned.keys()))
+    assert len(keep) == min(wanted, len(holders))
+    assert keepers(pinned, set(keep)) == keep, "when all others have gone, the same stay"

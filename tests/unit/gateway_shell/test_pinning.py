@@ -1,0 +1,87 @@
+"""Versions of strict sessions are pinned at relays: leases, bounded, renewed, and said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.core.fleet import FleetConfig
+from gateway.core.types import Version
+from gateway.pinning import TTL_S
+from protos.errors import OutOfCapacity
+from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.fake_relay import FakeRelay, relay
+from tests.unit.gateway_shell.shell import Shell, read, shell
+from tests.unit.gateway_shell.test_versions import serve
+
+
+@asynccontextmanager
+async def one_engine(directory: Path, **fleet: Any) -> AsyncIterator[tuple[Shell, FakeRelay, CuttingEngine]]:
+    settings = FleetConfig(version_hold_s=0.0, **fleet)
+    async with (
+        relay() as (holder, address),
+        CuttingEngine("e0") as e0,
+        shell(directory, e0, relay=address, fleet=settings, queue_timeout_s=0.3) as found,
+    ):
+        await serve(found, holder, 1, e0)
+        yield found, holder, e0
+
+
+async def test_a_strict_sessions_version_is_pinned_for_the_fleet_until_it_ends(tmp_path: Path) -> None:
+    async with one_engine(tmp_path) as (found, holder, e0):
+        strict, other = found.session(on_version_loss="strict"), found.session()
+        await read(found.run(other))
+        await read(found.run(strict))
+        await until(lambda: holder.leases == ["gateway/sessions@1x2"], "its pin, for two copies")
+        await serve(found, holder, 2, e0)
+        await found.endings.abandon(other.session_id, "over")
+        await found.fleet.pinning.look(time.monotonic())
+        assert holder.leases == ["gateway/sessions@1x2"], "one engine serves version 2 now, and the pin stays"
+        await found.endings.finish(strict.session_id, 1.0, "completed", {})
+        await until(lambda: holder.leases == [], "nobody needs it any more")
+
+
+async def test_no_strict_session_begins_beyond_the_bound_and_is_told_why(tmp_path: Path) -> None:
+    async with one_engine(tmp_path, pinned_versions_max=1) as (found, holder, e0):
+        await read(found.run(found.session(on_version_loss="strict")))
+        await serve(found, holder, 2, e0)
+        with pytest.raises(OutOfCapacity, match="insist on versions 1 already, and at most 1 are kept for them"):
+            found.session(version=Version(2), on_version_loss="strict")
+        with pytest.raises(OutOfCapacity, match=r"within 0\.3 s: sessions insist on versions 1 already"):
+            await read(found.run(found.session(on_version_loss="strict")))
+        await read(found.run(found.session()))
+        found.session(version=Version(1), on_version_loss="strict")
+
+
+async def test_a_pin_that_was_taken_away_is_made_again_and_the_timeline_says_so(tmp_path: Path) -> None:
+    async with one_engine(tmp_path) as (found, holder, _):
+        await read(found.run(found.session(on_version_loss="strict")))
+        await until(lambda: bool(found.fleet.pinning.pinned), "its pin")
+        holder.leases.clear()
+        await found.fleet.pinning.look(time.monotonic() + TTL_S / 2)
+        assert holder.leases == ["gateway/sessions@1x2"]
+        holder.leases.clear()
+        holder.retire(1)
+        await until(lambda: not found.fleet.relays.holders(Version(1)), "the relay told that it is gone")
+        await found.fleet.pinning.look(time.monotonic() + TTL_S)
+        assert found.fleet.pinning.pinned == {}
+        told = [e.fields["state"] for e in found.timeline.read()[1] if e.kind == "pin"]
+        assert told == ["pinned", "lost", "pinned", "lost"]
+
+
+async def test_a_restarted_gateway_pins_the_versions_of_its_sessions(tmp_path: Path) -> None:
+    async with relay() as (holder, address), CuttingEngine("e0") as e0:
+        fleet = FleetConfig(version_hold_s=0.0)
+        async with shell(tmp_path, e0, relay=address, fleet=fleet) as found:
+            await serve(found, holder, 1, e0)
+            await read(found.run(found.session("s", on_version_loss="strict")))
+            await until(lambda: bool(found.fleet.pinning.pinned), "its pin")
+        assert holder.leases == ["gateway/sessions@1x2"], "for the next life"
+        holder.leases.clear()
+        async with shell(tmp_path, e0, relay=address, fleet=fleet) as found:
+            await until(lambda: holder.leases == ["gateway/sessions@1x2"], "its pin again")
