@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from tests.bench.figures import Figure, keep, show
 
 PARTS = {
+    "request": "tests.bench.gateway.request",
     "cpu": "tests.bench.gateway.cpu",
     "streams": "tests.bench.gateway.streams",
     "prefix": "tests.bench.gateway.prefix",

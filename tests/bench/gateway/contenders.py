@@ -13,9 +13,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -66,7 +67,9 @@ def environment() -> Environment:
 @contextlib.contextmanager
 def mock_engines(num: int, *, rate: float, cache_tokens: int = 0) -> Iterator[list[str]]:
     """Addresses of `num` mock engines that share a process."""
-    arguments = ["--engines", str(num), "--rate", str(rate), "--cache-tokens", str(cache_tokens)]
+    arguments = ["--engines", str(num), "--rate", str(rate)]
+    if cache_tokens:
+        arguments += ["--cache-tokens", str(cache_tokens), "--tokenizer", str(tiny_model())]
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.bench.gateway.mock_engine", *arguments],
         stdout=subprocess.PIPE,
@@ -83,14 +86,19 @@ def mock_engines(num: int, *, rate: float, cache_tokens: int = 0) -> Iterator[li
 
 @contextlib.contextmanager
 def contenders(
-    names: Sequence[str], engines: Sequence[str], *, gateway: Sequence[str] = (), policy: str = "round_robin"
+    names: Sequence[str],
+    engines: Sequence[str],
+    *,
+    gateway: Sequence[str] = (),
+    each: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    policy: str = "round_robin",
 ) -> Iterator[dict[str, Contender]]:
-    """Those named, up and answering; `gateway` adds options to this project's own."""
+    """Those named, up and answering; `gateway` adds options to this project's own, `each` to those of one name."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-bench-")))
         found = {}
         for name in names:
-            found[name] = start(name, engines, directory, gateway, policy)
+            found[name] = start(name, engines, directory, [*gateway, *each.get(name, ())], policy)
             stack.callback(found[name].close)
         yield found
 
@@ -126,7 +134,7 @@ def _command(
     binaries = environment().python.parent
     if name == "httpx":
         script = [str(binaries / "python"), str(HERE / "peers" / "httpx_style.py")]
-        return [*script, "--port", str(port), "--vocabulary", str(_vocabulary(directory)), *engines]
+        return [*script, "--port", str(port), *engines]
     options = ["--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--log-level", "warn"]
     if name == "sglang":
         metrics = ["--prometheus-port", str(_free_port())]
@@ -142,16 +150,6 @@ def _ours(engines: Sequence[str], port: int, data: Path) -> list[str]:
     limits = ["--max-running", "4096", "--intake-batch", "1000000", "--queue-max", "65536", "--log-level", "warning"]
     where = ["--port", str(port), "--data", str(data), "--tokenizer", str(tiny_model())]
     return [sys.executable, "-m", "gateway", "serve", "--model", MODEL, *named, *limits, *where]
-
-
-def _vocabulary(directory: Path) -> Path:
-    """Text by token id, for who has no tokenizer."""
-    from gateway.tokens import Codec
-
-    codec = Codec.load(tiny_model())
-    path = directory / "vocabulary.json"
-    path.write_text(json.dumps([codec.token_bytes(i).decode("utf-8", "replace") for i in range(codec.vocab_size)]))
-    return path
 
 
 def _wait_until_it_answers(contender: Contender) -> None:

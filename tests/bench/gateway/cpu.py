@@ -1,11 +1,9 @@
-"""Processor time of the gateway against the Rust routers', per request, per event and per token.
+"""Processor time of the gateway's token path against the Rust routers', per streamed event and per token.
 
 Method. All contenders run at once in front of the same mock engines, and take turns: in every round each gets the same
 load from the same client, and the processor time of all its processes and threads is read from their own clocks. A
 round's ratio is ours over the better router's of that round; the figure is the median of the rounds' ratios.
 
-- request: whole answers of 64 tokens to chats of 2 KiB. The routers relay the body; the gateway also renders the
-  template, tokenises, streams from the engine, records ids and logprobs on disk, and makes the text.
 - event: streams of one token per event at 50 tokens/s, text to the client. The routers relay; the gateway asks the
   engine for ids and logprobs beside the text, records them on disk, and makes the text from the ids.
 - token: as before, with events of the size that the gateway itself asks engines for while 512 turns run.
@@ -23,10 +21,6 @@ from tests.bench.gateway.contenders import Contender, contenders, mock_engines
 
 NUM_ENGINES = 4
 RUST = ("sglang", "vllm")
-TEXT_2_KIB = ("What is the sum of 12 and 30? First call the calculator with the expression. " * 40)[:1950]
-ANSWER_TOKENS = 64
-REQUESTS = {"sglang": 1600, "vllm": 1600, "laminar": 800, "httpx": 240}
-CONNECTIONS = 16
 STREAM_S = 3.0
 FEW = (48, 50.0)  # streams, and tokens per second of each
 MANY = (
@@ -37,27 +31,8 @@ LONG = 30_000  # tokens: a stream that outlasts its measuring
 
 
 def run() -> Iterator[Figure]:
-    yield from per_request()
     yield from per_event()
     yield from per_token()
-
-
-def per_request() -> Iterator[Figure]:
-    body = load.chat(TEXT_2_KIB, ANSWER_TOKENS)
-    names = (*RUST, "laminar", "httpx")
-    rounds: dict[str, list[float]] = {name: [] for name in names}
-    with mock_engines(NUM_ENGINES, rate=0) as engines, contenders(names, engines) as found:
-        for at in range(ROUNDS + 1):
-            for name, contender in found.items():
-                cost = uvloop.run(load.requests(contender, body, num=REQUESTS[name], connections=CONNECTIONS))
-                if at:  # the first warms up
-                    rounds[name].append(cost.cpu_s / cost.requests * 1e6)
-    told = {"us_per_request": load.medians(rounds)}
-    what = "router CPU per non-streaming chat of 2 KiB, ours over the better Rust router's"
-    yield median("cpu_per_request_vs_rust", what, over_better(rounds, "laminar"), bar=4.0, details=told)
-    speedups = [theirs / ours for theirs, ours in zip(rounds["httpx"], rounds["laminar"], strict=True)]
-    what = "CPU per request of the same path on httpx and uvicorn, over ours"
-    yield median("httpx_style_speedup", what, speedups, bar=5.0, better="more", details=told)
 
 
 def per_event() -> Iterator[Figure]:

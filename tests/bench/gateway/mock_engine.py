@@ -2,7 +2,11 @@
 
 `python -m tests.bench.gateway.mock_engine --engines 4 --rate 50` prints their addresses as one JSON line. Every event
 is prebuilt bytes. A stream sends `stream_interval` tokens per event (the body's; 1 unless told), `--rate` tokens per
-second; rate 0 sends the whole answer at once. `GET /bench/prefix` tells how much of the prompts it had seen before.
+second, and so long a whole answer takes; rate 0 sends all at once.
+
+With `--cache-tokens` and `--tokenizer`, `GET /bench/prefix` tells how many of the prompts' tokens it had seen before. A
+text becomes ids through the chat template, and an answer's text becomes the ids again that it was made from: for who
+sends text and for who sends ids the same blocks are the same.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import uvloop
 
+from gateway.tokens import Codec
+
 MODEL = "policy"
 WORDS = (" the", " turn", " goes", " on", " where", " there", " is", " room")
 FIRST_ID, NUM_IDS = 300, 8
-BLOCK = 16  # prompt units (tokens, or characters of a text) of one block of the prefix cache
+BLOCK = 16  # tokens of one block of the prefix cache
 CONTEXT_TOKENS = 32_768
 KV_TOKENS = 100_000_000  # as told: never what limits the number of streams here
 STARTED_UNIX_S = time.time()
@@ -33,12 +40,12 @@ class PrefixCache:
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity = capacity_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
-        self.units = 0
+        self.tokens = 0
         self.hits = 0
 
-    def take(self, prompt: Sequence[int] | str, answer: Sequence[int] | str) -> None:
+    def take(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """A prompt came: counts what of it is held, then holds it, with the answer that will follow."""
-        self.units += len(prompt)
+        self.tokens += len(prompt)
         held, missed = 0, False
         for block in self._chain((*prompt, *answer)):
             missed = missed or block not in self._blocks
@@ -50,10 +57,10 @@ class PrefixCache:
             self._blocks.popitem(last=False)
 
     @staticmethod
-    def _chain(units: Sequence[object]) -> list[int]:
+    def _chain(ids: Sequence[int]) -> list[int]:
         found, last = [], 0
-        for at in range(0, len(units) - BLOCK + 1, BLOCK):
-            last = hash((last, units[at : at + BLOCK]))
+        for at in range(0, len(ids) - BLOCK + 1, BLOCK):
+            last = hash((last, ids[at : at + BLOCK]))
             found.append(last)
         return found
 
@@ -88,8 +95,12 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def whole(count: int, chat: bool) -> bytes:
-    text = "".join(WORDS[n % NUM_IDS] for n in range(count))
+def answer_ids(count: int) -> list[int]:
+    return [FIRST_ID + n % NUM_IDS for n in range(count)]
+
+
+def whole(count: int, chat: bool, codec: Codec | None) -> bytes:
+    text = "".join(WORDS[n % NUM_IDS] for n in range(count)) if codec is None else codec.decode(answer_ids(count))
     said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     usage = {"prompt_tokens": 512, "completion_tokens": count, "total_tokens": 512 + count}
@@ -108,8 +119,9 @@ DONE = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 class Engine:
     """One engine: what its connections share."""
 
-    def __init__(self, rate: float, cache_tokens: int) -> None:
+    def __init__(self, rate: float, cache_tokens: int, codec: Codec | None) -> None:
         self.rate = rate
+        self.codec = codec
         self.running = 0
         self.cache = PrefixCache(cache_tokens // BLOCK) if cache_tokens else None
 
@@ -126,7 +138,7 @@ class Engine:
             "/get_model_info": info,
             "/server_info": info,
             "/get_server_info": info,
-            "/bench/prefix": {"units": self.cache.units, "hits": self.cache.hits} if self.cache else {},
+            "/bench/prefix": {"tokens": self.cache.tokens, "hits": self.cache.hits} if self.cache else {},
         }
         if path == "/metrics":
             return self._metrics()
@@ -192,9 +204,9 @@ class Connection(asyncio.Protocol):
     def _generate(self, body: dict[str, Any], chat: bool) -> None:
         total = body.get("max_tokens") or body.get("max_completion_tokens") or 16
         if self._engine.cache is not None:
-            self._engine.cache.take(*_prompt(body, chat, total))
+            self._engine.cache.take(_prompt_ids(body, chat, self._engine.codec), answer_ids(total))
         if not body.get("stream"):
-            self._answer(whole(total, chat))
+            self._answer_whole(whole(total, chat, self._engine.codec), total)
             return
         tokens = body.get("logprobs") is not None and bool(body.get("return_token_ids"))
         interval = body.get("stream_interval") or 1
@@ -210,6 +222,18 @@ class Connection(asyncio.Protocol):
         self._due = self._loop.time()
         self._sent, self._total, self._interval, self._chat, self._tokens = 0, total, interval, chat, tokens
         self._timer = self._loop.call_later(0, self._decode)
+
+    def _answer_whole(self, page: bytes, total: int) -> None:
+        if self._engine.rate <= 0:
+            self._answer(page)
+            return
+        self._engine.running += 1
+        self._timer = self._loop.call_later(total / self._engine.rate, self._end_whole, page)
+
+    def _end_whole(self, page: bytes) -> None:
+        self._timer = None
+        self._engine.running -= 1
+        self._answer(page)
 
     def _decode(self) -> None:
         """One event; the first has one token, as vLLM's has."""
@@ -227,21 +251,18 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_at(self._due, self._decode)
 
 
-def _prompt(body: dict[str, Any], chat: bool, total: int) -> tuple[Sequence[int] | str, Sequence[int] | str]:
-    """Prompt and coming answer: token ids, or characters."""
-    if not chat and not isinstance(body["prompt"], str):
-        return body["prompt"], [FIRST_ID + n % NUM_IDS for n in range(total)]
-    answer = "".join(WORDS[n % NUM_IDS] for n in range(total))
-    if not chat:
-        return body["prompt"], answer
-    return "".join(f"<{m['role']}>{m['content']}</>" for m in body["messages"]) + "<assistant>", answer
+def _prompt_ids(body: dict[str, Any], chat: bool, codec: Codec | None) -> Sequence[int]:
+    assert codec is not None, "prefixes are counted in tokens: --tokenizer"
+    if chat:
+        return codec.render(body["messages"])
+    return codec.encode(body["prompt"]) if isinstance(body["prompt"], str) else body["prompt"]
 
 
-async def serve(engines: int, rate: float, cache_tokens: int) -> None:
+async def serve(engines: int, rate: float, cache_tokens: int, codec: Codec | None) -> None:
     loop = asyncio.get_running_loop()
     servers = []
     for _ in range(engines):
-        engine = Engine(rate, cache_tokens)
+        engine = Engine(rate, cache_tokens, codec)
         servers.append(await loop.create_server(functools.partial(Connection, engine), "127.0.0.1", 0, backlog=4096))
     print(json.dumps([f"http://127.0.0.1:{s.sockets[0].getsockname()[1]}" for s in servers]), flush=True)
     await asyncio.gather(*(server.serve_forever() for server in servers))
@@ -252,8 +273,10 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--rate", type=float, default=50.0)
     parser.add_argument("--cache-tokens", type=int, default=0, help="prefix cache of each engine; 0: not counted")
+    parser.add_argument("--tokenizer", type=Path, help="directory with tokenizer.json and the chat template")
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.engines, arguments.rate, arguments.cache_tokens))
+    codec = None if arguments.tokenizer is None else Codec.load(arguments.tokenizer)
+    uvloop.run(serve(arguments.engines, arguments.rate, arguments.cache_tokens, codec))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How much of the prompts the chosen engine had seen before: a multi-turn load, and the routers' policies.
 
 Groups of sessions begin with the same prompt, as in GRPO; each session has turns whose history grows. Every mock engine
-remembers the blocks of 16 units that it was sent or said (characters for routers, which relay text; token ids for the
-gateway) and never forgets. A round's ratio is our share over the best policy's of that round.
+remembers the blocks of 16 tokens that it was sent or said, and never forgets; text that routers relay becomes tokens by
+the tokenizer that the gateway uses. A round's ratio is our share over the best policy's of that round.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run() -> Iterator[Figure]:
             rounds[name, policy].append(_share(name, policy, number))
     best = [max(rounds[policy][number] for policy in POLICIES) for number in range(ROUNDS)]
     ratios = [ours / theirs for ours, theirs in zip(rounds[OURS], best, strict=True)]
-    what = "share of prompt units found on the engine chosen, over the best of the routers' policies"
+    what = "share of prompt tokens found on the engine chosen, over the best of the routers' policies"
     told = {
         f"{name} {policy}".strip(): [round(share, 4) for share in shares] for (name, policy), shares in rounds.items()
     }
@@ -76,7 +76,7 @@ def _share(name: str, policy: str, seed: int) -> float:
     ):
         uvloop.run(_converse(found[name], random.Random(seed)))
         counted = [json.load(urllib.request.urlopen(f"{url}/bench/prefix")) for url in engines]
-    return float(sum(c["hits"] for c in counted) / sum(c["units"] for c in counted))
+    return float(sum(c["hits"] for c in counted) / sum(c["tokens"] for c in counted))
 
 
 async def _converse(contender: Contender, rng: random.Random) -> None:
