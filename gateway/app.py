@@ -103,7 +103,7 @@ async def start(config: GatewayConfig) -> Gateway:
         await buffer.open()
         store = SessionStore(database)
         await store.open()
-        state = FleetState(config.fleet)
+        state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
         live = LiveSessions(config, state, store, timeline)
         trainer = Trainer(config, live, buffer)
         fleet = Fleet(config, state, timeline, trainer.admission)

@@ -7,6 +7,7 @@ import logging
 from dataclasses import asdict
 
 from gateway.config import GatewayConfig
+from gateway.core.curves import SECONDS_PER_TOKEN
 from gateway.core.fleet import EngineState, TurnLoad
 from gateway.core.receipts import ReceiptBook
 from gateway.core.repack import EngineView, Plan, RepackConfig, SessionLoad, plan_repack, turn_load
@@ -20,9 +21,6 @@ from gateway.sessions import Sessions
 from gateway.turns import Run
 
 log = logging.getLogger(__name__)
-
-SECONDS_PER_TOKEN = 1 / 15
-"""Of one turn, before an engine's curve is known."""
 
 
 class Repacker:
@@ -60,13 +58,17 @@ class Repacker:
 
     def plan(self) -> tuple[Plan, ...]:
         """What would be done now; nothing is changed."""
-        rate = self.book.prefill_tokens_per_s(self._config.prefill_tokens_per_s)
+        rate = self._prefill_rate()
         seed = self._config.seed + self._round
         return plan_repack(self._views(), self._fleet.state.newest, RepackConfig(prefill_tokens_per_s=rate), seed=seed)
+
+    def _prefill_rate(self) -> float:
+        return self.book.prefill_tokens_per_s(self._config.prefill_tokens_per_s)
 
     def repack(self) -> tuple[Plan, ...]:
         """Plans, and begins to carry out what pays."""
         self._round += 1
+        self._fleet.state.prefill_tokens_per_s = self._prefill_rate()
         self.last = self.plan()
         for plan in self.last:
             if plan.moves:

@@ -164,6 +164,8 @@ class Sessions:
         run.session.end_turn(run.record, time.time())
         self.counters.turns_completed += 1
         self.lengths.ended(len(run.record.token_ids))
+        if self.lengths.known:
+            self.fleet.state.turn_tokens = self.lengths.mean
         versions = {segment.version for segment in run.record.segments if segment.end > segment.start}
         self.counters.turns_mixed_version += len(versions) > 1
         newest = self.fleet.state.newest

@@ -27,6 +27,7 @@ import msgspec
 from gateway.audience import Audience
 from gateway.core.fleet import TurnLoad
 from gateway.core.joining import Attention
+from gateway.core.prefixes import chain
 from gateway.core.sampling import sampled_with, segment_sampling
 from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
@@ -402,7 +403,10 @@ class Run:
 
     def _demand(self) -> Demand:
         tokens = len(self.request.prompt_ids) + len(self.record.token_ids)
-        return Demand(self.session, tokens, turn_id=self.request.turn_id)
+        own = self._fleet.state.engines.get(self.session.engine) if self.session.engine is not None else None
+        held = own is not None and own.status == "serving" and own.version == self.session.version
+        prefix = () if held else chain(self.request.prompt_ids)
+        return Demand(self.session, tokens, turn_id=self.request.turn_id, prefix=prefix)
 
     def _left(self) -> int:
         return self.request.sampling.max_tokens - len(self.record.token_ids)

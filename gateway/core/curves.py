@@ -22,6 +22,8 @@ SPAN_MIN = 4.0
 """The largest batch seen over the smallest before a line through them says anything."""
 OUTLIER = 4.0
 """A gap so many times the usual is a pause, a prefill or a late event: counted as this."""
+SECONDS_PER_TOKEN = 1 / 15
+"""Of one turn, before anything was seen."""
 KV_MIN = 0.5
 """C_max never falls below: a wrong report must not stop all packing."""
 KV_MAX = 0.99
@@ -76,6 +78,13 @@ class DecodeCurve:
             return configured
         start, slope = line
         return configured if slope <= 0 else max(1, min(configured, int(start / slope)))
+
+    def seconds_per_turn(self, configured: int) -> float:
+        """How much longer a token takes for each further turn; before that was learnt, what makes `configured` B."""
+        line = self._line()
+        if line is not None:
+            return max(0.0, line[1])
+        return (self.seconds_per_token(1) or SECONDS_PER_TOKEN) / configured
 
     def _line(self) -> tuple[float, float] | None:
         """t0 and c by least squares."""

@@ -22,6 +22,7 @@ from typing import Literal
 
 from gateway.core.curves import DecodeCurve, KvCeiling
 from gateway.core.keeping import KeptVersions
+from gateway.core.prefixes import Holding, PrefixIndex
 from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version
 
 Mode = Literal["barrier", "drain", "repack", "inflight"]
@@ -111,6 +112,10 @@ class EngineState:
         return sum(turn.tokens for turn in self.turns.values())
 
     @property
+    def holding(self) -> Holding:
+        return (self.incarnation, self.version)
+
+    @property
     def newer(self) -> bool:
         """Its host has a version that it should load."""
         return self.available > self.version and self.available != self.given_up
@@ -187,6 +192,9 @@ class FleetState:
     group_versions: dict[GroupId, Version] = field(default_factory=dict)
     newest: Version = NO_VERSION  # newest sealed
     insisted: Mapping[Version, Wanted] = field(default_factory=dict)  # by waiting turns that take no other
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    turn_tokens: float = 256.0  # that a turn typically generates, as learnt; before that, a guess
+    prefill_tokens_per_s: float = 1000.0
     kept: KeptVersions = field(init=False)
 
     def __post_init__(self) -> None:

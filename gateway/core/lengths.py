@@ -23,11 +23,14 @@ class TurnLengths:
 
     _recent: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
     _sorted: list[int] = field(default_factory=list)
+    _total: int = 0
     _sums: list[int] = field(default_factory=list)  # of the sorted ones up to each; made again when they changed
 
     def ended(self, generated: int) -> None:
         if len(self._recent) == KEPT:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent[0])]
+            self._total -= self._recent[0]
+        self._total += generated
         self._recent.append(generated)
         bisect.insort(self._sorted, generated)
         self._sums.clear()
@@ -38,7 +41,7 @@ class TurnLengths:
 
     @property
     def mean(self) -> float:
-        return self._sum_up_to(len(self._sorted)) / len(self._sorted) if self._sorted else 0.0
+        return self._total / len(self._sorted) if self._sorted else 0.0
 
     def remaining(self, generated: int, left: int) -> int:
         """Tokens that a turn with `generated` will on average still generate; at least 1, at most `left`."""

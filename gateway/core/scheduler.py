@@ -10,6 +10,10 @@ from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version, VersionChange
 from gateway.core.waiting import UNKNOWN_S
 
+LEAD_MAX = 0.25
+"""Share of B that an engine may run more than the least loaded one for the sake of a prefix: below B decoding is bound
+by memory, so such a lead costs little, but what was learnt of that may be wrong."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -43,6 +47,7 @@ class Demand:
     prompt_tokens: int
     avoid: frozenset[EngineName] = frozenset()  # engines that just cut it
     turn_id: TurnId | None = None
+    prefix: Sequence[int] = ()  # the prompt's blocks, of a session that no engine holds yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
     session.version = engine.version
     session.engine = engine.name
     fleet.kept.note(session.session_id, session.version if session.insists else None)
+    fleet.prefixes.sent(demand.prefix, engine.name, engine.holding)
     if not session.spec.ephemeral:
         fleet.session_versions[session.session_id] = engine.version
 
@@ -181,12 +187,41 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
 
 
 def _choose(engines: Sequence[EngineState], demand: Demand, fleet: FleetState) -> Placement | None:
-    """Among engines of one version: the prefix's holder if it has room, else the least loaded."""
+    """Among engines of one version: the session's own if it has room, else who holds its prompt's prefix, if that pays,
+    else the least loaded."""
     roomy = [e for e in engines if has_room(e, fleet, demand.prompt_tokens)]
     if not roomy:
         return None
     for engine in roomy:
         if engine.name == demand.session.engine and engine.version == demand.session.version:
             return Placement(engine.name, "holds its prefix")
-    least = min(roomy, key=lambda e: (len(e.turns), e.tokens, e.name))
-    return Placement(least.name, f"least loaded of {len(roomy)}")
+    least = min(roomy, key=_load)
+    holder = _holder(roomy, least, demand, fleet) if demand.prefix else None
+    return holder or Placement(least.name, f"least loaded of {len(roomy)}")
+
+
+def _load(engine: EngineState) -> tuple[int, int, str]:
+    return (len(engine.turns), engine.tokens, engine.name)
+
+
+def _holder(engines: Sequence[EngineState], least: EngineState, demand: Demand, fleet: FleetState) -> Placement | None:
+    """The engine where the prefix that need not be computed again is worth most more than the larger batch costs."""
+    held = fleet.prefixes.held(demand.prefix, {e.name: e.holding for e in engines})
+    if not held:
+        return None
+
+    def gain_s(engine: EngineState) -> float:
+        saved = held.get(engine.name, 0) - held.get(least.name, 0)
+        more = len(engine.turns) - len(least.turns)
+        slower_s = engine.curve.seconds_per_turn(fleet.config.max_running) * more * fleet.turn_tokens
+        return saved / fleet.prefill_tokens_per_s - slower_s
+
+    lead_max = len(least.turns) + fleet.config.max_running * LEAD_MAX
+    bearable = [e for e in engines if e.name in held and len(e.turns) <= lead_max]
+    best = max(sorted(bearable, key=_load), key=gain_s, default=least)
+    if best is least or gain_s(best) <= 0:
+        return None
+    more = len(best.turns) - len(least.turns)
+    return Placement(
+        best.name, f"holds {held[best.name]} tokens of its prompt, with {more} turns more than {least.name}"
+    )
