@@ -256,7 +256,8 @@ def adopt(relay: str) -> None:
     """Makes a relay join the etcd that is there now, after the one it belonged to was replaced by an empty one.
 
     Until then it serves what it has and takes nothing new: a wiped etcd counts its revisions from the start, so old
-    masters would look new. What it holds sealed comes along under the same numbers. Run it for every relay.
+    masters would look new. What it holds sealed comes along under the same numbers; the next version's number lies some
+    1000 above, so that it is not one that other relays hold already. Run it for every relay.
     """
 
     async def ask() -> tuple[str, list[str]]:

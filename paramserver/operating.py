@@ -2,7 +2,8 @@
 
 Invariants:
 - a draining relay goes on serving what it has; it is done when nobody needs it for anything;
-- adopting brings sealed versions along as they are: their roots, numbers and bytes do not change.
+- adopting brings sealed versions along as they are: their roots, numbers and bytes do not change;
+- no number is given twice across registries: who adopts may have been cut off while others went on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from paramserver.publishing import Publishing
 from paramserver.relay import Relay
 
 log = logging.getLogger(__name__)
+
+NUMBERS_SKIPPED = 1000
+"""Versions that a relay may have missed of its old registry; numbers cost nothing, and the missed ones are in use."""
 
 
 class Operating:
@@ -59,7 +63,10 @@ class Operating:
 
     async def adopt(self) -> tuple[str, list[str]]:
         """Joins the registry that is there now: its id, and the versions that come along."""
+        known = {model: versions.newest_known for model, versions in self._relay.models.items()}
         store_id = await self._relay.seat.adopt()
+        for model, newest in known.items():
+            self._relay.of(model).skip_to(newest + NUMBERS_SKIPPED)
         await self._relay.refresh()
         held = []
         for model, versions in sorted(self._relay.models.items()):

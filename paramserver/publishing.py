@@ -186,9 +186,7 @@ class Publishing:
         deadline = time.monotonic() + wait_room_s
         while True:
             versions = relay.of(model)
-            manifest = Manifest(
-                model, versions.newest_known + 1, run, step, epoch, files, self._chunk_bytes(model, files)
-            )
+            manifest = Manifest(model, versions.next_number, run, step, epoch, files, self._chunk_bytes(model, files))
             try:
                 snapshot = relay.store.open(manifest)
                 break

@@ -368,6 +368,9 @@ class Relay:
     async def _remove(self, snapshot: Snapshot, why: str, after: asyncio.Task[None] | None) -> None:
         if after is not None:
             await asyncio.wait([after])
+        if snapshot.leaving:  # given up here and ended elsewhere at the same time
+            return
+        snapshot.leaving = True
         quarantined = await asyncio.to_thread(
             self.store.remove, snapshot, why, reuse=not (snapshot.written_elsewhere and not snapshot.complete)
         )
@@ -509,7 +512,8 @@ class Relay:
             self.apply(manifest.model, versions.filled(manifest.version, root))
         elif state.stage == "filling":
             await self._remove(snapshot, "its bytes could not be had", after=None)
-            versions.gave_up(manifest.version)
+            if versions.get(manifest.version) is state and state.stage == "filling":  # not ended meanwhile
+                versions.gave_up(manifest.version)
         self.tidy(manifest.model)
         await self._notify()
 

@@ -36,6 +36,7 @@ class Snapshot:
         self.files = files
         self.directory = directory
         self.written_elsewhere = False  # a publisher got the descriptors
+        self.leaving = False  # somebody is giving its memory back
         self.num_links = 0  # peers connected to fetch it
         self._late: Counter[str] = Counter()  # links of each late joiner
         self._digests: list[bytes | None] = [None] * self.chunks.num_chunks

@@ -5,7 +5,8 @@ Invariants:
 - a local stage only moves along `TRANSITIONS`; an event that does not apply changes nothing;
 - one version at a time is fetched, the oldest wanted first; one that a newer sealed version has overtaken before
   its first byte is skipped;
-- retiring never touches a version that is pinned, or one of the newest `retain` shown here.
+- retiring never touches a version that is pinned, or one of the newest `retain` shown here;
+- the next number is above every number ever seen, and above those that others may have seen (`skip_to`).
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class ModelVersions:
         self.model = model
         self.retain = retain
         self._versions: dict[int, VersionState] = {}
+        self._skip_to = 0
 
     def get(self, version: int) -> VersionState | None:
         return self._versions.get(version)
@@ -98,6 +100,15 @@ class ModelVersions:
     def newest_known(self) -> int:
         """The highest number ever seen; 0 when none was."""
         return max(self._versions, default=0)
+
+    @property
+    def next_number(self) -> int:
+        """What a master may call the version that it announces next."""
+        return max(self.newest_known + 1, self._skip_to)
+
+    def skip_to(self, number: int) -> None:
+        """Numbers below may be known to others, though nobody can be asked about them."""
+        self._skip_to = max(self._skip_to, number)
 
     @property
     def newest_sealed(self) -> int | None:

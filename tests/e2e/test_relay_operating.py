@@ -105,7 +105,7 @@ async def _adopted(relays: Relays, a: Daemon, b: Daemon) -> None:
         await tail.adopt()
         ticket = await version_on(head, 3)
         await ticket.wait_sealed(20.0)
-        assert ticket.version > 2, "numbers go on, never back"
+        assert ticket.version > 1000, "numbers go on, above those that a relay may have missed"
         for daemon in (a, b):
             await until(lambda daemon=daemon: _newest(daemon, 3), "both hold the newest")  # type: ignore[misc]
             await check_newest(daemon, 3)

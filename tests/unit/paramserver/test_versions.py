@@ -161,6 +161,18 @@ def test_old_numbers_are_forgotten_but_never_what_is_still_here() -> None:
     assert model.newest_known == 6
 
 
+def test_the_next_number_is_above_all_that_were_seen_and_all_that_others_may_have_seen() -> None:
+    model = versions()
+    assert model.next_number == 1
+    bring(model, 1)
+    assert model.next_number == 2
+    model.skip_to(1001)
+    assert model.next_number == 1001
+    bring(model, 1012)
+    model.skip_to(1002)
+    assert model.next_number == 1013
+
+
 def test_events_that_come_twice_change_nothing() -> None:
     model = versions()
     bring(model, 1)
