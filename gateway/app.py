@@ -21,6 +21,7 @@ from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.core.types import TurnId
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.data.groups import GroupStore
 from gateway.data.sessions import SessionStore
 from gateway.endings import Endings
 from gateway.fleet import Fleet
@@ -102,7 +103,9 @@ async def start(config: GatewayConfig) -> Gateway:
             stack.push_async_callback(part.close)
         await buffer.open()
         store = SessionStore(database)
-        await store.open()
+        group_store = GroupStore(database)
+        for tables in (store, group_store):
+            await tables.open()
         state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
         live = LiveSessions(config, state, store, timeline)
         trainer = Trainer(config, live, buffer)
@@ -130,6 +133,7 @@ async def start(config: GatewayConfig) -> Gateway:
         await fleet.__aenter__()
         stack.push_async_callback(fleet.close)
         stack.push_async_callback(sessions.suspend)
+        stack.push_async_callback(endings.close)
         repacker = Repacker(config, fleet, sessions, endings, timeline)
         stack.push_async_callback(repacker.close)
         status = GatewayStatus(
@@ -146,7 +150,8 @@ async def start(config: GatewayConfig) -> Gateway:
         app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors])
         text = None if relay is None else TextDoor(relay, sessions, config.model)
         add_openai_routes(app, OpenAIDeps(sessions, codec, text))
-        groups = Groups(live, endings, buffer)
+        groups = Groups(live, endings, buffer, group_store)
+        await groups.restore()
         add_session_routes(app, live, endings, groups, fleet.pinning)
         add_group_routes(app, groups)
         add_admin_routes(app, status)

@@ -3,7 +3,8 @@
 Invariants:
 - a trajectory is in the experience buffer, on disk, before its session's finish is told; what an engine contradicts,
   an evaluation, and what is not for training never enter it;
-- a session ends once, and only with its turns ended: a running turn of an abandoned one is aborted first.
+- a session ends once, and only with its turns ended: a running turn of an abandoned one is aborted first;
+- a finish that began comes to its end whether or not its caller stays; asked again, it is told again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import logging
 import statistics
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from gateway.core.rewards import Given, note, revised
-from gateway.core.sessions import SessionSpec, SessionState, Unrewarded
+from gateway.core.endings import Ended, Finish, Finished, How, Status, Unrewarded
+from gateway.core.rewards import Given, note, revised, turn_of
+from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, Trajectory
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
-from gateway.live import Ended, environment
+from gateway.live import environment
 from gateway.sessions import Sessions
 from gateway.trainer import Trainer, count
 from protos.errors import Conflict, LaminarError
@@ -32,7 +34,7 @@ DURATIONS_MAX = 128
 """Finished sessions from which the typical duration is read."""
 EXPIRY_INTERVAL_S = 5.0
 
-SessionEnded = Callable[[SessionState, Ended], Awaitable[None]]
+SessionEnded = Callable[[SessionState, How], Awaitable[None]]
 
 
 class Endings:
@@ -52,6 +54,7 @@ class Endings:
         self._sessions, self._live, self._fleet, self._config = sessions, sessions.live, sessions.fleet, sessions.config
         self._trainer, self._counters = trainer, sessions.counters
         self._pool, self._buffer, self._store, self._timeline = pool, buffer, store, timeline
+        self._finishing: dict[SessionId, tuple[Finish, asyncio.Task[Finished | None]]] = {}
         self._groups_done: OrderedDict[GroupId, int] = OrderedDict()
         self._durations_s: deque[float] = deque(maxlen=DURATIONS_MAX)
 
@@ -62,40 +65,97 @@ class Endings:
 
     # -- finished
 
+    async def finish_once(self, session_id: SessionId, asked: Finish) -> Finished | None:
+        """Ends the session as asked, also when who asked is gone; asked the same again, tells the same.
+
+        None: it waits for its reward. Conflict when it ends, or has ended, otherwise; it says how.
+        """
+        ended = self._live.ended(session_id)
+        if ended is not None and ended.told is not None and ended.asked == asked:
+            return ended.told
+        before, task = self._finishing.get(session_id, (asked, None))
+        if before != asked:
+            raise Conflict(f"session {session_id} is being finished with {_said(before)}, not with {_said(asked)}")
+        if task is None:
+            task = asyncio.create_task(self._finish_as(session_id, asked), name=f"finish-{session_id}")
+            self._finishing[session_id] = (asked, task)
+            task.add_done_callback(lambda done: self._finish_ended(session_id, done))
+        return await asyncio.shield(task)
+
+    def _finish_ended(self, session_id: SessionId, task: asyncio.Task[Finished | None]) -> None:
+        del self._finishing[session_id]
+        if not task.cancelled():
+            task.exception()  # told to whoever still waits
+
+    async def close(self) -> None:
+        """Ends that are under way come to their end."""
+        if self._finishing:
+            await asyncio.wait([task for _, task in self._finishing.values()])
+
+    async def _finish_as(self, session_id: SessionId, asked: Finish) -> Finished | None:
+        state = self._live.get(session_id)
+        if asked.reward is None:
+            await self.finish_unrewarded(session_id, asked)
+            return None
+        await self._note(state, Given(None, asked.turns, asked.leaves))
+        await self.finish(session_id, asked.reward, asked.status, asked.metrics, asked)
+        ended = self._live.ended(session_id)
+        return None if ended is None else ended.told
+
+    async def _note(self, state: SessionState, given: Given) -> None:
+        note(state, given)
+        if given.turns or given.leaves:
+            turns = [state.tree.turns[turn_of(name)] for name in {**given.turns, **given.leaves}]
+            await self._store.rewarded(state.session_id, turns)
+
     async def finish(
-        self, session_id: SessionId, reward: float, status: str, metrics: Mapping[str, float]
+        self,
+        session_id: SessionId,
+        reward: float,
+        status: Status,
+        metrics: Mapping[str, float],
+        asked: Finish | None = None,
     ) -> list[Trajectory]:
         """Ends the session; its trajectories, one a leaf, are on disk in the experience buffer when this returns."""
         state = self._live.get(session_id)
+        asked = asked or Finish(reward=reward, status=status, metrics=dict(metrics))
         if state.unrewarded is None:
             self._end(state)
         else:
-            status, metrics = state.unrewarded.status, {**state.unrewarded.metrics, **metrics}
+            status, metrics = state.unrewarded.asked.status, {**state.unrewarded.asked.metrics, **metrics}
         await self._vouch(state)
         trajectories = state.trajectories(reward, status, metrics, time.time())
+        stored = state.vouched and state.spec.train and state.spec.split == "train"
         if not state.vouched:
             log.error("session %s is not trained on: engines contradict its versions", session_id)
-        elif state.spec.train and state.spec.split == "train":
+        elif stored:
             try:
                 await self._buffer.add(*trajectories)
             except LaminarError:
                 if state.unrewarded is None:
                     state.phase = "live"  # no place, or no disk: it can be finished again
                 raise
-        self._close(state, "finished", reward=reward)
+        ended = Ended("finished", asked, _finished(state, reward, status, trajectories, stored=stored))
+        self._close(state, ended, reward=reward)
         self._counters.trajectories_finished += 1
         self._durations_s.append(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
-        await self._after(state, "finished")
+        await self._after(state, ended)
         return trajectories
 
-    def finish_unrewarded(self, session_id: SessionId, status: str, metrics: Mapping[str, float]) -> SessionState:
-        """Ends the session; its trajectories wait `reward_window_s` for their reward."""
+    async def finish_unrewarded(self, session_id: SessionId, asked: Finish) -> None:
+        """Ends the session; its trajectories wait `reward_window_s` for their reward, also over a restart."""
         state = self._live.get(session_id)
         if state.unrewarded is not None:
-            raise Conflict(f"session {session_id} is finished and waits for its reward")
+            if state.unrewarded.asked == asked:
+                return
+            raise Conflict(
+                f"session {session_id} was finished with {_said(state.unrewarded.asked)} and waits for its reward",
+                hint="give it with POST /sessions/{id}/reward",
+            )
+        await self._note(state, Given(None, asked.turns, asked.leaves))
         self._end(state)
-        state.unrewarded = Unrewarded(status, metrics, time.time() + self._config.reward_window_s)
-        return state
+        state.unrewarded = Unrewarded(asked, time.time() + self._config.reward_window_s)
+        await self._store.unrewarded(session_id, state.unrewarded)
 
     async def _vouch(self, state: SessionState) -> None:
         """All segments at once: an engine is looked at once, however many of them it made."""
@@ -113,13 +173,14 @@ class Endings:
         """Rewards of its turns and leaves, also after its finish. Returns how the session stands."""
         state = self._live.find(session_id)
         if state is None:
-            if self._live.how_ended(session_id) != "finished":
+            ended = self._live.ended(session_id)
+            if ended is None or ended.how != "finished":
                 self._live.get(session_id)  # says why not
             await self._buffer.revise(session_id, lambda leaves: self._revised(leaves, given))
             return "finished"
         if given.session is not None and state.unrewarded is None:
             raise Conflict(f"session {session_id} is live", hint="give its reward with POST /sessions/{id}/finish")
-        note(state, given)
+        await self._note(state, given)
         if given.session is None:
             return "live" if state.unrewarded is None else "unrewarded"
         await self.finish(session_id, given.session, "completed", {})
@@ -141,9 +202,10 @@ class Endings:
         state.end("abandoned")
         for run in self._sessions.known.of_session(session_id):
             await run.abort(f"its session was abandoned ({reason})")
-        self._close(state, "abandoned", reason=reason)
+        ended = Ended("abandoned")
+        self._close(state, ended, reason=reason)
         self._counters.sessions_abandoned += 1
-        await self._after(state, "abandoned")
+        await self._after(state, ended)
 
     async def expire(self) -> None:
         """Abandons sessions that nobody touched for `session_idle_s`, forgets turns that nobody may ask for any more;
@@ -160,23 +222,23 @@ class Endings:
 
     # -- both
 
-    async def _after(self, state: SessionState, how: Ended) -> None:
+    async def _after(self, state: SessionState, ended: Ended) -> None:
         # The session first: turns without one are taken away at the next start.
-        await self._store.forget(state.session_id)
+        await self._store.end(state.session_id, ended)
         await self._pool.forget_session(state.session_id)
         self._fleet.changed()
-        await self.on_end(state, how)
+        await self.on_end(state, ended.how)
 
-    def _close(self, state: SessionState, how: Ended, **fields: object) -> None:
+    def _close(self, state: SessionState, ended: Ended, **fields: object) -> None:
         newest = self._fleet.state.newest
         behind = max(0, newest - min(state.sampled_versions, default=int(newest)))
-        if how == "finished":
+        if ended.how == "finished":
             count(self._trainer.staleness.finish, behind)
         self._timeline.add(
             "session",
             session_id=state.session_id,
             group_id=state.spec.group_id,
-            state=how,
+            state=ended.how,
             versions=list(state.sampled_versions),
             staleness=behind,
             turns=state.turns,
@@ -185,7 +247,7 @@ class Endings:
             **environment(state.spec),
             **fields,
         )
-        self._sessions.forget(state, how)
+        self._sessions.forget(state, ended)
         self._forget_group(state.spec)
 
     def _forget_group(self, spec: SessionSpec) -> None:
@@ -198,5 +260,26 @@ class Endings:
             self._fleet.state.group_versions.pop(oldest, None)
 
 
-async def _nobody_asks(state: SessionState, how: Ended) -> None:
+def _finished(
+    state: SessionState, reward: float, status: str, leaves: Sequence[Trajectory], *, stored: bool
+) -> Finished:
+    return Finished(
+        session_id=state.session_id,
+        reward=reward,
+        status=status,
+        turns=state.turns,
+        tokens=state.tokens,
+        sampled_tokens=state.sampled_tokens,
+        mixed=leaves[0].mixed,
+        leaves=len(leaves),
+        stored=stored,
+        evidence=sorted({s.evidence for leaf in leaves for s in leaf.segments}),
+    )
+
+
+def _said(asked: Finish) -> str:
+    return f"reward {'none' if asked.reward is None else format(asked.reward, 'g')}, {asked.status}"
+
+
+async def _nobody_asks(state: SessionState, how: How) -> None:
     return None

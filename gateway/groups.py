@@ -11,14 +11,15 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+from gateway.core.endings import How
 from gateway.core.groups import Close, GiveUp, GroupState, Resample
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId
 from gateway.data import ExperienceBuffer
+from gateway.data.groups import Group, GroupStore
 from gateway.endings import Endings
-from gateway.live import Ended, LiveSessions
+from gateway.live import LiveSessions
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
 
 log = logging.getLogger(__name__)
@@ -27,19 +28,9 @@ GROUPS_MAX = 10_000
 """Remembered, ended ones first forgotten."""
 
 
-@dataclass(slots=True)
-class Group:
-    """`keys` are the API keys of its live members; `replaced` by which session a failed one was."""
-
-    state: GroupState
-    spec: SessionSpec
-    keys: dict[SessionId, str] = field(default_factory=dict)
-    replaced: dict[SessionId, SessionId] = field(default_factory=dict)
-
-
 class Groups:
-    def __init__(self, live: LiveSessions, endings: Endings, buffer: ExperienceBuffer) -> None:
-        self._live, self._endings, self._buffer = live, endings, buffer
+    def __init__(self, live: LiveSessions, endings: Endings, buffer: ExperienceBuffer, store: GroupStore) -> None:
+        self._live, self._endings, self._buffer, self._store = live, endings, buffer, store
         self._groups: OrderedDict[GroupId, Group] = OrderedDict()
         endings.on_end = self.session_ended
 
@@ -47,7 +38,7 @@ class Groups:
         """`spec` is that of each member but for its id and index. All of them are made, or none is."""
         if spec.group_id in self._groups:
             raise Conflict(f"there is already a group {spec.group_id!r}", hint="leave group_id out to get a new one")
-        self._make_room()
+        await self._make_room()
         state = GroupState(spec.group_id, spec.group_size, group_min, resample_max)
         group = Group(state, spec)
         try:
@@ -58,8 +49,17 @@ class Groups:
                 await self._endings.abandon(session_id, "its group could not be made whole")
             raise
         self._groups[spec.group_id] = group
-        await self._live.saved()
+        await self._store.save(group)
         return group
+
+    async def restore(self) -> None:
+        """Groups of an earlier life; to be called once sessions are restored. What ended unheard is made good."""
+        for group in await self._store.load():
+            self._groups[group.state.group_id] = group
+            for session_id in list(group.state.live):
+                if self._live.find(session_id) is None:
+                    ended = self._live.ended(session_id)
+                    await self._member_ended(group, session_id, "abandoned" if ended is None else ended.how)
 
     def get(self, group_id: GroupId) -> Group:
         group = self._groups.get(group_id)
@@ -78,20 +78,23 @@ class Groups:
         group = self.get(group_id)
         group.state.abandon()
         await self._abort(group, reason)
+        await self._store.save(group)
 
-    async def session_ended(self, session: SessionState, how: Ended) -> None:
+    async def session_ended(self, session: SessionState, how: How) -> None:
         group = self._groups.get(session.spec.group_id)
-        if group is None:
-            return
-        outcome = group.state.ended(session.session_id, how)
-        group.keys.pop(session.session_id, None)
+        if group is not None:
+            await self._member_ended(group, session.session_id, how)
+
+    async def _member_ended(self, group: Group, session_id: SessionId, how: How) -> None:
+        outcome = group.state.ended(session_id, how)
+        group.keys.pop(session_id, None)
         if isinstance(outcome, Resample):
-            group.replaced[session.session_id] = self._sample(group, outcome.sample_index)
-            await self._live.saved()
+            group.replaced[session_id] = self._sample(group, outcome.sample_index)
         elif isinstance(outcome, Close) and outcome.members < group.state.size:
             await self._buffer.close_group(group.state.group_id, outcome.members)
         elif isinstance(outcome, GiveUp):
             await self._abort(group, outcome.reason)
+        await self._store.save(group)
 
     def _sample(self, group: Group, index: int) -> SessionId:
         name = SessionId(f"s-{secrets.token_hex(8)}")
@@ -107,10 +110,11 @@ class Groups:
         group.state.live.clear()
         await self._buffer.drop_group(group.state.group_id)
 
-    def _make_room(self) -> None:
+    async def _make_room(self) -> None:
         if len(self._groups) < GROUPS_MAX:
             return
         ended: Sequence[GroupId] = [name for name, group in self._groups.items() if group.state.phase != "open"]
         if not ended:
             raise OutOfCapacity(f"{len(self._groups)} groups are open", hint="end some", retry_after_s=5.0)
         del self._groups[ended[0]]
+        await self._store.forget(ended[0])

@@ -11,23 +11,19 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
 
 from gateway.config import GatewayConfig
+from gateway.core.endings import Ended
 from gateway.core.fleet import FleetState
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId
 from gateway.data import Timeline
-from gateway.data.sessions import SessionStore
+from gateway.data.sessions import ENDED_MAX, SessionStore
 from gateway.ports import SessionIdentity
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable, UnsupportedField
 
-ENDED_MAX = 10_000
-"""Ended sessions remembered, so that a second finish is told what happened."""
 SESSION_NAME = re.compile(r"[^\s/]{1,256}")
-
-Ended = Literal["finished", "abandoned"]
 
 
 class LiveSessions:
@@ -51,7 +47,7 @@ class LiveSessions:
     def of_key(self, api_key: str) -> SessionId | None:
         return self._keys.get(api_key)
 
-    def how_ended(self, session_id: SessionId) -> Ended | None:
+    def ended(self, session_id: SessionId) -> Ended | None:
         return self._ended.get(session_id)
 
     def get(self, session_id: SessionId) -> SessionState:
@@ -135,14 +131,17 @@ class LiveSessions:
     def _note_key(self, session_id: SessionId, key: str) -> None:
         self._keys[key], self._key_of[session_id] = session_id, key
 
+    def restore_ended(self, ended: Iterable[tuple[SessionId, Ended]]) -> None:
+        self._ended.update(ended)
+
     def revive(self, state: SessionState) -> None:
         """A call without a session whose turn goes on."""
         self._live[state.session_id] = state
 
-    def forget(self, state: SessionState, how: Ended | None = None) -> None:
-        """It is live no more; `how` it ended is remembered."""
-        if how is not None:
-            self._ended[state.session_id] = how
+    def forget(self, state: SessionState, ended: Ended | None = None) -> None:
+        """It is live no more; how it ended is remembered."""
+        if ended is not None:
+            self._ended[state.session_id] = ended
             while len(self._ended) > ENDED_MAX:
                 self._ended.popitem(last=False)
         self._live.pop(state.session_id, None)

@@ -13,7 +13,7 @@ import logging
 import time
 
 from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import GroupId, SessionId
+from gateway.core.types import GroupId, SessionId, TurnId
 from gateway.data.partial import KeptTurn, PartialResponsePool
 from gateway.data.sessions import KeptSession, SessionStore
 from gateway.sessions import Sessions
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 async def recover(sessions: Sessions, store: SessionStore, pool: PartialResponsePool) -> None:
     """To be called before the fleet looks at its engines: which versions are wanted depends on live sessions."""
+    sessions.live.restore_ended(await store.ended())
     named = {kept.spec.session_id: kept for kept in await store.load()}
     gone: list[SessionId] = []
     turns = 0
@@ -35,6 +36,8 @@ async def recover(sessions: Sessions, store: SessionStore, pool: PartialResponse
             gone.append(session_id)
             continue
         turns += sum(_restore_turn(sessions, state, named.get(session_id), turn) for turn in found)
+        if session_id in named:
+            _restore_rewards(state, named[session_id])
     await pool.forget_sessions(gone)
     if named or turns:
         log.info("recovered %d sessions; %d turns in flight go on", len(named), turns)
@@ -63,3 +66,13 @@ def _restore_turn(sessions: Sessions, state: SessionState, kept: KeptSession | N
         return False
     sessions.resume(state, turn.record)
     return True
+
+
+def _restore_rewards(state: SessionState, kept: KeptSession) -> None:
+    for turn_id, (own, leaf) in kept.rewards.items():
+        turn = state.tree.turns.get(TurnId(turn_id))
+        if turn is not None:
+            turn.reward, turn.leaf_reward = own, leaf
+    if kept.unrewarded is not None:
+        state.end("finished")
+        state.unrewarded = kept.unrewarded

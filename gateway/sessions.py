@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gateway.config import GatewayConfig
+from gateway.core.endings import Ended
 from gateway.core.fleet import staleness_histogram
 from gateway.core.joining import Attention, Call
 from gateway.core.lengths import TurnLengths
@@ -21,7 +22,7 @@ from gateway.data import PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
 from gateway.fleet import Fleet
 from gateway.known import KnownTurns
-from gateway.live import Ended, LiveSessions
+from gateway.live import LiveSessions
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.trainer import Trainer, count
 from gateway.turns import Counters, Run
@@ -188,9 +189,9 @@ class Sessions:
 
     # -- leaving nothing behind
 
-    def forget(self, state: SessionState, how: Ended | None = None) -> None:
+    def forget(self, state: SessionState, ended: Ended | None = None) -> None:
         """The session is live no more."""
-        self.live.forget(state, how)
+        self.live.forget(state, ended)
         if state.spec.ephemeral:
             self.fleet.state.group_versions.pop(state.spec.group_id, None)  # its turns may be asked for again
         else:

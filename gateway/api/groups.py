@@ -12,7 +12,8 @@ from aiohttp import web
 from gateway.api.openai_requests import decode, in_range
 from gateway.api.sessions import AbandonRequest, CreateRequest, session_spec
 from gateway.core.types import GroupId
-from gateway.groups import Group, Groups
+from gateway.data.groups import Group
+from gateway.groups import Groups
 
 GROUP_SIZE_MAX = 4096
 

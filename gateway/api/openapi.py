@@ -19,7 +19,8 @@ from gateway.api.experience import AckRequest, SampleAnswer, SampleRequest
 from gateway.api.groups import CreateGroupRequest
 from gateway.api.openai_routes import PREFIXES
 from gateway.api.openai_types import ChatRequest, CompletionRequest
-from gateway.api.sessions import AbandonRequest, CreateRequest, FinishRequest, RewardRequest
+from gateway.api.sessions import AbandonRequest, CreateRequest, RewardRequest
+from gateway.core.endings import Finish, Finished
 
 Json = dict[str, Any]
 
@@ -49,8 +50,8 @@ ROUTES: Sequence[Route] = [
     *(Route(r.method, prefix + r.path, r.summary, r.body) for prefix in PREFIXES for r in _OPENAI),
     Route("post", "/sessions", "Makes a session and its API key.", CreateRequest, optional_body=True),
     Route("get", "/sessions/{sid}", "A session as it stands."),
-    Route("post", "/sessions/{sid}/finish", "Ends a session with a reward.", FinishRequest),
-    Route("post", "/finish_session", "The same, as routers have it.", FinishRequest, {"session_id": "string"}),
+    Route("post", "/sessions/{sid}/finish", "Ends a session with a reward.", Finish, answer=Finished),
+    Route("post", "/finish_session", "The same, as routers have it.", Finish, {"session_id": "string"}),
     Route("post", "/sessions/{sid}/reward", "A reward of a turn or a leaf.", RewardRequest),
     Route("post", "/sessions/{sid}/abandon", "Ends a session without one.", AbandonRequest, optional_body=True),
     Route("post", "/groups", "Makes a group of sessions, admitted whole.", CreateGroupRequest),

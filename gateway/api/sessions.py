@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from gateway.api.openai_requests import decode, in_range
-from gateway.core.rewards import Given, note
+from gateway.core.endings import Finish
+from gateway.core.rewards import Given
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionPolicy
 from gateway.endings import Endings
@@ -33,16 +33,6 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     parent_session_id: str | None = None
 
 
-class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Without a `reward` the session ends and waits for it. `turns` and `leaves` by the id of an answer."""
-
-    reward: float | None = None
-    turns: dict[str, float] = {}
-    leaves: dict[str, float] = {}
-    status: Literal["completed", "truncated"] = "completed"
-    metrics: dict[str, float] = {}
-
-
 class RewardRequest(msgspec.Struct, forbid_unknown_fields=True):
     reward: float | None = None
     turns: dict[str, float] = {}
@@ -54,7 +44,7 @@ class AbandonRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _create = msgspec.json.Decoder(CreateRequest)
-_finish = msgspec.json.Decoder(FinishRequest)
+_finish = msgspec.json.Decoder(Finish)
 _reward = msgspec.json.Decoder(RewardRequest)
 _abandon = msgspec.json.Decoder(AbandonRequest)
 
@@ -89,27 +79,12 @@ class _Handlers:
 
     async def finish(self, request: web.Request) -> web.Response:
         body = await request.read()
-        wanted = decode(_finish, body) if body else FinishRequest()
-        state = self._live.get(_session_id(request))
-        note(state, Given(None, wanted.turns, wanted.leaves))
-        if wanted.reward is None:
-            self._endings.finish_unrewarded(state.session_id, wanted.status, wanted.metrics)
-            return web.json_response(self._summary(state))
-        leaves = await self._endings.finish(state.session_id, wanted.reward, wanted.status, wanted.metrics)
-        return web.json_response(
-            {
-                "session_id": state.session_id,
-                "reward": wanted.reward,
-                "status": wanted.status,
-                "turns": state.turns,
-                "tokens": state.tokens,
-                "sampled_tokens": state.sampled_tokens,
-                "mixed": leaves[0].mixed,
-                "leaves": len(leaves),
-                "stored": state.vouched and state.spec.train and state.spec.split == "train",
-                "evidence": sorted({s.evidence for leaf in leaves for s in leaf.segments}),
-            }
-        )
+        wanted = decode(_finish, body) if body else Finish()
+        session_id = _session_id(request)
+        told = await self._endings.finish_once(session_id, wanted)
+        if told is None:
+            return web.json_response(self._summary(self._live.get(session_id)))
+        return web.json_response(msgspec.to_builtins(told))
 
     def _summary(self, state: SessionState) -> dict[str, object]:
         """`version_pinned`: whether relays keep its version for it; null for one that takes others, too."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gateway.core.endings import Unrewarded
 from gateway.core.tree import PathRecord, Turn, TurnTree
 from gateway.core.types import (
     EngineName,
@@ -55,15 +56,6 @@ class SessionSpec:
     version: Version | None = None  # the one it must begin under
     on_version_loss: VersionPolicy = "segment"
     parent_session_id: SessionId | None = None  # whose sub-agent or opponent it is
-
-
-@dataclass(frozen=True, slots=True)
-class Unrewarded:
-    """A session that was finished without a reward waits for it, until then."""
-
-    status: str
-    metrics: Mapping[str, float]
-    until_unix_s: float
 
 
 @dataclass(slots=True)

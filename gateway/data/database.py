@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gateway.data.layout import prepare
 from protos.errors import LaminarError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class Database:
         await self.close()
 
     async def open(self) -> None:
-        """Opens (and makes) the file; raises Unavailable with the path if that cannot be."""
+        """Opens (and makes) the file; raises Unavailable with the path if that cannot be,
+        Conflict when it was written by a gateway of another time."""
         self._thread.start()
         await asyncio.wrap_future(self._opened)
 
@@ -93,6 +95,9 @@ class Database:
     def _own(self) -> None:
         try:
             connection = self._connect()
+        except LaminarError as e:
+            self._opened.set_exception(e)
+            return
         except (sqlite3.Error, OSError) as e:
             self._opened.set_exception(Unavailable(f"cannot open the gateway's store {self._name}: {e}"))
             return
@@ -107,6 +112,7 @@ class Database:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self._name, isolation_level=None)
+        prepare(connection, self._name)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
         return connection

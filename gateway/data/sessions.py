@@ -2,7 +2,8 @@
 
 Invariants:
 - a session is here from its making to its end; its end in the experience buffer and its end here are one commit;
-- a turn's messages are here once its answer was told.
+- a turn's messages are here once its answer was told, its reward once it was given;
+- of a session that has ended, how it ended stays, and what was told of it, for the last `ENDED_MAX` of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import msgspec
 
+from gateway.core.endings import Ended, Unrewarded
 from gateway.core.sessions import SessionSpec
+from gateway.core.tree import Turn
 from gateway.core.types import SessionId, TurnId
 from gateway.data.database import Database
 
@@ -25,20 +28,35 @@ CREATE TABLE IF NOT EXISTS sessions(
 CREATE TABLE IF NOT EXISTS turn_messages(
     turn_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, head BLOB NOT NULL, messages BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS turn_messages_by_session ON turn_messages(session_id);
+CREATE TABLE IF NOT EXISTS turn_rewards(
+    turn_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, reward REAL, leaf_reward REAL);
+CREATE INDEX IF NOT EXISTS turn_rewards_by_session ON turn_rewards(session_id);
+CREATE TABLE IF NOT EXISTS unrewarded(session_id TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS ended(number INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, body BLOB);
 CREATE TRIGGER IF NOT EXISTS finished AFTER INSERT ON trajectories BEGIN
     DELETE FROM sessions WHERE session_id = NEW.session_id;
+    DELETE FROM turn_messages WHERE session_id = NEW.session_id;
+    DELETE FROM turn_rewards WHERE session_id = NEW.session_id;
+    DELETE FROM unrewarded WHERE session_id = NEW.session_id;
+    INSERT OR REPLACE INTO ended(session_id) VALUES (NEW.session_id);
 END
 """
 """The trigger: a gateway that dies between a session's two ends would otherwise give out its trajectory twice."""
+_TABLES = ("sessions", "turn_messages", "turn_rewards", "unrewarded")
+
+ENDED_MAX = 10_000
+"""Ended sessions remembered, so that a second finish is told what happened."""
 
 
 class KeptSession(msgspec.Struct, frozen=True):
-    """`messages`: by turn, its head and what it added to its parent's."""
+    """`messages`: by turn, its head and what it added to its parent's. `rewards`: by turn, its own and its leaf's."""
 
     spec: SessionSpec
     api_key: str
     created_unix_s: float
     messages: dict[str, tuple[Message, tuple[Message, ...]]]
+    rewards: dict[str, tuple[float | None, float | None]]
+    unrewarded: Unrewarded | None
 
 
 class SessionStore:
@@ -67,8 +85,32 @@ class SessionStore:
             lambda connection: connection.execute("INSERT OR REPLACE INTO turn_messages VALUES (?,?,?,?)", row) and None
         )
 
-    async def forget(self, session_id: SessionId) -> None:
-        await self._database.run(lambda connection: _delete(connection, session_id))
+    async def rewarded(self, session_id: SessionId, turns: Sequence[Turn]) -> None:
+        rows = [(turn.turn_id, session_id, turn.reward, turn.leaf_reward) for turn in turns]
+        await self._database.run(
+            lambda connection: (
+                connection.executemany("INSERT OR REPLACE INTO turn_rewards VALUES (?,?,?,?)", rows) and None
+            )
+        )
+
+    async def unrewarded(self, session_id: SessionId, waits: Unrewarded) -> None:
+        row = (session_id, msgspec.msgpack.encode(waits))
+        await self._database.run(
+            lambda connection: connection.execute("INSERT OR REPLACE INTO unrewarded VALUES (?,?)", row) and None
+        )
+
+    async def end(self, session_id: SessionId, ended: Ended) -> None:
+        """The session is gone but for how it ended."""
+        row = (session_id, msgspec.msgpack.encode(ended))
+        await self._database.run(lambda connection: _end(connection, row))
+
+    async def ended(self) -> list[tuple[SessionId, Ended]]:
+        """Those remembered, oldest first."""
+        rows = await self._database.run(
+            lambda connection: connection.execute("SELECT session_id, body FROM ended ORDER BY number").fetchall()
+        )
+        told = msgspec.msgpack.Decoder(Ended)
+        return [(name, Ended("finished") if body is None else told.decode(body)) for name, body in rows]
 
     async def load(self) -> list[KeptSession]:
         """Every live session, oldest first."""
@@ -82,9 +124,11 @@ def _make_tables(connection: sqlite3.Connection) -> None:
     connection.execute("CREATE TRIGGER" + trigger)
 
 
-def _delete(connection: sqlite3.Connection, session_id: SessionId) -> None:
-    for table in ("sessions", "turn_messages"):
-        connection.execute(f"DELETE FROM {table} WHERE session_id=?", (session_id,))
+def _end(connection: sqlite3.Connection, row: tuple[SessionId, bytes]) -> None:
+    for table in _TABLES:
+        connection.execute(f"DELETE FROM {table} WHERE session_id=?", row[:1])
+    connection.execute("INSERT OR REPLACE INTO ended(session_id, body) VALUES (?,?)", row)
+    connection.execute("DELETE FROM ended WHERE number <= (SELECT max(number) FROM ended) - ?", (ENDED_MAX,))
 
 
 def _load(connection: sqlite3.Connection) -> list[KeptSession]:
@@ -97,9 +141,15 @@ def _kept(connection: sqlite3.Connection, spec: bytes, api_key: str, created_uni
     messages = connection.execute(
         "SELECT turn_id, head, messages FROM turn_messages WHERE session_id=?", (made.session_id,)
     )
+    rewards = connection.execute(
+        "SELECT turn_id, reward, leaf_reward FROM turn_rewards WHERE session_id=?", (made.session_id,)
+    )
+    waits = connection.execute("SELECT body FROM unrewarded WHERE session_id=?", (made.session_id,)).fetchone()
     return KeptSession(
         made,
         api_key,
         created_unix_s,
         {turn: (msgspec.msgpack.decode(head), tuple(msgspec.msgpack.decode(said))) for turn, head, said in messages},
+        {turn: (own, leaf) for turn, own, leaf in rewards},
+        None if waits is None else msgspec.msgpack.decode(waits[0], type=Unrewarded),
     )

@@ -116,6 +116,7 @@ async def shell(
         await recover(sessions, store, pool)
         await made.__aenter__()
         stack.push_async_callback(made.close)
+        stack.push_async_callback(endings.close)
         repacker = Repacker(settings, made, sessions, endings, timeline)
         found = Shell(made, sessions, endings, trainer, pool, timeline, repacker)
         await until(lambda: all(found.status(e) == "serving" for e in engines), "serving engines")

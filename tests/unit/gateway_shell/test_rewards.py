@@ -68,7 +68,9 @@ async def test_a_finish_without_reward_waits_for_it(tmp_path: Path) -> None:
         await turn(http, "s", [5])
         assert (await post(http, "/finish_session?session_id=s"))["state"] == "unrewarded"
         await post(http, "/s/s/v1/completions", {"model": MODEL, "prompt": [5]}, 409)
-        await post(http, "/finish_session?session_id=s", status=409)
+        assert (await post(http, "/finish_session?session_id=s"))["state"] == "unrewarded", "asked the same again"
+        told = await post(http, "/finish_session?session_id=s", {"status": "truncated"}, 409)
+        assert "finished with reward none, completed and waits for its reward" in told["error"]["message"]
         assert await rewards(http) == []
         assert (await post(http, "/sessions/s/reward", {"reward": 0.5}))["state"] == "finished"
         assert await rewards(http) == [(0.5, [])]

@@ -1,0 +1,56 @@
+"""What a session's end was asked to be, and what was told of it: whoever asks the same again is told the same. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+How = Literal["finished", "abandoned"]
+Status = Literal["completed", "truncated"]
+
+
+class Finish(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Without a `reward` the session ends and waits for it. `turns` and `leaves`: rewards, by the id of an answer."""
+
+    reward: float | None = None
+    turns: dict[str, float] = {}
+    leaves: dict[str, float] = {}
+    status: Status = "completed"
+    metrics: dict[str, float] = {}
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that has ended with a reward. `stored`: it is in the experience buffer."""
+
+    session_id: str
+    reward: float
+    status: str
+    turns: int
+    tokens: int
+    sampled_tokens: int
+    mixed: bool
+    leaves: int
+    stored: bool
+    evidence: list[str]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a session ended. `asked` and `told` are None for one that was abandoned, or whose end was cut by a crash."""
+
+    how: How
+    asked: Finish | None = None
+    told: Finished | None = None
+
+    def __str__(self) -> str:
+        reward = "" if self.told is None else f" with reward {self.told.reward:g}, {self.told.status}"
+        return f"{self.how}{reward}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unrewarded:
+    """A session that was finished without a reward waits for it, until then."""
+
+    asked: Finish
+    until_unix_s: float

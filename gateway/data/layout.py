@@ -1,0 +1,61 @@
+"""The layout of the gateway's data: numbered in the file itself, so that no gateway reads what it does not understand.
+
+Invariants:
+- the layout is looked at before anything else is done with the file;
+- an older layout is brought to this one in one transaction, or refused untouched; a newer one is refused.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from protos.errors import Conflict
+
+LAYOUT = 1
+"""1: ended and unrewarded sessions, rewards of turns, and groups are kept, too. 0: from before layouts were counted."""
+
+_UNCOUNTED: dict[str, frozenset[str]] = {
+    "turns": frozenset({"turn_id", "session_id", "request", "begun_unix_s", "outcome", "num_tokens", "ended_unix_s"}),
+    "turn_parts": frozenset({"part", "turn_id", "token_ids", "logprobs", "top_logprobs"}),
+    "turn_segments": frozenset({"turn_id", "position", "segment"}),
+    "trajectories": frozenset({"seq", "session_id", "group_id", "oldest_version", "body", "lease_id"}),
+    "closed_groups": frozenset({"group_id", "members"}),
+    "leases": frozenset({"lease_id", "reader", "until_unix_s"}),
+    "sessions": frozenset({"session_id", "spec", "api_key", "created_unix_s"}),
+    "turn_messages": frozenset({"turn_id", "session_id", "head", "messages"}),
+    "timeline": frozenset({"seq", "event"}),
+}
+"""The columns of the last layout that was not counted: the only one of them that can be brought to this one."""
+
+
+def prepare(connection: sqlite3.Connection, name: str) -> None:
+    """Makes sure that the file has this layout. Conflict, saying what to do, when that cannot be."""
+    [found] = connection.execute("PRAGMA user_version").fetchone()
+    if found > LAYOUT:
+        raise Conflict(
+            f"{name} was written by a newer gateway: its layout is {found}, and this one knows {LAYOUT}",
+            hint="start that gateway again, or give another --data directory",
+        )
+    if found == LAYOUT:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        _count(connection, name)
+        connection.execute(f"PRAGMA user_version = {LAYOUT}")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def _count(connection: sqlite3.Connection, name: str) -> None:
+    """From 0 to 1: tables are only added, but for the trigger, which does more; it is made with them."""
+    for table, columns in _UNCOUNTED.items():
+        found = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+        if found and found != columns:
+            raise Conflict(
+                f"{name} was written by a gateway too old to read: its table {table} has {', '.join(sorted(found))}",
+                hint="let the trainer read its trajectories through the gateway that wrote it, "
+                "or give another --data directory",
+            )
+    connection.execute("DROP TRIGGER IF EXISTS finished")

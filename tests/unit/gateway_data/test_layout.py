@@ -1,0 +1,73 @@
+"""The layout of the gateway's file: counted, brought up to date, or refused with what to do."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from gateway.core.sessions import SessionSpec
+from gateway.core.types import GroupId, SessionId
+from gateway.data import Database, ExperienceBuffer
+from gateway.data.layout import LAYOUT
+from gateway.data.sessions import SessionStore
+from protos.errors import Conflict
+from tests.unit.gateway_data.test_experience import trajectory
+
+UNCOUNTED = """
+CREATE TABLE sessions(
+    session_id TEXT PRIMARY KEY, spec BLOB NOT NULL, api_key TEXT NOT NULL, created_unix_s REAL NOT NULL);
+CREATE TABLE trajectories(
+    seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, group_id TEXT NOT NULL,
+    oldest_version INTEGER NOT NULL, body BLOB NOT NULL, lease_id TEXT);
+CREATE TRIGGER finished AFTER INSERT ON trajectories BEGIN
+    DELETE FROM sessions WHERE session_id = NEW.session_id;
+END;
+"""
+
+
+def layout(path: Path) -> int:
+    return int(sqlite3.connect(path).execute("PRAGMA user_version").fetchone()[0])
+
+
+async def test_a_new_file_is_counted_and_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    for _ in range(2):
+        async with Database(path):
+            pass
+        assert layout(path) == LAYOUT
+
+
+async def test_a_file_from_before_layouts_were_counted_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    with sqlite3.connect(path) as old:
+        old.executescript(UNCOUNTED)
+    async with Database(path) as database:
+        buffer, store = ExperienceBuffer(database), SessionStore(database)
+        await buffer.open()
+        await store.open()
+        store.add(SessionSpec(SessionId("s"), GroupId("g")), "key", 1.0)
+        assert [kept.api_key for kept in await store.load()] == ["key"]
+        await buffer.add(trajectory("s"))
+        assert await store.load() == []
+        assert [name for name, _ in await store.ended()] == ["s"], "the new trigger stands in the old one's place"
+    assert layout(path) == LAYOUT
+
+
+async def test_a_newer_file_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    with sqlite3.connect(path) as newer:
+        newer.execute(f"PRAGMA user_version = {LAYOUT + 1}")
+    with pytest.raises(Conflict, match=r"written by a newer gateway: its layout is 2, and this one knows 1.*--data"):
+        await Database(path).open()
+    assert layout(path) == LAYOUT + 1
+
+
+async def test_an_older_file_that_cannot_be_read_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    with sqlite3.connect(path) as old:
+        old.execute("CREATE TABLE trajectories(seq INTEGER, body BLOB)")
+    with pytest.raises(Conflict, match=r"too old to read: its table trajectories has body, seq.*--data"):
+        await Database(path).open()
+    assert layout(path) == 0

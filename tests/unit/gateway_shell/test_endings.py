@@ -1,0 +1,153 @@
+"""A finish is made once, whoever leaves and whoever asks again; what is given is there after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.core.endings import Finish
+from gateway.core.types import SessionId, Trajectory
+from gateway.data import ExperienceBuffer
+from protos.errors import Conflict
+from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.unit.gateway_shell.shell import read, shell
+from tests.unit.gateway_shell.test_groups import rolled_out
+from tests.unit.gateway_shell.test_rewards import branches, post, rewards, turn
+from tests.unit.gateway_shell.test_status import gateway, get
+
+
+async def test_a_finish_asked_again_tells_the_same_also_after_a_restart(tmp_path: Path) -> None:
+    asked = {"reward": 1.0, "metrics": {"steps": 3.0}}
+    async with CuttingEngine("e0") as e0:
+        async with gateway(tmp_path, e0) as (_, http):
+            await turn(http, "s", [5])
+            told = await post(http, "/sessions/s/finish", asked)
+            assert await post(http, "/sessions/s/finish", asked) == told
+            refused = await post(http, "/sessions/s/finish", {**asked, "reward": 0.5}, 409)
+            assert "session s is already finished with reward 1, completed" in refused["error"]["message"]
+        async with gateway(tmp_path, e0) as (_, http):
+            assert await post(http, "/sessions/s/finish", asked) == told
+            await post(http, "/sessions/s/finish", {"reward": 1.0}, 409)
+            await post(http, "/sessions", {"session_id": "s"}, 409)
+            assert await rewards(http) == [(1.0, [])], "it is there once"
+
+
+async def test_a_finish_goes_on_without_its_caller_and_is_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, entered, add = asyncio.Event(), asyncio.Event(), ExperienceBuffer.add
+
+    async def held(self: ExperienceBuffer, *leaves: Trajectory) -> None:
+        entered.set()
+        await gate.wait()
+        await add(self, *leaves)
+
+    monkeypatch.setattr(ExperienceBuffer, "add", held)
+    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+        session = found.session()
+        await read(found.run(session))
+        asked = Finish(reward=1.0)
+        gone = asyncio.create_task(found.endings.finish_once(session.session_id, asked))
+        await entered.wait()
+        gone.cancel()
+        await asyncio.wait([gone])
+        joining = asyncio.create_task(found.endings.finish_once(session.session_id, asked))
+        with pytest.raises(Conflict, match="is being finished with reward 1, completed, not with reward 2, truncated"):
+            await found.endings.finish_once(session.session_id, Finish(reward=2.0, status="truncated"))
+        gate.set()
+        told = await joining
+        assert told is not None
+        assert told.stored
+        assert await found.endings.finish_once(session.session_id, asked) == told
+        assert found.sessions.counters.trajectories_finished == 1
+        assert found.trainer.admission().buffered == 1
+
+
+async def test_a_client_that_hangs_up_while_it_finishes_finds_it_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, add = asyncio.Event(), ExperienceBuffer.add
+
+    async def held(self: ExperienceBuffer, *leaves: Trajectory) -> None:
+        await gate.wait()
+        await add(self, *leaves)
+
+    monkeypatch.setattr(ExperienceBuffer, "add", held)
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        await turn(http, "s", [5])
+        with pytest.raises(asyncio.TimeoutError):
+            await http.post("/sessions/s/finish", json={"reward": 1.0}, timeout=aiohttp.ClientTimeout(0.05))
+        gate.set()
+        await until(lambda: found.sessions.live.find(SessionId("s")) is None, "the end without the client")
+        assert (await post(http, "/sessions/s/finish", {"reward": 1.0}))["stored"]
+
+
+async def test_rewards_given_before_the_end_survive_a_restart(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0:
+        async with gateway(tmp_path, e0) as (_, http):
+            first, left, _ = await branches(http, "s")
+            await post(http, "/sessions/s/reward", {"turns": {first: 0.25}, "leaves": {left: -1.0}})
+            await branches(http, "waits")
+            await post(http, "/finish_session?session_id=waits", {"status": "truncated", "metrics": {"steps": 2.0}})
+        async with gateway(tmp_path, e0) as (_, http):
+            await post(http, "/sessions/s/finish", {"reward": 1.0})
+            assert (await get(http, "/sessions/waits"))["state"] == "unrewarded"
+            await post(http, "/s/waits/v1/completions", {"model": MODEL, "prompt": [5]}, 409)
+            assert (await post(http, "/sessions/waits/reward", {"reward": 0.5}))["state"] == "finished"
+            sample = {"reader": "t", "trainer_version": 0, "trajectories": 8}
+            told = (await post(http, "/experience/sample", sample))["trajectories"]
+            assert [t["reward"] for t in told] == [-1.0, 1.0, 0.5, 0.5]
+            assert [t["turn_rewards"] for t in told[:2]] == [[0.25, None], [0.25, None]]
+            assert {(t["status"], t["metrics"]["steps"]) for t in told[2:]} == {("truncated", 2.0)}
+
+
+async def test_a_group_goes_on_after_a_restart(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0:
+        async with gateway(tmp_path, e0) as (_, http):
+            group = await post(http, "/groups", {"size": 3, "group_min": 2, "resample_max": 1})
+            first, second, third = group["sessions"]
+            await rolled_out(http, first)
+        async with gateway(tmp_path, e0) as (_, http):
+            again = await get(http, f"/groups/{group['group_id']}")
+            assert (again["finished"], [m["api_key"] for m in again["sessions"]]) == (
+                [first["session_id"]],
+                [second["api_key"], third["api_key"]],
+            )
+            told = await post(http, f"/sessions/{second['session_id']}/abandon")
+            assert told["replacement"]["session_id"] != second["session_id"]
+        async with gateway(tmp_path, e0) as (_, http):
+            await rolled_out(http, third)
+            await post(http, f"/sessions/{told['replacement']['session_id']}/abandon")
+            closed = await get(http, f"/groups/{group['group_id']}")
+            assert (closed["state"], closed["resampled"]) == ("closed", 1)
+            sample: dict[str, Any] = {"reader": "t", "trainer_version": 0, "groups": 1, "group_size": 3}
+            assert len((await post(http, "/experience/sample", sample))["trajectories"]) == 2
+
+
+async def test_a_member_that_ended_as_the_gateway_died_is_counted_at_the_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is on disk, its group has not heard of it."""
+    async with CuttingEngine("e0") as e0:
+        async with gateway(tmp_path, e0) as (_, http):
+            group = await post(http, "/groups", {"size": 2, "resample_max": 1})
+            with monkeypatch.context() as patched:
+                patched.setattr("gateway.groups.Groups._member_ended", _unheard)
+                for member in group["sessions"]:
+                    await turn(http, member["session_id"], [5])
+                name, other = (member["session_id"] for member in group["sessions"])
+                found = _.sessions
+                await post(http, f"/sessions/{name}/finish", {"reward": 1.0})
+                await post(http, f"/sessions/{other}/abandon")
+            assert found.counters.sessions_abandoned == 1
+        async with gateway(tmp_path, e0) as (_, http):
+            again = await get(http, f"/groups/{group['group_id']}")
+            assert (again["finished"], again["resampled"], len(again["sessions"])) == ([name], 1, 1)
+
+
+async def _unheard(*_: object) -> None:
+    return None
