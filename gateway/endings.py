@@ -216,6 +216,9 @@ class Endings:
             now, config = time.time(), self._config
             for state in [s for s in self._live if s.unrewarded and s.unrewarded.until_unix_s < now]:
                 await self.abandon(state.session_id, f"no reward came within {config.reward_window_s:g} s")
+            for state in [s for s in self._live if s.spec.deadline_unix_s is not None and s.spec.deadline_unix_s < now]:
+                if state.session_id not in self._finishing and state.unrewarded is None:
+                    await self.abandon(state.session_id, "its deadline is over")
             idle_since = now - config.session_idle_s
             for state in [s for s in self._live if not s.running and s.touched_unix_s < idle_since]:
                 await self.abandon(state.session_id, f"idle for {config.session_idle_s:g} s")

@@ -2,7 +2,8 @@
 
 Invariants:
 - a place counts on its engine from when it is given, not from when the turn's task comes to run;
-- turns that were cut are served before new ones, each kind in the order in which it came;
+- turns that were cut are served before new ones, those of sessions with a higher priority before others, and then in
+  the order in which they came;
 - whoever stops waiting gives back a place that was given to it meanwhile.
 """
 
@@ -129,7 +130,7 @@ class Places:
     def serve(self) -> None:
         """Gives places to all who wait and can have one now."""
         admission, refusals = self._admission(), Refusals()
-        for waiter in sorted(self._queue, key=lambda w: not w.resumed):
+        for waiter in sorted(self._queue, key=_rank):
             if waiter.placed.done():
                 continue
             demand = waiter.demand
@@ -157,6 +158,11 @@ class Places:
         if turn_id is not None:
             load = TurnLoad(turn_id, demand.session.session_id, demand.prompt_tokens, demand.prompt_tokens)
             self.enter(placement.engine, load)
+
+
+def _rank(waiter: _Waiter) -> tuple[bool, int]:
+    priority = waiter.demand.session.spec.priority if isinstance(waiter.demand, Demand) else 0
+    return not waiter.resumed, -priority
 
 
 def _never(outcome: Lost | Unable, demand: Demand | TextDemand) -> LaminarError:

@@ -47,6 +47,7 @@ class SessionView:
     history: History = "record"
     trains: bool = False
     logprobs_kind: LogprobsKind = "processed"
+    max_context_tokens: int | None = None  # of a prompt and its answer, if that is less than the model's
 
 
 class TurnRun(Protocol):

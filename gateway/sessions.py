@@ -77,6 +77,7 @@ class Sessions:
             spec.history,
             trains=spec.train and spec.split == "train",
             logprobs_kind=self.config.logprobs_kind,
+            max_context_tokens=spec.max_context_tokens,
         )
 
     def start(self, request: TurnRequest) -> Run:

@@ -28,7 +28,7 @@ from gateway.audience import Audience
 from gateway.core.fleet import TurnLoad
 from gateway.core.joining import Attention
 from gateway.core.prefixes import chain
-from gateway.core.sampling import sampled_with, segment_sampling
+from gateway.core.sampling import sampled_with, segment_sampling, tied_by
 from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
 from gateway.core.types import (
@@ -46,7 +46,7 @@ from gateway.core.types import (
 from gateway.data import PartialResponsePool, Timeline
 from gateway.engines.base import EngineAdapter, EngineChunk, RequestRefused, StreamCut, version_of
 from gateway.fleet import Fleet
-from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable, VersionLost
+from protos.errors import Conflict, LaminarError, OutOfCapacity, TurnLost, Unavailable, VersionLost
 
 log = logging.getLogger(__name__)
 
@@ -355,8 +355,9 @@ class Run:
                 cause, cuts = "cut", cuts + 1
                 self._note_cut(placement.engine, cut)
                 if not self._said_all():
-                    if self.request.sampling.in_place and self.record.token_ids:
-                        raise self._lost(f"it cannot go on elsewhere, for it has to end where it began: {cut}") from cut
+                    if (known := tied_by(self.request.sampling)) and self.record.token_ids:
+                        why = f"no other engine knows {known} after {len(self.record.token_ids)} tokens"
+                        raise self._lost(f"it cannot go on elsewhere, for {why}: {cut}") from cut
                     if cuts >= CUTS_MAX:
                         raise self._lost(f"its stream was cut {cuts} times, last by {cut}") from cut
                     await asyncio.sleep(min(CUT_BACKOFF_MAX_S, CUT_BACKOFF_S * 2 ** (cuts - 1)))
@@ -577,7 +578,7 @@ class Run:
     def _lost(self, why: str) -> LaminarError:
         self._owner.counters.turns_lost += 1
         log.error("turn %s is lost: %s", self.request.turn_id, why)
-        return Unavailable(f"turn {self.request.turn_id} is lost: {why}", hint="send the request again")
+        return TurnLost(f"turn {self.request.turn_id} is lost: {why}", hint="send the request again")
 
     async def _end(self) -> None:
         """The turn is complete: into the session's record and the pool."""

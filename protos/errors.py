@@ -99,6 +99,12 @@ class Unavailable(LaminarError):
     grpc_status = "UNAVAILABLE"
 
 
+class TurnLost(Unavailable):
+    """A turn that had begun came to nothing; the message says why. Sent again, its request begins anew or goes on."""
+
+    code = "turn_lost"
+
+
 class InDoubt(LaminarError):
     """No live process can know the outcome; the message says how to find out."""
 

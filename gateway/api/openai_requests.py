@@ -5,6 +5,7 @@ Raises BadField and RefusedField, which name the field and what would be right.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Sequence
@@ -177,8 +178,8 @@ def _check_tool_choice(body: ChatRequest) -> None:
     if choice == "required" or isinstance(choice, dict):
         raise RefusedField(
             "tool_choice",
-            f"`tool_choice`={choice!r} is not supported: answers are never constrained",
-            hint="use 'auto'",
+            f"`tool_choice`={choice!r} is not supported: no grammar of engines knows this model's own form of a call",
+            hint="use 'auto', or have the arguments as the answer, with their JSON schema as `response_format`",
         )
     raise BadField("tool_choice", f"unknown `tool_choice` {choice!r}", hint="'auto' or 'none'")
 
@@ -242,6 +243,14 @@ def response_schema(body: ChatRequest) -> str:
     if not isinstance(schema := described.get("schema"), dict):
         raise BadField("response_format.json_schema.schema", "a JSON schema is an object")
     return msgspec.json.encode(schema).decode()
+
+
+def within(model: ModelInfo, view: SessionView) -> ModelInfo:
+    """The model with no more context than the session may use."""
+    most = view.max_context_tokens
+    if most is None or most >= model.context_tokens:
+        return model
+    return dataclasses.replace(model, context_tokens=most)
 
 
 def check_trainable(sampling: SamplingParams, view: SessionView) -> None:

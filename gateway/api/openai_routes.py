@@ -214,7 +214,11 @@ class _Handlers:
         ids, top = tuple(prompt.token_ids), call.shape.logprobs or 0
         each = self._turns.tokens_per_event(streamed=call.shape.stream)
         sampling = requests.sampling(
-            call.body, prompt_tokens=len(ids), model=call.model, top=top, tokens_per_event=each
+            call.body,
+            prompt_tokens=len(ids),
+            model=requests.within(call.model, view),
+            top=top,
+            tokens_per_event=each,
         )
         requests.check_trainable(sampling, view)
         if not named:

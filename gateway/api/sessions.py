@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 
 import msgspec
 from aiohttp import web
@@ -18,6 +19,8 @@ from gateway.live import LiveSessions
 from gateway.pinning import Pinning
 from protos.errors import InvalidRequest
 
+PRIORITY_MAX = 1000
+
 
 class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     session_id: str | None = None
@@ -31,6 +34,11 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     version: int | None = None
     on_version_loss: VersionPolicy | None = None  # None: "strict" with a `version`, else "segment"
     parent_session_id: str | None = None
+    min_version: int = 0
+    max_turns: int | None = None
+    max_context_tokens: int | None = None  # prompt and answer together
+    deadline_s: float | None = None  # from now; the session is abandoned then
+    priority: int = 0  # the highest first, among turns that wait for an engine
 
 
 class RewardRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,6 +120,11 @@ class _Handlers:
 
 def session_spec(wanted: CreateRequest) -> SessionSpec:
     in_range("version", wanted.version, 0, None)
+    in_range("min_version", wanted.min_version, 0, wanted.version)
+    in_range("max_turns", wanted.max_turns, 1, None)
+    in_range("max_context_tokens", wanted.max_context_tokens, 2, None)
+    in_range("deadline_s", wanted.deadline_s, 0.0, None)
+    in_range("priority", wanted.priority, -PRIORITY_MAX, PRIORITY_MAX)
     name = SessionId(wanted.session_id or f"s-{secrets.token_hex(8)}")
     return SessionSpec(
         name,
@@ -125,6 +138,11 @@ def session_spec(wanted: CreateRequest) -> SessionSpec:
         version=None if wanted.version is None else Version(wanted.version),
         on_version_loss=wanted.on_version_loss or ("segment" if wanted.version is None else "strict"),
         parent_session_id=None if wanted.parent_session_id is None else SessionId(wanted.parent_session_id),
+        min_version=Version(wanted.min_version),
+        max_turns=wanted.max_turns,
+        max_context_tokens=wanted.max_context_tokens,
+        deadline_unix_s=None if wanted.deadline_s is None else time.time() + wanted.deadline_s,
+        priority=wanted.priority,
     )
 
 

@@ -34,6 +34,13 @@ def distorted(sampling: SamplingParams) -> list[str]:
     return [name for name, does in found.items() if does]
 
 
+def tied_by(sampling: SamplingParams) -> str:
+    """What another engine would not know of a turn that has to end where it began; empty for one that may move."""
+    if not sampling.in_place:
+        return ""
+    return "how far its JSON schema is fulfilled" if sampling.json_schema else "which tokens its penalties have counted"
+
+
 def sampled_with(sampling: SamplingParams, kind: LogprobsKind) -> SampledWith:
     raw = kind == "raw" and bool(distorted(sampling))
     return SampledWith(

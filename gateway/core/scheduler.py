@@ -74,20 +74,26 @@ class Refusals:
     Without it a queue of n costs n decisions whenever anything changes.
     """
 
-    _told: dict[tuple[str, bool, bool], tuple[int, Wait]] = field(default_factory=dict)
+    _told: dict[tuple[str, bool, bool, int], tuple[int, Wait]] = field(default_factory=dict)
 
     def told(self, demand: Demand, fleet: FleetState) -> Wait | None:
         """The refusal that holds for this one, too; None when it has to be asked for."""
         spec = demand.session.spec
         if demand.session.version is not None or spec.group_id in fleet.group_versions:
             return None
-        tokens, wait = self._told.get((spec.split, spec.train, demand.session.insists), (0, None))
+        tokens, wait = self._told.get(_kind(demand), (0, None))
         return wait if demand.prompt_tokens >= tokens else None
 
     def note(self, demand: Demand, fleet: FleetState, wait: Wait) -> None:
         spec = demand.session.spec
         if demand.session.version is None and spec.group_id not in fleet.group_versions:
-            self._told[spec.split, spec.train, demand.session.insists] = (demand.prompt_tokens, wait)
+            self._told[_kind(demand)] = (demand.prompt_tokens, wait)
+
+
+def _kind(demand: Demand) -> tuple[str, bool, bool, int]:
+    """All of a new session that its refusal may depend on, but for its length."""
+    spec = demand.session.spec
+    return spec.split, spec.train, demand.session.insists, spec.min_version
 
 
 def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
@@ -147,7 +153,8 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
         return Wait(f"{lost}: it is loaded when an engine is free")
     if session.spec.on_version_loss == "fail":
         return Lost(f"{lost} any more, and the session is to fail then")
-    serving = [e for e in fleet.sorted_engines() if e.status == "serving"]
+    least = session.spec.min_version
+    serving = [e for e in fleet.sorted_engines() if e.status == "serving" and e.version >= least]
     others = [e for e in serving if e.name not in demand.avoid] or serving
     for newest in sorted({e.version for e in others}, reverse=True):
         chosen = _choose([e for e in others if e.version == newest], demand, fleet)
@@ -168,13 +175,18 @@ def wanted_versions(waiting: Iterable[Demand]) -> dict[Version, Wanted]:
 
 def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait:
     group_version = fleet.group_versions.get(demand.session.spec.group_id)
-    if group_version is not None and fleet.serving(group_version):
+    least = demand.session.spec.min_version
+    if group_version is not None and group_version >= least and fleet.serving(group_version):
         chosen = _choose(fleet.serving(group_version), demand, fleet)
         return chosen or Wait(f"engines of its group's version {group_version} are full")
     if admission.full and demand.session.spec.split == "train" and demand.session.spec.train:
         reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
         return Wait(reason, admission.next_batch_s)
     open_ = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open]
+    if least:
+        open_ = [e for e in open_ if e.version >= least]
+        if not open_:
+            return Wait(f"no engine with an open intake serves version {least} or a newer one")
     if demand.session.insists:
         full, open_ = bool(open_), [e for e in open_ if fleet.kept.room_for(e.version)]
         if full and not open_:

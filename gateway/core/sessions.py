@@ -16,6 +16,7 @@ from typing import Any, Literal
 from gateway.core.endings import Unrewarded
 from gateway.core.tree import PathRecord, Turn, TurnTree
 from gateway.core.types import (
+    NO_VERSION,
     EngineName,
     FinishReason,
     GroupId,
@@ -56,6 +57,11 @@ class SessionSpec:
     version: Version | None = None  # the one it must begin under
     on_version_loss: VersionPolicy = "segment"
     parent_session_id: SessionId | None = None  # whose sub-agent or opponent it is
+    min_version: Version = NO_VERSION  # the oldest it may be on
+    max_turns: int | None = None
+    max_context_tokens: int | None = None  # of a prompt and its answer together, if that is less than the engines'
+    deadline_unix_s: float | None = None  # it is abandoned then
+    priority: int = 0  # among turns that wait for an engine: the highest first
 
 
 @dataclass(slots=True)
@@ -141,8 +147,12 @@ class SessionState:
                 hint="wait for an answer, or use another session",
                 retry_after_s=1.0,
             )
-        if self.turns + len(self.running) >= TURNS_MAX:
-            raise Conflict(f"session {self.session_id} has had {self.turns} turns", hint="finish it, and make another")
+        most = TURNS_MAX if self.spec.max_turns is None else min(TURNS_MAX, self.spec.max_turns)
+        if self.turns + len(self.running) >= most:
+            raise Conflict(
+                f"session {self.session_id} has had {self.turns} turns, {len(self.running)} run, of {most} at most",
+                hint="finish it, and make another",
+            )
 
     def begin_turn(self, request: TurnRequest, now: float) -> None:
         """Raises Conflict, changing nothing, when it cannot begin or what it extends is not there."""

@@ -155,6 +155,29 @@ def test_strict_sessions_begin_on_as_many_versions_as_relays_keep() -> None:
     assert isinstance(place(second, state, FREE), Placement)
 
 
+def test_a_session_is_on_no_older_version_than_it_may() -> None:
+    engines = engine("e0", 2, intake_open=True), engine("e1", 3, [1] * 5, intake_open=True)
+    state, demand = fleet(*engines), Demand(session("new", min_version=Version(3)), 10)
+    outcome = place(demand, state, FREE)
+    assert isinstance(outcome, Placement)
+    assert outcome.engine == "e1", "though it is fuller"
+    state.engines[EngineName("e1")].intake_open = False
+    outcome = place(demand, state, FREE)
+    assert isinstance(outcome, Wait)
+    assert "no engine with an open intake serves version 3 or a newer one" in outcome.reason
+    told = Refusals()
+    told.note(demand, state, outcome)
+    assert told.told(Demand(session("other"), 10), state) is None, "another may go to the older one"
+    state.group_versions[demand.session.spec.group_id] = Version(2)
+    assert isinstance(place(demand, state, FREE), Wait), "nor to the older one of its group"
+    lost = lost_one("segment", 4, min_version=Version(3))
+    outcome = place(lost, state, FREE)
+    assert isinstance(outcome, Placement)
+    assert outcome.engine == "e1"
+    del state.engines[EngineName("e1")]
+    assert isinstance(place(lost, state, FREE), Wait)
+
+
 def test_a_session_that_named_its_version_lets_go_of_it_once_it_began_unless_it_is_strict() -> None:
     for policy, kept in (("segment", []), ("strict", [1])):
         state, demand = fleet(engine("e0", 1)), pinned(1, policy)

@@ -1,0 +1,65 @@
+"""What a session may be told when it is made: how many turns, how much context, until when, and how urgent it is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gateway.core.fleet import FleetConfig
+from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.unit.gateway_shell.shell import check_at_rest, read, shell
+from tests.unit.gateway_shell.test_rewards import post, turn
+from tests.unit.gateway_shell.test_status import gateway, get
+
+
+async def test_a_session_has_no_more_turns_than_it_may(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        await post(http, "/sessions", {"session_id": "s", "max_turns": 2})
+        for prompt in ([5], [6]):
+            await turn(http, "s", prompt)
+        told = await post(http, "/s/s/v1/completions", {"model": MODEL, "prompt": [7]}, 409)
+        assert "has had 2 turns, 0 run, of 2 at most" in told["error"]["message"]
+        await post(http, "/sessions", {"max_turns": 0}, 400)
+
+
+async def test_a_session_uses_no_more_context_than_it_may(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        await post(http, "/sessions", {"session_id": "s", "max_context_tokens": 6})
+        asked = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 100}
+        told = await post(http, "/s/s/v1/completions", asked)
+        assert (told["usage"]["completion_tokens"], told["choices"][0]["finish_reason"]) == (2, "length")
+        told = await post(http, "/s/s/v1/completions", {**asked, "prompt": list(range(5, 11))}, 400)
+        assert "6 tokens" in told["error"]["message"]
+
+
+async def test_a_session_past_its_deadline_is_abandoned_with_its_running_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.endings.EXPIRY_INTERVAL_S", 0.02)
+    async with CuttingEngine("e0", hold_at=2) as e0, gateway(tmp_path, e0) as (found, http):
+        await post(http, "/sessions", {"session_id": "late", "deadline_s": 0.3})
+        await post(http, "/sessions", {"session_id": "calm", "deadline_s": 600.0})
+        asked = {"model": MODEL, "prompt": [5], "max_tokens": 9}
+        told = await post(http, "/s/late/v1/completions", asked, 409)
+        assert "its session was abandoned (its deadline is over)" in told["error"]["message"]
+        assert (await get(http, "/sessions/calm"))["state"] == "live"
+        await until(lambda: found.sessions.counters.sessions_abandoned == 1, "its end")
+
+
+async def test_the_more_urgent_of_those_who_wait_goes_first(tmp_path: Path) -> None:
+    e0 = CuttingEngine("e0", hold_at=2)
+    async with e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
+        first = asyncio.create_task(read(found.run(found.session("first"))))
+        await until(lambda: e0.asked, "the one that runs")
+        waiting = []
+        for number, priority in enumerate((0, -5, 7, 7)):
+            run = found.run(found.session(f"s{number}", priority=priority))
+            waiting.append(asyncio.create_task(read(run)))
+            await until(lambda n=number: found.fleet.statistics().queued == n + 1, "it waits")  # type: ignore[misc]
+        e0.go.set()
+        await asyncio.gather(first, *waiting)
+        ended = sorted((s.newest.segments[0].started_unix_s, s.session_id) for s in found.sessions.live)
+        assert [name for _, name in ended] == ["first", "s2", "s3", "s0", "s1"]
+        check_at_rest(found)
