@@ -177,7 +177,8 @@ class Fleet:
         member = self.members.get(engine)
         if member is not None:
             member.left.set()
-        self.changed()
+        if self._places.queued or member is None or not self.state.unmoved(member.state):
+            self.changed()
 
     def decoded(self, engine: EngineName, num_tokens: int, seconds: float) -> None:
         """Tokens of one turn came `seconds` after those before them."""

@@ -226,6 +226,16 @@ class FleetState:
             return False
         return engine.version >= engine.available or bool(self.live_sessions(engine.version))
 
+    def unmoved(self, engine: EngineState) -> bool:
+        """No intake opens or closes, and no refresh begins, because a turn left it: it takes sessions, and nothing
+        newer waits for it. Only a turn that waits for a place may have to know."""
+        return (
+            engine.status == "serving"
+            and engine.intake_open
+            and not engine.newer
+            and engine.admitted < self.config.intake_batch
+        )
+
     # -- intake
 
     def intake_changes(self, now: float) -> list[IntakeChange]:

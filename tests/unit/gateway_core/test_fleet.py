@@ -357,3 +357,51 @@ def test_whatever_the_fleet_only_empty_engines_go_and_no_held_version_is_left(
 def test_the_histogram_counts_how_far_behind_sessions_are(versions: list[int], counts: dict[int, int]) -> None:
     histogram = staleness_histogram([Version(v) for v in versions], Version(5))
     assert list(histogram.items()) == list(counts.items())
+
+
+# -- a turn that leaves
+
+ENGINES = st.builds(
+    lambda version, newer, given_up, status, intake, admitted, turns, opened: {
+        "version": version,
+        "available": version + newer,
+        "given_up": Version(version + newer if given_up else 0),
+        "status": status,
+        "intake_open": intake and status == "serving",
+        "admitted": admitted,
+        "turns": [1] * turns,
+        "intake_opened_at": opened,
+        "intake_closed_at": opened,
+    },
+    st.integers(1, 2),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from(["serving", "serving", "serving", "refreshing", "fenced", "joining"]),
+    st.booleans(),
+    st.integers(0, 4),
+    st.integers(0, 3),
+    st.sampled_from([0.0, 95.0]),
+)
+
+
+@given(st.lists(ENGINES, min_size=1, max_size=3), st.sampled_from(["drain", "repack", "inflight", "barrier"]))
+def test_where_a_leaving_turn_moves_nothing_nothing_differs_without_it(made: list[dict[str, Any]], mode: Any) -> None:
+    def state(leaves: bool) -> FleetState:
+        engines = (engine(f"e{i}", **fields) for i, fields in enumerate(made))
+        found = fleet(*engines, mode=mode, **{**LIMITS, "max_running": 3})
+        if leaves:
+            found.sorted_engines()[0].turns.popitem()
+        return on_versions(found, a=1)
+
+    made[0]["turns"] = [1] * max(1, len(made[0]["turns"]))
+    before, after = state(False), state(True)
+    if before.unmoved(before.sorted_engines()[0]):
+        assert before.intake_changes(100.0) == after.intake_changes(100.0)
+        assert before.refresh_decisions(100.0) == after.refresh_decisions(100.0)
+
+
+def test_a_leaving_turn_is_heard_of_where_something_waits_for_it() -> None:
+    for fields in ({"intake_open": False}, {"available": 2}, {"status": "fenced"}, {"admitted": 4}):
+        state = fleet(engine("e0", 1, **{"intake_open": True, **fields}), **LIMITS)
+        assert not state.unmoved(state.sorted_engines()[0])
+    assert fleet(one := engine("e0", 1, intake_open=True), **LIMITS).unmoved(one)
