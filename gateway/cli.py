@@ -149,6 +149,11 @@ def cli() -> None:
     "some ten times cheaper. Given up for them: no record, token ids or versions of spans; what breaks off is not "
     "resumed; retries are not joined; no keep-alive while an engine is silent; fields are checked by the engine alone.",
 )
+@click.option(
+    "--probe/--no-probe",
+    default=True,
+    help="Ask each engine for one token before and after a load: whether it computes with the new weights.",
+)
 @click.option("--seed", default=0, help="Breaks ties of the planner.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")

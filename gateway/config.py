@@ -51,6 +51,7 @@ class GatewayConfig:
     prefill_tokens_per_s: float = 1000.0
     relay_text: bool = False  # calls without a session that ask for no tokens go to engines as they are
     seed: int = 0
+    probe: bool = True  # one token is asked of an engine before and after a load: whether it computes otherwise
 
 
 def parse_engine(text: str, default_relay: str | None) -> EngineSpec:

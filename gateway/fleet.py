@@ -38,6 +38,7 @@ TICK_S = 0.5
 class FleetStatistics:
     refreshes: int
     refresh_failures: int
+    refreshes_unchanged: int
     queued: int
 
 
@@ -73,6 +74,7 @@ class Fleet:
             self.vouching,
             interrupt=lambda turn_id: self.interrupt(turn_id),
             changed=self.changed,
+            probes=self.config.probe,
         )
         self._standing = [
             self._tasks.create_task(self._tick(), name="fleet-tick"),
@@ -233,4 +235,6 @@ class Fleet:
             self.changed()
 
     def statistics(self) -> FleetStatistics:
-        return FleetStatistics(self._refreshing.refreshes, self._refreshing.failures, self._places.queued)
+        return FleetStatistics(
+            self._refreshing.refreshes, self._refreshing.failures, self._refreshing.unchanged, self._places.queued
+        )

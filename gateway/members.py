@@ -10,6 +10,7 @@ from gateway.config import EngineSpec
 from gateway.core.fleet import EngineState, EngineStatus
 from gateway.data import Timeline
 from gateway.engines.base import EngineAdapter
+from gateway.probing import Probe
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class Member:
     looked: asyncio.Event = field(default_factory=asyncio.Event)  # once, whatever was seen
     failed_polls: int = 0
     refresh_failures: int = 0
+    probe: Probe | None = None  # the last, after its last load
     watcher: asyncio.Task[None] | None = None
     tether: asyncio.Task[None] | None = None
     refresher: asyncio.Task[None] | None = None

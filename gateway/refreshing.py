@@ -1,8 +1,9 @@
 """Refreshes: an engine leaves one version for another.
 
 Invariants:
-- the order is acquire, fence, load, verify, label, unfence, release; a load counts only if its pin was held to the end;
-- on any error after the fence the engine stays fenced: it may hold half a version;
+- the order is acquire, fence, load, verify, label, unfence, release, probe; a load counts only if its pin was held to
+  the end;
+- on any error after the fence the engine stays fenced: it may hold half a version, or compute nothing of use;
 - turns are asked to leave before the load; one that has not left in time is cut by it, and resumes like any other.
 """
 
@@ -17,6 +18,7 @@ from gateway.core.fleet import RefreshDecision
 from gateway.core.types import TurnId, Version
 from gateway.engines.base import EngineFailed, SnapshotRefused
 from gateway.members import Member
+from gateway.probing import Finding, compare, probe
 from gateway.relays import Relays
 from gateway.vouching import Vouching
 from paramserver.client import Lease, RelayClient
@@ -50,9 +52,12 @@ class Refreshing:
         *,
         interrupt: Callable[[TurnId], object],
         changed: Callable[[], None],
+        probes: bool,
     ) -> None:
         self.refreshes = 0
         self.failures = 0
+        self.unchanged = 0  # loads of another version after which an engine computed exactly what it did before
+        self._probes = probes
         self._model, self._relays, self._vouching = model, relays, vouching
         self._interrupt, self._changed = interrupt, changed
 
@@ -63,7 +68,10 @@ class Refreshing:
         if decision.served:
             await self._vouching.prove(state.name)
         try:
+            if decision.served and member.probe is None:
+                await self._probe(member, before)
             version, fenced_s = await self._load(member, decision)
+            finding = await self._probe(member, version)
         except _NotAcquired as e:
             self._not_reloaded(member, decision, e)
             return
@@ -80,6 +88,7 @@ class Refreshing:
             to_version=version,
             seconds=time.monotonic() - started,
             pause_s=fenced_s,
+            probe=finding,
             reason=decision.reason,
         )
         if state.status == "refreshing":
@@ -89,6 +98,17 @@ class Refreshing:
             else:
                 state.open_intake(time.monotonic())
         self._changed()
+
+    async def _probe(self, member: Member, version: Version) -> Finding:
+        if not self._probes:
+            return "none"
+        before = member.probe
+        member.probe = await probe(member.adapter, member.state.incarnation, version)
+        finding = compare(before, member.probe)
+        if finding == "same":
+            self.unchanged += 1
+            log.warning("engine %s computes with version %d exactly what it did before", member.spec.name, version)
+        return finding
 
     async def _make_leave(self, member: Member, decision: RefreshDecision) -> None:
         for turn_id in decision.interrupted:

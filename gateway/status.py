@@ -74,6 +74,7 @@ class GatewayStatus:
                 **asdict(sessions.counters),
                 "refreshes": fleet.statistics().refreshes,
                 "refresh_failures": fleet.statistics().refresh_failures,
+                "refreshes_unchanged": fleet.statistics().refreshes_unchanged,
             },
             "relayed_text": None if self.relay is None else asdict(self.relay.statistics()),
             "tokens_per_s": self._tokens_per_s(),
@@ -141,6 +142,9 @@ class GatewayStatus:
         meter.create_observable_counter("laminar_gateway_refreshes", [_observe(lambda: fleet.statistics().refreshes)])
         meter.create_observable_counter(
             "laminar_gateway_refresh_failures", [_observe(lambda: fleet.statistics().refresh_failures)]
+        )
+        meter.create_observable_counter(
+            "laminar_gateway_refreshes_unchanged", [_observe(lambda: fleet.statistics().refreshes_unchanged)]
         )
         meter.create_observable_gauge("laminar_gateway_engine_version", [self._per_engine(lambda e: e.version)])
         meter.create_observable_gauge("laminar_gateway_engine_running", [self._per_engine(lambda e: len(e.turns))])

@@ -89,9 +89,11 @@ class _Handlers:
         body = await request.read()
         wanted = decode(_finish, body) if body else Finish()
         session_id = _session_id(request)
+        state = self._live.find(session_id)
         told = await self._endings.finish_once(session_id, wanted)
         if told is None:
-            return web.json_response(self._summary(self._live.get(session_id)))
+            assert state is not None, "only a live session can wait for its reward"
+            return web.json_response(self._summary(state))
         return web.json_response(msgspec.to_builtins(told))
 
     def _summary(self, state: SessionState) -> dict[str, object]:

@@ -72,6 +72,16 @@ def test_engines_load_each_version_and_speak_it(relay: str, publisher: Publisher
             choice = ask(f"{fleet.url}/v1", HELLO)
             assert versions(choice) == [version]
             assert choice.token_ids == reference(seed, 16)
+        assert probes(fleet) == ["changed"] * 4, "both computed otherwise with the new weights, at each refresh"
+        same = publish(publisher, 2)
+        until(lambda: {v for _, v in fleet.engine_states().values()} == {same}, "the same weights as another version")
+        assert probes(fleet)[4:] == ["same"] * 2
+        assert fleet.status()["counters"]["refreshes_unchanged"] == 2
+
+
+def probes(fleet: Fleet) -> list[str]:
+    told = httpx.get(f"{fleet.url}/admin/timeline").json()["events"]
+    return [event["probe"] for event in told if event["kind"] == "refresh"]
 
 
 def test_a_session_stays_on_its_version_while_others_move_on(relay: str, publisher: Publisher, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ async def shell(
         "dead_after_polls": 1,
         "stall_timeout_s": 5.0,
         "placement_timeout_s": 5.0,
+        "probe": False,
     }
     config = {**quick, "fleet": fleet or FleetConfig(), **config}
     specs = tuple(EngineSpec(e.name, "vllm", e.url, relay) for e in (*engines, *broken))

@@ -43,7 +43,7 @@ def test_bodies_are_the_structs_that_decode_them() -> None:
     schemas = schema()["components"]["schemas"]
     assert schemas["ChatRequest"]["required"] == ["model", "messages"]
     assert not schemas["ChatRequest"]["additionalProperties"]
-    assert set(schemas["FinishRequest"]["properties"]) >= {"reward", "status", "metrics"}
+    assert set(schemas["Finish"]["properties"]) >= {"reward", "status", "metrics"}
 
 
 @st.composite

@@ -1,0 +1,60 @@
+"""A probe of what an engine computes: the logprob of one greedy token after a fixed prompt.
+
+Over the whole vocabulary a logprob depends on every weight that the forward pass touches, so other weights make another
+number. An engine that says exactly the same before and after a load of another version has either been given the same
+weights under another number, or did not take the new ones: that is shown, since only the trainer can tell which. One
+that gives no number, or none that is finite, is not served from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from gateway.core.types import SamplingParams, Version
+from gateway.engines.base import EngineAdapter, EngineFailed, RequestRefused, StreamCut
+
+log = logging.getLogger(__name__)
+
+PROMPT = tuple(range(5, 21))
+"""Ids that every vocabulary has; what they say does not matter."""
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+TIMEOUT_S = 30.0
+"""One short prefill, on an engine that runs nothing else, and may compile for its first request."""
+
+Finding = Literal["first", "changed", "same", "none"]
+"""Against the probe before the load: there was none; another number; exactly the same; the engine takes no probe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    incarnation: str
+    version: Version
+    token_id: int
+    logprob: float
+
+
+async def probe(adapter: EngineAdapter, incarnation: str, version: Version) -> Probe | None:
+    """What the engine computes now. None: it refuses the request. Raises EngineFailed when it gives no number."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S), adapter.generate(PROMPT, ONE_TOKEN, "probe", "probe") as chunks:
+            found = [pair async for chunk in chunks for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
+    except RequestRefused as e:
+        log.warning("an engine takes no probe: %s", e)
+        return None
+    except (StreamCut, TimeoutError) as e:
+        raise EngineFailed(f"it gave no token after its load: {e or f'silent for {TIMEOUT_S:g} s'}") from e
+    if len(found) != 1 or not math.isfinite(found[0][1]):
+        raise EngineFailed(f"it answered a probe of one token with {found}", hint="its weights are not what they were")
+    return Probe(incarnation, version, *found[0])
+
+
+def compare(before: Probe | None, after: Probe | None) -> Finding:
+    if after is None:
+        return "none"
+    if before is None or before.incarnation != after.incarnation or before.version == after.version:
+        return "first"
+    return "same" if (before.token_id, before.logprob) == (after.token_id, after.logprob) else "changed"
