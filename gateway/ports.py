@@ -35,6 +35,7 @@ class ModelInfo:
     context_tokens: int
     created_unix_s: int
     penalties_move: bool = False  # turns with penalties may go on at another engine
+    constrains: bool = True  # some engine can hold an answer to a schema or a pattern
 
 
 @dataclass(frozen=True, slots=True)

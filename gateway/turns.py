@@ -407,7 +407,8 @@ class Run:
         own = self._fleet.state.engines.get(self.session.engine) if self.session.engine is not None else None
         held = own is not None and own.status == "serving" and own.version == self.session.version
         prefix = () if held else chain(self.request.prompt_ids)
-        return Demand(self.session, tokens, turn_id=self.request.turn_id, prefix=prefix)
+        constrained = self.request.sampling.constrained
+        return Demand(self.session, tokens, turn_id=self.request.turn_id, prefix=prefix, constrained=constrained)
 
     def _left(self) -> int:
         return self.request.sampling.max_tokens - len(self.record.token_ids)

@@ -49,6 +49,7 @@ class Wanted(TypedDict, total=False):
     group_size: int
     wait_s: float  # how long the gateway may wait for all of it; default 30
     staleness_max: int  # leave out what is staler at use; default: the gateway's bound
+    drop_equal_rewards: bool  # groups all of whose rewards are equal are dropped for good
     lease_s: float  # how long the batch stays this reader's unacknowledged; default 600
 
 

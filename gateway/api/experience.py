@@ -32,6 +32,7 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     wait_s: float = 0.0
     staleness_max: int | None = None
     lease_s: float = LEASE_S
+    drop_equal_rewards: bool = False  # groups whose members all got the same are dropped for good
 
 
 class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,6 +84,7 @@ class _Handlers:
             wait_s=wanted.wait_s,
             staleness_max=bound,
             lease_s=wanted.lease_s,
+            drop_equal_rewards=wanted.drop_equal_rewards,
         )
         if self._deps.used is not None:
             self._deps.used(wanted, trajectories)
@@ -112,6 +114,8 @@ def _checked(wanted: SampleRequest) -> SampleRequest:
     in_range("lease_s", wanted.lease_s, 0.001, 86_400.0)
     in_range("trainer_version", wanted.trainer_version, 0, None)
     in_range("staleness_max", wanted.staleness_max, 0, None)
+    if wanted.drop_equal_rewards and groups is None:
+        raise BadField("drop_equal_rewards", "`drop_equal_rewards` is for groups", hint="ask for `groups`")
     if not wanted.reader:
         raise BadField("reader", "`reader` is empty", hint="name who reads, such as 'trainer'")
     return wanted

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.api.openai_constraints import constraint
 from gateway.api.openai_errors import BadField, RefusedField
 from gateway.api.openai_types import (
     NEUTRAL_CHAT,
@@ -226,25 +227,6 @@ def _shape(body: _Common, logprobs: int | None) -> AnswerShape:
     )
 
 
-def response_schema(body: ChatRequest) -> str:
-    """The JSON schema that constrains the answer, as text; empty for none."""
-    wanted = body.response_format
-    if wanted is None or wanted == {"type": "text"}:
-        return ""
-    if wanted == {"type": "json_object"}:
-        return '{"type":"object"}'
-    described = wanted.get("json_schema")
-    if wanted.get("type") != "json_schema" or not isinstance(described, dict):
-        raise RefusedField(
-            "response_format",
-            f"`response_format` of type {wanted.get('type')!r} is not supported",
-            hint="'text', 'json_object', or 'json_schema' with its `json_schema`",
-        )
-    if not isinstance(schema := described.get("schema"), dict):
-        raise BadField("response_format.json_schema.schema", "a JSON schema is an object")
-    return msgspec.json.encode(schema).decode()
-
-
 def within(model: ModelInfo, view: SessionView) -> ModelInfo:
     """The model with no more context than the session may use."""
     most = view.max_context_tokens
@@ -271,7 +253,7 @@ def sampling(
     """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
     presence = in_range("presence_penalty", body.presence_penalty, -2.0, 2.0) or 0.0
     frequency = in_range("frequency_penalty", body.frequency_penalty, -2.0, 2.0) or 0.0
-    schema = response_schema(body) if isinstance(body, ChatRequest) else ""
+    schema, regex = constraint(body, model)
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
     if not model.context_tokens:
@@ -297,7 +279,8 @@ def sampling(
         presence_penalty=presence,
         frequency_penalty=frequency,
         json_schema=schema,
-        in_place=bool(schema) or (bool(presence or frequency) and not model.penalties_move),
+        regex=regex,
+        in_place=bool(schema or regex) or (bool(presence or frequency) and not model.penalties_move),
         tokens_per_event=tokens_per_event,
     )
 

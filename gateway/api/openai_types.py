@@ -64,6 +64,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """As vLLM has it: one of them. `json`: a schema; `regex`: in the dialect of the engines."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+
+
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both endpoints take. The second half is ours or vLLM's, for training clients."""
 
@@ -85,6 +92,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_weight_versions: bool = False

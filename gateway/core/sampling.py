@@ -13,6 +13,9 @@ import hashlib
 
 from gateway.core.types import LogprobsKind, SampledWith, SamplingParams, TurnRequest
 
+CONSTRAINING = frozenset({"vllm", "sglang"})
+"""Kinds of engines that can constrain an answer to a schema or a pattern."""
+
 
 def segment_seed(seed: int, choice: int, turn: int, generated: int) -> int:
     """32 bits, which every engine takes. `turn` is its depth in the session, `generated` the turn's tokens so far."""
@@ -30,6 +33,7 @@ def distorted(sampling: SamplingParams) -> list[str]:
         "presence_penalty": sampling.presence_penalty != 0.0,
         "frequency_penalty": sampling.frequency_penalty != 0.0,
         "response_format": bool(sampling.json_schema),
+        "structured_outputs": bool(sampling.regex),
     }
     return [name for name, does in found.items() if does]
 
@@ -38,7 +42,9 @@ def tied_by(sampling: SamplingParams) -> str:
     """What another engine would not know of a turn that has to end where it began; empty for one that may move."""
     if not sampling.in_place:
         return ""
-    return "how far its JSON schema is fulfilled" if sampling.json_schema else "which tokens its penalties have counted"
+    if sampling.constrained:
+        return f"how far its {'JSON schema' if sampling.json_schema else 'pattern'} is fulfilled"
+    return "which tokens its penalties have counted"
 
 
 def sampled_with(sampling: SamplingParams, kind: LogprobsKind) -> SampledWith:
@@ -49,7 +55,7 @@ def sampled_with(sampling: SamplingParams, kind: LogprobsKind) -> SampledWith:
         sampling.top_k,
         sampling.presence_penalty,
         sampling.frequency_penalty,
-        bool(sampling.json_schema),
+        sampling.constrained,
         "raw" if raw else "greedy" if sampling.temperature == 0.0 else "policy",
     )
 

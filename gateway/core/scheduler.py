@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.fleet import EngineState, FleetState, Wanted
+from gateway.core.sampling import CONSTRAINING
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version, VersionChange
 from gateway.core.waiting import UNKNOWN_S
@@ -48,6 +49,10 @@ class Demand:
     avoid: frozenset[EngineName] = frozenset()  # engines that just cut it
     turn_id: TurnId | None = None
     prefix: Sequence[int] = ()  # the prompt's blocks, of a session that no engine holds yet
+    constrained: bool = False  # to a schema or a pattern, which not every kind of engine can
+
+    def takes(self, engine: EngineState) -> bool:
+        return not self.constrained or engine.kind in CONSTRAINING
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Refusals:
     Without it a queue of n costs n decisions whenever anything changes.
     """
 
-    _told: dict[tuple[str, bool, bool, int], tuple[int, Wait]] = field(default_factory=dict)
+    _told: dict[tuple[str, bool, bool, int, bool], tuple[int, Wait]] = field(default_factory=dict)
 
     def told(self, demand: Demand, fleet: FleetState) -> Wait | None:
         """The refusal that holds for this one, too; None when it has to be asked for."""
@@ -90,10 +95,10 @@ class Refusals:
             self._told[_kind(demand)] = (demand.prompt_tokens, wait)
 
 
-def _kind(demand: Demand) -> tuple[str, bool, bool, int]:
+def _kind(demand: Demand) -> tuple[str, bool, bool, int, bool]:
     """All of a new session that its refusal may depend on, but for its length."""
     spec = demand.session.spec
-    return spec.split, spec.train, demand.session.insists, spec.min_version
+    return spec.split, spec.train, demand.session.insists, spec.min_version, demand.constrained
 
 
 def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
@@ -145,7 +150,7 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
         usable = [e for e in same if e.name not in demand.avoid] or same
         staying = [e for e in usable if not e.leaving]
         chosen = _choose(staying, demand, fleet) or _choose(usable, demand, fleet)
-        return chosen or Wait(f"engines of version {version} are full")
+        return chosen or Wait(f"engines of version {version} {_why(same, demand)}")
     session, lost = demand.session, f"no engine serves version {version}"
     if session.insists:
         if fleet.gone(version):
@@ -177,8 +182,9 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
     group_version = fleet.group_versions.get(demand.session.spec.group_id)
     least = demand.session.spec.min_version
     if group_version is not None and group_version >= least and fleet.serving(group_version):
-        chosen = _choose(fleet.serving(group_version), demand, fleet)
-        return chosen or Wait(f"engines of its group's version {group_version} are full")
+        same = fleet.serving(group_version)
+        chosen = _choose(same, demand, fleet)
+        return chosen or Wait(f"engines of its group's version {group_version} {_why(same, demand)}")
     if admission.full and demand.session.spec.split == "train" and demand.session.spec.train:
         reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
         return Wait(reason, admission.next_batch_s)
@@ -195,13 +201,18 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         chosen = _choose([e for e in open_ if e.version == version], demand, fleet)
         if chosen is not None:
             return chosen
-    return Wait("open intakes are full" if open_ else "every intake is closed")
+    return Wait(f"open intakes {_why(open_, demand)}" if open_ else "every intake is closed")
+
+
+def _why(engines: Sequence[EngineState], demand: Demand) -> str:
+    """None of them has a place."""
+    return "are full" if any(demand.takes(e) for e in engines) else "cannot constrain an answer"
 
 
 def _choose(engines: Sequence[EngineState], demand: Demand, fleet: FleetState) -> Placement | None:
     """Among engines of one version: the session's own if it has room, else who holds its prompt's prefix, if that pays,
     else the least loaded."""
-    roomy = [e for e in engines if has_room(e, fleet, demand.prompt_tokens)]
+    roomy = [e for e in engines if demand.takes(e) and has_room(e, fleet, demand.prompt_tokens)]
     if not roomy:
         return None
     for engine in roomy:

@@ -55,9 +55,14 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     json_schema: str = ""  # as JSON text: the answer is constrained to it
+    regex: str = ""  # the same to a pattern, in the engine's dialect
     in_place: bool = False
     """It ends on the engine that began it: another would not know what its grammar or penalties have seen."""
     tokens_per_event: int = 1  # that the engine gathers before it sends them; the first goes out at once
+
+    @property
+    def constrained(self) -> bool:
+        return bool(self.json_schema or self.regex)
 
 
 @dataclass(frozen=True, slots=True)

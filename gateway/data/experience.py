@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,21 +18,15 @@ from dataclasses import dataclass
 import msgspec
 
 from gateway.core.types import Trajectory
+from gateway.data import experience_rows as rows
 from gateway.data.database import Database
+from gateway.data.filters import of_equal_rewards
 from gateway.data.leases import BufferState, Entry
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity
 
 CAPACITY = 65_536
 LEASE_S = 600.0
 WAIT_S_MAX = 300.0
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS trajectories(
-    seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, group_id TEXT NOT NULL,
-    oldest_version INTEGER NOT NULL, body BLOB NOT NULL, lease_id TEXT);
-CREATE TABLE IF NOT EXISTS closed_groups(group_id TEXT PRIMARY KEY, members INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS leases(lease_id TEXT PRIMARY KEY, reader TEXT NOT NULL, until_unix_s REAL NOT NULL)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +40,7 @@ class BufferStatistics:
     lapsed_leases: int
     evicted_stale: int
     evicted_for_room: int
+    evicted_equal: int
 
 
 @dataclass(slots=True)
@@ -57,6 +51,7 @@ class _Counters:
     lapsed_leases: int = 0
     evicted_stale: int = 0
     evicted_for_room: int = 0
+    evicted_equal: int = 0
 
 
 class ExperienceBuffer:
@@ -72,11 +67,11 @@ class ExperienceBuffer:
 
     async def open(self) -> None:
         """Makes the tables and takes over what an earlier life left, leases included."""
-        entries, leases = await self._database.run(_load)
+        entries, leases = await self._database.run(rows.load)
         for entry, _ in entries:
             self._state.add(entry)
             self._next_seq = entry.seq + 1
-        self._state.closed_groups.update(await self._database.run(_load_closed_groups))
+        self._state.closed_groups.update(await self._database.run(rows.load_closed_groups))
         for lease_id, reader, until in leases:
             held = [entry for entry, of in entries if of == lease_id]
             self._state.lease(lease_id, reader, held, until)
@@ -97,7 +92,7 @@ class ExperienceBuffer:
             self._count_evicted(gone)
             body = msgspec.msgpack.encode(leaves)
             try:
-                await self._database.run(lambda connection: _replace(connection, entry, body, gone))
+                await self._database.run(lambda connection: rows.replace(connection, entry, body, gone))
             except LaminarError:
                 self._state.remove(entry)
                 raise
@@ -116,14 +111,14 @@ class ExperienceBuffer:
             entry = next((e for e in self._state.free.values() if e.session_id == session_id), None)
             if entry is None:
                 raise Conflict(f"a reader has session {session_id}", hint="give rewards before it is sampled")
-            await self._database.run(lambda connection: _revise(connection, entry.seq, change))
+            await self._database.run(lambda connection: rows.revise(connection, entry.seq, change))
 
     async def close_group(self, group_id: str, members: int) -> None:
         """The group is whole with `members`, fewer than its size: readers of groups get it as it is."""
         async with self._order:
             self._state.closed_groups[group_id] = members
             gone = self._state.forget_closed_groups()
-            await self._database.run(lambda connection: _close_group(connection, group_id, members, gone))
+            await self._database.run(lambda connection: rows.close_group(connection, group_id, members, gone))
         self._changed.set()
 
     async def drop_group(self, group_id: str) -> int:
@@ -133,7 +128,7 @@ class ExperienceBuffer:
             gone = [entry for entry in self._state.free.values() if entry.group_id == group_id]
             for entry in gone:
                 self._state.remove(entry)
-            await self._database.run(lambda connection: _delete(connection, gone))
+            await self._database.run(lambda connection: rows.delete(connection, gone))
         return len(gone)
 
     async def sample(
@@ -147,12 +142,14 @@ class ExperienceBuffer:
         wait_s: float = 0.0,
         staleness_max: int | None = None,
         lease_s: float = LEASE_S,
+        drop_equal_rewards: bool = False,
     ) -> tuple[str, list[Trajectory]]:
         """A lease and what it holds: as many as asked, or what is there after `wait_s`, possibly nothing (lease id "").
 
         A session with branches counts as one and comes with all its leaves.
         With `groups`, whole groups of `group_size` only. Trajectories whose oldest token is more than `staleness_max`
-        versions behind `trainer_version` are dropped, counted, and never given out.
+        versions behind `trainer_version` are dropped, counted, and never given out; with `drop_equal_rewards` so are
+        groups all of whose rewards are equal.
         """
         wanted = _wanted(trajectories, groups, group_size)
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
@@ -162,6 +159,8 @@ class ExperienceBuffer:
                 remaining_s = deadline - time.monotonic()
                 found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
                 if found >= wanted or remaining_s <= 0:
+                    if drop_equal_rewards and await self._drop_equal(chosen):
+                        continue
                     return await self._lease(reader, chosen, lease_s) if chosen else ("", [])
                 self._changed.clear()
             await self._wait_for_change(remaining_s)
@@ -177,7 +176,7 @@ class ExperienceBuffer:
                     hint="it was acknowledged before, or it lapsed and its trajectories went back: sample again",
                 )
             self._counters.acked += len(lease.entries)
-            await self._database.run(lambda connection: _delete_lease(connection, lease_id))
+            await self._database.run(lambda connection: rows.delete_lease(connection, lease_id))
         return len(lease.entries)
 
     def statistics(self) -> BufferStatistics:
@@ -193,6 +192,7 @@ class ExperienceBuffer:
             lapsed_leases=c.lapsed_leases,
             evicted_stale=c.evicted_stale,
             evicted_for_room=c.evicted_for_room,
+            evicted_equal=c.evicted_equal,
         )
 
     def _refuse(self, session_id: str) -> None:
@@ -217,19 +217,28 @@ class ExperienceBuffer:
         stale = self._state.declare(trainer_version, staleness_max)
         if stale:
             self._count_evicted(stale)
-            await self._database.run(lambda connection: _delete(connection, stale))
+            await self._database.run(lambda connection: rows.delete(connection, stale))
         if groups is not None:
             assert group_size is not None
             return self._state.take_groups(groups, group_size)
         assert trajectories is not None
         return self._state.take(trajectories)
 
+    async def _drop_equal(self, chosen: list[Entry]) -> bool:
+        """Whether any group was dropped."""
+        gone = await self._database.run(lambda connection: of_equal_rewards(connection, chosen))
+        for entry in gone:
+            self._state.remove(entry)
+        self._counters.evicted_equal += len(gone)
+        await self._database.run(lambda connection: rows.delete(connection, gone))
+        return bool(gone)
+
     async def _lease(self, reader: str, chosen: list[Entry], lease_s: float) -> tuple[str, list[Trajectory]]:
         lease_id = f"lease-{secrets.token_hex(8)}"
         until = time.time() + lease_s
         self._state.lease(lease_id, reader, chosen, until)
         seqs = [entry.seq for entry in chosen]
-        bodies = await self._database.run(lambda connection: _lease_rows(connection, lease_id, reader, until, seqs))
+        bodies = await self._database.run(lambda connection: rows.lease_rows(connection, lease_id, reader, until, seqs))
         self._counters.sampled += len(bodies)
         return lease_id, [leaf for body in bodies for leaf in msgspec.msgpack.decode(body, type=list[Trajectory])]
 
@@ -270,57 +279,3 @@ def _wanted(trajectories: int | None, groups: int | None, group_size: int | None
         return groups
     assert trajectories is not None
     return trajectories
-
-
-def _load(
-    connection: sqlite3.Connection,
-) -> tuple[list[tuple[Entry, str | None]], list[tuple[str, str, float]]]:
-    for statement in _SCHEMA.split(";"):
-        connection.execute(statement)
-    rows = connection.execute(
-        "SELECT seq, session_id, group_id, oldest_version, lease_id FROM trajectories ORDER BY seq"
-    ).fetchall()
-    leases = connection.execute("SELECT lease_id, reader, until_unix_s FROM leases").fetchall()
-    return [(Entry(*row[:4]), row[4]) for row in rows], leases
-
-
-def _load_closed_groups(connection: sqlite3.Connection) -> list[tuple[str, int]]:
-    return connection.execute("SELECT group_id, members FROM closed_groups").fetchall()
-
-
-def _close_group(connection: sqlite3.Connection, group_id: str, members: int, gone: list[str]) -> None:
-    connection.execute("INSERT OR REPLACE INTO closed_groups VALUES (?,?)", (group_id, members))
-    connection.executemany("DELETE FROM closed_groups WHERE group_id=?", [(name,) for name in gone])
-
-
-def _replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: list[Entry]) -> None:
-    _delete(connection, gone)
-    row = (entry.seq, entry.session_id, entry.group_id, entry.oldest_version, body)
-    connection.execute(
-        "INSERT INTO trajectories(seq, session_id, group_id, oldest_version, body) VALUES (?,?,?,?,?)", row
-    )
-
-
-def _delete(connection: sqlite3.Connection, entries: list[Entry]) -> None:
-    connection.executemany("DELETE FROM trajectories WHERE seq=?", [(entry.seq,) for entry in entries])
-
-
-def _revise(connection: sqlite3.Connection, seq: int, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
-    [body] = connection.execute("SELECT body FROM trajectories WHERE seq=?", (seq,)).fetchone()
-    leaves = change(msgspec.msgpack.decode(body, type=list[Trajectory]))
-    connection.execute("UPDATE trajectories SET body=? WHERE seq=?", (msgspec.msgpack.encode(leaves), seq))
-
-
-def _lease_rows(
-    connection: sqlite3.Connection, lease_id: str, reader: str, until: float, seqs: list[int]
-) -> list[bytes]:
-    connection.execute("DELETE FROM leases WHERE until_unix_s <= ?", (time.time(),))
-    connection.execute("INSERT INTO leases VALUES (?,?,?)", (lease_id, reader, until))
-    connection.executemany("UPDATE trajectories SET lease_id=? WHERE seq=?", [(lease_id, seq) for seq in seqs])
-    read = "SELECT body FROM trajectories WHERE seq=?"
-    return [connection.execute(read, (seq,)).fetchone()[0] for seq in seqs]
-
-
-def _delete_lease(connection: sqlite3.Connection, lease_id: str) -> None:
-    connection.execute("DELETE FROM trajectories WHERE lease_id=?", (lease_id,))
-    connection.execute("DELETE FROM leases WHERE lease_id=?", (lease_id,))

@@ -65,6 +65,8 @@ def generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request
         params["frequency_penalty"] = sampling.frequency_penalty
     if sampling.json_schema:
         params["json_schema"] = sampling.json_schema
+    if sampling.regex:
+        params["regex"] = sampling.regex
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     if sampling.stop_token_ids:

@@ -235,6 +235,8 @@ def _completion_body(
         body["frequency_penalty"] = sampling.frequency_penalty
     if sampling.json_schema:
         body["structured_outputs"] = {"json": sampling.json_schema}
+    if sampling.regex:
+        body["structured_outputs"] = {"regex": sampling.regex}
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     if sampling.stop_token_ids:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from gateway.core.types import SamplingParams
+from gateway.engines.base import RequestRefused
 from gateway.engines.sglang_push import LOADER
-from tests.contract.engine_contract import EngineContract, Subject
+from tests.contract.engine_contract import PROMPT, EngineContract, Subject
 from tests.support import processes
 from tests.support.greedy import transformers_greedy
 from tests.support.processes import Daemon
@@ -62,6 +64,17 @@ class TestEmbedded(EngineContract):
     @pytest.fixture
     def subject(self, embedded: Subject) -> Subject:
         return embedded
+
+    @pytest.mark.parametrize("constraint", [{"json_schema": "{}"}, {"regex": "yes|no"}], ids=["schema", "pattern"])
+    async def test_what_it_cannot_hold_an_answer_to_is_refused(
+        self, subject: Subject, constraint: dict[str, str]
+    ) -> None:
+        """The gateway sends it no such turn; it would not drop the field silently."""
+        sampling = SamplingParams(max_tokens=4, **constraint)  # type: ignore[arg-type]
+        async with subject.adapter() as adapter:
+            with pytest.raises(RequestRefused, match="structured_outputs"):
+                async with adapter.generate(PROMPT, sampling, "constrained", "session") as chunks:
+                    await anext(aiter(chunks))
 
 
 class TestSglang(EngineContract):

@@ -100,6 +100,31 @@ def test_a_session_stays_on_its_version_while_others_move_on(relay: str, publish
         until(lambda: {v for _, v in fleet.engine_states().values()} == {2}, "the last engine of version 1 to refresh")
 
 
+def test_a_strict_session_finds_its_version_where_retention_would_have_retired_it(
+    relays: Relays, tmp_path: Path
+) -> None:
+    relay = str(relays.start("keeps-one", "--retain", "1").ready["grpc"])
+    flags = ("--version-hold-s=0",)
+    with (
+        Publisher(relay, "policy") as publisher,
+        Fleet(tmp_path, num_engines=1, relay=relay, engine_flags=ENGINE_FLAGS, gateway_flags=flags) as fleet,
+    ):
+        publish(publisher, 1)
+        until(lambda: fleet.engine_states()["e0"] == ("serving", 1), "version 1")
+        session = httpx.post(f"{fleet.url}/sessions", json={"on_version_loss": "strict"}).json()
+        first = ask(session["base_url"], HELLO)
+        until(lambda: "1" in fleet.status()["pinned_versions"], "the pin of version 1")
+        shown = httpx.get(f"{fleet.url}/sessions/{session['session_id']}").json()
+        assert (shown["version"], shown["version_pinned"]) == (1, True)
+        for seed in (2, 3):
+            version = publish(publisher, seed)
+            until(lambda wanted=version: fleet.engine_states()["e0"] == ("serving", wanted), f"version {version}")
+        history = [*HELLO, {"role": "assistant", "content": first.message.content}, {"role": "user", "content": "And?"}]
+        assert versions(ask(session["base_url"], history)) == [1]
+        httpx.post(f"{fleet.url}/sessions/{session['session_id']}/finish", json={"reward": 1.0}).raise_for_status()
+        until(lambda: fleet.status()["pinned_versions"] == {}, "the pin's end")
+
+
 def test_a_restarted_engine_gets_no_traffic_before_it_holds_the_newest(
     relay: str, publisher: Publisher, tmp_path: Path
 ) -> None:

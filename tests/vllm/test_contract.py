@@ -6,14 +6,17 @@ import functools
 from collections.abc import Iterator
 
 import pytest
+from tokenizers import Tokenizer
 
-from tests.contract.engine_contract import EngineContract, Subject
+from gateway.core.types import SamplingParams
+from tests.contract.engine_contract import PROMPT, TOKENS, EngineContract, Subject, Turn
 from tests.support import vllm
 from tests.support.greedy import transformers_greedy
-from tests.support.tiny_model import VLLM_HEAD_DIM
+from tests.support.tiny_model import VLLM_HEAD_DIM, tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+TWO_WORDS = ("yesyes", "yesno", "noyes", "nono")
 greedy = functools.partial(transformers_greedy, head_dim=VLLM_HEAD_DIM)
 
 
@@ -34,3 +37,21 @@ class TestVllm(EngineContract):
     @pytest.fixture
     def subject(self, server: Subject) -> Subject:
         return server
+
+    @pytest.mark.parametrize(
+        ("constraint", "allowed"),
+        [({"json_schema": '{"enum": ["yes", "no"]}'}, ('"yes"', '"no"')), ({"regex": "(yes|no){2}"}, TWO_WORDS)],
+        ids=["schema", "pattern"],
+    )
+    async def test_an_answer_is_held_to_its_constraint(
+        self, subject: Subject, constraint: dict[str, str], allowed: tuple[str, ...]
+    ) -> None:
+        """Of a model that says nothing of the kind by itself."""
+        tokenizer = Tokenizer.from_file(str(tiny_model(head_dim=VLLM_HEAD_DIM) / "tokenizer.json"))
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, **constraint)  # type: ignore[arg-type]
+        async with subject.adapter() as adapter:
+            async with adapter.generate(PROMPT, sampling, "constrained", "session") as chunks:
+                ids = [token async for chunk in chunks for token in chunk.token_ids]
+            free = await Turn().read(adapter)
+        assert tokenizer.decode(ids) in allowed
+        assert tokenizer.decode(free.ids) not in allowed

@@ -106,6 +106,7 @@ async def test_the_gateways_staleness_bound_holds_unless_the_reader_names_one(do
         ({"reader": "r", "trainer_version": 1, "trajectories": 0}, "trajectories"),
         ({"reader": "r", "trainer_version": 1, "groups": 1000, "group_size": 1000}, "groups"),
         ({"reader": "r", "trainer_version": 1, "trajectories": 1, "wait_s": 1e9}, "wait_s"),
+        ({"reader": "r", "trainer_version": 1, "trajectories": 1, "drop_equal_rewards": True}, "drop_equal_rewards"),
         ({"reader": "r", "trainer_version": -1, "trajectories": 1}, "trainer_version"),
         ({"reader": "r", "trainer_version": 1, "trajectories": 1, "count": 3}, "count"),
         ({"reader": "r", "trainer_version": 1}, None),

@@ -87,6 +87,10 @@ async def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any], aio
             "response_format.json_schema.schema",
             "object",
         ),
+        ({"structured_outputs": {}}, "structured_outputs", "one constraint"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "one constraint"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "a JSON schema is an object"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "unknown field"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"tool_choice": "required", "tools": [FUNCTION]}, "tool_choice", "'auto'"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not supported"),
@@ -233,6 +237,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"response_format": {"type": "text"}}, "", False),
         ({"response_format": {"type": "json_object"}}, '{"type":"object"}', True),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, json.dumps(SCHEMA), True),
+        ({"structured_outputs": {"json": SCHEMA}}, json.dumps(SCHEMA), True),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, json.dumps(SCHEMA), True),
         ({"presence_penalty": 0.5}, "", True),
         ({"frequency_penalty": -0.5}, "", True),
         ({"presence_penalty": 0}, "", False),
@@ -244,6 +250,19 @@ def test_what_has_to_end_where_it_began(change: dict[str, Any], schema: str, in_
     assert (found.json_schema.replace(" ", ""), found.in_place) == (schema.replace(" ", ""), in_place)
     allowed = sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0, penalties_move=True), top=0)
     assert allowed.in_place is bool(schema), "penalties may move where that is allowed, a grammar never"
+
+
+@pytest.mark.parametrize("api", ["chat", "completion"])
+def test_an_answer_may_be_held_to_a_pattern_where_engines_can(api: str) -> None:
+    asked = json.dumps({"model": "policy", "messages": [], "structured_outputs": {"regex": "yes|no"}}).encode()
+    body = (
+        decode_chat(asked) if api == "chat" else decode_completion(asked.replace(b'"messages": []', b'"prompt": "p"'))
+    )
+    found = sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0), top=0)
+    assert (found.regex, found.json_schema, found.constrained, found.in_place) == ("yes|no", "", True, True)
+    with pytest.raises(RefusedField, match=r"no engine of this gateway can constrain.*sglang, vllm") as refused:
+        sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0, constrains=False), top=0)
+    assert refused.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_tokens", "presence_penalty", "response_format"])

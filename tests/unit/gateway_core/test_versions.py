@@ -155,6 +155,20 @@ def test_strict_sessions_begin_on_as_many_versions_as_relays_keep() -> None:
     assert isinstance(place(second, state, FREE), Placement)
 
 
+def test_a_constrained_turn_goes_to_an_engine_that_can() -> None:
+    state = fleet(engine("e0", 1, intake_open=True, kind="embedded"), engine("e1", 1, [5], intake_open=True))
+    demand = Demand(session("new"), 10, constrained=True)
+    outcome = place(demand, state, FREE)
+    assert isinstance(outcome, Placement)
+    assert outcome.engine == "e1", "though it is fuller"
+    for wanted in (demand, Demand(session("old", version=1), 10, constrained=True)):
+        state.engines[EngineName("e1")].kind = "embedded"
+        outcome = place(wanted, state, FREE)
+        assert isinstance(outcome, Wait)
+        assert "cannot constrain an answer" in outcome.reason
+    assert isinstance(place(Demand(session("plain"), 10), state, FREE), Placement)
+
+
 def test_a_session_is_on_no_older_version_than_it_may() -> None:
     engines = engine("e0", 2, intake_open=True), engine("e1", 3, [1] * 5, intake_open=True)
     state, demand = fleet(*engines), Demand(session("new", min_version=Version(3)), 10)

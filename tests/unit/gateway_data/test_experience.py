@@ -263,3 +263,20 @@ async def _check_what_is_left(path: Path, promised: int) -> None:
         left = names(await buffer.sample("r", trajectories=10**6, trainer_version=3))
     assert len(left) >= promised - 3  # three were used; all others that `add` returned for are there
     assert left == [f"s{number}" for number in range(3, 3 + len(left))]  # each once, the dead reader's among them
+
+
+async def test_groups_of_equal_rewards_are_dropped_when_asked_and_the_next_is_given(tmp_path: Path) -> None:
+    async with Database(tmp_path / "db") as database:
+        buffer, again = ExperienceBuffer(database), ExperienceBuffer(database)
+        await buffer.open()
+        for group, rewards in (("same", (1.0, 1.0)), ("mixed", (0.0, 1.0)), ("late", (0.5, 0.5))):
+            for number, reward in enumerate(rewards):
+                await buffer.add(msgspec.structs.replace(trajectory(f"{group}-{number}", group=group), reward=reward))
+        await buffer.revise("late-1", lambda leaves: [msgspec.structs.replace(leaf, reward=0.75) for leaf in leaves])
+        asked = {"trainer_version": 1, "groups": 2, "group_size": 2}
+        sampled = await buffer.sample("r", **asked, drop_equal_rewards=True)  # type: ignore[arg-type]
+        assert names(sampled) == ["mixed-0", "mixed-1", "late-0", "late-1"]
+        assert (buffer.statistics().evicted_equal, buffer.statistics().trajectories) == (2, 0)
+        await buffer.ack(sampled[0])
+        await again.open()
+        assert again.statistics().trajectories == 0, "dropped on disk, too"

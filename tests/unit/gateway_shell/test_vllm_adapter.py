@@ -90,6 +90,9 @@ async def test_what_is_asked() -> None:
     asked = e0.asked[0].body
     assert (asked["presence_penalty"], asked["frequency_penalty"]) == (0.5, -1.0)
     assert asked["structured_outputs"] == {"json": '{"type":"object"}'}
+    async with CuttingEngine() as engine, adapter(engine) as found:
+        await generate(found, regex="yes|no")
+    assert engine.asked[0].body["structured_outputs"] == {"regex": "yes|no"}
     extra = {"seed": 0, "top_k": 5, "min_tokens": 2, "stop_token_ids": [4], "ignore_eos": True, "logprobs": 3}
     assert full == {**plain, **extra, "return_tokens_as_token_ids": True}
 
