@@ -63,16 +63,27 @@ class Operating:
 
     async def adopt(self) -> tuple[str, list[str]]:
         """Joins the registry that is there now: its id, and the versions that come along."""
-        known = {model: versions.newest_known for model, versions in self._relay.models.items()}
-        store_id = await self._relay.seat.adopt()
+        relay = self._relay
+        known = {model: versions.newest_known for model, versions in relay.models.items()}
+        store_id = await relay.seat.adopt()
         for model, newest in known.items():
-            self._relay.of(model).skip_to(newest + NUMBERS_SKIPPED)
-        await self._relay.refresh()
+            relay.of(model).skip_to(newest + NUMBERS_SKIPPED)
+            self._leave_unsealed(model)
+        for model, newest in known.items():
+            await relay.seat.skip_numbers(model, newest + NUMBERS_SKIPPED)
+        await relay.refresh()
         held = []
-        for model, versions in sorted(self._relay.models.items()):
+        for model, versions in sorted(relay.models.items()):
             shown = versions.shown()
             held += [f"{model} version {record.version}" for record in shown]
             if shown:
-                await self._relay.seat.want(model)
+                await relay.seat.want(model)
         log.info("adopted the registry %s with %s", store_id, ", ".join(held) or "nothing")
         return store_id, held
+
+    def _leave_unsealed(self, model: str) -> None:
+        """Nobody can say any more what became of these; whoever holds one sealed brings it along."""
+        versions = self._relay.of(model)
+        for version, state in versions.items():
+            if state.sealed is None:
+                self._relay.apply(model, versions.withdrawn(version, "its registry was replaced before it was sealed"))

@@ -63,8 +63,10 @@ class Presiding:
         if epoch is None:
             return
         for version, state in self._relay.of(model).items():
-            open_ended = state.announced is not None and state.sealed is None and state.ended is None
-            if open_ended and state.announced is not None and state.announced.manifest.epoch != epoch:
+            if state.announced is None or state.sealed is not None or state.ended is not None:
+                continue
+            begun = state.announced.manifest.epoch
+            if begun.store_id == epoch.store_id and begun != epoch:  # nobody here knows what came of another store's
                 await end_version(
                     self._relay.seat, model, version, epoch, Ended("aborted", "its master died before it was sealed")
                 )

@@ -21,7 +21,16 @@ from paramserver.core.pins import Pin, Pins, keepers
 from paramserver.core.records import Announced, Ended, Holding, Plan, Sealed
 from paramserver.core.stragglers import Hop, Stragglers
 from paramserver.core.versions import Drop, Effect, Fetch, ModelVersions, Show, Tell
-from paramserver.core.view import Fact, HolderFact, MasterFact, MemberFact, SpilledFact, VersionFact, View
+from paramserver.core.view import (
+    Fact,
+    HolderFact,
+    MasterFact,
+    MemberFact,
+    SkippedFact,
+    SpilledFact,
+    VersionFact,
+    View,
+)
 from paramserver.data import fetch as data_fetch
 from paramserver.data import tcp
 from paramserver.data.movers import Movers
@@ -254,6 +263,8 @@ class Relay:
                     )
             case SpilledFact(model, version, relay, present):
                 self.of(model).spilled(version, relay, present=present)
+            case SkippedFact(model, number):
+                self.of(model).skip_to(number)
             case MasterFact(model, seen):
                 log.info("%s: master is %s", model, seen.master.name if seen else "nobody")
             case MemberFact(name, member):

@@ -272,6 +272,10 @@ class Seat:
         """Makes the model known, so that somebody stands for its master."""
         await self._registry.transact([Absent(keys.wanted_key(model))], [Put(keys.wanted_key(model), b"")])
 
+    async def skip_numbers(self, model: str, number: int) -> None:
+        """No master gives a number below this one, not even after this relay has died."""
+        await self._registry.transact([], [Put(keys.skipped_key(model, self.member.name), str(number).encode())])
+
     async def stand(self, newest_holders: dict[str, set[str]], now: float) -> list[str]:
         """Stands for master of each known model that has none, when it is this relay's turn. Returns those won."""
         won: list[str] = []

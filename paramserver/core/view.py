@@ -49,6 +49,11 @@ def plan_key(model: str) -> str:
     return f"{_MODELS}{model}/plan"
 
 
+def skipped_key(model: str, relay: str) -> str:
+    """The first number that a master may give, written by a relay that may have missed those below."""
+    return f"{_MODELS}{model}/skipped/{relay}"
+
+
 def version_key(model: str, version: int, what: Literal["announced", "sealed", "ended"]) -> str:
     return f"{_MODELS}{model}/versions/{version:016d}/{what}"
 
@@ -122,6 +127,14 @@ class SpilledFact:
 
 
 @dataclass(frozen=True, slots=True)
+class SkippedFact:
+    """Numbers below this one are not given again: another registry may have had them."""
+
+    model: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class MasterFact:
     """A model's master changed (None: there is none)."""
 
@@ -137,7 +150,7 @@ class MemberFact:
     member: Member | None
 
 
-Fact = VersionFact | HolderFact | SpilledFact | MasterFact | MemberFact
+Fact = VersionFact | HolderFact | SpilledFact | SkippedFact | MasterFact | MemberFact
 
 
 @dataclass
@@ -221,6 +234,8 @@ class View:
                 yield MasterFact(model, seen)
             case ["plan"]:
                 self.plans[model] = msgspec.json.decode(value, type=Plan)
+            case ["skipped", _]:
+                yield SkippedFact(model, int(value))
             case ["versions", version, what] if what in _RECORDS:
                 record = msgspec.json.decode(value, type=_RECORDS[what])
                 yield VersionFact(model, int(version), record)

@@ -44,6 +44,7 @@ class MemoryStore:
     revision: int = 1
     keys: dict[str, _Key] = field(default_factory=dict)
     leases: dict[int, _LeaseState] = field(default_factory=dict)
+    last_lease: int = 0  # no number is granted twice, as in etcd
     log: list[tuple[int, Event]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -99,9 +100,9 @@ class MemoryRegistry:
 
     async def grant(self, ttl_s: float) -> int:
         store = self._open()
-        lease = max(store.leases, default=0) + store.revision + 1
-        store.leases[lease] = _LeaseState(ttl_s, store.clock() + ttl_s)
-        return lease
+        store.last_lease += 1
+        store.leases[store.last_lease] = _LeaseState(ttl_s, store.clock() + ttl_s)
+        return store.last_lease
 
     async def keep_alive(self, lease: int) -> bool:
         state = self._open().leases.get(lease)

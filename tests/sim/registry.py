@@ -34,11 +34,11 @@ class RegistryServer:
         self.connections: list[SimRegistry] = []
         self._held: list[Callable[[], None]] = []
         self._told = 0
-        self.store = self._new_store()
+        self.store = self._new_store(0)
         self._tick()
 
-    def _new_store(self) -> MemoryStore:
-        return MemoryStore(lambda: self.clock.now)
+    def _new_store(self, last_lease: int) -> MemoryStore:
+        return MemoryStore(lambda: self.clock.now, last_lease=last_lease)
 
     def _tick(self) -> None:
         """Leases end by themselves, while the registry runs."""
@@ -87,7 +87,7 @@ class RegistryServer:
 
     def replace(self) -> None:
         """An empty one in its place."""
-        self.store, self._told = self._new_store(), 0
+        self.store, self._told = self._new_store(self.store.last_lease), 0
         self.compact()
 
     def reach(self, name: str) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from paramserver.core import view as keys
 from paramserver.core.records import Ended, Epoch, Holding, Master, Member, Plan
-from paramserver.core.view import HolderFact, MasterFact, MasterSeen, MemberFact, VersionFact, View
+from paramserver.core.view import HolderFact, MasterFact, MasterSeen, MemberFact, SkippedFact, VersionFact, View
 
 MEMBER = Member("a", "instance", "h:1", "h:2")
 MASTER = Master("a", "instance")
@@ -61,6 +61,13 @@ def test_a_new_election_is_news_though_the_same_relay_won_it() -> None:
         MasterFact("policy", MasterSeen(MASTER, 9))
     ]
     assert view.epoch("policy") == Epoch("store", 9)
+
+
+def test_numbers_that_were_skipped_stay_skipped_when_who_skipped_them_is_gone() -> None:
+    view = View()
+    assert view.put(keys.skipped_key("policy", "a"), b"1012", 8) == [SkippedFact("policy", 1012)]
+    assert view.models == {"policy"}
+    assert view.remove(keys.skipped_key("policy", "a")) == []
 
 
 def test_removing_what_was_never_there_is_no_news() -> None:
