@@ -3,13 +3,15 @@
 Invariants:
 - the turn's record is the only copy of its tokens: a reader is a position in it, so memory does not grow with readers;
 - a delta never crosses segments; the finish is shown once, with or after the last token;
+- a reader that has caught up is given what comes at once, by who shows it: no task is woken in between. What a reader
+  raises is its own, and never reaches the turn;
 - while somebody reads, the engine's stream is never more than `UNREAD_TOKENS_MAX` tokens ahead of the slowest reader.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from gateway.core.joining import Attention
@@ -18,11 +20,19 @@ from gateway.core.types import EngineName, TokenDelta, TurnRecord, Version
 UNREAD_TOKENS_MAX = 1024
 """Tokens that wait for a slow client before its engine's stream is held back."""
 
+TakeDelta = Callable[[TokenDelta], Awaitable[object] | None]
+"""Is given a delta; returns what to wait for before the next one, or None."""
+
 
 @dataclass(eq=False, slots=True)
 class _Reader:
+    """`waiting`: it has read all there is; set to what `take` returned, or None when there is something to look at."""
+
+    take: TakeDelta | None
     position: int = 0
     segment: int = 0
+    over: bool = False  # it has read the finish
+    waiting: asyncio.Future[Awaitable[object] | None] | None = None
 
 
 class Audience:
@@ -30,8 +40,8 @@ class Audience:
         self._record = record
         self._attention = attention
         self._attached = 0
-        self._readers: set[_Reader] = set()
-        self._shown = len(record.token_ids)
+        self._readers: list[_Reader] = []
+        self._shown = self._slowest = len(record.token_ids)
         self._over = record.finish_reason is not None  # a turn in flight has none
         self._started = False
         self._failure: Exception | None = None
@@ -47,17 +57,42 @@ class Audience:
 
     def show(self) -> None:
         """Everything in the record may be read."""
-        self._shown = len(self._record.token_ids)
-        self._changed.set()
+        shown = self._shown = len(self._record.token_ids)
+        self._slowest = shown
+        for reader in self._readers:
+            if reader.waiting is not None and not reader.waiting.done():
+                self._wake(reader, reader.waiting)
+            if reader.position < self._slowest:
+                self._slowest = reader.position
+
+    def _wake(self, reader: _Reader, waiting: asyncio.Future[Awaitable[object] | None]) -> None:
+        """Its task, only if it has to see to something."""
+        held: Awaitable[object] | None = None
+        if reader.take is not None:
+            try:
+                held = self._hand(reader, reader.take)
+            except Exception as e:  # noqa: BLE001 (raised where it reads)
+                waiting.set_exception(e)
+                return
+            if held is None and not reader.over and self._failure is None:
+                return
+        waiting.set_result(held)
 
     def end(self, failure: Exception | None = None) -> None:
         """Nothing more comes: the record has its finish reason, or `failure` is told to every reader."""
         self._over, self._failure = True, failure
         self.show()
+        self._changed.set()
+
+    @property
+    def lags(self) -> bool:
+        """Whether a reader was too far behind when something was last shown, and still is."""
+        far = self._shown - UNREAD_TOKENS_MAX
+        return self._slowest <= far and any(reader.position <= far for reader in self._readers)
 
     async def keep_up(self) -> None:
-        """Returns at once unless a reader is too far behind; else when it has read on, or left."""
-        while self._readers and self._shown - min(r.position for r in self._readers) >= UNREAD_TOKENS_MAX:
+        """Until no reader is too far behind: it has read on, or left."""
+        while self.lags:
             self._taken.clear()
             await self._taken.wait()
 
@@ -103,22 +138,64 @@ class Audience:
         if self._failure is not None:
             raise self._failure
 
+    async def read(self, take: TakeDelta) -> None:
+        """Gives `take` every delta, first token to finish. Raises what it raises, or what ended the turn."""
+        reader = self._enter(take)
+        try:
+            held = self._hand(reader, take)
+            while True:
+                if held is not None:
+                    await held
+                if reader.over:
+                    return
+                if held is not None:
+                    held = self._hand(reader, take)
+                else:
+                    held = await self._wait(reader)
+        finally:
+            self._leave(reader)
+
     async def deltas(self) -> AsyncIterator[TokenDelta]:
-        """From the first token to the finish; raises what ended the turn before."""
-        reader = _Reader()
-        self._readers.add(reader)
+        """The same, for who takes its time."""
+        reader = self._enter(None)
         try:
             while True:
                 while (delta := self._next(reader)) is not None:
                     yield delta
                     if delta.finish_reason is not None:
                         return
-                self._raise_failure()
-                self._changed.clear()
-                await self._changed.wait()
+                await self._wait(reader)
         finally:
-            self._readers.discard(reader)
-            self._taken.set()
+            self._leave(reader)
+
+    def _enter(self, take: TakeDelta | None) -> _Reader:
+        reader = _Reader(take)
+        self._readers.append(reader)
+        return reader
+
+    def _leave(self, reader: _Reader) -> None:
+        self._readers.remove(reader)
+        self._taken.set()
+
+    async def _wait(self, reader: _Reader) -> Awaitable[object] | None:
+        """For a reader that has read all there is."""
+        self._raise_failure()
+        reader.waiting = asyncio.get_running_loop().create_future()
+        try:
+            return await reader.waiting
+        finally:
+            reader.waiting = None
+
+    def _hand(self, reader: _Reader, take: TakeDelta) -> Awaitable[object] | None:
+        """What is there, up to where it wants to wait."""
+        while (delta := self._next(reader)) is not None:
+            reader.over = delta.finish_reason is not None
+            held = take(delta)
+            if held is not None or reader.over:
+                return held
+            if reader.position >= self._shown and not self._over:
+                return None
+        return None
 
     def _next(self, reader: _Reader) -> TokenDelta | None:
         record, start = self._record, reader.position
@@ -130,7 +207,8 @@ class Audience:
         if end <= start and not last:
             return None
         reader.position = max(start, end)
-        self._taken.set()
+        if not self._taken.is_set():
+            self._taken.set()
         segment = segments[reader.segment] if segments else None
         return TokenDelta(
             tuple(record.token_ids[start:end]),

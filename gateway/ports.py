@@ -5,7 +5,7 @@ Errors of every method are LaminarError subclasses; handlers turn them into HTTP
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -52,7 +52,7 @@ class SessionView:
 
 
 class TurnRun(Protocol):
-    """One turn under way: an asynchronous context manager and iterator of deltas.
+    """One turn under way: an asynchronous context manager, within which it is read.
 
     Several clients may read it, each from its first token. One that leaves the context before the last delta leaves the
     turn without it; when all have, it goes on for a grace period, so that a retry can join, and is then given up.
@@ -64,7 +64,12 @@ class TurnRun(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+    async def read(self, take: Callable[[TokenDelta], Awaitable[object] | None]) -> None:
+        """Gives `take` every delta, from the first token to the finish, as soon as it is there.
+
+        What `take` returns is awaited before the next one. Raises what it raises, or what ended the turn.
+        """
+        ...
 
     async def finish_early(self, num_tokens: int) -> None:
         """A stop string matched: the turn ends with its first `num_tokens` generated tokens, reason "stop"."""

@@ -14,7 +14,8 @@ import time
 
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, TurnId
-from gateway.data.partial import KeptTurn, PartialResponsePool
+from gateway.data import PartialResponsePool
+from gateway.data.partial_store import KeptTurn
 from gateway.data.sessions import KeptSession, SessionStore
 from gateway.sessions import Sessions
 

@@ -17,14 +17,15 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
 import msgspec
 
-from gateway.audience import Audience
+from gateway.audience import Audience, TakeDelta
+from gateway.core.curves import Gaps
 from gateway.core.fleet import TurnLoad
 from gateway.core.joining import Attention
 from gateway.core.prefixes import chain
@@ -144,6 +145,7 @@ class Run:
         self._left_for: _Leaving | None = None  # has left, and waits for the first token from elsewhere
         self._load: TurnLoad | None = None
         self._engine: EngineName | None = None
+        self._pace = Gaps()
         self._in_pool = False
         self._ended = over
         self._grace: asyncio.TimerHandle | None = None
@@ -175,6 +177,9 @@ class Run:
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
         return self.audience.deltas()
+
+    async def read(self, take: TakeDelta) -> None:
+        await self.audience.read(take)
 
     def _attach(self) -> None:
         self.audience.attach()
@@ -310,7 +315,10 @@ class Run:
     async def _drive(self) -> None:
         try:
             self._in_pool = True
-            await (self._pool.reopen if self._resumed else self._pool.begin)(self.request)
+            if self._resumed:
+                await self._pool.reopen(self.request)
+            else:
+                self._pool.begin(self.request)
             await self._run_to_end()
         except LaminarError as e:
             await self._drop("lost", self._told(e))
@@ -459,47 +467,60 @@ class Run:
         sampling = segment_sampling(self.request, len(self.record.token_ids))
         prompt = (*self.request.prompt_ids, *self.record.token_ids)
         request_id = f"{self.request.turn_id}-{self._last_segment()}"
-        async with adapter.generate(prompt, sampling, request_id, self.request.session_id) as chunks:
-            self.audience.start()
-            last_at: float | None = None
-            async for chunk in chunks:
-                last_at = self._note_pace(engine, len(chunk.token_ids), last_at)
-                self._check_first(chunk)
-                self._take(chunk)
-                if chunk.finish_reason is not None:
-                    self._check_version(chunk)
-                    self.record.finish_reason = chunk.finish_reason
-                    return
-                self.audience.show()
-                await self._pool.drain()
-                await self.audience.keep_up()
+        self._pace.begin()
+        last: EngineChunk | None = None
 
-    def _note_pace(self, engine: EngineName, num_tokens: int, last_at: float | None) -> float | None:
+        def take(chunk: EngineChunk) -> Awaitable[None] | None:
+            nonlocal last
+            last = chunk
+            return self._heard(chunk, engine)
+
+        async with adapter.generate(prompt, sampling, request_id, self.request.session_id) as stream:
+            self.audience.start()
+            await stream.deliver(take)
+        assert last is not None
+        self._check_version(last)
+        self.record.finish_reason = last.finish_reason
+
+    def _heard(self, chunk: EngineChunk, engine: EngineName) -> Awaitable[None] | None:
+        """Tokens are recorded, and shown unless they are the last. Returns what the engine has to wait for."""
+        if chunk.versions:
+            self._check_first(chunk)
+        if chunk.token_ids:
+            self._note_pace(engine, len(chunk.token_ids))
+            self._take(chunk)
+        if chunk.finish_reason is not None:
+            return None
+        self.audience.show()
+        return self._keep_up() if self.audience.lags or self._pool.full else None
+
+    async def _keep_up(self) -> None:
+        await self._pool.drain()
+        await self.audience.keep_up()
+
+    def _note_pace(self, engine: EngineName, num_tokens: int) -> None:
         """Tokens came: how long those before them lie back goes into the engine's decode curve."""
-        if num_tokens == 0:
-            return last_at
         now = time.monotonic()
-        if last_at is not None:
-            self._fleet.decoded(engine, num_tokens, now - last_at)
-        elif self._left_for is not None:
+        seen = self._pace.came(num_tokens, now)
+        if seen is not None:
+            self._fleet.decoded(engine, *seen)
+        if self._left_for is not None:
             if not self._left_for.arrived.done():
                 self._left_for.arrived.set_result(now - self._left_for.asked_at)
             self._left_for = None
-        return now
 
     def _take(self, chunk: EngineChunk) -> None:
-        if not chunk.token_ids:
-            return
-        self.record.token_ids += chunk.token_ids
-        self.record.logprobs += chunk.logprobs
+        record, token_ids, logprobs = self.record, chunk.token_ids, chunk.logprobs
+        record.token_ids += token_ids
+        record.logprobs += logprobs
         top: tuple[tuple[TopLogprob, ...], ...] = ()
         if self.request.sampling.top_logprobs:
-            top = chunk.top_logprobs or ((),) * len(chunk.token_ids)
-            self.record.top_logprobs += top
-        self._pool.append(self.request.turn_id, chunk.token_ids, chunk.logprobs, top)
-        self._owner.counters.tokens_generated += len(chunk.token_ids)
+            top = chunk.top_logprobs or ((),) * len(token_ids)
+            record.top_logprobs += top
+        self._pool.append(self.request.turn_id, token_ids, logprobs, top)
+        self._owner.counters.tokens_generated += len(token_ids)
         assert self._load is not None
-        self._load.tokens += len(chunk.token_ids)
+        self._load.tokens += len(token_ids)
 
     # -- segments
 

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -28,8 +28,9 @@ class _KeptAlive:
     filler: bytes
 
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
-        self._request = request
+        self._request, self._protocol = request, request.protocol
         self.response = web.StreamResponse(headers=headers)
+        self._transport: asyncio.Transport | None = None  # once the status line is out, where chunks are ours to write
         self._starting = asyncio.Lock()
         self._sent = False
         self._keeper: asyncio.Task[None] | None = None
@@ -53,6 +54,25 @@ class _KeptAlive:
         """Whether the status line is out."""
         return self.response.prepared
 
+    def send_soon(self, data: bytes) -> Awaitable[None] | None:
+        """Sends now; returns what to wait for when nothing was sent before, or when the client is slow.
+
+        Raises ConnectionError when the client is gone.
+        """
+        transport = self._transport
+        if transport is None:
+            return self.send(data)
+        if transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        self._sent = True
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return self._drained() if self._protocol.writing_paused else None
+
+    async def _drained(self) -> None:
+        writer = await self.response.prepare(self._request)  # the one it has
+        assert writer is not None
+        await writer.drain()
+
     async def send(self, data: bytes) -> None:
         """Raises ConnectionError when the client is gone."""
         if not self.response.prepared:
@@ -61,6 +81,8 @@ class _KeptAlive:
                     await self.response.prepare(self._request)
         self._sent = True
         await self.response.write(data)
+        if self._transport is None and self.response.headers.get("Transfer-Encoding") == "chunked":
+            self._transport = self._request.transport
 
     async def end(self) -> web.StreamResponse:
         await self.response.write_eof()

@@ -17,8 +17,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -82,9 +81,6 @@ class _Choice:
     run: TurnRun
     reader: Reader
     answer: Answer = field(default_factory=Answer)
-
-    def pieces(self) -> AsyncGenerator[Piece, None]:
-        return self.reader.pieces(self.run, self.answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +279,8 @@ class _Handlers:
                 return late.cut()
 
     async def _read(self, asked: _Asked, choice: _Choice) -> Answer:
-        async with choice.run, aclosing(choice.pieces()) as reading:
-            async for _ in reading:
-                pass
+        async with choice.run:
+            await choice.reader.read(choice.run, choice.answer, lambda piece: None)
         await self._record(asked, choice)
         return choice.answer
 
@@ -307,14 +302,18 @@ class _Handlers:
 
     async def _send(self, events: EventStream, asked: _Asked, choice: _Choice) -> None:
         """One choice's chunks, up to its finish."""
-        chunks, first = shapes.Chunks(self._codec, asked.head, choice.run.request.choice), True
-        async with choice.run, aclosing(choice.pieces()) as reading:
-            async for piece in reading:
-                event = chunks.piece(piece)
-                if first:
-                    first, event = False, chunks.first() + event
-                if event:
-                    await events.send(event)
+        chunks = shapes.Chunks(self._codec, asked.head, choice.run.request.choice)
+        first = chunks.first()
+
+        def show(piece: Piece) -> Awaitable[None] | None:
+            nonlocal first
+            event = chunks.piece(piece)
+            if first:
+                first, event = b"", first + event
+            return events.send_soon(event) if event else None
+
+        async with choice.run:
+            await choice.reader.read(choice.run, choice.answer, show)
         await self._record(asked, choice)
         await events.send(chunks.last(choice.answer))
 

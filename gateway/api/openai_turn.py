@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from gateway.core.types import FinishReason, Segment, TokenDelta, TopLogprob, TurnId, VersionChange
 from gateway.ports import TurnRun
@@ -21,8 +23,7 @@ from gateway.tokens.reasoning import ReasoningDelta
 from gateway.tokens.toolcalls import ToolDelta
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What one delta adds. `finish_reason` is set on the last piece only."""
 
     text: str
@@ -32,6 +33,10 @@ class Piece:
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None
     finish_reason: FinishReason | None = None
+
+
+Show = Callable[[Piece], Awaitable[object] | None]
+"""Is given a piece; returns what to wait for before the next one, or None."""
 
 
 @dataclass(slots=True)
@@ -49,6 +54,7 @@ class Answer:
     stop_reason: str | None = None  # the stop string that ended it
     segments: Sequence[Segment] = ()  # once it has ended
     version_changes: Sequence[VersionChange] = ()
+    _spanned: tuple[int, str] | None = None  # version and engine of the last span
 
     @property
     def text(self) -> str:
@@ -84,9 +90,10 @@ class Answer:
 
     def _extend_span(self, delta: TokenDelta, start: int) -> None:
         last = self.spans[-1] if self.spans else None
-        if last is not None and last["version"] == str(delta.version) and last["engine"] == delta.engine:
+        if last is not None and self._spanned == (delta.version, delta.engine):
             last["end"] = len(self.token_ids)
         else:
+            self._spanned = (delta.version, delta.engine)
             span = {"version": str(delta.version), "start": start, "end": len(self.token_ids), "engine": delta.engine}
             self.spans.append(span)
 
@@ -109,24 +116,36 @@ class Reader:
     stop_token_ids: Sequence[int] = ()
     turn_id: TurnId | None = None
 
-    async def pieces(self, run: TurnRun, answer: Answer) -> AsyncGenerator[Piece, None]:
-        """Reads the run to its end, or to a stop string, into `answer`; yields each piece as it comes.
+    async def read(self, run: TurnRun, answer: Answer, show: Show) -> None:
+        """Reads the run to its end, or to a stop string, into `answer`; gives `show` each piece as it comes.
 
         A stop token that ended the turn stays in the ids and is not shown, like an end-of-sequence token.
         """
-        async for delta in run:
+
+        def take(delta: TokenDelta) -> Awaitable[object] | None:
+            if answer.stop_reason is not None:
+                return None  # what came after its stop string
             piece = self._piece(delta, answer)
             answer.take(piece, delta)
             if answer.stop_reason is not None:
-                await run.finish_early(len(answer.token_ids))
-            yield piece
-            if piece.finish_reason is not None:
-                return
+                return stop(piece)
+            return show(piece)
+
+        async def stop(piece: Piece) -> None:
+            await run.finish_early(len(answer.token_ids))
+            held = show(piece)
+            if held is not None:
+                await held
+
+        await run.read(take)
 
     def _piece(self, delta: TokenDelta, answer: Answer) -> Piece:
-        silent = delta.finish_reason == "stop" and delta.token_ids[-1:] and delta.token_ids[-1] in self.stop_token_ids
-        fed = self.decoder.feed(delta.token_ids[:-1] if silent else delta.token_ids)
-        text, finish, stopped_by = fed.text, delta.finish_reason, fed.stopped_by
+        finish, token_ids = delta.finish_reason, delta.token_ids
+        silent = finish == "stop" and token_ids[-1:] and token_ids[-1] in self.stop_token_ids
+        fed = self.decoder.feed(token_ids[:-1] if silent else token_ids)
+        text, stopped_by = fed.text, fed.stopped_by
+        if finish is None and stopped_by is None and self.reasoning is None and self.tools is None:
+            return Piece(text, "", (), token_ids, delta.logprobs, delta.top_logprobs)
         if stopped_by is None and finish is not None:
             rest = self.decoder.finish()
             text, stopped_by = text + rest.text, rest.stopped_by
@@ -134,9 +153,9 @@ class Reader:
             answer.stop_reason, finish = stopped_by, "stop"
         reasoning, text = self._split_reasoning(text, finish is not None)
         text, calls = self._split_calls(text, finish is not None, len(answer.calls))
-        used = len(delta.token_ids) if fed.stopped_by is None else fed.tokens_used
+        used = len(token_ids) if fed.stopped_by is None else fed.tokens_used
         top = None if delta.top_logprobs is None else delta.top_logprobs[:used]
-        return Piece(text, reasoning, calls, delta.token_ids[:used], delta.logprobs[:used], top, finish)
+        return Piece(text, reasoning, calls, token_ids[:used], delta.logprobs[:used], top, finish)
 
     def _split_reasoning(self, text: str, last: bool) -> tuple[str, str]:
         if self.reasoning is None:

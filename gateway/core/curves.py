@@ -18,6 +18,8 @@ TOKENS_MIN = 64
 """Tokens seen before a bucket counts."""
 TOKENS_KEPT = 2048.0
 """Weight of the past in a bucket: older tokens fade."""
+GAP_TOKENS = 8
+"""Of one turn, between two looks at the clock that count: at an event a token each would cost more than it tells."""
 SPAN_MIN = 4.0
 """The largest batch seen over the smallest before a line through them says anything."""
 OUTLIER = 4.0
@@ -95,6 +97,31 @@ class DecodeCurve:
         mean_s = sum(s for _, s in points) / len(points)
         slope = sum((b - mean_b) * (s - mean_s) for b, s in points) / sum((b - mean_b) ** 2 for b, _ in points)
         return mean_s - slope * mean_b, slope
+
+
+@dataclass(slots=True)
+class Gaps:
+    """One turn's tokens as they come from one engine, told to its curve `GAP_TOKENS` at a time."""
+
+    _last_at: float | None = None
+    _tokens: int = 0  # since then
+
+    def begin(self) -> None:
+        """The next tokens follow none: what lies before them is a queue and a prefill."""
+        self._last_at = None
+
+    def came(self, tokens: int, now: float) -> tuple[int, float] | None:
+        """Tokens, and the seconds that they took, once enough came."""
+        last_at = self._last_at
+        if last_at is None:
+            self._last_at, self._tokens = now, 0
+            return None
+        self._tokens += tokens
+        if self._tokens < GAP_TOKENS:
+            return None
+        seen = (self._tokens, now - last_at)
+        self._last_at, self._tokens = now, 0
+        return seen
 
 
 @dataclass(slots=True)

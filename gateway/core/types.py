@@ -98,8 +98,7 @@ class TopLogprob:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """Tokens that arrived together. `finish_reason` is set on the last delta of the turn, which may be empty."""
 
     token_ids: tuple[int, ...]

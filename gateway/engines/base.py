@@ -5,11 +5,13 @@ Every method has a deadline inside; none retries: that is the gateway's decision
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
+
+import msgspec
 
 from gateway.core.types import NO_VERSION, FinishReason, SamplingParams, TopLogprob, Version
 from protos.errors import LaminarError
@@ -49,15 +51,18 @@ class RequestRefused(LaminarError):
     grpc_status = "INVALID_ARGUMENT"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineChunk:
-    """Tokens that one event brought. `versions` are the engine's own labels for its spans, when it tells them."""
+class EngineChunk(msgspec.Struct, frozen=True, gc=False):
+    """Tokens that came together. `versions` are the engine's own labels for its spans, when it tells them.
+
+    `failure`: what ended the stream after these tokens.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None = None
     finish_reason: FinishReason | None = None
     versions: tuple[str, ...] = ()
+    failure: LaminarError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +105,24 @@ class PassedAnswer(Protocol):
         ...
 
 
+TakeChunk = Callable[[EngineChunk], Awaitable[object] | None]
+"""Is given a chunk as soon as it was read; returns what to wait for before the next one, or None."""
+
+
+class EngineStream(Protocol):
+    """One turn's tokens, up to the finish. Both ways raise StreamCut or RequestRefused."""
+
+    async def deliver(self, take: TakeChunk) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[EngineChunk]: ...
+
+
 class EngineAdapter(Protocol):
     """One engine."""
 
     def generate(
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
-    ) -> AbstractAsyncContextManager[AsyncIterator[EngineChunk]]:
+    ) -> AbstractAsyncContextManager[EngineStream]:
         """Streams the turn. Leaving the context early aborts it upstream. Raises StreamCut or RequestRefused."""
         ...
 

@@ -16,7 +16,8 @@ import aiohttp
 import msgspec
 
 from gateway.engines.base import EngineFailed, PassedAnswer, RequestRefused, StreamCut
-from gateway.engines.wire import CONNECT_TIMEOUT_S, Events, Refused, Wire
+from gateway.engines.http1 import Refused
+from gateway.engines.wire import CONNECT_TIMEOUT_S, Events, Wire
 
 CONTROL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 300.0

@@ -18,10 +18,11 @@ from pathlib import Path
 import msgspec
 
 from gateway.core.types import SamplingParams
-from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, PassedAnswer
+from gateway.engines.base import EngineFailed, EngineLimits, EngineReport, EngineStream, PassedAnswer
 from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp
 from gateway.engines.sglang_push import LOADER, manifest_tensor
 from gateway.engines.sglang_stream import Reader, generate_body
+from gateway.engines.streams import EventChunks
 
 log = logging.getLogger(__name__)
 
@@ -93,11 +94,11 @@ class SglangEngine:
     @asynccontextmanager
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
-    ) -> AsyncIterator[AsyncIterator[EngineChunk]]:
+    ) -> AsyncIterator[EngineStream]:
         reader = Reader(self.url, sampling.top_logprobs)
         try:
             async with self._http.stream("/generate", generate_body(prompt_ids, sampling, request_id)) as events:
-                yield reader.chunks(aiter(events))
+                yield EventChunks(events, reader, self.url)
                 if reader.over:
                     events.complete()
         finally:

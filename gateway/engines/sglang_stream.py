@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, RequestRefused, StreamCut
+from protos.errors import LaminarError
 
 Logprob = tuple[float | None, int, str | None]
 
@@ -92,26 +92,15 @@ class Reader:
         self._taken = 0
         self.over = False
 
-    async def chunks(self, events: AsyncIterator[bytes]) -> AsyncIterator[EngineChunk]:
-        finished = False
-        try:
-            async for data in events:
-                meta = self._meta(data)
-                finish = meta.finish_reason
-                chunk = self._chunk(meta)
-                if finish is not None and finish.type not in ("stop", "length"):
-                    self.over = True
-                    if chunk.token_ids:
-                        yield chunk  # they were sampled before the abort
-                    raise self._aborted(finish)
-                if finish is not None:
-                    finished = self.over = True
-                yield chunk
-        except StreamCut as cut:
-            if not finished or cut.reason == "protocol":
-                raise
-        if not finished:
-            raise StreamCut("early_end", f"{self._url} ended a stream without a finish reason")
+    def chunk(self, data: bytes) -> EngineChunk:
+        """Raises StreamCut or RequestRefused."""
+        meta = self._meta(data)
+        finish, chunk = meta.finish_reason, self._chunk(meta)
+        if finish is not None:
+            self.over = True
+            if finish.type not in ("stop", "length"):  # what was sampled before the abort stands
+                return msgspec.structs.replace(chunk, failure=self._aborted(finish))
+        return chunk
 
     def _meta(self, data: bytes) -> _Meta:
         try:
@@ -154,7 +143,7 @@ class Reader:
             "protocol", f"{self._url} sent {len(values)} {what} at {total} tokens, of which {self._taken} were known"
         )
 
-    def _aborted(self, finish: _Finish) -> Exception:
+    def _aborted(self, finish: _Finish) -> LaminarError:
         message = finish.message or f"ended a turn with {finish.type!r}"
         if finish.status_code is not None and 400 <= finish.status_code < 500:
             return RequestRefused(f"{self._url} refused the request: {message}")

@@ -20,13 +20,14 @@ from gateway.engines.base import (
     EngineFailed,
     EngineLimits,
     EngineReport,
+    EngineStream,
     PassedAnswer,
     RequestRefused,
     SnapshotRefused,
     StreamCut,
 )
 from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp, refuses
-from gateway.engines.wire import Events
+from gateway.engines.streams import EventChunks
 
 UPDATE_OPEN_MESSAGE = "a weight update is open"
 NOT_FOUND_HINT = (
@@ -36,8 +37,11 @@ NOT_FOUND_HINT = (
 TOKEN_KEY = re.compile(r"token_id:[0-9]+")
 
 
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float | None] = []
+class _Logprobs(msgspec.Struct, gc=False):
+    token_logprobs: tuple[float, ...] = ()
+
+
+class _TopLogprobs(_Logprobs):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
@@ -48,10 +52,14 @@ class _Span(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
+    token_ids: tuple[int, ...] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[_Span] | None = None
+
+
+class _TopChoice(_Choice):
+    logprobs: _TopLogprobs | None = None
 
 
 class _Error(msgspec.Struct):
@@ -64,9 +72,15 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
     error: _Error | None = None
+
+
+class _TopEvent(_Event):
+    """With the alternatives, which are most of an event's bytes: decoded only when they were asked for."""
+
+    choices: tuple[_TopChoice, ...] = ()
 
 
 class _Model(msgspec.Struct):
@@ -87,6 +101,7 @@ class _WeightInfo(msgspec.Struct):
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
+_decode_top_event = msgspec.json.Decoder(_TopEvent).decode
 
 
 class VllmEngine:
@@ -119,10 +134,10 @@ class VllmEngine:
     @asynccontextmanager
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
-    ) -> AsyncIterator[AsyncIterator[EngineChunk]]:
+    ) -> AsyncIterator[EngineStream]:
         body = _completion_body(self._model, prompt_ids, sampling, request_id)
         async with self._http.stream("/v1/completions", body) as events:
-            yield _chunks(events, self.url, sampling.top_logprobs > 0)
+            yield EventChunks(events, Reader(self.url, sampling.top_logprobs > 0), self.url)
 
     def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
         return self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
@@ -248,57 +263,45 @@ def _completion_body(
     return body
 
 
-async def _chunks(events: Events, url: str, top: bool) -> AsyncIterator[EngineChunk]:
-    finished, received = False, 0
-    try:
-        async for data in events:
-            event = _decoded(data, url)
-            if not event.choices:
-                continue  # the usage chunk
-            chunk = _chunk(event, url, top)
-            received += len(chunk.token_ids)
-            _check_count(event, received, url)
-            if chunk.finish_reason is not None:
-                finished = True
-                events.complete()
-            yield chunk
-    except StreamCut as cut:
-        if not finished or cut.reason == "protocol":
-            raise
-    if not finished:
-        raise StreamCut("early_end", f"{url} ended a stream without a finish reason")
+class Reader:
+    """One stream's events into chunks. `top`: with alternatives (an engine tells the sampled token's in any case)."""
 
+    def __init__(self, url: str, top: bool) -> None:
+        self._url, self._top = url, top
+        self._decode = _decode_top_event if top else _decode_event
+        self._received = 0
 
-def _decoded(data: bytes, url: str) -> _Event:
-    try:
-        event = _decode_event(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise StreamCut("protocol", f"{url} sent an event that is not a completion chunk: {e}") from e
-    if event.error is not None:
-        raise _told(event.error, url)
-    return event
+    def chunk(self, data: bytes) -> EngineChunk | None:
+        try:
+            event: _Event = self._decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise StreamCut("protocol", f"{self._url} sent an event that is not a completion chunk: {e}") from e
+        if event.error is not None:
+            raise _told(event.error, self._url)
+        if not event.choices:
+            return None  # the usage chunk
+        choice = event.choices[0]
+        if choice.finish_reason not in (None, "stop", "length"):
+            raise StreamCut("abort", f"{self._url} ended a turn with {choice.finish_reason!r}")
+        ids = choice.token_ids or ()
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else ()
+        if len(logprobs) != len(ids):
+            raise StreamCut("protocol", f"{self._url} sent {len(ids)} token ids with {len(logprobs)} logprobs")
+        self._received += len(ids)
+        if event.usage is not None:
+            self._check_count(event.usage.completion_tokens)
+        return EngineChunk(
+            ids,
+            logprobs,
+            _top_logprobs(choice) if self._top else None,
+            choice.finish_reason,  # type: ignore[arg-type]  # narrowed above
+            tuple([span.version for span in choice.weight_versions]) if choice.weight_versions else (),
+        )
 
-
-def _check_count(event: _Event, received: int, url: str) -> None:
-    """An event that came twice, or lacks tokens, gives itself away by the engine's own count."""
-    told = None if event.usage is None else event.usage.completion_tokens
-    if told is not None and told != received:
-        raise StreamCut("protocol", f"{url} counts {told} tokens where {received} came")
-
-
-def _chunk(event: _Event, url: str, top: bool = False) -> EngineChunk:
-    choice = event.choices[0]
-    if choice.finish_reason not in (None, "stop", "length"):
-        raise StreamCut("abort", f"{url} ended a turn with {choice.finish_reason!r}")
-    ids = tuple(choice.token_ids or ())
-    logprobs = _sampled_logprobs(choice, len(ids), url)
-    return EngineChunk(
-        ids,
-        logprobs,
-        _top_logprobs(choice) if top else None,  # the sampled token is among them even if none were asked for
-        choice.finish_reason,  # type: ignore[arg-type]  # narrowed just above
-        tuple(span.version for span in choice.weight_versions or ()),
-    )
+    def _check_count(self, told: int | None) -> None:
+        """An event that came twice, or lacks tokens, gives itself away by the engine's own count."""
+        if told is not None and told != self._received:
+            raise StreamCut("protocol", f"{self._url} counts {told} tokens where {self._received} came")
 
 
 def _told(error: _Error, url: str) -> StreamCut | RequestRefused:
@@ -308,16 +311,9 @@ def _told(error: _Error, url: str) -> StreamCut | RequestRefused:
     return StreamCut("server_error", f"{url}: {error.message}")
 
 
-def _sampled_logprobs(choice: _Choice, count: int, url: str) -> tuple[float, ...]:
-    values = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-    if len(values) != count or None in values:
-        raise StreamCut("protocol", f"{url} sent {count} token ids with {len(values)} logprobs")
-    return tuple(values)  # type: ignore[arg-type]  # no None among them, as seen just above
-
-
 def _top_logprobs(choice: _Choice) -> tuple[tuple[TopLogprob, ...], ...] | None:
     """Alternatives come keyed "token_id:N" when ids were asked for; engines that key by text tell no ids: left out."""
-    tops = choice.logprobs.top_logprobs if choice.logprobs is not None else None
+    tops = choice.logprobs.top_logprobs if isinstance(choice.logprobs, _TopLogprobs) else None
     if not tops:
         return None
     return tuple(

@@ -1,11 +1,8 @@
-"""Event streams over HTTP/1.1, as an asyncio protocol: what a token costs the gateway is decided here.
+"""Event streams from one engine, over connections that are kept.
 
-aiohttp's client reads the same stream through a buffer, a timer per read and three coroutines per line: of some 70 us
-per event it took 25. Here a read that holds whole events becomes those events at once.
+aiohttp's client reads a stream through a buffer, a timer per read and three coroutines per line; here the read that
+holds whole events hands them over itself (`Events.deliver`), down to who shows them.
 
-- a connection carries one request at a time, and serves the next one if its answer was read to the end;
-- events that nobody took are bounded: beyond `EVENTS_WAITING_MAX` the socket is not read, and the engine waits;
-  so are the bytes of an answer that is passed on as it is (`Passed`), beyond `PASSED_WAITING_BYTES_MAX`;
 - leaving a stream before it was called complete closes its connection, which aborts the request in the engine.
 """
 
@@ -15,35 +12,19 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import cast
 from urllib.parse import urlsplit
 
 from gateway.engines.base import StreamCut
+from gateway.engines.http1 import Connection
 
 CONNECT_TIMEOUT_S = 5.0
 IDLE_KEPT_S = 3.0
 """Servers close idle connections (uvicorn's after 5 s): one that is younger is not about to be."""
 IDLE_MAX = 256
-END_TIMEOUT_S = 1.0
-"""What follows a complete answer is a few bytes: a connection on which they do not come is closed."""
-EVENTS_WAITING_MAX = 512
-EVENT_BYTES_MAX = 4 << 20
-"""One event's line: the first carries the prompt's ids."""
-PASSED_WAITING_BYTES_MAX = 1 << 18
-"""Some reads' worth: who passes bytes on is slowed down by its reader, not by this."""
-HEAD_BYTES_MAX = 1 << 16
-ERROR_BYTES_MAX = 1 << 16
-"""Of an answer that is no stream."""
-
-
-class Refused(Exception):
-    """The server answered with a status other than 200."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(status, text)
-        self.status, self.text = status, text
+EVENTS_AT_ONCE_MAX = 32
+"""Handed over together: after so many it is seen whether who takes them wants to wait."""
 
 
 class Wire:
@@ -59,8 +40,8 @@ class Wire:
         common = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
         self._head, self._passed_head = f"{common}Accept: text/event-stream\r\n", f"{common}Accept: */*\r\n"
         self._stall_timeout_s = stall_timeout_s
-        self._idle: deque[tuple[_Connection, float]] = deque()
-        self._busy: set[_Connection] = set()
+        self._idle: deque[tuple[Connection, float]] = deque()
+        self._busy: set[Connection] = set()
 
     @property
     def num_idle(self) -> int:
@@ -105,14 +86,14 @@ class Wire:
         finally:
             self._release(connection)
 
-    def _release(self, connection: _Connection) -> None:
+    def _release(self, connection: Connection) -> None:
         self._busy.discard(connection)
         if connection.reusable and len(self._idle) < IDLE_MAX:
             self._idle.append((connection, time.monotonic()))
         else:
             connection.close()
 
-    def _idle_one(self) -> _Connection | None:
+    def _idle_one(self) -> Connection | None:
         """The youngest one that still lives; those that are too old are closed."""
         now = time.monotonic()
         while self._idle and (self._idle[0][1] < now - IDLE_KEPT_S or not self._idle[0][0].reusable):
@@ -123,11 +104,11 @@ class Wire:
                 return connection
         return None
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> Connection:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self._url), self._host, self._port, ssl=self._tls
+                    lambda: Connection(self._url), self._host, self._port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as e:
             said = str(e) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
@@ -135,10 +116,14 @@ class Wire:
         return connection
 
 
-class Events:
-    """The data of each event, as it comes. Raises StreamCut."""
+Take = Callable[[list[bytes]], Awaitable[object] | None]
+"""Is given events that came together; returns what to wait for before it is given the next ones."""
 
-    def __init__(self, connection: _Connection) -> None:
+
+class Events:
+    """The data of each event, as it comes: `deliver`, or iterate. Raises StreamCut."""
+
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.is_complete = False
 
@@ -148,15 +133,51 @@ class Events:
         return self._connection.paused
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        connection = self._connection
-        while await connection.some():
-            waiting = connection.waiting
-            while waiting:
-                data = waiting.popleft()
-                if data == b"[DONE]":
-                    self.is_complete = True
-                    return
+        while await self._connection.some():
+            while (data := self._next()) is not None:
                 yield data
+            if self.is_complete:
+                return
+
+    async def deliver(self, take: Take) -> None:
+        """Hands over every event, up to `[DONE]` or `complete()`: as it is read, unless something is waited for."""
+        connection = self._connection
+        held: Awaitable[object] | None = None
+
+        def push() -> bool:
+            nonlocal held
+            while held is None and (events := self._some()):
+                held = take(events)
+            return held is not None or self.is_complete
+
+        while True:
+            if connection.waiting:
+                push()
+            if held is not None:
+                waited, held = held, None
+                await waited
+            elif self.is_complete or (connection.over and not connection.waiting):
+                return
+            else:
+                await connection.more(push)
+
+    def _some(self) -> list[bytes]:
+        waiting = self._connection.waiting
+        if len(waiting) == 1 and waiting[0] != b"[DONE]" and not self.is_complete:
+            return [waiting.popleft()]
+        found: list[bytes] = []
+        while len(found) < EVENTS_AT_ONCE_MAX and (data := self._next()) is not None:
+            found.append(data)
+        return found
+
+    def _next(self) -> bytes | None:
+        waiting = self._connection.waiting
+        if not waiting or self.is_complete:
+            return None
+        if waiting[0] == b"[DONE]":
+            self.is_complete = True
+            return None
+        return waiting.popleft()
 
     def complete(self) -> None:
         """The answer is whole, whatever may still follow: the connection may serve another request."""
@@ -166,7 +187,7 @@ class Events:
 class Passed:
     """An answer as its bytes come. Iterating raises StreamCut, after what came before it."""
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     @property
@@ -191,245 +212,3 @@ class Passed:
     def cut(self, cut: StreamCut) -> None:
         """Nothing more is taken from the server, which aborts the request there; who reads gets `cut`."""
         self._connection.cut(cut)
-
-
-class _Connection(asyncio.Protocol):
-    """One connection: `ask`, `answered`, `some`, `end`; then again if `reusable`. `waiting`: events not yet taken."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._stall_timeout_s = 0.0  # the present request's
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport
-        self._timer: asyncio.TimerHandle | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._lost = False
-        self._done = True
-        self._begin()
-
-    def _begin(self) -> None:
-        self._received = b""  # not yet understood: the head, or part of a chunk's header
-        self.status = 0
-        self.content_type = ""
-        self._passes = False  # bytes, not events
-        self._chunked = False
-        self._left: int | None = 0  # bytes of the body or chunk still to come; None: up to the end of the connection
-        self._keep_alive = True
-        self._line = b""  # an event that is not whole yet
-        self._error = b""
-        self.waiting: deque[bytes] = deque()
-        self.waiting_bytes = 0  # counted only of what is passed on
-        self.paused = False
-        self._cut: StreamCut | None = None
-        self._ended: Callable[[], None] | None = None
-        self._heard_at = self._loop.time()
-
-    # -- asked
-
-    @property
-    def reusable(self) -> bool:
-        return self._done and self._keep_alive and not self._lost and not self._received
-
-    def ask(self, request: bytes, *, stall_timeout_s: float, passes: bool = False) -> None:
-        self._begin()
-        self._done, self._passes, self._stall_timeout_s = False, passes, stall_timeout_s
-        self._timer = self._loop.call_later(stall_timeout_s, self._check_stall)
-        self._transport.write(request)
-
-    async def answered(self) -> None:
-        """Until the answer's head is there. Raises StreamCut, or, for events, Refused with what was said."""
-        while not self.status or (self.status != 200 and not self._done and not self._passes):
-            await self._more()
-        if self.status != 200 and not self._passes:
-            raise Refused(self.status, self._error.decode(errors="replace"))
-
-    async def some(self) -> bool:
-        """Until events wait; False once the answer is over. Raises the cut, after what came before it."""
-        while not self.waiting:
-            if self._done:
-                return False
-            self._listen()
-            await self._more()
-        return True
-
-    def _listen(self) -> None:
-        if self.paused:
-            self.paused = False
-            self._transport.resume_reading()
-
-    @property
-    def ending(self) -> bool:
-        return self._ended is not None and not (self._done or self._lost)
-
-    def end(self, ended: Callable[[], None]) -> None:
-        """Nobody reads any more: what still comes is the answer's end. `ended` is called if it comes, or never will."""
-        if self._done or self._lost:
-            return
-        self._ended = ended
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(END_TIMEOUT_S, self.close)
-        self._listen()
-
-    async def _more(self) -> None:
-        """Until something happened. Raises the cut, if that is what did."""
-        if self._cut is not None:
-            raise self._cut
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._transport.abort()
-
-    def cut(self, cut: StreamCut) -> None:
-        if not self._done:
-            self._cut = cut
-            self._wake()
-        self.close()
-
-    # -- heard
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
-        if self._ended is not None:
-            self._ended()
-        if self._done:
-            return
-        if self.status and (self.status != 200 or (self._left is None and exc is None)):
-            self._finish()  # an error that broke off is an error all the same
-        else:
-            self.cut(StreamCut("reset", f"{self._url} broke the stream: {exc or 'it closed the connection'}"))
-
-    def data_received(self, data: bytes) -> None:
-        self._heard_at = self._loop.time()
-        if self._done:  # nobody asked: such a connection is not used again
-            self._received = data
-            return
-        try:
-            if not self.status:
-                data = self._read_head(self._received + data)
-            if data:
-                self._read_body(data)
-        except ValueError as e:
-            self.cut(StreamCut("protocol", f"{self._url} does not speak HTTP as it should: {e}"))
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _check_stall(self) -> None:
-        silent_s = self._loop.time() - self._heard_at
-        if self.paused:
-            silent_s = 0.0  # it is we who do not listen
-        if silent_s >= self._stall_timeout_s:
-            self.cut(StreamCut("stalled", f"{self._url} was silent for too long"))
-        else:
-            self._timer = self._loop.call_later(self._stall_timeout_s - silent_s, self._check_stall)
-
-    def _read_head(self, data: bytes) -> bytes:
-        """Takes the head; returns what follows it, or nothing while it is not whole."""
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(data) > HEAD_BYTES_MAX:
-                raise ValueError("an endless head")
-            self._received = data
-            return b""
-        self._received = b""
-        status_line, *lines = data[:end].split(b"\r\n")
-        version, status, *_ = status_line.split(b" ", 2)
-        if not version.startswith(b"HTTP/1."):
-            raise ValueError(f"a status line of {status_line[:40]!r}")
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-        self._chunked = fields.get(b"transfer-encoding", b"").lower() == b"chunked"
-        length = fields.get(b"content-length")
-        self._left = 0 if self._chunked else None if length is None else int(length)
-        said = fields.get(b"connection", b"").lower()
-        self._keep_alive = said != b"close" and version != b"HTTP/1.0" and self._left is not None
-        self.content_type = fields.get(b"content-type", b"").decode("latin-1")
-        self.status = int(status)
-        if self._left == 0 and not self._chunked:
-            self._finish()
-        return data[end + 4 :]
-
-    def _read_body(self, data: bytes) -> None:
-        if self._chunked:
-            self._read_chunks(data)
-        elif self._left is None:
-            self._take(data)
-        else:
-            self._take(data[: self._left])
-            self._left -= len(data)
-            if self._left <= 0:
-                self._finish()
-
-    def _read_chunks(self, data: bytes) -> None:
-        """`_left` counts a chunk's bytes that are still to come, with the line end after them."""
-        if self._received:
-            data, self._received = self._received + data, b""
-        at, size = 0, len(data)
-        while at < size:
-            if self._left:
-                end = at + self._left
-                if end > size:
-                    self._take(data[at : min(size, end - 2)])
-                    self._left = end - size
-                    return
-                self._take(data[at : max(at, end - 2)])
-                at, self._left = end, 0
-                continue
-            line_end = data.find(b"\r\n", at)
-            if line_end < 0:
-                self._received = data[at:]
-                return
-            length = int(data[at:line_end].partition(b";")[0], 16)
-            at = line_end + 2
-            if length == 0:
-                self._finish()  # trailers, if there are any, say nothing to us
-                self._received = data[at + 2 :]
-                return
-            self._left = length + 2
-
-    def _take(self, body: bytes) -> None:
-        if self._passes:
-            self._take_bytes(body)
-            return
-        if self.status != 200:
-            self._error = (self._error + body)[:ERROR_BYTES_MAX]
-            return
-        lines = (self._line + body).split(b"\n") if self._line else body.split(b"\n")
-        self._line = lines.pop()
-        if len(self._line) > EVENT_BYTES_MAX:
-            raise ValueError("too long a line")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self.waiting.append(line[5:].strip())
-        if len(self.waiting) > EVENTS_WAITING_MAX and not self.paused:
-            self.paused = True
-            self._transport.pause_reading()
-
-    def _take_bytes(self, body: bytes) -> None:
-        self.waiting.append(body)
-        self.waiting_bytes += len(body)
-        if self.waiting_bytes > PASSED_WAITING_BYTES_MAX and not self.paused:
-            self.paused = True
-            self._transport.pause_reading()
-
-    def _finish(self) -> None:
-        self._done = True
-        self._listen()  # the next answer on this connection has to be heard
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._ended is not None:
-            self._loop.call_soon(self._ended)  # once the read that brought the end is understood
-        self._wake()

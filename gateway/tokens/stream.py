@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from tokenizers import Tokenizer
 
 
@@ -86,8 +86,7 @@ class WindowDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """`stopped_by`: the stop string that ended the text; `tokens_used`: of this feed, up to the one completing it."""
 
     text: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -123,7 +123,15 @@ class ScriptedRun:
             finish: FinishReason = "length" if self._outcome == "length" else "stop"
             self._kept.tree.add(TurnRecord(self._request, self._sent, [-0.5] * len(self._sent), [], finish))
 
-    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+    async def read(self, take: Callable[[TokenDelta], Awaitable[object] | None]) -> None:
+        async for delta in self._deltas():
+            held = take(delta)
+            if held is not None:
+                await held
+            if self._outcome != "aborted":
+                return
+
+    async def _deltas(self) -> AsyncIterator[TokenDelta]:
         ids = list(self._script.token_ids)[: self._request.sampling.max_tokens]
         cut_short = len(ids) < len(self._script.token_ids)
         starts = range(0, max(1, len(ids)), self._script.chunk)

@@ -301,21 +301,20 @@ async def test_a_long_answer_without_stream_is_kept_alive_with_spaces(monkeypatc
     gate = asyncio.Event()
     turns = ScriptedTurns(says("late", gate=gate, chunk=9))
     async with serving(turns, codecs.tiny()) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client:
-        asked = asyncio.create_task(
-            client.chat.completions.with_raw_response.create(model="policy", messages=HELLO, timeout=20)
-        )
+        asking = client.chat.completions.with_streaming_response.create(model="policy", messages=HELLO, timeout=20)
+        async with asking as raw:  # its head came with the first space
+            gate.set()
+            assert (await raw.text()).startswith(" ")
+            assert (await raw.parse()).choices[0].message.content == "late"
+            assert raw.headers["content-type"] == "application/json; charset=utf-8"
+        gate.clear()
         async with aiohttp.ClientSession() as session:
             body = {"model": "policy", "messages": HELLO}
             async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
                 assert await asyncio.wait_for(answer.content.read(1), 5) == b" "
                 gate.set()
-                assert (await answer.json(content_type="application/json"))["choices"][0]["message"][
-                    "content"
-                ] == "late"
-        raw = await asked
-    assert raw.text.startswith(" ")
-    assert raw.parse().choices[0].message.content == "late"
-    assert raw.headers["content-type"] == "application/json; charset=utf-8"
+                said = (await answer.json(content_type="application/json"))["choices"][0]["message"]["content"]
+                assert said == "late"
 
 
 async def test_an_error_after_a_space_is_a_broken_connection_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from gateway.api.openai_turn import Answer, Reader
 from gateway.core.tree import TurnTree
 from gateway.core.types import (
     EngineName,
+    FinishReason,
     History,
     SamplingParams,
     SessionId,
@@ -116,10 +117,13 @@ class Talk:
 def parsed(codec: Codec, prompt_ids: list[int], said: list[int], *, tools: bool) -> dict[str, Any]:
     """The answer's message, through everything that reads a turn; a token at a time."""
 
-    async def deltas() -> AsyncIterator[TokenDelta]:
-        for number, token_id in enumerate(said):
-            last = "stop" if number == len(said) - 1 else None
-            yield TokenDelta((token_id,), (-1.0,), Version(1), EngineName("e"), 0, finish_reason=last)  # type: ignore[arg-type]
+    class Run:
+        """All that a reader needs of one."""
+
+        async def read(self, take: Callable[[TokenDelta], object]) -> None:
+            for number, token_id in enumerate(said):
+                last: FinishReason | None = "stop" if number == len(said) - 1 else None
+                take(TokenDelta((token_id,), (-1.0,), Version(1), EngineName("e"), 0, finish_reason=last))
 
     async def read() -> Answer:
         reasoning = None
@@ -127,8 +131,7 @@ def parsed(codec: Codec, prompt_ids: list[int], said: list[int], *, tools: bool)
             reasoning = ReasoningParser(begun=codec.opens_reasoning(prompt_ids))
         calls = ToolCallParser(codec.tool_format) if tools else None
         reader, answer = Reader(codec.stream_decoder(prompt_ids, markers=True), reasoning, calls), Answer()
-        async for _ in reader.pieces(deltas(), answer):  # type: ignore[arg-type]  # all that it needs of a run
-            pass
+        await reader.read(Run(), answer, lambda piece: None)  # type: ignore[arg-type]
         return answer
 
     return asyncio.run(read()).message()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core.curves import KV_MAX, KV_MIN, SPAN_MIN, DecodeCurve, KvCeiling
+from gateway.core.curves import GAP_TOKENS, KV_MAX, KV_MIN, SPAN_MIN, DecodeCurve, Gaps, KvCeiling
 from tests.bench.repack.trace import decode_ms
 
 
@@ -103,3 +103,19 @@ def test_c_max_stays_within_its_bounds(reports: list[tuple[float, int, int]], co
     for report in reports:
         ceiling.observe(*report)
         assert min(KV_MIN, configured) <= ceiling.value <= max(configured, KV_MAX)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=50))
+def test_a_turns_tokens_are_told_with_the_time_they_took(events: list[int]) -> None:
+    """At a token every second: none counted twice, fewer than `GAP_TOKENS` left out."""
+    gaps, now, told = Gaps(), 100.0, []
+    gaps.begin()
+    assert gaps.came(3, now) is None, "the first follow a prefill"
+    for tokens in events:
+        now += tokens
+        told.append(gaps.came(tokens, now))
+    seen = [one for one in told if one is not None]
+    assert all(tokens == seconds and tokens >= GAP_TOKENS for tokens, seconds in seen)
+    assert 0 <= sum(events) - sum(tokens for tokens, _ in seen) < GAP_TOKENS
+    gaps.begin()
+    assert gaps.came(GAP_TOKENS, now + 1000) is None, "nor does a pause count"

@@ -49,7 +49,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[PartialResponsePool]:
 
 
 async def test_a_turn_is_read_back_as_it_was_appended(pool: PartialResponsePool) -> None:
-    await pool.begin(request("t1"))
+    pool.begin(request("t1"))
     pool.open_segment(TurnId("t1"), segment(0))
     pool.append(TurnId("t1"), [10, 11], [-0.1, -0.2])
     await pool.flush()
@@ -65,7 +65,7 @@ async def test_a_turn_is_read_back_as_it_was_appended(pool: PartialResponsePool)
 
 
 async def test_appends_reach_the_disk_by_themselves(pool: PartialResponsePool) -> None:
-    await pool.begin(request("t1"))
+    pool.begin(request("t1"))
     for token in range(50):
         pool.append(TurnId("t1"), [token], [0.0])
     assert pool.statistics().buffered_tokens == 50
@@ -77,11 +77,11 @@ async def test_appends_reach_the_disk_by_themselves(pool: PartialResponsePool) -
 
 
 async def test_an_ended_turn_is_not_in_flight_and_stays_until_its_session_goes(pool: PartialResponsePool) -> None:
-    await pool.begin(request("t1"))
+    pool.begin(request("t1"))
     pool.append(TurnId("t1"), [10], [-1.0])
     await pool.end(TurnId("t1"), "stop")
-    await pool.begin(request("t2", index=1))
-    await pool.begin(request("other", session="s2"))
+    pool.begin(request("t2", index=1))
+    pool.begin(request("other", session="s2"))
     assert [r.request.turn_id for r in await pool.in_flight()] == ["t2", "other"]
     [first, _] = await pool.session_turns(SessionId("s1"))
     assert (first.token_ids, first.finish_reason) == ([10], "stop")
@@ -95,7 +95,7 @@ async def test_an_ended_turn_is_not_in_flight_and_stays_until_its_session_goes(p
 async def test_an_unknown_or_ended_turn_is_refused(pool: PartialResponsePool) -> None:
     with pytest.raises(NotFound, match="nobody"):
         pool.append(TurnId("nobody"), [1], [0.0])
-    await pool.begin(request("t1"))
+    pool.begin(request("t1"))
     await pool.end(TurnId("t1"), "aborted")
     with pytest.raises(NotFound, match="t1"):
         await pool.end(TurnId("t1"), "stop")
@@ -105,7 +105,7 @@ async def test_drain_holds_the_appender_back_while_the_disk_lags(
     pool: PartialResponsePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partial_module, "BUFFERED_TOKENS_MAX", 10)
-    await pool.begin(request("t1"))
+    pool.begin(request("t1"))
     pool.append(TurnId("t1"), list(range(10)), [0.0] * 10)
     await asyncio.wait_for(pool.drain(), 1)
     pool.append(TurnId("t1"), [10], [0.0])
@@ -120,14 +120,14 @@ async def test_a_failing_disk_is_told_to_every_later_caller(tmp_path: Path) -> N
     async with Database(tmp_path / "gateway.sqlite") as database:
         pool = PartialResponsePool(database)
         await pool.open()
-        await pool.begin(request("t1"))
-        await database.run(lambda connection: connection.execute("DROP TABLE turn_parts") and None)
+        pool.begin(request("t1"))
+        await database.run(lambda connection: connection.execute("DROP TABLE turn_journal") and None)
         pool.append(TurnId("t1"), [1], [0.0])
-        with pytest.raises(Unavailable, match="turn_parts"):
+        with pytest.raises(Unavailable, match="turn_journal"):
             await pool.flush()
-        with pytest.raises(Unavailable, match="turn_parts"):
+        with pytest.raises(Unavailable, match="turn_journal"):
             await pool.drain()
-        with pytest.raises(Unavailable, match="turn_parts"):
+        with pytest.raises(Unavailable, match="turn_journal"):
             await pool.close()
 
 
@@ -143,7 +143,7 @@ CHILD = textwrap.dedent(
         await database.open()
         pool = PartialResponsePool(database, flush_interval_s=0.005)
         await pool.open()
-        await pool.begin(TurnRequest(TurnId("t"), SessionId("s"), 0, (1,), SamplingParams(max_tokens=8)))
+        pool.begin(TurnRequest(TurnId("t"), SessionId("s"), 0, (1,), SamplingParams(max_tokens=8)))
         for token in range(10**9):
             pool.append(TurnId("t"), [token], [float(token)])
             if token % 100 == 0:

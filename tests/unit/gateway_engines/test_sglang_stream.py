@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from gateway.core.types import TopLogprob
 from gateway.engines.base import EngineChunk, RequestRefused, StreamCut
 from gateway.engines.sglang_stream import Reader
+from gateway.engines.streams import EventChunks
+from gateway.engines.wire import Take
 
 IDS = list(range(100, 120))
 Event = dict[str, Any]
@@ -33,17 +36,33 @@ def event(start: int, end: int, finish: Event | None = None, **meta: Any) -> Eve
     }
 
 
+@dataclass
+class Said:
+    """A stream's events, each read by itself."""
+
+    events: list[bytes]
+    over: bool = False
+
+    async def deliver(self, take: Take) -> None:
+        for data in self.events:
+            if not self.over:
+                take([data])
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for data in self.events:
+            yield data
+
+    def complete(self) -> None:
+        self.over = True
+
+
 async def read(*events: Event | bytes, top: int = 0) -> tuple[list[EngineChunk], Exception | None]:
     """The chunks, and how the stream ended."""
 
-    async def stream() -> AsyncIterator[bytes]:
-        for one in events:
-            yield one if isinstance(one, bytes) else json.dumps(one).encode()
-
     chunks: list[EngineChunk] = []
+    said = Said([one if isinstance(one, bytes) else json.dumps(one).encode() for one in events])
     try:
-        async for chunk in Reader("http://engine", top).chunks(stream()):
-            chunks.append(chunk)  # noqa: PERF401  # those before an error count, too
+        await EventChunks(said, Reader("http://engine", top), "http://engine").deliver(chunks.append)
     except (StreamCut, RequestRefused) as e:
         return chunks, e
     return chunks, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.engines.base import StreamCut
-from gateway.engines.wire import EVENTS_WAITING_MAX, PASSED_WAITING_BYTES_MAX, Refused, Wire
+from gateway.engines.http1 import EVENTS_WAITING_MAX, PASSED_WAITING_BYTES_MAX, Refused
+from gateway.engines.wire import Wire
 from tests.support.cutting_engine import until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -68,6 +69,13 @@ async def read(made: Wire) -> list[bytes]:
         return [data async for data in events]
 
 
+async def delivered(made: Wire) -> list[bytes]:
+    got: list[bytes] = []
+    async with made.post("/v1/completions", b"{}") as events:
+        await events.deliver(got.extend)
+    return got
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -91,9 +99,10 @@ async def test_events_are_the_same_however_chunks_and_reads_cut_them(
 ) -> None:
     body = b"".join([b": a comment" + end, *(b"data: " + data + end for data in said), b"data: [DONE]" + end])
     answer = CHUNKED + b"".join(map(chunk, cut(body, chunks))) + b"0\r\n\r\n"
-    server = Server(cut(answer, reads))
+    server = Server(cut(answer, reads), cut(answer, reads))
     async with wire(server) as made:
         assert await read(made) == said
+        assert await delivered(made) == said
 
 
 async def test_a_connection_serves_again_once_its_answer_was_read_to_the_end() -> None:
@@ -228,3 +237,40 @@ async def test_who_waits_for_an_answer_gets_the_cut_that_another_made() -> None:
         asyncio.get_running_loop().call_soon(answer.cut, StreamCut("abort", "it is needed"))
         with pytest.raises(StreamCut, match="it is needed"):
             await answer.head()
+
+
+async def test_who_is_given_events_and_waits_holds_the_engine_back_and_loses_nothing() -> None:
+    said = [str(n).encode() for n in range(4 * EVENTS_WAITING_MAX)]
+    pieces = [chunk(b"data: " + data + b"\n\n") for data in said]
+    got, go = list[bytes](), asyncio.Event()
+
+    def take(events: list[bytes]) -> Awaitable[object] | None:
+        got.extend(events)
+        return None if go.is_set() else go.wait()
+
+    async with wire(Server([CHUNKED, *pieces, b"0\r\n\r\n"])) as made, made.post("/", b"{}") as events:
+        reading = asyncio.create_task(events.deliver(take))
+        await until(lambda: events.paused, "the engine's being held back")
+        assert len(got) < len(said)
+        go.set()
+        await reading
+    assert got == said
+
+
+async def test_what_the_taker_raises_is_raised_where_it_waits() -> None:
+    def take(events: list[bytes]) -> None:
+        raise StreamCut("version", f"not {events}")
+
+    async with wire(Server([CHUNKED, chunk(b"data: 1\n\n")], [])) as made:
+        with pytest.raises(StreamCut, match=r"not \[b'1'\]"):
+            async with made.post("/", b"{}") as events:
+                await events.deliver(take)
+
+
+async def test_silence_cuts_a_delivery_after_the_events_before_it() -> None:
+    got: list[bytes] = []
+    async with wire(Server([CHUNKED + chunk(b"data: 1\n\n")], []), stall_timeout_s=0.2) as made:
+        with pytest.raises(StreamCut) as found:
+            async with made.post("/", b"{}") as events:
+                await events.deliver(got.extend)
+    assert (got, found.value.reason) == ([b"1"], "stalled")

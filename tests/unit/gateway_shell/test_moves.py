@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from gateway.core.types import EngineName, Version
+from gateway.engines.wire import EVENTS_AT_ONCE_MAX
 from protos.errors import TurnLost
 from tests.support.cutting_engine import Cut, CuttingEngine, until
-from tests.unit.gateway_shell.shell import BUDGET, Shell, check_at_rest, check_whole, read, shell
+from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
 E0, E1 = EngineName("e0"), EngineName("e1")
 
@@ -87,14 +88,14 @@ async def test_a_released_turn_goes_on_wherever_there_is_a_place(tmp_path: Path)
 async def test_decode_curves_are_learnt_from_streams(tmp_path: Path) -> None:
     async with CuttingEngine("e0", chunk=1) as e0, shell(tmp_path, e0) as found:
         for _ in range(8):
-            await _read(found)
+            await _read(found, budget=4 * EVENTS_AT_ONCE_MAX)
         curve = found.fleet.state.engines[E0].curve
         assert curve.points() == [(1.0, curve.seconds_per_token(1))], "one turn at a time ran"
 
 
-async def _read(found: Shell) -> None:
-    async with found.run(budget=BUDGET) as run:
-        check_whole(run, [delta async for delta in run])
+async def _read(found: Shell, budget: int) -> None:
+    async with found.run(budget=budget) as run:
+        check_whole(run, [delta async for delta in run], budget)
 
 
 async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from gateway.core.sampling import segment_seed
 from gateway.core.scheduler import Demand
 from gateway.core.types import EngineName, SessionId, TurnId
 from gateway.engines.base import RequestRefused
+from gateway.engines.wire import EVENTS_AT_ONCE_MAX
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support.cutting_engine import Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
@@ -331,7 +332,7 @@ async def test_an_engine_that_dies_between_placing_and_streaming_keeps_no_bookin
 
 
 async def test_a_slow_client_holds_its_stream_back(tmp_path: Path) -> None:
-    budget = 2000
+    budget, ahead_max = 2000, UNREAD_TOKENS_MAX + EVENTS_AT_ONCE_MAX
     async with CuttingEngine("e0", chunk=1) as e0, shell(tmp_path, e0) as found:
         run, deltas = found.run(budget=budget), []
         async with run:
@@ -342,11 +343,11 @@ async def test_a_slow_client_holds_its_stream_back(tmp_path: Path) -> None:
             await until(lambda: appended().appended_tokens >= UNREAD_TOKENS_MAX, "a held stream")
             await found.fleet.members[EngineName("e0")].adapter.limits()  # whatever would still be read comes before
             read_so_far = len(deltas[0].token_ids)
-            assert appended().appended_tokens - read_so_far <= UNREAD_TOKENS_MAX
+            assert appended().appended_tokens - read_so_far <= ahead_max
             async for delta in reading:
                 deltas.append(delta)
                 read_so_far += len(delta.token_ids)
-                assert appended().appended_tokens - read_so_far <= UNREAD_TOKENS_MAX
+                assert appended().appended_tokens - read_so_far <= ahead_max
         check_whole(run, deltas, budget)
         assert found.sessions.counters.turns_cut == 0
         check_at_rest(found)

@@ -13,7 +13,7 @@ import pytest
 from gateway import refreshing
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
-from gateway.engines.vllm import VllmEngine, _decoded
+from gateway.engines.vllm import Reader, VllmEngine
 from tests.support.cutting_engine import LOAD_STEPS, MODEL, Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
 from tests.unit.gateway_shell.shell import check_whole, read, shell
@@ -141,16 +141,16 @@ async def test_a_refusal_that_comes_as_an_event_is_the_requests_fault_too() -> N
         return b'data: {"error": {"message": "Token id 1048576 is out of vocabulary", "code": %d}}' % code
 
     with pytest.raises(RequestRefused, match="out of vocabulary"):
-        _decoded(event(400)[6:], "http://e0")
+        Reader("http://e0", top=False).chunk(event(400)[6:])
     for code in (408, 429, 500):
         with pytest.raises(StreamCut, match="out of vocabulary"):
-            _decoded(event(code)[6:], "http://e0")
+            Reader("http://e0", top=False).chunk(event(code)[6:])
 
 
 async def test_leaving_a_stream_early_aborts_it_upstream() -> None:
     async with CuttingEngine(hold_at=4) as e0, adapter(e0) as found:
         async with found.generate(PROMPT, SamplingParams(max_tokens=8), "r1", "s1") as chunks:
-            assert (await anext(chunks)).token_ids == tuple(said(PROMPT, 2)[0])
+            assert (await anext(aiter(chunks))).token_ids == tuple(said(PROMPT, 2)[0])
         await until(lambda: e0.asked[0].left, "the abort")
 
 
@@ -161,9 +161,10 @@ async def test_tokens_come_as_they_are_said() -> None:
         adapter(e0) as found,
         found.generate(PROMPT, sampling, "r1", "s1") as chunks,
     ):
-        got = [await anext(chunks)]
+        reading = aiter(chunks)
+        got = [await anext(reading)]
         e0.go.set()
-        got += [chunk async for chunk in chunks]
+        got += [chunk async for chunk in reading]
     assert [t for c in got for t in c.token_ids] == said(PROMPT, 8)[0]
 
 

@@ -1,0 +1,115 @@
+"""One turn's stream from an engine: events into chunks, up to the finish.
+
+Invariants:
+- what came before an error is handed over before the error is raised;
+- a stream that ends without a finish reason is a cut; what follows the finish is not looked at;
+- events that one read brought together become one chunk, as far as they tell the same versions: the more the gateway
+  lags behind, the less a token costs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from typing import Protocol
+
+from gateway.engines.base import EngineChunk, StreamCut, TakeChunk
+from gateway.engines.wire import Take
+from protos.errors import LaminarError
+
+
+class Events(Protocol):
+    """As `gateway.engines.wire.Events`."""
+
+    async def deliver(self, take: Take) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    def complete(self) -> None: ...
+
+
+class EventReader(Protocol):
+    """A dialect's events, one after the other."""
+
+    def chunk(self, data: bytes) -> EngineChunk | None:
+        """None: it says nothing of tokens. Raises StreamCut or RequestRefused."""
+        ...
+
+
+class EventChunks:
+    """Implements `gateway.engines.base.EngineStream`."""
+
+    def __init__(self, events: Events, reader: EventReader, url: str) -> None:
+        self._events, self._reader, self._url = events, reader, url
+        self._finished = False
+
+    async def deliver(self, take: TakeChunk) -> None:
+        def take_events(events: Sequence[bytes]) -> Awaitable[object] | None:
+            held = None
+            for chunk in (self._reader.chunk(events[0]),) if len(events) == 1 else self._merged(events):
+                if chunk is not None:
+                    held = take(chunk) or held
+                    self._check(chunk)
+            return held
+
+        await self._events.deliver(take_events)
+        self._check_finished()
+
+    async def __aiter__(self) -> AsyncIterator[EngineChunk]:
+        async for data in self._events:
+            chunk = self._reader.chunk(data)
+            if chunk is not None:
+                yield chunk
+                self._check(chunk)
+        self._check_finished()
+
+    def _check(self, chunk: EngineChunk) -> None:
+        if chunk.failure is not None:
+            raise chunk.failure
+        if chunk.finish_reason is not None:
+            self._finished = True
+            self._events.complete()
+
+    def _check_finished(self) -> None:
+        if not self._finished:
+            raise StreamCut("early_end", f"{self._url} ended a stream without a finish reason")
+
+    def _merged(self, events: Sequence[bytes]) -> Iterator[EngineChunk]:
+        """Up to the one that finishes or fails."""
+        last: EngineChunk | None = None
+        failure: LaminarError | None = None
+        for data in events:
+            try:
+                chunk = self._reader.chunk(data)
+            except LaminarError as e:
+                failure = e
+                break
+            if chunk is None:
+                continue
+            if last is not None and last.versions != chunk.versions:
+                yield last
+                last = None
+            last = chunk if last is None else merged(last, chunk)
+            if last.finish_reason is not None or last.failure is not None:
+                break
+        if last is not None:
+            yield last
+        if failure is not None:
+            raise failure
+
+
+def merged(first: EngineChunk, then: EngineChunk) -> EngineChunk:
+    """Both in one. Alternatives are told of every token or of none."""
+    tops = None
+    if first.top_logprobs or then.top_logprobs:
+        tops = (
+            *(first.top_logprobs or ((),) * len(first.token_ids)),
+            *(then.top_logprobs or ((),) * len(then.token_ids)),
+        )
+    return EngineChunk(
+        (*first.token_ids, *then.token_ids),
+        (*first.logprobs, *then.logprobs),
+        tops,
+        then.finish_reason,
+        first.versions,
+        then.failure,
+    )

@@ -1,0 +1,142 @@
+"""Readers of a turn that are given its deltas as they come: each gets all, none disturbs the turn or another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.audience import UNREAD_TOKENS_MAX, Audience
+from gateway.core.types import SamplingParams, SessionId, TokenDelta, TurnId, TurnRecord, TurnRequest
+from protos.errors import Conflict
+
+
+def turn() -> tuple[TurnRecord, Audience]:
+    request = TurnRequest(TurnId("t"), SessionId("s"), 0, (1,), SamplingParams(max_tokens=10_000))
+    record = TurnRecord(request)
+    return record, Audience(record)
+
+
+def say(record: TurnRecord, audience: Audience, tokens: int) -> None:
+    record.token_ids += range(len(record.token_ids), len(record.token_ids) + tokens)
+    record.logprobs += [-1.0] * tokens
+    audience.show()
+
+
+def end(record: TurnRecord, audience: Audience) -> None:
+    record.finish_reason = "length"
+    audience.end()
+
+
+@dataclass
+class Client:
+    """`held`: what it waits for after each delta."""
+
+    held: asyncio.Event | None = None
+    got: list[TokenDelta] = field(default_factory=list)
+
+    def take(self, delta: TokenDelta) -> Awaitable[object] | None:
+        self.got.append(delta)
+        return None if self.held is None else self.held.wait()
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for delta in self.got for token in delta.token_ids]
+
+
+@given(st.lists(st.integers(0, 5), max_size=8), st.integers(0, 8), st.booleans())
+async def test_a_reader_gets_every_token_whenever_it_comes(said: list[int], joins_at: int, slow: bool) -> None:
+    record, audience = turn()
+    client = Client(asyncio.Event() if slow else None)
+    reading = None
+    for at, tokens in enumerate(said):
+        if at == joins_at:
+            reading = asyncio.create_task(audience.read(client.take))
+            await asyncio.sleep(0)
+        say(record, audience, tokens)
+    reading = reading or asyncio.create_task(audience.read(client.take))
+    end(record, audience)
+    if client.held is not None:
+        client.held.set()
+    await asyncio.wait_for(reading, 10)
+    assert client.ids == list(range(sum(said)))
+    assert [delta.finish_reason for delta in client.got] == [None] * (len(client.got) - 1) + ["length"]
+
+
+async def test_a_reader_that_keeps_up_has_what_was_shown_when_show_returns() -> None:
+    record, audience = turn()
+    client = Client()
+    reading = asyncio.create_task(audience.read(client.take))
+    await asyncio.sleep(0)
+    for tokens in (1, 3):
+        say(record, audience, tokens)
+        assert client.ids == record.token_ids
+    end(record, audience)
+    await reading
+
+
+async def test_what_a_reader_raises_is_its_own() -> None:
+    record, audience = turn()
+    client = Client()
+
+    def gone(delta: TokenDelta) -> None:
+        raise ConnectionResetError("the client is gone")
+
+    leaving, reading = asyncio.create_task(audience.read(gone)), asyncio.create_task(audience.read(client.take))
+    await asyncio.sleep(0)
+    say(record, audience, 2)
+    with pytest.raises(ConnectionResetError):
+        await leaving
+    end(record, audience)
+    await reading
+    assert client.ids == [0, 1]
+
+
+async def test_a_slow_reader_holds_the_turn_back_until_it_has_read_on() -> None:
+    record, audience = turn()
+    slow, quick = Client(asyncio.Event()), Client()
+    readings = [asyncio.create_task(audience.read(client.take)) for client in (slow, quick)]
+    await asyncio.sleep(0)
+    say(record, audience, 1)
+    assert not audience.lags
+    say(record, audience, UNREAD_TOKENS_MAX)
+    assert audience.lags
+    keeping_up = asyncio.create_task(audience.keep_up())
+    await asyncio.sleep(0)
+    assert not keeping_up.done()
+    assert len(quick.ids) == 1 + UNREAD_TOKENS_MAX
+    assert slow.held is not None
+    slow.held.set()
+    await asyncio.wait_for(keeping_up, 10)
+    end(record, audience)
+    await asyncio.gather(*readings)
+    assert slow.ids == quick.ids == record.token_ids
+
+
+async def test_a_reader_that_leaves_holds_nobody_back() -> None:
+    record, audience = turn()
+    reading = asyncio.create_task(audience.read(Client(asyncio.Event()).take))
+    await asyncio.sleep(0)
+    say(record, audience, 1)
+    say(record, audience, UNREAD_TOKENS_MAX)
+    keeping_up = asyncio.create_task(audience.keep_up())
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait_for(keeping_up, 10)
+
+
+async def test_every_reader_is_told_what_ended_the_turn() -> None:
+    record, audience = turn()
+    clients = [Client(), Client()]
+    readings = [asyncio.create_task(audience.read(client.take)) for client in clients]
+    await asyncio.sleep(0)
+    say(record, audience, 2)
+    audience.end(Conflict("given up"))
+    for reading in readings:
+        with pytest.raises(Conflict):
+            await reading
+    assert [client.ids for client in clients] == [[0, 1], [0, 1]]
