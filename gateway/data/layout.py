@@ -11,8 +11,9 @@ import sqlite3
 
 from protos.errors import Conflict
 
-LAYOUT = 1
-"""1: ended and unrewarded sessions, rewards of turns, and groups are kept, too. 0: from before layouts were counted."""
+LAYOUT = 2
+"""2: tokens come through a journal of all turns (a table is added). 1: ended and unrewarded sessions, rewards of turns,
+and groups are kept, too. 0: from before layouts were counted."""
 
 _UNCOUNTED: dict[str, frozenset[str]] = {
     "turns": frozenset({"turn_id", "session_id", "request", "begun_unix_s", "outcome", "num_tokens", "ended_unix_s"}),
@@ -40,7 +41,8 @@ def prepare(connection: sqlite3.Connection, name: str) -> None:
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        _count(connection, name)
+        if found == 0:
+            _count(connection, name)
         connection.execute(f"PRAGMA user_version = {LAYOUT}")
     except BaseException:
         connection.execute("ROLLBACK")
@@ -49,7 +51,7 @@ def prepare(connection: sqlite3.Connection, name: str) -> None:
 
 
 def _count(connection: sqlite3.Connection, name: str) -> None:
-    """From 0 to 1: tables are only added, but for the trigger, which does more; it is made with them."""
+    """From 0: tables are only added, but for the trigger, which does more; it is made with them."""
     for table, columns in _UNCOUNTED.items():
         found = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         if found and found != columns:

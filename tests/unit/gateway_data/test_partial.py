@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.core.types import SamplingParams, Segment, SessionId, TurnId, TurnRequest
-from gateway.data import Database, PartialResponsePool
+from gateway.core.types import SamplingParams, Segment, SessionId, TopLogprob, TurnId, TurnRequest
+from gateway.data import Database, PartialResponsePool, partial_store
 from gateway.data import partial as partial_module
 from protos.errors import NotFound, Unavailable
 
@@ -129,6 +131,55 @@ async def test_a_failing_disk_is_told_to_every_later_caller(tmp_path: Path) -> N
             await pool.drain()
         with pytest.raises(Unavailable, match="turn_journal"):
             await pool.close()
+
+
+@given(
+    said=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.booleans()), max_size=25),
+    folds_at=st.integers(0, 12),
+)
+async def test_tokens_of_many_turns_come_back_to_each_whenever_the_journal_is_folded(
+    said: list[tuple[str, int, bool]], folds_at: int
+) -> None:
+    async with Database(None) as database:
+        pool = PartialResponsePool(database)
+        await pool.open()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(partial_store, "JOURNAL_TOKENS_MAX", folds_at)
+            appended: dict[str, list[int]] = {}
+            for number, (turn, tokens, flushes) in enumerate(said):
+                if turn not in appended:
+                    pool.begin(request(turn))
+                    appended[turn] = []
+                ids = [number * 10 + i for i in range(tokens)]
+                pool.append(TurnId(turn), ids, [-float(i) for i in ids], [(TopLogprob(i, -1.0),) for i in ids])
+                appended[turn] += ids
+                if flushes:
+                    await pool.flush()
+            kept = await pool.in_flight()
+        assert {r.request.turn_id: r.token_ids for r in kept} == appended
+        assert [r.logprobs for r in kept] == [[-float(i) for i in r.token_ids] for r in kept]
+        assert all([top[0].token_id for top in r.top_logprobs] == r.token_ids for r in kept)
+        await pool.forget_session(SessionId("s1"))
+        pool.begin(request("later"))
+        pool.append(TurnId("later"), [1], [0.0])
+        assert [r.token_ids for r in await pool.in_flight()] == [[1]], "nothing of what was forgotten is left"
+        await pool.close()
+
+
+async def test_a_flush_writes_one_row_of_tokens_however_many_turns_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    async with Database(path) as database:
+        pool = PartialResponsePool(database, flush_interval_s=60.0)
+        await pool.open()
+        for turn in range(50):
+            pool.begin(request(f"t{turn}"))
+            pool.append(TurnId(f"t{turn}"), [turn], [0.0])
+        await pool.flush()
+        count = "SELECT (SELECT count(*) FROM turn_journal), (SELECT count(*) FROM turn_parts)"
+        assert await database.run(lambda connection: connection.execute(count).fetchone()) == (1, 0)
+        assert len(await pool.in_flight()) == 50
+        assert await database.run(lambda connection: connection.execute(count).fetchone()) == (0, 50)
+        await pool.close()
 
 
 CHILD = textwrap.dedent(
