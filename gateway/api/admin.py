@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from gateway.api.openai_errors import BadField
 from gateway.api.openai_requests import decode
-from gateway.config import parse_engine
+from gateway.config import EngineSpec
 from gateway.core.receipts import Receipt
 from gateway.core.repack import Plan
 from gateway.core.types import EngineName
 from gateway.data.timeline import READ_MAX
 from gateway.status import GatewayStatus
+from protos.engines import check_kind, is_address
 from protos.errors import InvalidRequest
 
 DIGITS_MAX = 15
@@ -24,7 +27,7 @@ DIGITS_MAX = 15
 
 
 class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: Annotated[str, Meta(pattern=r"^[^\s/]{1,256}$")]
     url: str
     kind: str = "vllm"
     relay: str | None = None
@@ -72,8 +75,10 @@ class _Handlers:
 
     async def add_engine(self, request: web.Request) -> web.Response:
         wanted = decode(_add, await request.read())
-        relay = f"@{wanted.relay}" if wanted.relay else ""
-        spec = parse_engine(f"{wanted.name}={wanted.kind}={wanted.url}{relay}", None)
+        if not is_address(wanted.url):
+            raise BadField("url", f"{wanted.url!r} is no engine's address", hint="such as http://127.0.0.1:8000")
+        check_kind(wanted.kind, "`kind`")
+        spec = EngineSpec(wanted.name, wanted.kind, wanted.url, wanted.relay or None)
         if wanted.check:
             await self._of.fleet.probe(spec)
         self._of.fleet.add(spec)

@@ -7,31 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
+from gateway.api.numbers import Count
 from gateway.api.openai_errors import BadField
-from gateway.api.openai_requests import decode, in_range
+from gateway.api.openai_requests import decode
 from gateway.core.types import Trajectory
 from gateway.data.experience import LEASE_S, WAIT_S_MAX, ExperienceBuffer
 
 MSGPACK = "application/msgpack"
 TRAJECTORIES_MAX = 4096
 """In one answer: at a few KB to a few MB each, more would be better read in pieces."""
+Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
 
 
 class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Either `trajectories`, or `groups` of `group_size`. `trainer_version`: the newest that the trainer published."""
 
-    reader: str
-    trainer_version: int
-    trajectories: int | None = None
-    groups: int | None = None
-    group_size: int | None = None
-    wait_s: float = 0.0
-    staleness_max: int | None = None
-    lease_s: float = LEASE_S
+    reader: Annotated[str, Meta(min_length=1)]
+    trainer_version: Count
+    trajectories: Some | None = None
+    groups: Some | None = None
+    group_size: Some | None = None
+    wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 0.0
+    staleness_max: Count | None = None
+    lease_s: Annotated[float, Meta(ge=0.001, le=86_400)] = LEASE_S
     drop_equal_rewards: bool = False  # groups whose members all got the same are dropped for good
 
 
@@ -103,19 +107,11 @@ _ack = msgspec.json.Decoder(AckRequest)
 
 
 def _checked(wanted: SampleRequest) -> SampleRequest:
-    asked = in_range("trajectories", wanted.trajectories, 1, TRAJECTORIES_MAX)
-    groups = in_range("groups", wanted.groups, 1, TRAJECTORIES_MAX)
-    size = in_range("group_size", wanted.group_size, 1, TRAJECTORIES_MAX)
-    if (asked or (groups or 0) * (size or 0)) > TRAJECTORIES_MAX:
+    groups, size = wanted.groups or 0, wanted.group_size or 0
+    if groups * size > TRAJECTORIES_MAX:
         raise BadField(
             "groups", f"{groups} groups of {size} in one answer", hint=f"at most {TRAJECTORIES_MAX} trajectories"
         )
-    in_range("wait_s", wanted.wait_s, 0.0, WAIT_S_MAX)
-    in_range("lease_s", wanted.lease_s, 0.001, 86_400.0)
-    in_range("trainer_version", wanted.trainer_version, 0, None)
-    in_range("staleness_max", wanted.staleness_max, 0, None)
-    if wanted.drop_equal_rewards and groups is None:
+    if wanted.drop_equal_rewards and wanted.groups is None:
         raise BadField("drop_equal_rewards", "`drop_equal_rewards` is for groups", hint="ask for `groups`")
-    if not wanted.reader:
-        raise BadField("reader", "`reader` is empty", hint="name who reads, such as 'trainer'")
     return wanted

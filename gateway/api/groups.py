@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
+from gateway.api.numbers import Count
 from gateway.api.openai_requests import decode, in_range
 from gateway.api.sessions import AbandonRequest, CreateRequest, session_spec
 from gateway.core.types import GroupId
@@ -21,10 +23,10 @@ GROUP_SIZE_MAX = 4096
 class CreateGroupRequest(msgspec.Struct, forbid_unknown_fields=True):
     """`session` says what every member is, as `POST /sessions` takes it."""
 
-    size: int
+    size: Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)]
     group_id: str | None = None
-    group_min: int | None = None  # None: all of them
-    resample_max: int = 0  # members that fail are sampled again, so often altogether
+    group_min: Annotated[int, Meta(ge=1)] | None = None  # None: all of them
+    resample_max: Count = 0  # members that fail are sampled again, so often altogether
     session: CreateRequest = CreateRequest()
 
 
@@ -45,9 +47,7 @@ class _Handlers:
 
     async def create(self, request: web.Request) -> web.Response:
         wanted = decode(_create, await request.read())
-        in_range("size", wanted.size, 1, GROUP_SIZE_MAX)
         in_range("group_min", wanted.group_min, 1, wanted.size)
-        in_range("resample_max", wanted.resample_max, 0, None)
         name = GroupId(wanted.group_id or f"g-{secrets.token_hex(8)}")
         spec = dataclasses.replace(session_spec(wanted.session), group_id=name, group_size=wanted.size)
         least = wanted.size if wanted.group_min is None else wanted.group_min

@@ -2,8 +2,9 @@
 
 Invariants:
 - nothing is sent before the first event, or the body, so an error until then is an HTTP error;
-- after `KEEP_ALIVE_S` of silence a comment is sent, or a space before the body's JSON, headers included: a queue, a
-  prefill or a move never looks dead to a client or to what stands between;
+- once an engine has taken the turn (`begin`), a comment is sent after `KEEP_ALIVE_S` of silence, or a space before the
+  body's JSON, headers included: a prefill or a move never looks dead to a client or to what stands between;
+- before that, nothing for `QUIET_S_MAX`: a queue that is too long is told as 429 with Retry-After;
 - an error after that is never said with a status of 200 where JSON is expected: the connection is cut, and the client's
   retry gets it.
 """
@@ -11,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Mapping
 from types import TracebackType
 from typing import Self
@@ -20,6 +22,8 @@ from aiohttp import web
 from gateway.api.openai_shapes import KEEP_ALIVE
 
 KEEP_ALIVE_S = 15.0
+QUIET_S_MAX = 75.0
+"""Beyond the 60 s that a turn waits for an engine by default; longer waits are kept alive from then on."""
 
 
 class _KeptAlive:
@@ -33,6 +37,7 @@ class _KeptAlive:
         self._transport: asyncio.Transport | None = None  # once the status line is out, where chunks are ours to write
         self._starting = asyncio.Lock()
         self._sent = False
+        self._begun = False
         self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -53,6 +58,10 @@ class _KeptAlive:
     def started(self) -> bool:
         """Whether the status line is out."""
         return self.response.prepared
+
+    def begin(self) -> None:
+        """From now on silence is broken: the answer's status can only be 200, or a connection that breaks."""
+        self._begun = True
 
     def send_soon(self, data: bytes) -> Awaitable[None] | None:
         """Sends now; returns what to wait for when nothing was sent before, or when the client is slow.
@@ -89,10 +98,11 @@ class _KeptAlive:
         return self.response
 
     async def _keep_alive(self) -> None:
+        begun_at = time.monotonic()
         while True:
             self._sent = False
             await asyncio.sleep(KEEP_ALIVE_S)
-            if not self._sent:
+            if not self._sent and (self._begun or time.monotonic() - begun_at > QUIET_S_MAX):
                 await self.send(self.filler)
 
 

@@ -266,7 +266,9 @@ class _Handlers:
     async def _whole(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
         async with LateBody(request, _headers(asked)) as late:
             try:
-                answered = await _side_by_side([self._read(asked, choice) for choice in asked.choices])
+                if asked.joined:
+                    late.begin()
+                answered = await _side_by_side([self._read(late, asked, choice) for choice in asked.choices])
                 response = await late.answer(shapes.body(self._codec, asked.head, answered))
                 asked.delivered()
                 return response
@@ -278,8 +280,9 @@ class _Handlers:
                 log.warning("%s %s: cut after its first byte: %s", request.method, request.path, e)
                 return late.cut()
 
-    async def _read(self, asked: _Asked, choice: _Choice) -> Answer:
+    async def _read(self, late: LateBody, asked: _Asked, choice: _Choice) -> Answer:
         async with choice.run:
+            late.begin()
             await choice.reader.read(choice.run, choice.answer, lambda piece: None)
         await self._record(asked, choice)
         return choice.answer
@@ -287,6 +290,8 @@ class _Handlers:
     async def _stream(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
         async with EventStream(request, _headers(asked)) as events:
             try:
+                if asked.joined:
+                    events.begin()
                 await _side_by_side([self._send(events, asked, choice) for choice in asked.choices])
                 await events.send(shapes.stream_end(asked.head, [choice.answer for choice in asked.choices]))
                 ended = await events.end()
@@ -313,6 +318,7 @@ class _Handlers:
             return events.send_soon(event) if event else None
 
         async with choice.run:
+            events.begin()
             await choice.reader.read(choice.run, choice.answer, show)
         await self._record(asked, choice)
         await events.send(chunks.last(choice.answer))

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.admin import AddEngineRequest
+from gateway.api.admin import DIGITS_MAX, AddEngineRequest
 from gateway.api.experience import AckRequest, SampleAnswer, SampleRequest
 from gateway.api.groups import CreateGroupRequest
 from gateway.api.openai_routes import PREFIXES
-from gateway.api.openai_types import ChatRequest, CompletionRequest
+from gateway.api.openai_types import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
 from gateway.api.sessions import AbandonRequest, CreateRequest, RewardRequest
 from gateway.core.endings import Finish, Finished
 
@@ -27,19 +27,21 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`query`: name to type. `optional_body`: the body may be left out."""
+    """`query`: name to schema. `optional_body`: the body may be left out."""
 
     method: str
     path: str
     summary: str
     body: type[msgspec.Struct] | None = None
-    query: Mapping[str, str] | None = None
+    query: Mapping[str, Json] | None = None
     status: int = 200
     answer: type[msgspec.Struct] | None = None
     optional_body: bool = False
 
 
 _RELAYED = "With --relay-text, a call without a session goes to an engine as it is, which checks its fields."
+_NUMBER: Json = {"schema": {"type": "integer", "minimum": 0, "maximum": 10**DIGITS_MAX - 1}}
+_NAMED: Json = {"schema": {"type": "string", "minLength": 1}, "required": True}
 _OPENAI = [
     Route("post", "/v1/chat/completions", f"A chat completion; a session's next turn. {_RELAYED}", ChatRequest),
     Route("post", "/v1/completions", f"A completion of a text or of token ids. {_RELAYED}", CompletionRequest),
@@ -51,7 +53,7 @@ ROUTES: Sequence[Route] = [
     Route("post", "/sessions", "Makes a session and its API key.", CreateRequest, optional_body=True),
     Route("get", "/sessions/{sid}", "A session as it stands."),
     Route("post", "/sessions/{sid}/finish", "Ends a session with a reward.", Finish, answer=Finished),
-    Route("post", "/finish_session", "The same, as routers have it.", Finish, {"session_id": "string"}),
+    Route("post", "/finish_session", "The same, as routers have it.", Finish, {"session_id": _NAMED}),
     Route("post", "/sessions/{sid}/reward", "A reward of a turn or a leaf.", RewardRequest),
     Route("post", "/sessions/{sid}/abandon", "Ends a session without one.", AbandonRequest, optional_body=True),
     Route("post", "/groups", "Makes a group of sessions, admitted whole.", CreateGroupRequest),
@@ -62,12 +64,12 @@ ROUTES: Sequence[Route] = [
     Route("get", "/status", "The gateway, its engines and its counters."),
     Route("get", "/healthz", "200 while an engine serves, else 503."),
     Route("get", "/metrics", "For Prometheus."),
-    Route("get", "/admin/timeline", "What happened.", query={"after": "integer", "limit": "integer"}),
+    Route("get", "/admin/timeline", "What happened.", query={"after": _NUMBER, "limit": _NUMBER}),
     Route("post", "/admin/engines", "Takes an engine in.", AddEngineRequest, status=201),
     Route("delete", "/admin/engines/{name}", "Takes an engine out."),
     Route("get", "/admin/repack", "What the planner would do now."),
     Route("post", "/admin/repack", "Does it now."),
-    Route("get", "/admin/receipts", "What moves cost and gained."),
+    Route("get", "/admin/receipts", "What moves cost and gained.", query={"limit": _NUMBER}),
     Route("get", "/openapi.json", "This."),
 ]
 
@@ -85,6 +87,9 @@ def schema() -> Json:
     structs = list(dict.fromkeys(s for route in ROUTES for s in (route.body, route.answer) if s is not None))
     _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     components["Error"] = _ERROR
+    for struct, neutral in ((ChatRequest, NEUTRAL_CHAT), (CompletionRequest, NEUTRAL_COMPLETION)):
+        fields = components[struct.__name__]["properties"]
+        fields |= {name: {"enum": list(allowed), "default": None} for name, allowed in neutral.items()}
     paths: dict[str, Json] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
@@ -141,5 +146,5 @@ def _in_path(path: str) -> list[Json]:
     return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
 
 
-def _in_query(query: Mapping[str, str]) -> list[Json]:
-    return [{"name": name, "in": "query", "schema": {"type": kind}} for name, kind in query.items()]
+def _in_query(query: Mapping[str, Json]) -> list[Json]:
+    return [{"name": name, "in": "query", **said} for name, said in query.items()]

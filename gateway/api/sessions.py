@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
+from gateway.api.numbers import EXACT_MAX, AtLeastOne, Count
 from gateway.api.openai_requests import decode, in_range
 from gateway.core.endings import Finish
 from gateway.core.rewards import Given
@@ -25,20 +28,22 @@ PRIORITY_MAX = 1000
 class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     session_id: str | None = None
     group_id: str | None = None
-    sample_index: int = 0
-    group_size: int = 1
+    sample_index: Count = 0
+    group_size: AtLeastOne = 1
     split: Split = "train"
     train: bool = True
     tags: dict[str, str] = {}
     history: History = "record"
-    version: int | None = None
+    version: Count | None = None
     on_version_loss: VersionPolicy | None = None  # None: "strict" with a `version`, else "segment"
     parent_session_id: str | None = None
-    min_version: int = 0
-    max_turns: int | None = None
-    max_context_tokens: int | None = None  # prompt and answer together
-    deadline_s: float | None = None  # from now; the session is abandoned then
-    priority: int = 0  # the highest first, among turns that wait for an engine
+    min_version: Count = 0
+    max_turns: AtLeastOne | None = None
+    max_context_tokens: Annotated[int, Meta(ge=2, le=EXACT_MAX)] | None = None  # prompt and answer together
+    deadline_s: Annotated[float, Meta(ge=0)] | None = None  # from now; the session is abandoned then
+    priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = (
+        0  # the highest first, among turns that wait for an engine
+    )
 
 
 class RewardRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -121,18 +126,13 @@ class _Handlers:
 
 
 def session_spec(wanted: CreateRequest) -> SessionSpec:
-    in_range("version", wanted.version, 0, None)
     in_range("min_version", wanted.min_version, 0, wanted.version)
-    in_range("max_turns", wanted.max_turns, 1, None)
-    in_range("max_context_tokens", wanted.max_context_tokens, 2, None)
-    in_range("deadline_s", wanted.deadline_s, 0.0, None)
-    in_range("priority", wanted.priority, -PRIORITY_MAX, PRIORITY_MAX)
     name = SessionId(wanted.session_id or f"s-{secrets.token_hex(8)}")
     return SessionSpec(
         name,
         GroupId(wanted.group_id or name),
         wanted.sample_index,
-        max(1, wanted.group_size),
+        wanted.group_size,
         wanted.split,
         wanted.train,
         tags=wanted.tags,

@@ -23,7 +23,7 @@ from protos.process import write_ready_file
 @click.option("--seed", default=0, help="Of the draws; each engine has its own from it.")
 @click.option("--cuts", "share", type=click.FloatRange(0, 1), default=0.5, help="Share of requests that are cut.")
 @click.option("--after-max", type=click.IntRange(min=1), default=64, help="A cut comes before this token.")
-@click.option("--kinds", default=",".join(RESUMABLE), help="Which cuts, separated by commas.")
+@click.option("--kinds", default=",".join(RESUMABLE), help="Which of them, separated by commas.")
 @click.option("--chunk", type=click.IntRange(min=1), default=4, help="Tokens of an event.")
 @click.option("--pause-s", type=click.FloatRange(min=0), default=0.02, help="Before every event.")
 @click.option("--revive-s", type=click.FloatRange(min=0), default=1.0, help="A dead engine comes back after this.")
@@ -45,6 +45,18 @@ def faultkit(
 
     Every token and logprob follows from the ids before it, so an answer through a gateway can be compared with the
     uncut one (`gateway.faultkit.script.said`): a token lost or said twice changes everything after it.
+
+    \b
+    Kinds of cuts, by what a client of the engine sees:
+      500, 503, 400, silent     a status and no stream; 400 is the request's fault; no answer at all
+      reset, closed, torn_500   the connection breaks, between or within events, or within an error's body
+      eof, done, abort          the stream ends, but without a finish reason, or with "abort"
+      error_event, hang         an error as the last event; nothing more, with the connection open
+      malformed, not_utf8, huge_line, no_logprobs    events that nobody can take
+      repeat, shorten           an event comes twice, or lacks a token, then nothing: told by the count in its usage
+      death                     as kill -9, for all its streams; back after --revive-s, as another incarnation
+      version                   no cut: ends whole, and tells that another version said its later tokens
+    400 and version are drawn only when they are named.
 
     \b
       gateway faultkit --engines 2 --port 9000 --seed 7

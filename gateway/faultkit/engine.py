@@ -161,6 +161,9 @@ class CuttingEngine:
         await response.prepare(request)
         budget, prompt = asked.body["max_tokens"], asked.prompt
         ids, logprobs, finish_reason = self._say(prompt, budget)
+        changed_at = None
+        if cut is not None and cut.kind == "version":
+            changed_at, cut = max(1, min(cut.after, len(ids) - 1)), None
         whole = len(ids) if cut is None else min(cut.after, len(ids))
         for start in range(0, whole, self.chunk):
             if self.hold_at is not None and start >= self.hold_at:
@@ -169,7 +172,7 @@ class CuttingEngine:
                 await asyncio.sleep(self.pause_s)
             end = min(start + self.chunk, whole)
             finish = finish_reason if cut is None and end == whole else None
-            await self._write(response, self._event(ids[start:end], logprobs[start:end], finish, end))
+            await self._write(response, self._event(ids[start:end], logprobs[start:end], finish, end, changed_at))
             self.said_tokens += end - start
         if cut is not None:
             if self.before_cut is not None:
@@ -241,14 +244,27 @@ class CuttingEngine:
             if self.split:
                 await asyncio.sleep(0)
 
-    def _event(self, ids: list[int], logprobs: list[float], finish: str | None, num_said: int) -> bytes:
+    def _event(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        finish: str | None,
+        num_said: int,
+        changed_at: int | None = None,
+    ) -> bytes:
         told = {"token_logprobs": logprobs, "tokens": ["é"] * len(ids), "top_logprobs": self.top}
         choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": ids, "logprobs": told, "finish_reason": finish}
         if self.tells_versions and (finish in ("length", "stop") or self.version_early):
-            version = self.version if self.version_told is None else self.version_told
-            choice["weight_versions"] = [{"version": version, "start": 0, "end": num_said}]
+            choice["weight_versions"] = self._spans(num_said, changed_at)
         usage = {"completion_tokens": num_said}
         return f"data: {json.dumps({'choices': [choice], 'usage': usage})}\r\n\r\n".encode()
+
+    def _spans(self, num_said: int, changed_at: int | None) -> list[dict[str, Any]]:
+        version = self.version if self.version_told is None else self.version_told
+        if changed_at is None or changed_at >= num_said:
+            return [{"version": version, "start": 0, "end": num_said}]
+        other = {"version": f"{version}1", "start": changed_at, "end": num_said}
+        return [{"version": version, "start": 0, "end": changed_at}, other]
 
     # -- control
 

@@ -33,9 +33,10 @@ CutKind = Literal[
     "repeat",  # the last event once more, then nothing
     "shorten",  # an event that lacks a token, then nothing
     "death",  # as kill -9: resets every connection and refuses new ones
+    "version",  # no cut: it ends whole, and tells that another version said what came after
 ]
-RESUMABLE: tuple[CutKind, ...] = tuple(kind for kind in get_args(CutKind) if kind != "400")
-"""What a gateway must make good: all but a refusal, which is the request's own fault."""
+RESUMABLE: tuple[CutKind, ...] = tuple(kind for kind in get_args(CutKind) if kind not in ("400", "version"))
+"""What a gateway must make good: all but a refusal, which is the request's own fault, and what it can only tell."""
 
 
 def said(prompt: Sequence[int], num_tokens: int, vocab_size: int = 1000) -> tuple[list[int], list[float]]:

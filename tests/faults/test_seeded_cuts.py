@@ -1,5 +1,7 @@
 """Cuts by seed through the real gateway over HTTP: every answer equals the uncut one, nothing is lost, nothing twice.
 
+And engines whose weights change under a turn: the answer is what they said, and no trainer gets it.
+
 `LAMINAR_FAULTKIT_SEEDS` says how many seeds (`make faultkit`: 1,000).
 """
 
@@ -21,7 +23,7 @@ import pytest
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.faultkit.engine import CuttingEngine
-from gateway.faultkit.script import Cut, cuts_by_seed
+from gateway.faultkit.script import RESUMABLE, Cut, CutKind, cuts_by_seed
 from gateway.tokens import Codec
 from tests.support.cutting_engine import until
 from tests.support.tiny_model import tiny_model
@@ -75,14 +77,16 @@ def counting(draw: Callable[[], Cut | None], drawn: Counter[str]) -> Callable[[]
 
 
 @contextlib.asynccontextmanager
-async def gateway(directory: Path, share: float, drawn: Counter[str]) -> AsyncIterator[tuple[Gateway, Any]]:
+async def gateway(
+    directory: Path, share: float, drawn: Counter[str], kinds: Sequence[CutKind] = RESUMABLE
+) -> AsyncIterator[tuple[Gateway, Any]]:
     """A real gateway on a port, over three engines that cut a share of what they are asked."""
     model = tiny_model()
     says = calling(Codec.load(model))
     async with contextlib.AsyncExitStack() as stack:
         specs = []
         for i in range(3):
-            draw = counting(cuts_by_seed(1000 + i, share, 60), drawn)
+            draw = counting(cuts_by_seed(1000 + i, share, 60, kinds), drawn)
             engine = CuttingEngine(f"e{i}", chunk=1 + i * 2, split=i == 1, draw=draw, says=says, vocab_size=VOCABULARY)
             engine.revive_s = 0.2
             await stack.enter_async_context(engine)
@@ -133,17 +137,19 @@ def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def all_answers(http: aiohttp.ClientSession) -> list[dict[str, Any]]:
+async def all_answers(http: aiohttp.ClientSession) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """By seed: what the client has, and what the gateway said when the session was finished."""
     places = asyncio.Semaphore(AT_ONCE)
 
-    async def one(seed: int) -> dict[str, Any]:
+    async def one(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         async with places:
             answer = await answer_to(http, seed)
             async with http.post(f"/sessions/s{seed}/finish", json={"reward": float(seed)}) as finished:
                 assert finished.status == 200, await finished.text()
-            return answer
+                return answer, await finished.json()
 
-    return await asyncio.gather(*map(one, range(SEEDS)))
+    both = await asyncio.gather(*map(one, range(SEEDS)))
+    return [answer for answer, _ in both], [finished for _, finished in both]
 
 
 async def records(http: aiohttp.ClientSession) -> dict[str, dict[str, Any]]:
@@ -151,7 +157,6 @@ async def records(http: aiohttp.ClientSession) -> dict[str, dict[str, Any]]:
     wanted = {"reader": "test", "trainer_version": 0, "trajectories": SEEDS}
     async with http.post("/experience/sample", json=wanted) as answer:
         trajectories = (await answer.json())["trajectories"]
-    assert len(trajectories) == SEEDS
     return {
         t["session_id"]: {
             name: t[name] for name in ("token_ids", "logprobs", "loss_mask", "versions", "reward", "turns")
@@ -163,10 +168,11 @@ async def records(http: aiohttp.ClientSession) -> dict[str, dict[str, Any]]:
 async def test_every_answer_equals_the_uncut_one(tmp_path: Path) -> None:
     drawn: Counter[str] = Counter()
     async with gateway(tmp_path / "uncut", 0.0, drawn) as (_, http):
-        uncut, uncut_records = await all_answers(http), await records(http)
+        (uncut, _), uncut_records = await all_answers(http), await records(http)
     assert not drawn
+    assert len(uncut_records) == SEEDS
     async with gateway(tmp_path / "cut", CUT_SHARE, drawn) as (found, http):
-        cut = await all_answers(http)
+        cut, _ = await all_answers(http)
         for seed, (wanted, got) in enumerate(zip(uncut, cut, strict=True)):
             assert got == wanted, f"seed {seed}: {asked_by(seed)}"
         assert await records(http) == uncut_records
@@ -175,5 +181,22 @@ async def test_every_answer_equals_the_uncut_one(tmp_path: Path) -> None:
         assert (counters.turns_lost, counters.turns_completed, counters.turns_started) == (0, SEEDS, SEEDS)
         assert counters.turns_cut >= sum(drawn.values()) * 0.9  # some come after the last token
         assert counters.tokens_generated >= sum(len(answer["ids"]) for answer in uncut)
+        if SEEDS >= 1000:
+            assert set(drawn) == set(RESUMABLE), "every kind came"
     assert any(answer["calls"] for answer in uncut)
     assert any(answer["stopped_by"] for answer in uncut)
+
+
+async def test_a_version_that_changes_under_a_turn_is_told_and_never_trained_on(tmp_path: Path) -> None:
+    drawn: Counter[str] = Counter()
+    async with gateway(tmp_path / "uncut", 0.0, drawn) as (_, http):
+        uncut, _ = await all_answers(http)
+    async with gateway(tmp_path / "changed", CUT_SHARE, drawn, ("version",)) as (found, http):
+        answers, finished = await all_answers(http)
+        assert answers == uncut, "a client has what the engine said"
+        contradicted = {end["session_id"] for end in finished if "contradicted" in end["evidence"]}
+        print(f"{SEEDS} seeds, {drawn['version']} changes of version, {len(contradicted)} sessions not trained on")
+        # A turn of one token has no room for a change, and one whose stop string came first is left before it is told.
+        assert drawn["version"] / 2 < len(contradicted) <= drawn["version"]
+        assert set(await records(http)) == {f"s{seed}" for seed in range(SEEDS)} - contradicted
+        assert found.sessions.counters.version_mismatches == len(contradicted)

@@ -1,0 +1,58 @@
+"""A turn that no engine takes in time is told as 429 with Retry-After, however long that is beside a keep-alive."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gateway.api import openai_events
+from gateway.app import start
+from gateway.core.fleet import FleetConfig
+from tests.support.cutting_engine import CuttingEngine, until
+from tests.unit.gateway_shell.test_status import config
+
+KEEP_ALIVE_S, QUEUE_S = 0.02, 0.5
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_full_queue_is_a_status_and_a_slow_engine_is_kept_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(openai_events, "KEEP_ALIVE_S", KEEP_ALIVE_S)
+    body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4, "stream": stream}
+    async with CuttingEngine("e0", hold_at=0) as e0:
+        few = dataclasses.replace(config(tmp_path, e0), queue_timeout_s=QUEUE_S, fleet=FleetConfig(max_running=1))
+        found = await start(few)
+        await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
+        async with aiohttp.ClientSession(found.url) as http, http.post("/v1/completions", json=body) as first:
+            assert first.status == 200, "headers, for it was kept alive"
+            async with http.post("/v1/completions", json=body) as second:
+                assert second.status == 429, await second.text()
+                assert int(second.headers["Retry-After"]) >= 1
+                assert second.headers["x-should-retry"] == "true"
+                assert (await second.json())["error"]["type"] == "rate_limit_error"
+            e0.go.set()
+            assert len(await asyncio.wait_for(first.read(), 10)) > 100
+        await found.close(1.0)
+
+
+async def test_a_queue_that_is_longer_than_proxies_wait_is_kept_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_events, "KEEP_ALIVE_S", KEEP_ALIVE_S)
+    monkeypatch.setattr(openai_events, "QUIET_S_MAX", 2 * KEEP_ALIVE_S)
+    body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4}
+    async with CuttingEngine("e0", hold_at=0) as e0:
+        found = await start(dataclasses.replace(config(tmp_path, e0), fleet=FleetConfig(max_running=1)))
+        await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
+        async with aiohttp.ClientSession(found.url) as http:
+            asked = [asyncio.create_task(http.post("/v1/completions", json=body).__aenter__()) for _ in range(2)]
+            answers = await asyncio.wait_for(asyncio.gather(*asked), 10)  # both have their headers
+            assert len(e0.asked) == 1, "and one still waits for an engine"
+            e0.go.set()
+            assert [len((await answer.json())["choices"]) for answer in answers] == [1, 1]
+        await found.close(1.0)
