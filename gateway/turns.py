@@ -323,6 +323,7 @@ class Run:
         except LaminarError as e:
             await self._drop("lost", self._told(e))
         except Exception as e:
+            self._owner.counters.turns_lost += 1
             await self._drop("lost", e)
             raise
         finally:

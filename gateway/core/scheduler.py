@@ -223,8 +223,9 @@ def _choose(engines: Sequence[EngineState], demand: Demand, fleet: FleetState) -
     return holder or Placement(least.name, f"least loaded of {len(roomy)}")
 
 
-def _load(engine: EngineState) -> tuple[int, int, str]:
-    return (len(engine.turns), engine.tokens, engine.name)
+def _load(engine: EngineState) -> tuple[int, int, int, str]:
+    """Idle engines take sessions in turn: else the first would hold all that come one by one, and stay with it."""
+    return (len(engine.turns), engine.tokens, engine.admitted, engine.name)
 
 
 def _holder(engines: Sequence[EngineState], least: EngineState, demand: Demand, fleet: FleetState) -> Placement | None:

@@ -61,6 +61,16 @@ def test_else_the_least_loaded_takes_it(loads: list[list[int]], chosen: str) -> 
     assert placed(demand(session(version=1)), fleet(*reversed(engines))) == chosen
 
 
+def test_sessions_that_come_one_by_one_do_not_all_stay_with_the_first_engine() -> None:
+    state = fleet(*(engine(f"e{i}", 1, intake_open=True) for i in range(4)))
+    for number in range(40):  # each has ended its turn, and waits for a tool, before the next one comes
+        asked = demand(session(f"s{number}"))
+        outcome = place(asked, state, FREE)
+        assert isinstance(outcome, Placement)
+        admit(outcome, asked, state)
+    assert [e.admitted for e in state.sorted_engines()] == [10] * 4
+
+
 def test_it_is_placed_whatever_the_intake_and_the_trainer_say() -> None:
     assert placed(demand(session(version=1)), fleet(engine(intake_open=False, available=2)), FULL) == "e0"
 

@@ -11,7 +11,7 @@ import pytest
 from gateway.core.fleet import FleetConfig
 from gateway.core.joining import Call
 from gateway.core.sessions import SessionState
-from gateway.core.types import SamplingParams, TurnId, TurnOrigin, TurnRequest
+from gateway.core.types import EngineName, SamplingParams, TurnId, TurnOrigin, TurnRequest
 from gateway.turns import Run
 from protos.errors import Conflict
 from tests.support.cutting_engine import CuttingEngine, said, until
@@ -67,6 +67,24 @@ async def test_two_readers_get_the_same_and_the_turn_lives_while_one_stays(tmp_p
             assert not e0.asked[0].left
             e0.go.set()
             check_whole(run, [delta async for delta in run])
+        check_at_rest(found)
+
+
+async def test_a_retry_in_the_middle_of_a_move_joins_the_turn_that_is_moved(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1", hold_at=0)
+    async with e0, e1, shell(tmp_path, e0, e1, disconnect_grace_s=60.0) as found:
+        session = found.session()
+        run = begun(found, session)
+        await leave(run, 4)
+        run.move(EngineName("e1"))
+        await until(lambda: e1.asked, "the rest asked for")  # and not a token of it came yet
+        joined = await join(found, Call("same", session.session_id, retried=True))
+        assert joined is run
+        async with joined:
+            e1.go.set()
+            check_whole(run, [delta async for delta in joined])
+        assert [len(e0.asked), len(e1.asked)] == [1, 1]
+        assert [(s.engine, s.cause) for s in run.segments] == [("e0", "start"), ("e1", "move")]
         check_at_rest(found)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from gateway.core.scheduler import Demand
 from gateway.core.types import EngineName, SessionId, TurnId
 from gateway.engines.base import RequestRefused
 from gateway.engines.wire import EVENTS_AT_ONCE_MAX
+from gateway.turns import Run
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support.cutting_engine import Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
@@ -329,6 +332,44 @@ async def test_an_engine_that_dies_between_placing_and_streaming_keeps_no_bookin
         check_whole(run, await reading)
         assert spans(run) == [("e1", 0, BUDGET, "cut")]
         check_at_rest(found)
+
+
+@pytest.mark.parametrize("how", ["left", "moved", "ended"])
+async def test_a_stream_that_fails_as_it_is_closed_leaves_no_booking(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the engine would look busier than it is for ever, and the least loaded be another one."""
+    async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+        adapter = found.fleet.members[EngineName("e0")].adapter
+        whole = adapter.generate
+
+        @contextlib.asynccontextmanager
+        async def failing(*asked: Any) -> AsyncIterator[Any]:
+            async with whole(*asked) as chunks:
+                try:
+                    yield chunks
+                finally:
+                    raise OSError("the connection could not be closed")
+
+        monkeypatch.setattr(adapter, "generate", failing)
+        run = found.run()
+        if how == "left":
+            await asyncio.wait_for(leave_after(run, 4), 5)
+        else:
+            async with run:
+                await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+                if how == "moved":
+                    run.move(EngineName("e1"))
+                e0.go.set()
+                with pytest.raises(OSError, match="could not be closed"):
+                    _ = [delta async for delta in run]
+        assert (found.turns_on(e0), found.turns_on(e1)) == ([], [])
+        check_at_rest(found)
+
+
+async def leave_after(run: Run, num_tokens: int) -> None:
+    async with run:
+        await until(lambda: len(run.record.token_ids) == num_tokens, f"{num_tokens} tokens")
 
 
 async def test_a_slow_client_holds_its_stream_back(tmp_path: Path) -> None:

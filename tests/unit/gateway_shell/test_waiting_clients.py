@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
+import json
 from pathlib import Path
 
 import aiohttp
@@ -56,3 +58,53 @@ async def test_a_queue_that_is_longer_than_proxies_wait_is_kept_alive(
             e0.go.set()
             assert [len((await answer.json())["choices"]) for answer in answers] == [1, 1]
         await found.close(1.0)
+
+
+async def test_an_agent_is_told_to_come_back_when_the_trainer_has_enough(tmp_path: Path) -> None:
+    body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4}
+    wanted = {"reader": "trainer", "trainer_version": 0, "trajectories": 1}
+    async with CuttingEngine("e0") as e0:
+        bound = FleetConfig(staleness_max=1)
+        found = await start(dataclasses.replace(config(tmp_path, e0), queue_timeout_s=0.1, fleet=bound))
+        await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
+        async with aiohttp.ClientSession(found.url) as http:
+            async with http.post("/experience/sample", json=wanted) as nothing_yet:
+                assert (await nothing_yet.json())["trajectories"] == []
+            for number in range(2):  # (bound + 1) batches of one trajectory
+                async with http.post("/v1/completions", json=body | {"session_id": f"s{number}"}) as taken:
+                    assert taken.status == 200
+            async with http.post("/v1/completions", json=body | {"session_id": "s2"}) as refused:
+                assert refused.status == 429
+                assert int(refused.headers["Retry-After"]) >= 1
+                assert "wait for the trainer" in (await refused.json())["error"]["message"]
+            async with http.post("/v1/completions", json=body | {"session_id": "s1", "prompt": [7]}) as going_on:
+                assert going_on.status == 200, "who was admitted goes on"
+            async with http.post("/sessions/s0/finish", json={"reward": 1.0}):
+                pass
+            async with http.post("/experience/sample", json=wanted) as used:
+                lease = (await used.json())["lease_id"]
+            async with http.post("/experience/ack", json={"lease_id": lease}):
+                pass
+            async with http.post("/v1/completions", json=body | {"session_id": "s3"}) as taken:
+                assert taken.status == 200, "a place came free"
+        await found.close(1.0)
+
+
+async def test_tool_results_of_megabytes_are_taken(tmp_path: Path) -> None:
+    """Whatever the context then says of them: a size alone is refused only beyond the limit that is named."""
+    async with CuttingEngine("e0") as e0:
+        found = await start(config(tmp_path, e0))
+        await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
+        async with aiohttp.ClientSession(found.url) as http:
+            body = {"model": "policy", "prompt": [5] * (4 << 20), "max_tokens": 4}
+            async with http.post("/v1/completions", data=large(body)) as answer:
+                assert answer.status == 400
+                assert "4194304" in (await answer.json())["error"]["message"], "it was read to its end"
+            body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4, "metadata": {"note": "x" * (8 << 20)}}
+            async with http.post("/v1/completions", data=large(body)) as answer:
+                assert answer.status == 200, await answer.text()
+        await found.close(1.0)
+
+
+def large(body: dict[str, object]) -> io.BytesIO:
+    return io.BytesIO(json.dumps(body).encode())
