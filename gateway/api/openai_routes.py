@@ -266,8 +266,6 @@ class _Handlers:
     async def _whole(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
         async with LateBody(request, _headers(asked)) as late:
             try:
-                if asked.joined:
-                    late.begin()
                 answered = await _side_by_side([self._read(late, asked, choice) for choice in asked.choices])
                 response = await late.answer(shapes.body(self._codec, asked.head, answered))
                 asked.delivered()
@@ -290,8 +288,6 @@ class _Handlers:
     async def _stream(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
         async with EventStream(request, _headers(asked)) as events:
             try:
-                if asked.joined:
-                    events.begin()
                 await _side_by_side([self._send(events, asked, choice) for choice in asked.choices])
                 await events.send(shapes.stream_end(asked.head, [choice.answer for choice in asked.choices]))
                 ended = await events.end()

@@ -17,6 +17,7 @@ from aiohttp import web
 from gateway.api.admin import DIGITS_MAX, AddEngineRequest
 from gateway.api.experience import AckRequest, SampleAnswer, SampleRequest
 from gateway.api.groups import CreateGroupRequest
+from gateway.api.openai_requests import CHOICES_MAX, LOGPROBS_MAX, ROLES
 from gateway.api.openai_routes import PREFIXES
 from gateway.api.openai_types import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
 from gateway.api.sessions import AbandonRequest, CreateRequest, RewardRequest
@@ -87,9 +88,14 @@ def schema() -> Json:
     structs = list(dict.fromkeys(s for route in ROUTES for s in (route.body, route.answer) if s is not None))
     _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     components["Error"] = _ERROR
+    components["ChatMessage"]["properties"]["role"] = {"enum": list(ROLES)}
+    components["Tool"]["properties"]["type"] = {"enum": ["function"]}
     for struct, neutral in ((ChatRequest, NEUTRAL_CHAT), (CompletionRequest, NEUTRAL_COMPLETION)):
         fields = components[struct.__name__]["properties"]
         fields |= {name: {"enum": list(allowed), "default": None} for name, allowed in neutral.items()}
+        for name, bounds in (_BOUNDS | _BOUNDS_OF[struct]).items():
+            of_number = next(kind for kind in fields[name]["anyOf"] if kind["type"] in ("integer", "number"))
+            of_number |= bounds
     paths: dict[str, Json] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
@@ -101,6 +107,25 @@ def schema() -> Json:
     }
 
 
+_BOUNDS: dict[str, Json] = {
+    "max_tokens": {"minimum": 1},
+    "min_tokens": {"minimum": 0},
+    "n": {"minimum": 1, "maximum": CHOICES_MAX},
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": 1 << 30},
+    "seed": {"minimum": -(1 << 63), "maximum": (1 << 63) - 1},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+}
+_BOUNDS_OF: dict[type[msgspec.Struct], dict[str, Json]] = {
+    ChatRequest: {
+        "max_completion_tokens": {"minimum": 1},
+        "top_logprobs": {"minimum": 0, "maximum": LOGPROBS_MAX},
+    },
+    CompletionRequest: {"logprobs": {"minimum": 0, "maximum": LOGPROBS_MAX}},
+}
+"""Of numbers that the request side checks itself, to name the field and what would be right."""
 _ERROR: Json = {
     "type": "object",
     "required": ["error"],

@@ -43,6 +43,7 @@ def test_what_the_schema_promises_is_kept_whatever_is_asked(tmp_path: Path, requ
     kit = processes.start("kit", ["gateway", "faultkit", "--engines=1", "--cuts=0", "--pause-s=0"], tmp_path)
     request.addfinalizer(kit.kill)
     command = ["gateway", "serve", "--port=0", "--model=policy", f"--tokenizer={tokenizer(tmp_path / 'model')}"]
+    command += ["--queue-timeout-s=1", "--disconnect-grace-s=0"]
     gateway = processes.start("gateway", [*command, f"--engine=e0=vllm={kit.ready['e0']}"], tmp_path)
     request.addfinalizer(gateway.kill)
     url = gateway.ready["url"]

@@ -29,6 +29,8 @@ def met(values: Any) -> Any:
         out["model"] = "policy"
     if isinstance(out.get("name"), str):
         out["name"] = "e9"
+    if type(out.get("version")) is int and out["version"] >= 0:
+        out["version"] = 0  # nobody ever publishes another one
     if isinstance(wait_s := out.get("wait_s"), int | float) and 0 < wait_s <= WAIT_S_MAX:
         out["wait_s"] = 0.1
     if "trainer_version" in out:

@@ -32,7 +32,9 @@ def test_every_test_of_the_tables_is_there(rule: str, tests: str) -> None:
         first, _, last = path.rpartition("/")
         files = [*TESTS.glob(f"{first}/{last}.py"), *TESTS.glob(f"{first}/*/{last}.py"), *TESTS.glob(f"*/{path}.py")]
         assert files, f"{rule}: no {path}"
-        assert not name or any(f"def test_{name}" in file.read_text() for file in files), f"{rule}: no test_{name} in {path}"
+        assert not name or any(f"def test_{name}" in file.read_text() for file in files), (
+            f"{rule}: no test_{name} in {path}"
+        )
 
 
 def test_the_tables_are_read() -> None:
