@@ -66,20 +66,20 @@ async def complete(http: aiohttp.ClientSession, path: str = "/v1/completions", m
 async def test_what_status_and_metrics_tell_of_cut_turns(tmp_path: Path) -> None:
     e0 = CuttingEngine("e0", cuts=deque([Cut("500"), Cut("eof", 2)]), version="3")
     async with e0, CuttingEngine("e1", version="3") as e1, gateway(tmp_path, e0, e1) as (_, http):
-        for _ in range(2):
+        for _ in range(3):  # idle engines take turns: the second goes to e1
             code, answer = await complete(http)
             assert (code, answer["choices"][0]["token_ids"]) == (200, said(PROMPT, 6)[0])
         status = await get(http, "/status")
         counted = await metrics(http)
     assert (status["model"], status["mode"], status["newest_version"]) == (MODEL, "repack", 0)
     assert status["sessions"] == {"live": 0, "running_turns": 0, "queued": 0}
-    told = {"turns_started": 2, "turns_completed": 2, "turns_cut": 2, "turns_resumed": 2, "turns_lost": 0}
-    told |= {"turns_aborted": 0, "tokens_generated": 12, "moves": 0, "version_mismatches": 0, "sessions_abandoned": 0}
+    told = {"turns_started": 3, "turns_completed": 3, "turns_cut": 2, "turns_resumed": 2, "turns_lost": 0}
+    told |= {"turns_aborted": 0, "tokens_generated": 18, "moves": 0, "version_mismatches": 0, "sessions_abandoned": 0}
     assert {name: status["counters"][name] for name in told} == told
     assert status["counters"]["cuts_by_reason"] == {"server_error": 1, "early_end": 1}
     assert {name: counted[f"{name}_total"] for name in told} == told
     assert status["partial_response_pool"]["in_flight"] == 0
-    assert status["partial_response_pool"]["appended_tokens"] == 12
+    assert status["partial_response_pool"]["appended_tokens"] == 18
     for engine, url in zip(status["engines"], (e0.url, e1.url), strict=True):
         assert (engine["url"], engine["state"], engine["intake"], engine["version"]) == (url, "serving", "open", 3)
         assert (engine["running"], engine["kv_capacity_tokens"], engine["incarnation"]) == (0, 16_000, "1.0")
