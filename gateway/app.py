@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -57,10 +58,10 @@ class Gateway:
     _tasks: list[asyncio.Task[None]]
     _stack: AsyncExitStack
 
-    async def close(self, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
-        # 1. No new connections, sessions or turns; running turns finish and are told, up to the deadline; what is left
-        #    stays in flight on disk, for the next life of this gateway.
-        await self._drain(drain_timeout_s)
+    async def close(self, drain_timeout_s: float = DRAIN_TIMEOUT_S, hurry: asyncio.Event | None = None) -> None:
+        # 1. No new connections, sessions or turns; running turns finish and are told, up to the deadline, or until
+        #    somebody is in a hurry; what is left stays in flight on disk, for the next life of this gateway.
+        await self._drain(drain_timeout_s, hurry or asyncio.Event())
         await self._runner.cleanup()
         # 2. Nobody decides any more.
         for task in self._tasks:
@@ -70,7 +71,7 @@ class Gateway:
         # 3. Engines and relays are let go, what is known goes to disk, the disk is closed: the reverse of `start`.
         await self._stack.aclose()
 
-    async def _drain(self, timeout_s: float) -> None:
+    async def _drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
         self.sessions.live.draining = True
         for site in list(self._runner.sites):
             await site.stop()
@@ -79,12 +80,16 @@ class Gateway:
             self.relay.draining = True
             under_way.append(asyncio.create_task(self.relay.idle()))
         if under_way:
-            _, late = await asyncio.wait(under_way, timeout=timeout_s)
-            for task in late:
-                task.cancel()
+            ended = asyncio.gather(*under_way, return_exceptions=True)
+            either: list[asyncio.Future[Any]] = [ended, asyncio.create_task(hurry.wait())]
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for waiting in either:
+                waiting.cancel()
+            await asyncio.wait(either)
         if self.sessions.runs:
-            left = len(self.sessions.runs)
-            log.warning("%d turns still run after %g s: the next start takes them up", left, timeout_s)
+            kept = self.status.config.data is not None
+            end = "the next start takes them up" if kept else "they end here, for there is no --data to keep them in"
+            log.warning("%d turns still run: %s", len(self.sessions.runs), end)
         await self.sessions.suspend()
 
 

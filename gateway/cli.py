@@ -1,4 +1,4 @@
-"""Commands of the gateway: `serve`, `repack` and `engine`."""
+"""Commands of the gateway: `serve`, `status`, `repack`, and those that load more (`LAZY`)."""
 
 from __future__ import annotations
 
@@ -195,22 +195,41 @@ def repack(url: str, dry_run: bool, as_json: bool) -> None:
     click.echo(json.dumps(answer, indent=1) if as_json else told(answer, dry_run=dry_run))
 
 
+@cli.command()
+@click.option("--url", default="http://127.0.0.1:8080", help="A running gateway.")
+@click.option("--json", "as_json", is_flag=True, help="All of it, as `/status` answers.")
+def status(url: str, as_json: bool) -> None:
+    """Tells how a running gateway and its engines are."""
+    from gateway.cli_repack import call
+    from gateway.cli_status import show
+
+    try:
+        answer = asyncio.run(call("GET", url, "/status"))
+    except LaminarError as e:
+        raise click.ClickException(str(e)) from e
+    if as_json:
+        click.echo(json.dumps(answer, indent=1))
+    else:
+        show(answer)
+
+
 async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
-    from gateway.app import start
+    from gateway.app import DRAIN_TIMEOUT_S, start
 
     gateway = await start(config)
     # What was made until now stays: left to the collector, it took 6% of the processor under 500 streams.
     gc.collect()
     gc.freeze()
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     log.info("%s", config)
     log.info("serving %s at %s/v1 with %d engines", config.model, gateway.url, len(config.engines))
     write_ready_file(ready_file, {"url": gateway.url})
     await stop.wait()
-    log.info("draining")
-    await gateway.close()
+    running = len(gateway.sessions.runs)
+    log.info("draining for %g s at most: %d turns run; another signal waits no longer", DRAIN_TIMEOUT_S, running)
+    await gateway.close(hurry=hurry)
     log.info("closed")
 
 

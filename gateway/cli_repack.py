@@ -1,4 +1,4 @@
-"""What `gateway repack` asks a running gateway, and how it tells the answer."""
+"""What `gateway repack` and `gateway status` ask a running gateway, and how the former tells the answer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ DEADLINE_S = 10.0
 
 async def ask(url: str, *, dry_run: bool) -> dict[str, Any]:
     """The plans, as `/admin/repack` gives them. Raises Unavailable."""
+    return await call("GET" if dry_run else "POST", url, "/admin/repack")
+
+
+async def call(method: str, url: str, path: str) -> dict[str, Any]:
+    """Raises Unavailable."""
     try:
-        async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
-            how = http.get if dry_run else http.post
-            async with how(f"{url.rstrip('/')}/admin/repack") as response:
-                response.raise_for_status()
-                answer: dict[str, Any] = await response.json()
-                return answer
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            aiohttp.ClientSession() as http,
+            http.request(method, url.rstrip("/") + path) as response,
+        ):
+            response.raise_for_status()
+            answer: dict[str, Any] = await response.json()
+            return answer
     except (aiohttp.ClientError, TimeoutError, ValueError) as e:
         raise Unavailable(f"no gateway answers at {url}: {e or type(e).__name__}", hint="name one with --url") from e
 

@@ -26,6 +26,27 @@ ERROR_SHOWN = 500
 T = TypeVar("T")
 
 
+class _Reason(msgspec.Struct):
+    message: str
+
+
+class _Failure(msgspec.Struct):
+    """As OpenAI's API and vLLM say it, or as SGLang does."""
+
+    error: _Reason | None = None
+    message: str | None = None
+
+
+def reason_in(text: str) -> str:
+    """What a server says in the body of an error; the body itself where it is no such message."""
+    try:
+        failure = msgspec.json.decode(text, type=_Failure)
+    except msgspec.MsgspecError:
+        failure = _Failure()
+    said = failure.error.message if failure.error is not None else failure.message
+    return (text if said is None else said)[:ERROR_SHOWN]
+
+
 class EngineHttp:
     """Connections to one server. `stall_timeout_s`: silence on a stream for longer counts as a cut.
 
@@ -65,8 +86,8 @@ class EngineHttp:
                 yield events
         except Refused as e:
             if refuses(e.status):
-                raise RequestRefused(f"{self.url} refused the request: {e.text[:ERROR_SHOWN]}") from e
-            raise StreamCut("server_error", f"{self.url} answered {e.status}: {e.text[:ERROR_SHOWN]}") from e
+                raise RequestRefused(f"{self.url} refused the request: {reason_in(e.text)}") from e
+            raise StreamCut("server_error", f"{self.url} answered {e.status}: {reason_in(e.text)}") from e
 
     def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
         """POSTs a client's own body; any answer, as it is. Raises StreamCut."""

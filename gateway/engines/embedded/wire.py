@@ -62,6 +62,8 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     frequency_penalty: float | None = 0.0
     repetition_penalty: float | None = 1.0
     min_p: float | None = 0.0
+    structured_outputs: Any = None
+    logit_bias: Any = None
     priority: int = 0
     spaces_between_special_tokens: bool = True
 
@@ -76,6 +78,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (None, 0.0),
     "repetition_penalty": (None, 1.0),
     "min_p": (None, 0.0),
+    "structured_outputs": (None,),
+    "logit_bias": (None, {}),
     "priority": (0,),
     "spaces_between_special_tokens": (True,),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from gateway.cli import cli
 from gateway.config import EngineSpec, parse_engine
 from protos.errors import InvalidRequest, UnsupportedField
 from tests.support import processes
-from tests.support.cutting_engine import CuttingEngine
+from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.words import tokenizer
 
 FORM = r"is not NAME=KIND=URL[@RELAY] (such as e0=vllm=http://127.0.0.1:8000@127.0.0.1:7070)"
@@ -196,6 +197,27 @@ async def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
     log = daemon.log()
     assert "GatewayConfig(model='policy'" in log  # resolved once, told at the start
     assert [word in log for word in ("with 1 engines", "draining", "closed", "Traceback")] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["with data", "in memory"])
+async def test_a_second_signal_waits_for_no_turn(tmp_path: Path, kept: bool) -> None:
+    async with CuttingEngine("e0", hold_at=2) as e0:
+        flags = [f"--tokenizer={tokenizer(tmp_path / 'model')}", f"--engine=e0=vllm={e0.url}"]
+        flags += [f"--data={tmp_path / 'd'}"] if kept else []
+        command = ["gateway", "serve", "--model=policy", "--port=0", *flags]
+        daemon = await asyncio.to_thread(processes.start, "gateway", command, tmp_path)
+        body = {"model": "policy", "prompt": [1, 2], "max_tokens": 4}
+        async with aiohttp.ClientSession(daemon.ready["url"]) as http:
+            await serving(http)
+            asked = asyncio.create_task(http.post("/v1/completions", json=body).__aenter__())
+            await until(lambda: e0.said_tokens, "a running turn")
+            daemon.process.send_signal(signal.SIGINT)
+            await until(lambda: "1 turns run; another signal" in daemon.log(), "the drain", 10)
+            daemon.process.send_signal(signal.SIGINT)
+            answer = await asked
+            assert answer.status == 503, "for the client to ask again"
+        assert await asyncio.to_thread(daemon.process.wait, 10) == 0
+    assert f"1 turns still run: {'the next start takes them up' if kept else 'they end here'}" in daemon.log()
 
 
 async def serving(http: aiohttp.ClientSession) -> None:

@@ -13,6 +13,7 @@ import pytest
 from gateway import refreshing
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
+from gateway.engines.http import reason_in
 from gateway.engines.vllm import Reader, VllmEngine
 from tests.support.cutting_engine import LOAD_STEPS, MODEL, Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
@@ -128,6 +129,21 @@ async def test_nobody_listening_is_refused() -> None:
         with pytest.raises(StreamCut, match="does not accept connections") as cut:
             await generate(found)
     assert cut.value.reason == "refused"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ('{"error": {"message": "`n` is 3", "code": 400}}', "`n` is 3"),
+        ('{"object": "error", "message": "too long"}', "too long"),
+        ('{"detail": "no"}', '{"detail": "no"}'),
+        ("<html>", "<html>"),
+        ("[1]", "[1]"),
+        ("", ""),
+    ],
+)
+def test_what_a_server_says_is_told_without_its_wrapping(body: str, reason: str) -> None:
+    assert reason_in(body) == reason
 
 
 async def test_a_4xx_is_the_requests_fault() -> None:

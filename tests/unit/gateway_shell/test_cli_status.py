@@ -1,0 +1,48 @@
+"""`gateway status`: what people read of a running gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from gateway.cli import cli
+from gateway.core.types import EngineName
+from tests.support.cutting_engine import CuttingEngine, until
+from tests.unit.gateway_shell.test_status import complete, gateway
+
+
+async def status(url: str, *flags: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, cli, ["status", "--url", url, *flags])
+
+
+async def test_engines_turns_and_what_is_wrong(tmp_path: Path) -> None:
+    gone = CuttingEngine("gone", url="http://127.0.0.1:9")
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, gone) as (found, http):
+        await complete(http)
+        told = await status(found.url)
+        assert told.exit_code == 0, told.output
+        lines = told.output.splitlines()
+        assert lines[0] == "model policy, mode repack: newest version 0, the trainer's 0"
+        assert "turns ended 1, cut 0, resumed 0, lost 0" in told.output
+        assert next(line for line in lines if line.startswith("e0")).split()[:5] == [
+            "e0",
+            "vllm",
+            "serving",
+            "0",
+            "open",
+        ]
+        assert "127.0.0.1:9" in next(line for line in lines if line.startswith("gone")), "its last error"
+        assert "no engine serves" not in told.output
+        assert json.loads((await status(found.url, "--json")).output)["model"] == "policy"
+        await e0.die()
+        await until(lambda: found.fleet.state.engines[EngineName("e0")].status == "dead", "notice of the death", 10)
+        assert "no engine serves: new turns wait, then get 429" in (await status(found.url)).output
+
+
+def test_who_does_not_answer_is_named() -> None:
+    result = CliRunner().invoke(cli, ["status", "--url", "http://127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "no gateway answers at http://127.0.0.1:1" in result.output
