@@ -22,11 +22,35 @@ TIED = str(Path(__file__).with_name("tied.py"))
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
+REPEATS_AFTER_S = 60.0
+"""A library that tries again every second says so every second: once a minute is enough to see it."""
+
+
+class Seldom(logging.Filter):
+    """Lets each line of code of the `noisy` libraries speak once in `REPEATS_AFTER_S`."""
+
+    def __init__(self, *noisy: str) -> None:
+        super().__init__()
+        self._noisy = noisy
+        self._said: dict[tuple[str, int], float] = {}  # one entry for each line of code that logs
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.partition(".")[0] not in self._noisy:
+            return True
+        place = (record.pathname, record.lineno)
+        if record.created - self._said.get(place, -REPEATS_AFTER_S) < REPEATS_AFTER_S:
+            return False
+        self._said[place] = record.created
+        return True
+
+
 def setup_logging(level: str = "info") -> None:
     """Sends log lines to stderr in the one format of all daemons."""
     logging.basicConfig(
         stream=sys.stderr, level=level.upper(), format=LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S", force=True
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(Seldom("etcd3aio"))
 
 
 def write_ready_file(path: Path | None, addresses: Mapping[str, str]) -> None:

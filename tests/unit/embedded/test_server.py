@@ -394,6 +394,7 @@ async def test_a_dead_model_loop_fails_requests_and_health(monkeypatch: pytest.M
         ({"n": 2}, 400, "n=2 is not supported"),
         ({"stop": ["x"]}, 400, "match stop strings in the gateway"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty=0.5 is not supported"),
+        ({"structured_outputs": {"json": "{}"}}, 400, "structured_outputs={'json': '{}'} is not supported"),
         ({"stop_token_ids": [9999]}, 400, "stop_token_ids holds token id 9999"),
         ({"stream_interval": 0}, 400, "stream_interval is 0"),
         ({"cache_salt": ""}, 400, "cache_salt is empty or too long"),
