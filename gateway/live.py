@@ -20,7 +20,7 @@ from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId
 from gateway.data import Timeline
 from gateway.data.sessions import ENDED_MAX, SessionStore
-from gateway.ports import SessionIdentity
+from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable, UnsupportedField
 
 SESSION_NAME = re.compile(r"[^\s/]{1,256}")
@@ -79,7 +79,7 @@ class LiveSessions:
         now = time.time()
         state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
         self._fleet.kept.note(state.session_id, spec.version)
-        key = f"sk-session-{secrets.token_hex(12)}"
+        key = f"{SESSION_KEY_PREFIX}{secrets.token_hex(12)}"
         if not spec.ephemeral:
             self._note_key(spec.session_id, key)
             self._store.add(spec, key, now)

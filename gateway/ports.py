@@ -93,6 +93,10 @@ class TurnRun(Protocol):
         ...
 
 
+SESSION_KEY_PREFIX = "sk-session-"
+"""Of the API keys that sessions get: what begins with it is one of ours, or was."""
+
+
 class Turns(Protocol):
     """What the OpenAI handlers need of the gateway."""
 

@@ -14,7 +14,8 @@ from aiohttp import web
 from gateway.api.openai_errors import BadField
 from gateway.core.joining import KEY_MAX, Call
 from gateway.core.types import SessionId
-from gateway.ports import SessionIdentity, Turns
+from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity, Turns
+from protos.errors import NotFound
 
 SESSION_HEADERS = (
     "X-Session-ID",
@@ -37,7 +38,7 @@ def identify(
     if (sid := request.match_info.get("sid")) is not None:
         return SessionIdentity(_checked(sid, "session id in the URL"), "url")
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and (of_key := turns.session_of_key(key.strip())) is not None:
+    if scheme.lower() == "bearer" and (of_key := _session_of(key.strip(), turns)) is not None:
         return SessionIdentity(of_key, "api_key")
     for header in SESSION_HEADERS:
         if (value := request.headers.get(header)) is not None:
@@ -47,6 +48,18 @@ def identify(
         if value is not None:
             return SessionIdentity(_checked(value, field), "body")
     return SessionIdentity(None, "none")
+
+
+def _session_of(key: str, turns: Turns) -> SessionId | None:
+    """None for a key of somebody else's. Raises NotFound for one of ours that is known no more: nothing of it would be
+    recorded where its client believes it to be."""
+    found = turns.session_of_key(key)
+    if found is None and key.startswith(SESSION_KEY_PREFIX):
+        raise NotFound(
+            "no live session has this API key: it has ended, or the gateway was restarted without --data",
+            hint="make a session with POST /sessions",
+        )
+    return found
 
 
 def call_of(request: web.Request, raw: bytes, session_id: SessionId | None) -> Call:

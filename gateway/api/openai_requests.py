@@ -95,7 +95,8 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
     if missing := _MISSING.search(what):
         param = f"{path}.{missing['name']}" if path else missing["name"]
         return BadField(param, f"the required field `{param}` is missing")
-    return BadField(path, f"`{path}`: {what[0].lower()}{what[1:]}" if path else what)
+    wrong = what[0].lower() + what[1:]
+    return BadField(path, f"`{path}`: {wrong}") if path else InvalidRequest(f"the body: {wrong}")
 
 
 def _check_neutral(body: Body, neutral: dict[str, tuple[Any, ...]]) -> Body:

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from gateway.core.types import TurnRequest
+from gateway.ports import SESSION_KEY_PREFIX
 from protos.errors import Unavailable
 from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
@@ -157,6 +158,15 @@ async def test_identity_in_its_order() -> None:
         == [i.source for i in turns.identities]
         == ["url", "url", "api_key", "header", "header", *["body"] * 3, "none"]
     )
+
+
+async def test_a_key_of_a_session_that_is_known_no_more_is_refused() -> None:
+    async with (
+        serving(answering("x"), codecs.tiny()) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=f"{SESSION_KEY_PREFIX}gone", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.NotFoundError, match="no live session has this API key"):
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
 
 
 async def test_a_bad_session_id_is_refused() -> None:
