@@ -10,6 +10,8 @@ from typing import Any
 import schemathesis  # type: ignore[import-not-found]
 
 NAMES = {"session_id": "s", "parent_session_id": "s", "sid": "s", "group_id": "g", "gid": "g"}
+FEW_TOKENS = {"max_tokens": 8, "max_completion_tokens": 8, "min_tokens": 2, "n": 3}
+"""What is asked for beyond them takes longer, and shows nothing more."""
 WAIT_S_MAX = 300
 """Of the schema; a call that waited so long would hold the others up."""
 FEW = 5
@@ -27,6 +29,9 @@ def met(values: Any) -> Any:
             out[name] = f"{kind}{len(out[name]) % FEW}"
     if isinstance(out.get("model"), str):
         out["model"] = "policy"
+        few = {name: most for name, most in FEW_TOKENS.items() if type(out.get(name)) is int and out[name] > most}
+        out |= {"max_tokens": 8} if out.get("max_tokens") is None else {}
+        out |= few
     if isinstance(out.get("name"), str):
         out["name"] = "e9"
     if type(out.get("version")) is int and out["version"] >= 0:
