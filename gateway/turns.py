@@ -347,7 +347,7 @@ class Run:
             return
         if self._resumed:
             await self._fleet.looked()  # after a restart: lest it leave its version for the first engine that answers
-        wait_s = config.placement_timeout_s if self._resumed else config.queue_timeout_s
+        wait_s = config.placement_timeout_s if self.record.segments else config.queue_timeout_s
         placement = await self._fleet.place(self._demand(), resumed=self._resumed, timeout_s=wait_s)
         cause: SegmentCause = "cut" if self.record.segments else "start"
         cuts = 0

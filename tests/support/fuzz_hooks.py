@@ -34,8 +34,9 @@ def met(values: Any) -> Any:
         out |= few
     if isinstance(out.get("name"), str):
         out["name"] = "e9"
-    if type(out.get("version")) is int and out["version"] >= 0:
-        out["version"] = 0  # nobody ever publishes another one
+    for name in ("version", "min_version"):
+        if type(out.get(name)) is int and out[name] >= 0:
+            out[name] = 0  # nobody ever publishes another one
     if isinstance(wait_s := out.get("wait_s"), int | float) and 0 < wait_s <= WAIT_S_MAX:
         out["wait_s"] = 0.1
     if "trainer_version" in out:

@@ -13,7 +13,7 @@ from gateway.core.joining import Call
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SamplingParams, TurnId, TurnOrigin, TurnRequest
 from gateway.turns import Run
-from protos.errors import Conflict
+from protos.errors import Conflict, OutOfCapacity
 from tests.support.cutting_engine import CuttingEngine, said, until
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, Shell, check_at_rest, check_whole, read, shell
 
@@ -153,6 +153,21 @@ async def test_a_lost_turn_keeps_its_tokens_for_the_retry(tmp_path: Path) -> Non
             check_whole(again, await read(again))
             assert returned.asked[0].prompt == [*PROMPT, *said(PROMPT, 4)[0]]
         check_at_rest(found)
+
+
+async def test_a_turn_that_was_refused_for_its_wait_waits_no_longer_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    full: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_timeout_s": 0.1, "placement_timeout_s": 60.0}
+    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **full) as found:
+        async with found.run() as first:
+            session = found.session()
+            with pytest.raises(OutOfCapacity, match=r"within 0\.1 s"):
+                await read(begun(found, session))
+            again = await join(found, Call("same", session.session_id, retried=True))
+            async with asyncio.timeout(5):
+                with pytest.raises(OutOfCapacity, match=r"within 0\.1 s"):
+                    await read(again or begun(found, session, "t1"))
+            e0.go.set()
+            check_whole(first, [delta async for delta in first])
 
 
 async def test_a_client_that_left_the_queue_keeps_its_place(tmp_path: Path) -> None:
