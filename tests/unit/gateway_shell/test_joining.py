@@ -157,17 +157,16 @@ async def test_a_lost_turn_keeps_its_tokens_for_the_retry(tmp_path: Path) -> Non
 
 async def test_a_turn_that_was_refused_for_its_wait_waits_no_longer_when_it_is_asked_for_again(tmp_path: Path) -> None:
     full: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_timeout_s": 0.1, "placement_timeout_s": 60.0}
-    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **full) as found:
-        async with found.run() as first:
-            session = found.session()
+    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **full) as found, found.run() as first:
+        session = found.session()
+        with pytest.raises(OutOfCapacity, match=r"within 0\.1 s"):
+            await read(begun(found, session))
+        again = await join(found, Call("same", session.session_id, retried=True))
+        async with asyncio.timeout(5):
             with pytest.raises(OutOfCapacity, match=r"within 0\.1 s"):
-                await read(begun(found, session))
-            again = await join(found, Call("same", session.session_id, retried=True))
-            async with asyncio.timeout(5):
-                with pytest.raises(OutOfCapacity, match=r"within 0\.1 s"):
-                    await read(again or begun(found, session, "t1"))
-            e0.go.set()
-            check_whole(first, [delta async for delta in first])
+                await read(again or begun(found, session, "t1"))
+        e0.go.set()
+        check_whole(first, [delta async for delta in first])
 
 
 async def test_a_client_that_left_the_queue_keeps_its_place(tmp_path: Path) -> None:
