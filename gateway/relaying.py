@@ -96,18 +96,53 @@ class TextRelay:
         tries = 0
         while True:
             engine = (await self._fleet.place(demand, resumed=tries > 0, timeout_s=self._config.queue_timeout_s)).engine
-            begun = False
             try:
-                async with self._on(engine, demand, body, streamed) as relayed:
-                    begun = True
-                    self._relayed += 1
-                    yield relayed
+                try:
+                    relayed = await self._begin(engine, demand, body, streamed)
+                except StreamCut as cut:
+                    tries += 1
+                    demand = self._after(cut, engine, demand, tries)
+                    continue
+                self._relayed += 1
+                yield relayed
                 return
-            except StreamCut as cut:
-                if begun:
-                    raise
-                tries += 1
-                demand = self._after(cut, engine, demand, tries)
+            finally:
+                self._end(engine, demand.turn_id)
+
+    async def _begin(self, engine: EngineName, demand: TextDemand, body: bytes, streamed: bool) -> Relayed:
+        member = self._fleet.members.get(engine)
+        if member is None or member.state.status != "serving":
+            raise StreamCut("refused", f"engine {engine} is gone")
+        state = member.state
+        under_way = self._under_way[demand.turn_id] = _UnderWay(engine, state.incarnation)
+        stall_s = self._config.stall_timeout_s if streamed else WHOLE_TIMEOUT_S
+        try:
+            path = TEXT_ROUTES[state.kind][demand.api]
+            answer = under_way.answer = await member.adapter.pass_on(path, body, stall_timeout_s=stall_s)
+            if under_way.cut is not None:
+                raise under_way.cut
+            status, content_type = await answer.head()
+            first = await (answer.some() if streamed and status == 200 else _whole(answer))
+            if status >= 400 and not refuses(status):
+                raise StreamCut("server_error", f"{state.url} answered {status}: {_shown(first)}")
+        except StreamCut as cut:
+            self._suspect(under_way, cut)
+            raise
+        return Relayed(status, content_type, engine, state.version, first, self._rest(under_way, answer))
+
+    async def _rest(self, under_way: _UnderWay, answer: PassedAnswer) -> AsyncIterator[bytes]:
+        try:
+            while data := await answer.some():
+                yield data
+        except StreamCut as cut:
+            self._failed += 1
+            self._suspect(under_way, cut)
+            raise
+
+    def _suspect(self, under_way: _UnderWay, cut: StreamCut) -> None:
+        """Its engine, unless the cut was made here."""
+        if cut is not under_way.cut:
+            self._fleet.suspect(under_way.engine)
 
     def _after(self, cut: StreamCut, engine: EngineName, demand: TextDemand, tries: int) -> TextDemand:
         """What to ask for next. Raises Unavailable when it was tried often enough."""
@@ -120,47 +155,14 @@ class TextRelay:
         self._retried += 1
         return replace(demand, avoid=demand.avoid | {engine})
 
-    @asynccontextmanager
-    async def _on(self, engine: EngineName, demand: TextDemand, body: bytes, streamed: bool) -> AsyncIterator[Relayed]:
-        """On one engine, which is left in any case."""
-        turn = demand.turn_id
-        try:
-            member = self._fleet.members.get(engine)
-            if member is None or member.state.status != "serving":
-                raise StreamCut("refused", f"engine {engine} is gone")
-            state = member.state
-            under_way = self._under_way[turn] = _UnderWay(engine, state.incarnation)
-            stall_s = self._config.stall_timeout_s if streamed else WHOLE_TIMEOUT_S
-            path = TEXT_ROUTES[state.kind][demand.api]
-            async with member.adapter.pass_on(path, body, stall_timeout_s=stall_s) as answer:
-                under_way.answer = answer
-                if under_way.cut is not None:
-                    raise under_way.cut
-                status, content_type = await answer.head()
-                pieces = aiter(answer)
-                first = await (anext(pieces, b"") if streamed and status == 200 else _whole(pieces))
-                if status >= 400 and not refuses(status):
-                    raise StreamCut("server_error", f"{state.url} answered {status}: {_shown(first)}")
-                yield Relayed(status, content_type, engine, state.version, first, self._rest(under_way, pieces))
-        except StreamCut as cut:
-            if turn in self._under_way and cut is not self._under_way[turn].cut:
-                self._fleet.suspect(engine)
-            raise
-        finally:
-            self._under_way.pop(turn, None)
-            self._fleet.leave(engine, turn)
-            if not self._under_way:
-                self._idle.set()
-
-    async def _rest(self, under_way: _UnderWay, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        try:
-            async for piece in pieces:
-                yield piece
-        except StreamCut as cut:
-            self._failed += 1
-            if cut is not under_way.cut:
-                self._fleet.suspect(under_way.engine)
-            raise
+    def _end(self, engine: EngineName, turn_id: TurnId) -> None:
+        """It leaves its engine, however far it came."""
+        under_way = self._under_way.pop(turn_id, None)
+        if under_way is not None and under_way.answer is not None:
+            under_way.answer.close()
+        self._fleet.leave(engine, turn_id)
+        if not self._under_way:
+            self._idle.set()
 
     def interrupt(self, turn_id: TurnId) -> bool:
         """Its engine is needed: it is asked of another one, or, once its answer has begun, broken off."""
@@ -184,11 +186,11 @@ class TextRelay:
                     self._leave(under_way, f"engine {under_way.engine} died")
 
 
-async def _whole(pieces: AsyncIterator[bytes]) -> bytes:
+async def _whole(answer: PassedAnswer) -> bytes:
     found, size = [], 0
-    async for piece in pieces:
-        found.append(piece)
-        size += len(piece)
+    while data := await answer.some():
+        found.append(data)
+        size += len(data)
         if size > ANSWER_BYTES_MAX:
             raise StreamCut("protocol", f"an answer of more than {ANSWER_BYTES_MAX >> 20} MiB")
     return found[0] if len(found) == 1 else b"".join(found)

@@ -58,12 +58,15 @@ def place_text(demand: TextDemand, fleet: FleetState) -> Placement | Wait | Unab
     able = [e for e in fleet.engines.values() if demand.api in TEXT_ROUTES[e.kind]]
     if not able:
         return _unable(demand.api, fleet)
-    open_ = [e for e in able if e.intake_open and has_room(e, fleet, demand.tokens)]
-    if not open_:
-        return Wait("engines that take text are full, or load a version")
-    usable = [e for e in open_ if e.name not in demand.avoid] if demand.avoid else open_
-    chosen = min(usable or open_, key=_order)
-    return Placement(chosen.name, f"least loaded of version {chosen.version}")
+
+    def order(engine: EngineState) -> tuple[bool, int, int, int, str]:
+        """Engines as loaded as each other take turns."""
+        return (engine.name in demand.avoid, -engine.version, len(engine.turns), engine.relayed, engine.name)
+
+    for engine in sorted(able, key=order):
+        if engine.intake_open and has_room(engine, fleet, demand.tokens):
+            return Placement(engine.name, f"least loaded of version {engine.version}")
+    return Wait("engines that take text are full, or load a version")
 
 
 def admit_text(placement: Placement, demand: TextDemand, fleet: FleetState) -> None:
@@ -72,11 +75,6 @@ def admit_text(placement: Placement, demand: TextDemand, fleet: FleetState) -> N
     engine.admitted += 1
     engine.relayed += 1
     engine.turns[demand.turn_id] = demand.load
-
-
-def _order(engine: EngineState) -> tuple[int, int, int, str]:
-    """Engines as loaded as each other take turns."""
-    return (-engine.version, len(engine.turns), engine.relayed, engine.name)
 
 
 def _unable(api: TextApi, fleet: FleetState) -> Unable:

@@ -92,17 +92,21 @@ def version_of(label: str) -> Version:
 
 
 class PassedAnswer(Protocol):
-    """An answer as its bytes come. Iterating raises StreamCut, after what came before it."""
+    """An answer as its bytes come. It has to be closed, which aborts the request unless it was read to its end."""
 
     async def head(self) -> tuple[int, str]:
         """Status and content type, once they came. Raises StreamCut."""
         ...
 
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    async def some(self) -> bytes:
+        """What came since the last call, once something did; nothing at the answer's end. Raises StreamCut."""
+        ...
 
     def cut(self, cut: StreamCut) -> None:
         """Aborts the request in the engine; who reads gets `cut`."""
         ...
+
+    def close(self) -> None: ...
 
 
 TakeChunk = Callable[[EngineChunk], Awaitable[object] | None]
@@ -126,8 +130,8 @@ class EngineAdapter(Protocol):
         """Streams the turn. Leaving the context early aborts it upstream. Raises StreamCut or RequestRefused."""
         ...
 
-    def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
-        """A client's own request at a text route, its answer as it is. Leaving early aborts it. Raises StreamCut."""
+    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
+        """A client's own request at a text route, its answer as it is. Raises StreamCut."""
         ...
 
     async def report(self) -> EngineReport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import aiohttp
@@ -89,9 +89,9 @@ class EngineHttp:
                 raise RequestRefused(f"{self.url} refused the request: {reason_in(e.text)}") from e
             raise StreamCut("server_error", f"{self.url} answered {e.status}: {reason_in(e.text)}") from e
 
-    def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
+    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
         """POSTs a client's own body; any answer, as it is. Raises StreamCut."""
-        return self._wire.pass_on(path, body, stall_timeout_s=stall_timeout_s)
+        return await self._wire.pass_on(path, body, stall_timeout_s=stall_timeout_s)
 
     # -- control
 

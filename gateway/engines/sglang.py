@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -117,8 +117,8 @@ class SglangEngine:
         except EngineFailed as e:
             log.info("request %s was not aborted by name: %s", request_id, e)  # its server may well be gone
 
-    def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
-        return self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
+    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
+        return await self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
 
     # -- looking
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -139,8 +139,8 @@ class VllmEngine:
         async with self._http.stream("/v1/completions", body) as events:
             yield EventChunks(events, Reader(self.url, sampling.top_logprobs > 0), self.url)
 
-    def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AbstractAsyncContextManager[PassedAnswer]:
-        return self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
+    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
+        return await self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
 
     # -- looking
 

@@ -71,20 +71,16 @@ class Wire:
             if not connection.ending:
                 self._release(connection)
 
-    @asynccontextmanager
-    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> AsyncIterator[Passed]:
-        """Any answer, whatever its status, as the bytes that it is. Raises StreamCut.
+    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> Passed:
+        """Any answer, whatever its status, as the bytes that it is; it has to be closed. Raises StreamCut.
 
         `stall_timeout_s`: instead of the wire's, since an answer that is not streamed says nothing before it is whole.
         """
         connection = self._idle_one() or await self._connect()
         self._busy.add(connection)
-        try:
-            head = f"POST {self._base}{path} HTTP/1.1\r\n{self._passed_head}Content-Length: {len(body)}\r\n\r\n"
-            connection.ask(head.encode() + body, stall_timeout_s=stall_timeout_s, passes=True)
-            yield Passed(connection)
-        finally:
-            self._release(connection)
+        head = f"POST {self._base}{path} HTTP/1.1\r\n{self._passed_head}Content-Length: {len(body)}\r\n\r\n"
+        connection.ask(head.encode() + body, stall_timeout_s=stall_timeout_s, passes=True)
+        return Passed(connection, self._release)
 
     def _release(self, connection: Connection) -> None:
         self._busy.discard(connection)
@@ -185,10 +181,10 @@ class Events:
 
 
 class Passed:
-    """An answer as its bytes come. Iterating raises StreamCut, after what came before it."""
+    """Implements `gateway.engines.base.PassedAnswer`."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, release: Callable[[Connection], None]) -> None:
+        self._connection, self._release = connection, release
 
     @property
     def paused(self) -> bool:
@@ -196,19 +192,21 @@ class Passed:
         return self._connection.paused
 
     async def head(self) -> tuple[int, str]:
-        """Status and content type, once they came. Raises StreamCut."""
         await self._connection.answered()
         return self._connection.status, self._connection.content_type
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def some(self) -> bytes:
         connection = self._connection
-        while await connection.some():
-            waiting = connection.waiting
-            data = waiting.popleft() if len(waiting) == 1 else b"".join(waiting)
-            waiting.clear()
-            connection.waiting_bytes = 0
-            yield data
+        if not await connection.some():
+            return b""
+        waiting = connection.waiting
+        data = waiting.popleft() if len(waiting) == 1 else b"".join(waiting)
+        waiting.clear()
+        connection.waiting_bytes = 0
+        return data
 
     def cut(self, cut: StreamCut) -> None:
-        """Nothing more is taken from the server, which aborts the request there; who reads gets `cut`."""
         self._connection.cut(cut)
+
+    def close(self) -> None:
+        self._release(self._connection)

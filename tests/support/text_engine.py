@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -23,8 +23,11 @@ def words(name: str, version: str, num: int) -> list[str]:
 @dataclass
 class TextEngine(CuttingEngine):
     """Says `words`, one for each of `max_tokens`. Cuts are after so many of them; of an answer that is not streamed,
-    before it (0) or in its middle. `hold_at`: waits for `go` before that word, or before an answer that is whole."""
+    before it (0) or in its middle. `hold_text_at`: waits for `go` before that word, or before the whole answer."""
 
+    texts: list[Asked] = field(default_factory=list)
+    hold_text_at: int | None = None
+    said_words: int = 0
     piece: int = 1 << 20  # bytes of a stream's write
     torn_by: int = 0  # bytes of the next event that a "closed" stream still brings
 
@@ -39,7 +42,7 @@ class TextEngine(CuttingEngine):
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
         asked = Asked(await request.json(), self.version)
-        self.asked.append(asked)
+        self.texts.append(asked)
         cut = self.cuts.popleft() if self.cuts else self.always
         try:
             streams = self._text_stream if asked.body.get("stream") else self._text_whole
@@ -59,7 +62,7 @@ class TextEngine(CuttingEngine):
         return None
 
     async def _text_whole(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
-        if self.hold_at is not None:
+        if self.hold_text_at is not None:
             await self.go.wait()
         if (refused := await self._refused(cut)) is not None:
             return refused
@@ -83,10 +86,10 @@ class TextEngine(CuttingEngine):
         await response.prepare(request)
         said = words(self.name, self.version, asked.body["max_tokens"])
         for at, word in enumerate(said if cut is None else said[: cut.after]):
-            if at == self.hold_at:
+            if at == self.hold_text_at:
                 await self.go.wait()
             await self._pieces(response, event(word))
-            self.said_tokens += 1
+            self.said_words += 1
         if cut is not None:
             if cut.kind == "closed":
                 await response.write(event(said[cut.after])[: self.torn_by])
@@ -145,5 +148,5 @@ def said_in(stream: bytes) -> tuple[list[str], list[Any]]:
 
 
 def asked_of(*engines: TextEngine) -> list[int]:
-    """How many requests each was asked."""
-    return [len(engine.asked) for engine in engines]
+    """How many texts each was asked for."""
+    return [len(engine.texts) for engine in engines]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.engines.base import StreamCut
 from gateway.engines.http1 import EVENTS_WAITING_MAX, PASSED_WAITING_BYTES_MAX, Refused
-from gateway.engines.wire import Wire
+from gateway.engines.wire import Passed, Wire
 from tests.support.cutting_engine import until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -185,9 +185,15 @@ async def test_a_reader_that_lags_holds_the_engine_back_and_loses_nothing() -> N
 
 
 async def passed(made: Wire) -> tuple[int, str, bytes]:
-    async with made.pass_on("/v1/completions", b"{}", stall_timeout_s=10.0) as answer:
-        status, kind = await answer.head()
-        return status, kind, b"".join([piece async for piece in answer])
+    with contextlib.closing(await made.pass_on("/v1/completions", b"{}", stall_timeout_s=10.0)) as answer:
+        return *await answer.head(), await rest(answer)
+
+
+async def rest(answer: Passed) -> bytes:
+    found = b""
+    while data := await answer.some():
+        found += data
+    return found
 
 
 @given(
@@ -214,11 +220,11 @@ async def test_bytes_that_nobody_takes_hold_the_engine_back_and_the_connection_s
     size = 8 * PASSED_WAITING_BYTES_MAX
     server = Server([HEAD + b"Content-Length: %d\r\n\r\n" % size, bytes(size)], [HEAD + b"Content-Length: 1\r\n\r\nx"])
     async with wire(server) as made:
-        async with made.pass_on("/", b"{}", stall_timeout_s=0.3) as answer:
+        with contextlib.closing(await made.pass_on("/", b"{}", stall_timeout_s=0.3)) as answer:
             await answer.head()
             await until(lambda: answer.paused, "the engine's being held back")
             await asyncio.sleep(0.5)  # it is we who do not listen: no stall
-            assert sum([len(piece) async for piece in answer]) == size
+            assert len(await rest(answer)) == size
         assert (await passed(made))[2] == b"x"
         assert server.connections == 1
 
@@ -233,10 +239,11 @@ async def test_events_that_come_with_the_end_leave_the_connection_listening() ->
 
 
 async def test_who_waits_for_an_answer_gets_the_cut_that_another_made() -> None:
-    async with wire(Server([b""], [])) as made, made.pass_on("/", b"{}", stall_timeout_s=10.0) as answer:
-        asyncio.get_running_loop().call_soon(answer.cut, StreamCut("abort", "it is needed"))
-        with pytest.raises(StreamCut, match="it is needed"):
-            await answer.head()
+    async with wire(Server([b""], [])) as made:
+        with contextlib.closing(await made.pass_on("/", b"{}", stall_timeout_s=10.0)) as answer:
+            asyncio.get_running_loop().call_soon(answer.cut, StreamCut("abort", "it is needed"))
+            with pytest.raises(StreamCut, match="it is needed"):
+                await answer.head()
 
 
 async def test_who_is_given_events_and_waits_holds_the_engine_back_and_loses_nothing() -> None:

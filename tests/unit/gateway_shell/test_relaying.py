@@ -88,7 +88,7 @@ async def test_the_engine_gets_the_body_and_the_client_the_answer_byte_by_byte(t
         whole = await ask(http, body)
         assert (whole.status, whole.headers[ENGINE], whole.headers[VERSION]) == (200, "e0", "7")
         assert whole.body == await raw(e0, CHAT, body)
-        assert e0.asked[0].body == json.loads(body)
+        assert e0.texts[0].body == json.loads(body)
         streamed = await ask(http, (asked := body.replace(b'"max', b'"stream":true,"max')))
         assert (streamed.status, streamed.headers[ENGINE], streamed.headers[VERSION]) == (200, "e0", "7")
         assert streamed.headers["Content-Type"].startswith("text/event-stream")
@@ -263,7 +263,7 @@ async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_tim
     ):
         said, [told] = said_in((await ask(http, chat(stream=True))).body)
         assert (said, told["error"]["code"]) == (words("e0", "0", 2), "stream_cut")
-        e0.hold_at = 0
+        e0.hold_text_at = 0
         waiting = asyncio.create_task(ask(http, chat()))
         await until(lambda: asked_of(e0) == [2], "the request")
         await asyncio.sleep(0.5)  # longer than any stream may be silent
@@ -274,19 +274,23 @@ async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_tim
 
 
 async def test_a_client_that_leaves_ends_it_upstream(tmp_path: Path) -> None:
-    async with TextEngine("e0", hold_at=2) as e0, gateway(tmp_path, e0) as (found, http):
+    async with TextEngine("e0", hold_text_at=2) as e0, gateway(tmp_path, e0) as (found, http):
         async with http.post(CHAT, json=chat(stream=True)) as answer:
             assert await answer.content.read(1)
-        await until(lambda: e0.asked[0].left, "the engine's hearing of it")
+        await until(lambda: e0.texts[0].left, "the engine's hearing of it")
         waiting = asyncio.create_task(ask(http, chat()))
-        await until(lambda: len(e0.asked) == 2, "the second request")
+        await until(lambda: len(e0.texts) == 2, "the second request")
         waiting.cancel()
-        await until(lambda: e0.asked[1].left, "the engine's hearing of it")
+        await until(lambda: e0.texts[1].left, "the engine's hearing of it")
         check_at_rest(found)
 
 
 async def test_an_engine_that_dies_unheard_is_noticed_by_looks_at_it(tmp_path: Path) -> None:
-    async with TextEngine("e0", hold_at=0) as e0, TextEngine("e1") as e1, gateway(tmp_path, e0, e1) as (found, http):
+    async with (
+        TextEngine("e0", hold_text_at=0) as e0,
+        TextEngine("e1") as e1,
+        gateway(tmp_path, e0, e1) as (found, http),
+    ):
         waiting = asyncio.create_task(ask(http, chat()))
         await until(lambda: asked_of(e0) == [1], "the request")
         e0.started_unix_s += 1  # another incarnation answers there, and the old one's connections are still open
@@ -298,8 +302,8 @@ async def test_an_engine_that_dies_unheard_is_noticed_by_looks_at_it(tmp_path: P
 async def test_a_refresh_waits_for_relayed_requests_and_new_ones_go_elsewhere(tmp_path: Path) -> None:
     async with (
         relay() as (publisher, address),
-        TextEngine("e0", hold_at=1) as e0,
-        TextEngine("e1", hold_at=1) as e1,
+        TextEngine("e0", hold_text_at=1) as e0,
+        TextEngine("e1", hold_text_at=1) as e1,
     ):
         publisher.publish(1)
         async with gateway(tmp_path, e0, e1, relay=address, fleet=FleetConfig(drain_max_s=60.0)) as (found, http):
@@ -326,13 +330,13 @@ async def test_a_refresh_waits_for_relayed_requests_and_new_ones_go_elsewhere(tm
 async def test_a_load_that_waits_for_nobody_breaks_streams_off_and_asks_others_for_whole_answers(
     tmp_path: Path, streamed: bool
 ) -> None:
-    async with relay() as (publisher, address), TextEngine("e0", hold_at=1) as e0:
+    async with relay() as (publisher, address), TextEngine("e0", hold_text_at=1) as e0:
         publisher.publish(1)
         async with gateway(tmp_path, e0, relay=address, fleet=FleetConfig(mode="inflight")) as (found, http):
             [state] = found.fleet.state.sorted_engines()
             await until(lambda: state.version == 1, "version 1", 10)
             running = asyncio.create_task(ask(http, chat(stream=streamed)))
-            await until(lambda: asked_of(e0) == [1] and (not streamed or e0.said_tokens > 0), "a request under way")
+            await until(lambda: asked_of(e0) == [1] and (not streamed or e0.said_words > 0), "a request under way")
             publisher.publish(2)
             await until(lambda: state.version == 2, "the refresh", 10)
             e0.go.set()
@@ -345,7 +349,7 @@ async def test_a_load_that_waits_for_nobody_breaks_streams_off_and_asks_others_f
 
 
 async def test_a_planner_sees_them_as_turns_that_stay(tmp_path: Path) -> None:
-    async with TextEngine("e0", hold_at=1) as e0, gateway(tmp_path, e0) as (found, http):
+    async with TextEngine("e0", hold_text_at=1) as e0, gateway(tmp_path, e0) as (found, http):
         running = asyncio.create_task(ask(http, chat(stream=True)))
         await until(lambda: asked_of(e0) == [1], "a stream")
         [state] = found.fleet.state.sorted_engines()
@@ -356,7 +360,7 @@ async def test_a_planner_sees_them_as_turns_that_stay(tmp_path: Path) -> None:
 
 
 async def test_draining_lets_them_end_and_takes_no_more(tmp_path: Path) -> None:
-    async with TextEngine("e0", hold_at=1) as e0, gateway(tmp_path, e0) as (found, http):
+    async with TextEngine("e0", hold_text_at=1) as e0, gateway(tmp_path, e0) as (found, http):
         running = asyncio.create_task(ask(http, chat(stream=True)))
         kept_alive = await ask(http, {**chat(), "model": "other"})
         assert kept_alive.status == 404
@@ -374,7 +378,7 @@ async def test_draining_lets_them_end_and_takes_no_more(tmp_path: Path) -> None:
 
 async def test_they_wait_for_a_place_as_turns_do(tmp_path: Path) -> None:
     async with (
-        TextEngine("e0", hold_at=0) as e0,
+        TextEngine("e0", hold_text_at=0) as e0,
         gateway(tmp_path, e0, fleet=FleetConfig(max_running=1), queue_max=1) as (found, http),
     ):
         tasks = [asyncio.create_task(ask(http, chat())) for _ in range(3)]
