@@ -4,7 +4,7 @@ Invariants:
 - a trajectory is in the experience buffer, on disk, before its session's finish is told; what an engine contradicts,
   an evaluation, and what is not for training never enter it;
 - a session ends once, and only with its turns ended: a running turn of an abandoned one is aborted first;
-- a finish that began comes to its end whether or not its caller stays; asked again, it is told again.
+- an end that began comes to its end whether or not its caller stays; a finish asked again is told again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import logging
 import statistics
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from gateway.core.endings import Ended, Finish, Finished, How, Status, Unrewarded
 from gateway.core.rewards import Given, note, revised, turn_of
@@ -34,6 +35,7 @@ DURATIONS_MAX = 128
 """Finished sessions from which the typical duration is read."""
 EXPIRY_INTERVAL_S = 5.0
 
+T = TypeVar("T")
 SessionEnded = Callable[[SessionState, How], Awaitable[None]]
 
 
@@ -54,6 +56,7 @@ class Endings:
         self._sessions, self._live, self._fleet, self._config = sessions, sessions.live, sessions.fleet, sessions.config
         self._trainer, self._counters = trainer, sessions.counters
         self._pool, self._buffer, self._store, self._timeline = pool, buffer, store, timeline
+        self._under_way: set[asyncio.Task[Any]] = set()
         self._finishing: dict[SessionId, tuple[Finish, asyncio.Task[Finished | None]]] = {}
         self._groups_done: OrderedDict[GroupId, int] = OrderedDict()
         self._durations_s: deque[float] = deque(maxlen=DURATIONS_MAX)
@@ -77,20 +80,27 @@ class Endings:
         if before != asked:
             raise Conflict(f"session {session_id} is being finished with {_said(before)}, not with {_said(asked)}")
         if task is None:
-            task = asyncio.create_task(self._finish_as(session_id, asked), name=f"finish-{session_id}")
+            task = self._begin(self._finish_as(session_id, asked), f"finish-{session_id}")
             self._finishing[session_id] = (asked, task)
-            task.add_done_callback(lambda done: self._finish_ended(session_id, done))
+            task.add_done_callback(lambda _: self._finishing.pop(session_id))
         return await asyncio.shield(task)
 
-    def _finish_ended(self, session_id: SessionId, task: asyncio.Task[Finished | None]) -> None:
-        del self._finishing[session_id]
+    def _begin(self, work: Coroutine[None, None, T], name: str) -> asyncio.Task[T]:
+        """Of what comes to its end whoever still waits for it."""
+        task = asyncio.create_task(work, name=name)
+        self._under_way.add(task)
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[T]) -> None:
+        self._under_way.discard(task)
         if not task.cancelled():
             task.exception()  # told to whoever still waits
 
     async def close(self) -> None:
         """Ends that are under way come to their end."""
-        if self._finishing:
-            await asyncio.wait([task for _, task in self._finishing.values()])
+        while self._under_way:
+            await asyncio.wait(self._under_way)
 
     async def _finish_as(self, session_id: SessionId, asked: Finish) -> Finished | None:
         state = self._live.get(session_id)
@@ -195,7 +205,10 @@ class Endings:
     # -- abandoned
 
     async def abandon(self, session_id: SessionId, reason: str) -> None:
-        """Ends the session without a trajectory; a running turn of it is aborted."""
+        """Ends the session without a trajectory, also when who asked is gone; a running turn of it is aborted."""
+        await asyncio.shield(self._begin(self._abandon(session_id, reason), f"abandon-{session_id}"))
+
+    async def _abandon(self, session_id: SessionId, reason: str) -> None:
         state = self._live.get(session_id)
         if state.unrewarded is not None:
             state.unrewarded, state.phase = None, "live"

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, Self
 from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import History, LogprobsKind, Segment, SessionId, TokenDelta, TurnRequest, VersionChange
+from protos.engines import ENGINE_KINDS
 
 IdentitySource = Literal["url", "api_key", "header", "body", "none"]
 Message = Mapping[str, Any]
@@ -35,7 +36,7 @@ class ModelInfo:
     context_tokens: int
     created_unix_s: int
     penalties_move: bool = False  # turns with penalties may go on at another engine
-    constrains: bool = True  # some engine can hold an answer to a schema or a pattern
+    kinds: frozenset[str] = frozenset(ENGINE_KINDS)  # of its engines
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from gateway.core.fleet import staleness_histogram
 from gateway.core.joining import Attention, Call
 from gateway.core.lengths import TurnLengths
 from gateway.core.pacing import tokens_per_event
-from gateway.core.sampling import CONSTRAINING
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, TurnRecord, TurnRequest, Version
 from gateway.data import PartialResponsePool, Timeline
@@ -57,10 +56,8 @@ class Sessions:
 
     def models(self) -> Sequence[ModelInfo]:
         config = self.config
-        constrains = any(engine.kind in CONSTRAINING for engine in self.fleet.state.engines.values())
-        return [
-            ModelInfo(config.model, self._context_tokens(), self._started_unix_s, config.penalties_move, constrains)
-        ]
+        kinds = frozenset(engine.kind for engine in self.fleet.state.engines.values())
+        return [ModelInfo(config.model, self._context_tokens(), self._started_unix_s, config.penalties_move, kinds)]
 
     def tokens_per_event(self, *, streamed: bool) -> int:
         return tokens_per_event(len(self.known.running), streamed=streamed, configured=self.config.tokens_per_event)

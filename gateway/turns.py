@@ -29,7 +29,7 @@ from gateway.core.curves import Gaps
 from gateway.core.fleet import TurnLoad
 from gateway.core.joining import Attention
 from gateway.core.prefixes import chain
-from gateway.core.sampling import sampled_with, segment_sampling, tied_by
+from gateway.core.sampling import kinds_for, sampled_with, segment_sampling, tied_by
 from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
 from gateway.core.types import (
@@ -416,8 +416,9 @@ class Run:
         own = self._fleet.state.engines.get(self.session.engine) if self.session.engine is not None else None
         held = own is not None and own.status == "serving" and own.version == self.session.version
         prefix = () if held else chain(self.request.prompt_ids)
-        constrained = self.request.sampling.constrained
-        return Demand(self.session, tokens, turn_id=self.request.turn_id, prefix=prefix, constrained=constrained)
+        sampling = self.request.sampling
+        kinds = kinds_for(sampling.json_schema, sampling.regex, sampling.structural_tag)
+        return Demand(self.session, tokens, turn_id=self.request.turn_id, prefix=prefix, kinds=kinds)
 
     def _left(self) -> int:
         return self.request.sampling.max_tokens - len(self.record.token_ids)

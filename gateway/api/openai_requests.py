@@ -158,7 +158,6 @@ def _check_parts(content: str | list[dict[str, Any]] | None, path: str) -> None:
 
 def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | None:
     """The tools to render, and whose calls to look for; None for no tools."""
-    _check_tool_choice(body)
     if not body.tools:
         return None
     for index, tool in enumerate(body.tools):
@@ -171,19 +170,6 @@ def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | No
             hint="leave it out",
         )
     return [msgspec.to_builtins(tool) for tool in body.tools]
-
-
-def _check_tool_choice(body: ChatRequest) -> None:
-    choice = body.tool_choice
-    if choice in (None, "auto", "none"):
-        return
-    if choice == "required" or isinstance(choice, dict):
-        raise RefusedField(
-            "tool_choice",
-            f"`tool_choice`={choice!r} is not supported: no grammar of engines knows this model's own form of a call",
-            hint="use 'auto', or have the arguments as the answer, with their JSON schema as `response_format`",
-        )
-    raise BadField("tool_choice", f"unknown `tool_choice` {choice!r}", hint="'auto' or 'none'")
 
 
 def completion_prompt(body: CompletionRequest, vocab_size: int) -> str | list[int]:
@@ -249,12 +235,18 @@ def check_trainable(sampling: SamplingParams, view: SessionView) -> None:
 
 
 def sampling(
-    body: ChatRequest | CompletionRequest, *, prompt_tokens: int, model: ModelInfo, top: int, tokens_per_event: int = 1
+    body: ChatRequest | CompletionRequest,
+    *,
+    prompt_tokens: int,
+    model: ModelInfo,
+    top: int,
+    tokens_per_event: int = 1,
+    tool_format: ToolFormat = "none",
 ) -> SamplingParams:
     """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
     presence = in_range("presence_penalty", body.presence_penalty, -2.0, 2.0) or 0.0
     frequency = in_range("frequency_penalty", body.frequency_penalty, -2.0, 2.0) or 0.0
-    schema, regex = constraint(body, model)
+    held = constraint(body, model, tool_format)
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
     if not model.context_tokens:
@@ -279,9 +271,10 @@ def sampling(
         top_logprobs=top,
         presence_penalty=presence,
         frequency_penalty=frequency,
-        json_schema=schema,
-        regex=regex,
-        in_place=bool(schema or regex) or (bool(presence or frequency) and not model.penalties_move),
+        json_schema=held.json_schema,
+        regex=held.regex,
+        structural_tag=held.structural_tag,
+        in_place=held.any or (bool(presence or frequency) and not model.penalties_move),
         tokens_per_event=tokens_per_event,
     )
 

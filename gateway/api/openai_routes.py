@@ -41,6 +41,7 @@ from gateway.core.tree import TurnTree
 from gateway.core.types import SessionId, TurnId, TurnOrigin, TurnRequest
 from gateway.ports import IdentitySource, Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
+from gateway.tokens.toolcalls import ToolFormat
 from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,8 @@ class _Handlers:
         self._turns = deps.turns
         self._codec = deps.codec
         self._text = deps.text
+        reasons = deps.codec.reasoning_format == "think"  # before it calls: a grammar would forbid that
+        self._forced_format: ToolFormat = "none" if reasons else deps.codec.tool_format
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [_model_body(m) for m in self._turns.models()]})
@@ -215,6 +218,7 @@ class _Handlers:
             model=requests.within(call.model, view),
             top=top,
             tokens_per_event=each,
+            tool_format=self._forced_format,
         )
         requests.check_trainable(sampling, view)
         if not named:

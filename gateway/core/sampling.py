@@ -13,8 +13,12 @@ import hashlib
 
 from gateway.core.types import LogprobsKind, SampledWith, SamplingParams, TurnRequest
 
-CONSTRAINING = frozenset({"vllm", "sglang"})
-"""Kinds of engines that can constrain an answer to a schema or a pattern."""
+
+def kinds_for(json_schema: str, regex: str, structural_tag: str) -> frozenset[str] | None:
+    """Kinds of engines that can hold an answer to it; None for all, of an answer that is held to nothing."""
+    if structural_tag:
+        return frozenset({"vllm"})  # SGLang's form of it is another
+    return frozenset({"vllm", "sglang"}) if json_schema or regex else None
 
 
 def segment_seed(seed: int, choice: int, turn: int, generated: int) -> int:
@@ -34,6 +38,7 @@ def distorted(sampling: SamplingParams) -> list[str]:
         "frequency_penalty": sampling.frequency_penalty != 0.0,
         "response_format": bool(sampling.json_schema),
         "structured_outputs": bool(sampling.regex),
+        "tool_choice": bool(sampling.structural_tag),
     }
     return [name for name, does in found.items() if does]
 
@@ -43,7 +48,8 @@ def tied_by(sampling: SamplingParams) -> str:
     if not sampling.in_place:
         return ""
     if sampling.constrained:
-        return f"how far its {'JSON schema' if sampling.json_schema else 'pattern'} is fulfilled"
+        what = "JSON schema" if sampling.json_schema else "pattern" if sampling.regex else "tool call"
+        return f"how far its {what} is fulfilled"
     return "which tokens its penalties have counted"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.fleet import EngineState, FleetState, Wanted
-from gateway.core.sampling import CONSTRAINING
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version, VersionChange
 from gateway.core.waiting import UNKNOWN_S
@@ -49,10 +48,10 @@ class Demand:
     avoid: frozenset[EngineName] = frozenset()  # engines that just cut it
     turn_id: TurnId | None = None
     prefix: Sequence[int] = ()  # the prompt's blocks, of a session that no engine holds yet
-    constrained: bool = False  # to a schema or a pattern, which not every kind of engine can
+    kinds: frozenset[str] | None = None  # of engines that can do it; None: all
 
     def takes(self, engine: EngineState) -> bool:
-        return not self.constrained or engine.kind in CONSTRAINING
+        return self.kinds is None or engine.kind in self.kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Refusals:
     Without it a queue of n costs n decisions whenever anything changes.
     """
 
-    _told: dict[tuple[str, bool, bool, int, bool], tuple[int, Wait]] = field(default_factory=dict)
+    _told: dict[tuple[str, bool, bool, int, frozenset[str] | None], tuple[int, Wait]] = field(default_factory=dict)
 
     def told(self, demand: Demand, fleet: FleetState) -> Wait | None:
         """The refusal that holds for this one, too; None when it has to be asked for."""
@@ -95,10 +94,10 @@ class Refusals:
             self._told[_kind(demand)] = (demand.prompt_tokens, wait)
 
 
-def _kind(demand: Demand) -> tuple[str, bool, bool, int, bool]:
+def _kind(demand: Demand) -> tuple[str, bool, bool, int, frozenset[str] | None]:
     """All of a new session that its refusal may depend on, but for its length."""
     spec = demand.session.spec
-    return spec.split, spec.train, demand.session.insists, spec.min_version, demand.constrained
+    return spec.split, spec.train, demand.session.insists, spec.min_version, demand.kinds
 
 
 def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
@@ -206,7 +205,7 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
 
 def _why(engines: Sequence[EngineState], demand: Demand) -> str:
     """None of them has a place."""
-    return "are full" if any(demand.takes(e) for e in engines) else "cannot constrain an answer"
+    return "are full" if any(demand.takes(e) for e in engines) else "cannot constrain an answer so"
 
 
 def _choose(engines: Sequence[EngineState], demand: Demand, fleet: FleetState) -> Placement | None:

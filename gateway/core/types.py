@@ -56,13 +56,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     json_schema: str = ""  # as JSON text: the answer is constrained to it
     regex: str = ""  # the same to a pattern, in the engine's dialect
+    structural_tag: str = ""  # the same to tagged text, as xgrammar has it: JSON
     in_place: bool = False
     """It ends on the engine that began it: another would not know what its grammar or penalties have seen."""
     tokens_per_event: int = 1  # that the engine gathers before it sends them; the first goes out at once
 
     @property
     def constrained(self) -> bool:
-        return bool(self.json_schema or self.regex)
+        return bool(self.json_schema or self.regex or self.structural_tag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,6 +252,8 @@ def _completion_body(
         body["structured_outputs"] = {"json": sampling.json_schema}
     if sampling.regex:
         body["structured_outputs"] = {"regex": sampling.regex}
+    if sampling.structural_tag:
+        body["structured_outputs"] = {"structural_tag": sampling.structural_tag}
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     if sampling.stop_token_ids:

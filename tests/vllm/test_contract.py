@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator
 
 import pytest
 from tokenizers import Tokenizer
 
+from gateway.api.openai_constraints import forced_call
+from gateway.api.openai_requests import decode_chat
 from gateway.core.types import SamplingParams
 from tests.contract.engine_contract import PROMPT, TOKENS, EngineContract, Subject, Turn
 from tests.support import vllm
@@ -15,6 +18,17 @@ from tests.support.greedy import transformers_greedy
 from tests.support.tiny_model import VLLM_HEAD_DIM, tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"a":1}}}}\n</tool_call>'
+
+
+def forced(*names: str) -> str:
+    """What `tool_choice` "required" comes to, of functions whose arguments are always the same."""
+    functions = [{"name": name, "parameters": {"enum": [{"a": 1}]}} for name in names]
+    tools = [{"type": "function", "function": function} for function in functions]
+    body = {"model": "policy", "messages": [], "tools": tools, "tool_choice": "required"}
+    return forced_call(decode_chat(json.dumps(body).encode()), "hermes").structural_tag
+
 
 TWO_WORDS = ("yesyes", "yesno", "noyes", "nono")
 greedy = functools.partial(transformers_greedy, head_dim=VLLM_HEAD_DIM)
@@ -40,15 +54,20 @@ class TestVllm(EngineContract):
 
     @pytest.mark.parametrize(
         ("constraint", "allowed"),
-        [({"json_schema": '{"enum": ["yes", "no"]}'}, ('"yes"', '"no"')), ({"regex": "(yes|no){2}"}, TWO_WORDS)],
-        ids=["schema", "pattern"],
+        [
+            ({"json_schema": '{"enum": ["yes", "no"]}'}, ('"yes"', '"no"')),
+            ({"regex": "(yes|no){2}"}, TWO_WORDS),
+            ({"structural_tag": forced("f")}, (CALL.format("f"),)),
+            ({"structural_tag": forced("f", "g")}, (CALL.format("f"), CALL.format("g"))),
+        ],
+        ids=["schema", "pattern", "call", "either-call"],
     )
     async def test_an_answer_is_held_to_its_constraint(
         self, subject: Subject, constraint: dict[str, str], allowed: tuple[str, ...]
     ) -> None:
         """Of a model that says nothing of the kind by itself."""
         tokenizer = Tokenizer.from_file(str(tiny_model(head_dim=VLLM_HEAD_DIM) / "tokenizer.json"))
-        sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, **constraint)  # type: ignore[arg-type]
+        sampling = SamplingParams(max_tokens=4 * TOKENS, temperature=0.0, **constraint)  # type: ignore[arg-type]
         async with subject.adapter() as adapter:
             async with adapter.generate(PROMPT, sampling, "constrained", "session") as chunks:
                 ids = [token async for chunk in chunks for token in chunk.token_ids]

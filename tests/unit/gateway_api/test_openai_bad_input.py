@@ -92,8 +92,14 @@ async def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any], aio
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "a JSON schema is an object"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "unknown field"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-        ({"tool_choice": "required", "tools": [FUNCTION]}, "tool_choice", "'auto'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "needs `tools`"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no function 'f'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "'required', or"),
+        (
+            {"tool_choice": "required", "tools": [FUNCTION], "response_format": {"type": "json_object"}},
+            "response_format",
+            "each constrain the answer",
+        ),
         ({"tool_choice": "maybe"}, "tool_choice", "unknown"),
         ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "'retrieval'"),
         ({"functions": []}, "functions", "use `tools`"),
@@ -261,7 +267,7 @@ def test_an_answer_may_be_held_to_a_pattern_where_engines_can(api: str) -> None:
     found = sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0), top=0)
     assert (found.regex, found.json_schema, found.constrained, found.in_place) == ("yes|no", "", True, True)
     with pytest.raises(RefusedField, match=r"no engine of this gateway can constrain.*sglang, vllm") as refused:
-        sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0, constrains=False), top=0)
+        sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0, kinds=frozenset({"embedded"})), top=0)
     assert refused.value.param == "structured_outputs"
 
 

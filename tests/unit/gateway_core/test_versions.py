@@ -157,11 +157,11 @@ def test_strict_sessions_begin_on_as_many_versions_as_relays_keep() -> None:
 
 def test_a_constrained_turn_goes_to_an_engine_that_can() -> None:
     state = fleet(engine("e0", 1, intake_open=True, kind="embedded"), engine("e1", 1, [5], intake_open=True))
-    demand = Demand(session("new"), 10, constrained=True)
+    demand = Demand(session("new"), 10, kinds=frozenset({"vllm"}))
     outcome = place(demand, state, FREE)
     assert isinstance(outcome, Placement)
     assert outcome.engine == "e1", "though it is fuller"
-    for wanted in (demand, Demand(session("old", version=1), 10, constrained=True)):
+    for wanted in (demand, Demand(session("old", version=1), 10, kinds=frozenset({"vllm"}))):
         state.engines[EngineName("e1")].kind = "embedded"
         outcome = place(wanted, state, FREE)
         assert isinstance(outcome, Wait)

@@ -12,6 +12,7 @@ import pytest
 from gateway.core.endings import Finish
 from gateway.core.types import SessionId, Trajectory
 from gateway.data import ExperienceBuffer
+from gateway.turns import Run
 from protos.errors import Conflict
 from tests.support.cutting_engine import MODEL, CuttingEngine, until
 from tests.unit.gateway_shell.shell import read, shell
@@ -65,6 +66,32 @@ async def test_a_finish_goes_on_without_its_caller_and_is_joined(
         assert await found.endings.finish_once(session.session_id, asked) == told
         assert found.sessions.counters.trajectories_finished == 1
         assert found.trainer.admission().buffered == 1
+
+
+async def test_an_abandonment_goes_on_without_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, entered, abort = asyncio.Event(), asyncio.Event(), Run.abort
+
+    async def held(self: Run, why: str) -> None:
+        entered.set()
+        await gate.wait()
+        await abort(self, why)
+
+    monkeypatch.setattr(Run, "abort", held)
+    e0 = CuttingEngine("e0", hold_at=2)
+    async with e0, shell(tmp_path, e0) as found:
+        session = found.session("s")
+        reading = asyncio.create_task(read(found.run(session)))
+        await until(lambda: e0.asked, "the turn")
+        gone = asyncio.create_task(found.endings.abandon(session.session_id, "not wanted"))
+        await entered.wait()
+        gone.cancel()
+        await asyncio.wait([gone])
+        gate.set()
+        with pytest.raises(Conflict, match="its session was abandoned"):
+            await reading
+        await until(lambda: found.sessions.live.ended(session.session_id), "its end")
+    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+        assert len(found.sessions.live) == 0, "on disk, too"
 
 
 async def test_a_client_that_hangs_up_while_it_finishes_finds_it_finished(

@@ -34,7 +34,7 @@ async def gateway(
 ) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
     """A gateway that relays text over `engines`, all of which serve."""
     specs = tuple(EngineSpec(e.name, kind, e.url, relay) for e in engines)
-    settings = {"relay_text": True, "poll_interval_s": 0.05, "queue_timeout_s": 5.0, **settings}
+    settings = {"relay_text": True, "poll_interval_s": 0.05, "queue_timeout_s": 5.0, "probe": False, **settings}
     made = dataclasses.replace(config(directory), engines=specs, **settings)
     found = await start(made)
     try:
