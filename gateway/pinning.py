@@ -11,18 +11,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gateway.core.keeping import KeptVersions
 from gateway.core.types import Version
 from gateway.data import Timeline
 from gateway.relays import Relays
-from paramserver.client import Lease
-from protos.errors import LaminarError, NotFound
+from paramserver.client import Lease, RelayClient
+from protos.errors import LaminarError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+HOLDER = "gateway/sessions"
 COPIES = 2
 """Of a version: one more relay than may die."""
 TTL_S = 60.0
@@ -69,9 +73,9 @@ class Pinning:
 
     async def _pin(self, version: Version, now: float) -> None:
         for address in self._relays.holders(version):
-            relay = self._relays.client(address)
             try:
-                lease = await relay.acquire(self._model, version, holder="gateway/sessions", ttl_s=TTL_S, copies=COPIES)
+                relay = self._client(address)
+                lease = await _told(relay.acquire(self._model, version, holder=HOLDER, ttl_s=TTL_S, copies=COPIES))
             except NotFound:
                 self._relays.gone(address, version)
             except LaminarError as e:
@@ -83,9 +87,7 @@ class Pinning:
 
     async def _renew(self, version: Version, pin: _Pin, now: float) -> None:
         try:
-            if pin.relay not in self._relays.addresses():
-                raise NotFound(f"relay {pin.relay} was let go")
-            await self._relays.client(pin.relay).renew(pin.lease)
+            await _told(self._client(pin.relay).renew(pin.lease))
             pin.renew_at = now + TTL_S / 3
         except LaminarError as e:
             log.warning("the pin of version %d at relay %s is lost: %s", version, pin.relay, e)
@@ -96,9 +98,23 @@ class Pinning:
     async def _release(self, version: Version) -> None:
         pin = self._pins.pop(version)
         self._timeline.add("pin", version=version, relay=pin.relay, state="released")
-        if pin.relay not in self._relays.addresses():
-            return
         try:
-            await self._relays.client(pin.relay).release(pin.lease)
+            await _told(self._client(pin.relay).release(pin.lease))
         except LaminarError as e:
             log.info("the pin of version %d at relay %s ended before: %s", version, pin.relay, e)
+
+    def _client(self, address: str) -> RelayClient:
+        if address not in self._relays.addresses():
+            raise NotFound(f"relay {address} was let go")
+        return self._relays.client(address)
+
+
+async def _told(call: Awaitable[T]) -> T:
+    """gRPC cancels a call whose channel is closed under it, as happens when the last engine of a relay leaves."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Unavailable("its relay was let go meanwhile") from None

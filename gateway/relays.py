@@ -60,8 +60,10 @@ class Relays:
 
     def gone(self, address: str, version: Version) -> None:
         """The relay holds it no more; its watch may have missed that."""
-        self._followed[address].held.discard(version)
-        self._heard(address, NO_VERSION)
+        followed = self._followed.get(address)
+        if followed is not None:
+            followed.held.discard(version)
+            self._heard(address, NO_VERSION)
 
     def addresses(self) -> list[str]:
         return sorted(self._followed)

@@ -22,6 +22,10 @@ class FakeRelay(pb_grpc.RelayServicer):
     def __init__(self) -> None:
         self.versions: list[int] = []
         self.leases: list[str] = []
+        self.port = 0
+        self.asked = 0  # renewals that wait for `answering`
+        self.answering = asyncio.Event()
+        self.answering.set()
         self._changed = asyncio.Event()
 
     def publish(self, version: int) -> None:
@@ -60,6 +64,8 @@ class FakeRelay(pb_grpc.RelayServicer):
         )
 
     async def Renew(self, request: pb.LeaseRequest, context: Any) -> pb.RenewReply:  # noqa: N802
+        self.asked += not self.answering.is_set()
+        await self.answering.wait()
         if request.lease_id not in self.leases:
             await grpc_errors.abort(context, NotFound(f"lease {request.lease_id} is not held"))
         return pb.RenewReply()
@@ -74,7 +80,7 @@ async def relay() -> AsyncIterator[tuple[FakeRelay, str]]:
     """A fake relay and its address."""
     found, server = FakeRelay(), grpc.aio.server()  # type: ignore[abstract]  # what no gateway calls is left out
     pb_grpc.add_RelayServicer_to_server(found, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = found.port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         yield found, f"127.0.0.1:{port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
-from gateway.core.types import Version
+from gateway.core.types import EngineName, Version
 from gateway.pinning import TTL_S
 from protos.errors import OutOfCapacity
 from tests.support.cutting_engine import CuttingEngine, until
@@ -85,3 +87,20 @@ async def test_a_restarted_gateway_pins_the_versions_of_its_sessions(tmp_path: P
         holder.leases.clear()
         async with shell(tmp_path, e0, relay=address, fleet=fleet) as found:
             await until(lambda: holder.leases == ["gateway/sessions@1x2"], "its pin again")
+
+
+async def test_a_relay_that_is_let_go_in_the_middle_of_a_pin_ends_nothing_else(tmp_path: Path) -> None:
+    """As when its last engine is taken out; with another engine beside the same relay the version is pinned again."""
+    async with one_engine(tmp_path) as (found, holder, e0):
+        await read(found.run(found.session(on_version_loss="strict")))
+        await until(lambda: bool(found.fleet.pinning.pinned), "its pin")
+        holder.leases.clear()
+        holder.answering.clear()
+        looking = asyncio.create_task(found.fleet.pinning.look(time.monotonic() + TTL_S))
+        await until(lambda: holder.asked, "a call under way")
+        await found.fleet.remove(EngineName("e0"))
+        await looking
+        assert found.fleet.pinning.pinned == {}
+        holder.answering.set()
+        found.fleet.add(EngineSpec("e0", "vllm", e0.url, f"127.0.0.1:{holder.port}"))
+        await until(lambda: bool(found.fleet.pinning.pinned), "its pin again")
