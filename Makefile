@@ -37,12 +37,14 @@ SEEDS ?= 5000
 sim: env  ## the relay tier under virtual time, seeded faults on all cores (SEEDS=5000, some 20 minutes on 2 cores)
 	@$(RUN) -m tests.sim --kept --seeds $(SEEDS) $(ARGS)
 
-faultkit: env  ## seeded cuts through the real gateway, 1,000 seeds (some two minutes)
-	@LAMINAR_FAULTKIT_SEEDS=1000 $(RUN) -m pytest tests/faults/test_seeded_cuts.py --show-capture=stdout -rP $(ARGS)
+faultkit: SEEDS = 1000
+faultkit: env  ## seeded cuts through the real gateway over HTTP (SEEDS=1000, some three minutes)
+	@LAMINAR_FAULTKIT_SEEDS=$(SEEDS) $(RUN) -m pytest tests/faults/test_seeded_cuts.py --show-capture=stdout -rP $(ARGS)
 
-fuzz: env  ## the OpenAPI schema that a gateway serves, fuzzed by schemathesis, which it installs beside .venv
+EXAMPLES ?= 50
+fuzz: env  ## the OpenAPI schema that a gateway serves, fuzzed by schemathesis, which it installs beside .venv (EXAMPLES=50)
 	@test -x .venv-fuzz/bin/schemathesis || { $(PYTHON) -m venv .venv-fuzz && .venv-fuzz/bin/pip -q install 'schemathesis>=4.32'; }
-	@LAMINAR_FUZZ_EXAMPLES=50 $(RUN) -m pytest tests/e2e/test_openapi_fuzz.py --show-capture=stdout -rP $(ARGS)
+	@LAMINAR_FUZZ_EXAMPLES=$(EXAMPLES) $(RUN) -m pytest tests/e2e/test_openapi_fuzz.py --show-capture=stdout -rP $(ARGS)
 
 bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
 	@$(RUN) -m tests.bench.relay $(ARGS)
