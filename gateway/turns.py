@@ -256,7 +256,9 @@ class Run:
         await self._stop_driver()
         if not self._ended:
             self._ended = True
-            self.audience.end(Unavailable("the gateway is shutting down", hint="ask again: the turn will go on"))
+            kept = self._fleet.config.data is not None
+            hint = "ask again: the turn will go on" if kept else "ask again"
+            self.audience.end(Unavailable("the gateway is shutting down", hint=hint))
 
     async def told(self) -> None:
         """Until the turn is over and nobody reads it any more."""
