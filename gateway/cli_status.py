@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-WIDTH_MIN = 120
-"""Where it is no terminal, so that lines are not broken for a pipe."""
-ENGINE_COLUMNS = ("engine", "kind", "state", "version", "intake", "admitted", "running", "waiting", "KV used", "")
+PIPE_COLUMNS = 10_000
+"""Where it is no terminal: lines are not broken for a pipe."""
+ENGINE_COLUMNS = ("engine", "kind", "state", "version", "intake", "admitted", "running", "waiting", "KV used")
 
 
 def show(status: Mapping[str, Any], console: Console | None = None) -> None:
     console = console or Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = max(console.width, WIDTH_MIN)
+        console.width = PIPE_COLUMNS
     for line in _head(status):
         console.print(line, markup=False)
     console.print(_engines(status["engines"]))
@@ -42,15 +42,13 @@ def _engines(engines: Sequence[Mapping[str, Any]]) -> Table:
     for e in engines:
         behind = f" of {e['available']}" if e["available"] > e["version"] else ""
         numbers = (str(e["admitted"]), str(e["running"]), str(e["waiting"]), f"{e['kv_usage']:.0%}")
-        table.add_row(
-            e["name"], e["kind"], e["state"], f"{e['version']}{behind}", e["intake"], *numbers, e["last_error"]
-        )
+        table.add_row(e["name"], e["kind"], e["state"], f"{e['version']}{behind}", e["intake"], *numbers)
     return table
 
 
 def _warnings(status: Mapping[str, Any]) -> Sequence[str]:
     """What an operator should look at, with what would be right."""
-    found = []
+    found = [f"{e['name']}: {e['last_error']}" for e in status["engines"] if e["last_error"]]
     if not any(e["state"] == "serving" for e in status["engines"]):
         found.append("no engine serves: new turns wait, then get 429")
     if status["counters"]["version_mismatches"]:
