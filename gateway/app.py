@@ -80,12 +80,13 @@ class Gateway:
             self.relay.draining = True
             under_way.append(asyncio.create_task(self.relay.idle()))
         if under_way:
-            ended = asyncio.gather(*under_way, return_exceptions=True)
-            either: list[asyncio.Future[Any]] = [ended, asyncio.create_task(hurry.wait())]
+            either: list[asyncio.Task[Any]] = [
+                asyncio.create_task(asyncio.wait(under_way)),
+                asyncio.create_task(hurry.wait()),
+            ]
             await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            for waiting in either:
+            for waiting in (*either, *under_way):
                 waiting.cancel()
-            await asyncio.wait(either)
         if self.sessions.runs:
             kept = self.status.config.data is not None
             end = "the next start takes them up" if kept else "they end here, for there is no --data to keep them in"

@@ -46,9 +46,13 @@ def _engines(engines: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def _ails(engine: Mapping[str, Any]) -> bool:
+    return bool(engine["state"] != "serving" or engine["available"] > engine["version"])
+
+
 def _warnings(status: Mapping[str, Any]) -> Sequence[str]:
     """What an operator should look at, with what would be right."""
-    found = [f"{e['name']}: {e['last_error']}" for e in status["engines"] if e["last_error"]]
+    found = [f"{e['name']}, last error: {e['last_error']}" for e in status["engines"] if e["last_error"] and _ails(e)]
     if not any(e["state"] == "serving" for e in status["engines"]):
         found.append("no engine serves: new turns wait, then get 429")
     if status["counters"]["version_mismatches"]:

@@ -34,7 +34,7 @@ async def test_engines_turns_and_what_is_wrong(tmp_path: Path) -> None:
             "0",
             "open",
         ]
-        assert any(line.startswith("gone: ") and "127.0.0.1:9" in line for line in lines), "its last error"
+        assert any(line.startswith("gone, last error: ") and "127.0.0.1:9" in line for line in lines), "its last error"
         assert "no engine serves" not in told.output
         assert json.loads((await status(found.url, "--json")).output)["model"] == "policy"
         await e0.die()
