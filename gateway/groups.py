@@ -70,7 +70,8 @@ class Groups:
     def replacement(self, session_id: SessionId, group_id: GroupId) -> tuple[SessionId, str] | None:
         """The session that took the place of a failed one, and its key."""
         group = self._groups.get(group_id)
-        if group is None or (name := group.replaced.get(session_id)) is None:
+        name = None if group is None else group.replaced.get(session_id)
+        if group is None or name is None or name not in group.keys:
             return None
         return name, group.keys[name]
 
@@ -83,6 +84,8 @@ class Groups:
     async def session_ended(self, session: SessionState, how: How) -> None:
         group = self._groups.get(session.spec.group_id)
         if group is not None:
+            if how == "finished":
+                group.state.sampled_under(session.sampled_versions)
             await self._member_ended(group, session.session_id, how)
 
     async def _member_ended(self, group: Group, session_id: SessionId, how: How) -> None:

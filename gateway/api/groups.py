@@ -77,6 +77,8 @@ def _body(request: web.Request, group: Group) -> dict[str, Any]:
         "group_min": state.group_min,
         "resampled": state.resampled,
         "finished": list(state.finished),
+        "versions": state.versions,
+        "mixed": state.mixed,
         "sessions": [
             {
                 "session_id": name,

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -49,9 +50,18 @@ class GroupState:
     resampled: int = 0
     live: dict[SessionId, int] = field(default_factory=dict)
     finished: list[SessionId] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # that any finished member was sampled under, ascending
 
     def sampled(self, session_id: SessionId, sample_index: int) -> None:
         self.live[session_id] = sample_index
+
+    @property
+    def mixed(self) -> bool:
+        """Its members are not all of one version: their rewards compare less well."""
+        return len(self.versions) > 1
+
+    def sampled_under(self, versions: Iterable[int]) -> None:
+        self.versions = sorted({*self.versions, *versions})
 
     def ended(self, session_id: SessionId, how: Literal["finished", "abandoned"]) -> Resample | Close | GiveUp | None:
         """A member has ended. None: others are awaited, or it is no member (any more)."""

@@ -39,6 +39,22 @@ async def test_a_group_is_made_whole_and_read_whole(tmp_path: Path) -> None:
         await post(http, "/groups", {"size": 1, "group_id": group["group_id"]}, 409)
 
 
+async def test_a_group_of_several_versions_is_marked(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
+        group = await post(http, "/groups", {"size": 2})
+        path = f"/groups/{group['group_id']}"
+        await rolled_out(http, group["sessions"][0])
+        told = await get(http, path)
+        assert (told["versions"], told["mixed"]) == ([3], False)
+        e0.version = "4"
+        state = found.fleet.state.sorted_engines()[0]
+        found.fleet.suspect(state.name)
+        await until(lambda: state.version == 4, "the engine under another version")
+        await rolled_out(http, group["sessions"][1])
+        told = await get(http, path)
+        assert (told["versions"], told["mixed"], told["state"]) == ([3, 4], True, "closed")
+
+
 async def test_a_failed_member_is_replaced_and_then_the_group_closes_short(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         group = await post(http, "/groups", {"size": 3, "group_min": 2, "resample_max": 1})
