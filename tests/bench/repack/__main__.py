@@ -1,7 +1,8 @@
 """`make bench-repack`: what packing the long tail is worth, through the real gateway over HTTP.
 
 Runs the committed point in every mode, then a sweep of batch and publish period in `drain` and `repack`; prints tables
-and writes bench-results/repack.json. `--sim` runs the same in virtual time instead, through `gateway.sim`.
+and writes bench-results/repack.json. `--sim` runs the same in virtual time instead, through `gateway.sim`. With `--add`
+what was measured before of the same committed point, at the same scale, stays: so the hour can be taken in parts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import asyncio
 import dataclasses
 import gc
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -168,6 +170,13 @@ def _gains(at: Mapping[tuple[int, float, str], Mapping[str, Any]], batch: int, p
     return "  ".join(f"{repack[n] / drain[n]:.2f}" for n in names)
 
 
+def _earlier(name: str, scale: float) -> Mapping[str, Any]:
+    """What the file has, if it was measured at this committed point and scale."""
+    path = results.RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found if (found.get("committed"), found.get("scale")) == (COMMITTED, scale) else {}
+
+
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="make bench-repack ARGS=...", description=__doc__)
     parser.add_argument("--scale", type=float, default=6.0, help="seconds of the paper in one of ours")
@@ -175,18 +184,23 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--no-sweep", action="store_true")
     parser.add_argument("--sim", action="store_true", help="in virtual time: minutes, on any machine")
+    parser.add_argument("--add", action="store_true", help="to the modes, and the sweep, that are in the file already")
     given = parser.parse_args(arguments)
     base = Point("drain", scale=given.scale, measured_s=given.measured_s)
     by_mode = {m: measure(dataclasses.replace(base, mode=m), given.sim) for m in given.modes}
     short = dataclasses.replace(base, measured_s=given.measured_s / 2)
     sweep = [] if given.no_sweep else [measure(point, given.sim) for point in sweep_points(short)]
+    name = "repack-sim" if given.sim else "repack"
+    if given.add:
+        earlier = _earlier(name, given.scale)
+        by_mode = {mode: f for mode in MODES if (f := by_mode.get(mode) or earlier.get("by_mode", {}).get(mode))}
+        sweep = sweep or earlier.get("sweep", [])
     found = headline(by_mode)
     show(by_mode, sweep, found)
     words, slow = missed(found), [] if given.sim else too_slow([*by_mode.values(), *sweep])
     said = purity(by_mode)
     for line in [*said, *(f"missed: {w}" for w in words), *(f"the machine was the bottleneck: {w}" for w in slow)]:
         print(line)
-    name = "repack-sim" if given.sim else "repack"
     told = {
         "figures": found,
         "bars": {k: f"{h} {v:g}" for k, (h, v) in BARS.items()},
@@ -194,7 +208,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         "purity": said,
         "too_slow": slow,
     }
-    results.write(name, {"committed": COMMITTED, **told, "by_mode": by_mode, "sweep": sweep})
+    results.write(name, {"committed": COMMITTED, "scale": given.scale, **told, "by_mode": by_mode, "sweep": sweep})
 
 
 if __name__ == "__main__":
