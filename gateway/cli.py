@@ -146,7 +146,7 @@ def cli() -> None:
     "--relay-text",
     is_flag=True,
     help="Calls that name no session and ask for no token ids are passed to an engine's own text API as they are: "
-    "more than ten times cheaper. Given up for them: no record, token ids or versions of spans; what breaks off is not "
+    "many times cheaper. Given up for them: no record, token ids or versions of spans; what breaks off is not "
     "resumed; retries are not joined; no keep-alive while an engine is silent; fields are checked by the engine alone.",
 )
 @click.option(
