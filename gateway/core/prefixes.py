@@ -55,10 +55,12 @@ class PrefixIndex:
         """Tokens of the prompt that each engine holds from its beginning on; engines that hold none are left out."""
         tokens: dict[EngineName, int] = {}
         holders = dict(engines)
-        for count, block in enumerate(blocks, 1):
+        for count, block in enumerate(blocks):
             known = self._blocks.get(block, {})
-            holders = {name: holding for name, holding in holders.items() if known.get(name) == holding}
+            for name in [name for name, holding in holders.items() if known.get(name) != holding]:
+                tokens[name] = count * BLOCK_TOKENS
+                del holders[name]
             if not holders:
                 break
-            tokens.update(dict.fromkeys(holders, count * BLOCK_TOKENS))
-        return tokens
+        tokens |= dict.fromkeys(holders, len(blocks) * BLOCK_TOKENS)
+        return {name: held for name, held in tokens.items() if held}
