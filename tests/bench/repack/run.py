@@ -93,7 +93,8 @@ def gateway_command(point: Point, engines: Mapping[str, str], relay_address: str
         "log-level": "warning",
     }
     named = [f"--engine={name}=vllm={url}" for name, url in engines.items()]
-    return ["gateway", "serve", *(f"--{name}={value}" for name, value in flags.items()), *named]
+    # Scripted engines know the trace's prompts alone, and their weights are all the same.
+    return ["gateway", "serve", "--no-probe", *(f"--{name}={value}" for name, value in flags.items()), *named]
 
 
 async def run(point: Point) -> dict[str, Any]:
