@@ -12,6 +12,7 @@ from gateway.core.types import SamplingParams
 from gateway.engines.base import RequestRefused
 from gateway.engines.sglang_push import LOADER
 from tests.contract.engine_contract import PROMPT, EngineContract, Subject
+from tests.contract.text_contract import TextContract
 from tests.support import processes
 from tests.support.greedy import transformers_greedy
 from tests.support.processes import Daemon
@@ -60,7 +61,7 @@ def sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert subject.daemon.stop() == 0
 
 
-class TestEmbedded(EngineContract):
+class TestEmbedded(TextContract, EngineContract):
     @pytest.fixture
     def subject(self, embedded: Subject) -> Subject:
         return embedded

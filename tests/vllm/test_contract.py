@@ -13,6 +13,7 @@ from gateway.api.openai_constraints import forced_call
 from gateway.api.openai_requests import decode_chat
 from gateway.core.types import SamplingParams
 from tests.contract.engine_contract import PROMPT, TOKENS, EngineContract, Subject, Turn
+from tests.contract.text_contract import TextContract
 from tests.support import vllm
 from tests.support.greedy import transformers_greedy
 from tests.support.tiny_model import VLLM_HEAD_DIM, tiny_model
@@ -47,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     subject.daemon.stop()
 
 
-class TestVllm(EngineContract):
+class TestVllm(TextContract, EngineContract):
     @pytest.fixture
     def subject(self, server: Subject) -> Subject:
         return server
