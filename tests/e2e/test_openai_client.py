@@ -282,7 +282,9 @@ def test_errors_are_the_clients_own(gateway: Gateway) -> None:
 def test_a_stream_that_is_closed_early_frees_its_session(gateway: Gateway) -> None:
     aborted = gateway.counter("turns_aborted")
     with gateway.client("/sessions/leaves/v1") as client:
-        stream = client.chat.completions.create(model="policy", messages=HELLO, max_tokens=1500, stream=True)
+        stream = client.chat.completions.create(
+            model="policy", messages=HELLO, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
         next(iter(stream))
         stream.close()
         until(lambda: gateway.counter("turns_aborted") == aborted + 1, "the end of a turn whose client left", 30.0)
