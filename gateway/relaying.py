@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX = 64 << 20
 """Of an answer that is not streamed, which is held until it is whole; as much as a request's body may have."""
+TAIL_BYTES = 16
+"""Of a stream: enough for its `[DONE]`, without which it was cut."""
 WHOLE_TIMEOUT_S = 3600.0
 """An answer that is not streamed is silent until it is whole. Engines that die or hang are noticed by looks at them."""
 
@@ -123,17 +125,23 @@ class TextRelay:
                 raise under_way.cut
             status, content_type = await answer.head()
             first = await (answer.some() if streamed and status == 200 else _whole(answer))
+            if streamed and status == 200 and not first:
+                raise StreamCut("early_end", f"engine {engine} ended the stream before its first byte")
             if status >= 400 and not refuses(status):
                 raise StreamCut("server_error", f"{state.url} answered {status}: {_shown(first)}")
         except StreamCut as cut:
             self._suspect(under_way, cut)
             raise
-        return Relayed(status, content_type, engine, state.version, first, self._rest(under_way, answer))
+        return Relayed(status, content_type, engine, state.version, first, self._rest(under_way, answer, first))
 
-    async def _rest(self, under_way: _UnderWay, answer: PassedAnswer) -> AsyncIterator[bytes]:
+    async def _rest(self, under_way: _UnderWay, answer: PassedAnswer, first: bytes) -> AsyncIterator[bytes]:
+        tail = first[-TAIL_BYTES:]
         try:
             while data := await answer.some():
+                tail = (tail + data)[-TAIL_BYTES:]
                 yield data
+            if not tail.rstrip().endswith(b"[DONE]"):
+                raise StreamCut("early_end", f"engine {under_way.engine} ended the stream before its end")
         except StreamCut as cut:
             self._failed += 1
             self._suspect(under_way, cut)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 VERSION_HEADER = "X-Laminar-Weight-Version"
 ENGINE_HEADER = "X-Laminar-Engine"
 TOKENS_ONLY = frozenset(header.lower() for header in (*SESSION_HEADERS, KEY_HEADER))  # lower case, as they are compared
-EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+EVENT_ENDS, EVENT_END_BYTES = (b"\n\n", b"\r\n\r\n"), 4
 
 
 class Glance(msgspec.Struct):
@@ -84,14 +84,14 @@ async def _stream(request: web.Request, relayed: Relayed) -> web.StreamResponse:
     response = web.StreamResponse(headers=_headers(relayed))
     try:
         await response.prepare(request)
-        last = relayed.first
-        await response.write(last)
+        await response.write(tail := relayed.first)
         try:
-            async for last in relayed.rest:
-                await response.write(last)
+            async for data in relayed.rest:
+                tail = tail[-EVENT_END_BYTES:] + data
+                await response.write(data)
         except StreamCut as cut:
             log.warning("%s %s: cut after its first byte: %s", request.method, request.path, cut)
-            if not last.endswith(EVENT_ENDS):
+            if not tail.endswith(EVENT_ENDS):
                 if request.transport is not None:
                     request.transport.abort()
                 return response

@@ -104,6 +104,8 @@ class TextEngine(CuttingEngine):
         if self.before_cut is not None:
             await self.before_cut(cut.after)
         match cut.kind:
+            case "eof":  # the stream ends cleanly, without [DONE]
+                pass
             case "reset":
                 request.transport.abort()
             case "closed":

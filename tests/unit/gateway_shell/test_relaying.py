@@ -245,6 +245,21 @@ async def test_a_stream_that_breaks_off_says_so_and_is_not_asked_for_again(tmp_p
         assert found.relay.statistics().failed == 1
 
 
+@pytest.mark.parametrize("piece", [1 << 20, 1])
+async def test_a_stream_that_ends_without_its_end_was_cut(tmp_path: Path, piece: int) -> None:
+    async with (
+        TextEngine("e0", cuts=deque([Cut("eof"), Cut("eof", 2)]), piece=piece) as e0,
+        TextEngine("e1") as e1,
+        gateway(tmp_path, e0, e1) as (found, http),
+    ):
+        assert said_in((await ask(http, chat(stream=True))).body) == (words("e1", "0", NUM), ["[DONE]"])
+        await until(lambda: not found.fleet.state.engines[EngineName("e0")].suspected, "trust in e0")
+        found.fleet.state.engines[EngineName("e1")].suspected = True
+        said, [told] = said_in((await ask(http, chat(stream=True))).body)
+        assert (said, told["error"]["code"]) == (words("e0", "0", 2), "stream_cut")
+        check_at_rest(found)
+
+
 async def test_a_stream_that_breaks_off_within_an_event_breaks_off_for_the_client(tmp_path: Path) -> None:
     async with (
         TextEngine("e0", cuts=deque([Cut("closed", 2)]), torn_by=9) as e0,
