@@ -38,13 +38,13 @@ class _Failure(msgspec.Struct):
 
 
 def reason_in(text: str) -> str:
-    """What a server says in the body of an error; the body itself where it is no such message."""
+    """What a server says in the body of an error, in one line; the body itself where it is no such message."""
     try:
         failure = msgspec.json.decode(text, type=_Failure)
     except msgspec.MsgspecError:
         failure = _Failure()
     said = failure.error.message if failure.error is not None else failure.message
-    return (text if said is None else said)[:ERROR_SHOWN]
+    return " ".join((text if said is None else said).split())[:ERROR_SHOWN]
 
 
 class EngineHttp:

@@ -137,7 +137,7 @@ async def test_nobody_listening_is_refused() -> None:
         ('{"error": {"message": "`n` is 3", "code": 400}}', "`n` is 3"),
         ('{"object": "error", "message": "too long"}', "too long"),
         ('{"detail": "no"}', '{"detail": "no"}'),
-        ("<html>", "<html>"),
+        ("<html>\n  <p>Bad gateway", "<html> <p>Bad gateway"),
         ("[1]", "[1]"),
         ("", ""),
     ],
