@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 TURNS, BUDGET = 200, 400
 KEPT_SHARE_MIN = 0.95
 PAUSE_S, PAUSE_BEFORE_KILL_S = 0.1, 1.0
-"""Of an engine before each event of four tokens: slow at last, for what a loaded machine has not read yet is no loss."""
+"""Of an engine before each event of four tokens; slow at last: what a loaded machine has not read yet is no loss."""
 
 
 def serve(directory: Path, engines: Sequence[CuttingEngine], port: int) -> Daemon:
