@@ -77,13 +77,15 @@ async def sdk_asks(client: openai.AsyncOpenAI, number: int) -> list[int]:
 
 
 async def keeps_up(http: aiohttp.ClientSession, engines: Sequence[CuttingEngine]) -> None:
-    """Until the gateway has read nearly all that engines said."""
+    """Until the gateway has read and written nearly all that engines said, and they still say more."""
+    begun = sum(e.said_tokens for e in engines)
     async with asyncio.timeout(60):
         while True:
             said_tokens = sum(e.said_tokens for e in engines)
             async with http.get("/status") as answer:
-                seen = (await answer.json())["counters"]["tokens_generated"]
-            if seen >= 0.99 * said_tokens:
+                pool = (await answer.json())["partial_response_pool"]
+            on_disk = pool["appended_tokens"] - pool["buffered_tokens"]
+            if on_disk >= 0.98 * said_tokens and said_tokens - begun >= 4 * TURNS:
                 return
             await asyncio.sleep(0.1)
 

@@ -5,6 +5,7 @@ Loaded by schemathesis in its own environment. Only what is right by the schema 
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import schemathesis  # type: ignore[import-not-found]
@@ -14,7 +15,7 @@ FEW_TOKENS = {"max_tokens": 8, "max_completion_tokens": 8, "min_tokens": 2, "n":
 """What is asked for beyond them takes longer, and shows nothing more."""
 WAIT_S_MAX = 300
 """Of the schema; a call that waited so long would hold the others up."""
-FEW = 5
+FEW = 40
 """Names of each kind: what one call makes, others find."""
 BATCH = {"trajectories": 4096, "groups": 64, "group_size": 64}
 """Of a trainer: were it smaller, no more than that would be admitted."""
@@ -26,7 +27,7 @@ def met(values: Any) -> Any:
     out = dict(values)
     for name, kind in NAMES.items():
         if isinstance(out.get(name), str):
-            out[name] = f"{kind}{len(out[name]) % FEW}"
+            out[name] = f"{kind}{zlib.crc32(out[name].encode(errors='replace')) % FEW}"
     if isinstance(out.get("model"), str):
         out["model"] = "policy"
         few = {name: most for name, most in FEW_TOKENS.items() if type(out.get(name)) is int and out[name] > most}
