@@ -12,7 +12,7 @@ from gateway.turns import Run
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, read, shell
 
-E1 = EngineName("e1")
+E0, E1 = EngineName("e0"), EngineName("e1")
 STEPS = itertools.chain(range(24), range(24, 160, 5))
 """Turns of the event loop after which the client leaves: each one of the beginning, and some as far as the end."""
 
@@ -70,9 +70,9 @@ async def test_a_reader_that_leaves_the_queue_at_any_step_leaks_no_count(tmp_pat
 
 
 async def test_a_reader_that_leaves_at_any_step_of_a_move_leaks_no_count_on_either_engine(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1", hold_at=4)
     async with e0, e1, shell(tmp_path, e0, e1) as found:
-        for steps in range(0, 60, 3):
+        for steps in range(0, 60, 3):  # idle engines take turns: the moves go both ways
             run = found.run()
             reading = asyncio.create_task(read(run))
             await until(lambda run=run: len(run.record.token_ids) == 4, "four tokens")  # type: ignore[misc]
@@ -83,4 +83,4 @@ async def test_a_reader_that_leaves_at_any_step_of_a_move_leaks_no_count_on_eith
 
 def _move(run: Run) -> None:
     assert run.engine is not None
-    assert run.move(E1) is not None
+    assert run.move(E1 if run.engine == E0 else E0) is not None
