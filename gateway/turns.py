@@ -35,6 +35,7 @@ from gateway.core.sessions import SessionState
 from gateway.core.types import (
     EngineName,
     Evidence,
+    FinishReason,
     Segment,
     SegmentCause,
     TokenDelta,
@@ -146,6 +147,7 @@ class Run:
         self._load: TurnLoad | None = None
         self._engine: EngineName | None = None
         self._pace = Gaps()
+        self._said: FinishReason | None = None  # what the engine ended with; its stream is about to be over
         self._in_pool = False
         self._ended = over
         self._grace: asyncio.TimerHandle | None = None
@@ -305,7 +307,7 @@ class Run:
         return self._leave(None) is not None
 
     def _leave(self, destination: EngineName | None) -> _Leaving | None:
-        if self._stream is None or self._ended or self._leaving is not None or self.request.sampling.in_place:
+        if self._stream is None or self._ended or self._said or self._leaving or self.request.sampling.in_place:
             return None
         self._stream.cancel()
         arrived = asyncio.get_running_loop().create_future()
@@ -381,8 +383,8 @@ class Run:
                 return
 
     def _said_all(self) -> bool:
-        """Nothing is left to ask for, though no engine said so."""
-        return self._left() == 0 or self._stopped()
+        """Nothing is left to ask for, whether an engine said so or not."""
+        return self._said is not None or self._left() == 0 or self._stopped()
 
     def _stopped(self) -> bool:
         """Its last token ended it: an engine asked to go on after it would say what was never meant."""
@@ -393,7 +395,7 @@ class Run:
         return last in sampling.stop_token_ids or (last in self._owner.eos_ids and not sampling.ignore_eos)
 
     async def _end_here(self) -> None:
-        self.record.finish_reason = "stop" if self._stopped() else "length"
+        self.record.finish_reason = self._said or ("stop" if self._stopped() else "length")
         await self._end()
         self.audience.end()
 
@@ -484,7 +486,7 @@ class Run:
             await stream.deliver(take)
         assert last is not None
         self._check_version(last)
-        self.record.finish_reason = last.finish_reason
+        self.record.finish_reason = self._said
 
     def _heard(self, chunk: EngineChunk, engine: EngineName) -> Awaitable[None] | None:
         """Tokens are recorded, and shown unless they are the last. Returns what the engine has to wait for."""
@@ -494,6 +496,7 @@ class Run:
             self._note_pace(engine, len(chunk.token_ids))
             self._take(chunk)
         if chunk.finish_reason is not None:
+            self._said = chunk.finish_reason  # its task comes to it later: who would have the turn leave must know now
             return None
         self.audience.show()
         return self._keep_up() if self.audience.lags or self._pool.full else None
@@ -617,7 +620,7 @@ class Run:
     async def _stop_driver(self) -> None:
         """A driver that has found the turn's end brings it to its end; any other is cancelled."""
         if self._driver is not None and not self._driver.done():
-            if not self._ended:
+            if not self._ended and self._said is None:
                 self._driver.cancel()
             await asyncio.wait({self._driver})
 

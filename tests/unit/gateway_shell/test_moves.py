@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
 
 from gateway.core.types import EngineName, Version
+from gateway.engines.base import EngineChunk
 from gateway.engines.wire import EVENTS_AT_ONCE_MAX
 from protos.errors import TurnLost
 from tests.support.cutting_engine import Cut, CuttingEngine, until
@@ -43,6 +45,27 @@ async def test_a_move_of_a_turn_that_ends_first_comes_to_nothing(tmp_path: Path)
             await run.abort("the test says so")
         assert arrived is not None
         assert await arrived is None
+        check_at_rest(found)
+
+
+async def test_a_turn_whose_finish_was_heard_does_not_leave_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its task comes to the finish only after the read that brought it: to go on elsewhere would be to say too much."""
+    moved: list[object] = []
+    async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+        run = found.run()
+        heard = run._heard
+
+        def hear(chunk: EngineChunk, engine: EngineName) -> Awaitable[None] | None:
+            held = heard(chunk, engine)
+            if chunk.finish_reason is not None:
+                moved.extend([run.move(E1), run.release()])
+            return held
+
+        monkeypatch.setattr(run, "_heard", hear)
+        check_whole(run, await read(run))
+        assert moved == [None, False]
         check_at_rest(found)
 
 
