@@ -41,7 +41,7 @@ class PoolStatistics:
 class PartialResponsePool:
     """One writer (the gateway's event loop): `begin`, `open_segment`, `append`, `end`; `in_flight` after a restart."""
 
-    def __init__(self, database: Database, *, flush_interval_s: float = 0.05) -> None:
+    def __init__(self, database: Database, *, flush_interval_s: float = 0.1) -> None:
         self._database = database
         self._flush_interval_s = flush_interval_s
         self._open: dict[TurnId, int] = {}  # turns in flight, with the segments seen of each

@@ -99,11 +99,10 @@ def reopen(connection: sqlite3.Connection, turn_id: TurnId) -> int:
 
 
 def write(connection: sqlite3.Connection, taken: Mapping[TurnId, Unwritten]) -> None:
-    """All that is unwritten."""
-    connection.executemany(
-        "INSERT INTO turns(turn_id, session_id, request, begun_unix_s) VALUES (?,?,?,?)",
-        [u.begun for u in taken.values() if u.begun is not None],
-    )
+    """All that is unwritten. Each statement is a wait for the interpreter: those without rows are left out."""
+    begun = [u.begun for u in taken.values() if u.begun is not None]
+    if begun:
+        connection.executemany("INSERT INTO turns(turn_id, session_id, request, begun_unix_s) VALUES (?,?,?,?)", begun)
     parts = [
         _Part(turn_id, u.token_ids.tobytes(), u.logprobs.tobytes(), u.top_logprobs)
         for turn_id, u in taken.items()
@@ -111,14 +110,12 @@ def write(connection: sqlite3.Connection, taken: Mapping[TurnId, Unwritten]) -> 
     ]
     if parts:
         connection.execute("INSERT INTO turn_journal(parts) VALUES (?)", (_encode_parts(parts),))
-    connection.executemany(
-        "INSERT OR REPLACE INTO turn_segments VALUES (?,?,?)",
-        [(turn_id, position, segment) for turn_id, u in taken.items() for position, segment in u.segments],
-    )
-    connection.executemany(
-        "UPDATE turns SET outcome=?, ended_unix_s=? WHERE turn_id=?",
-        [(*u.ended, turn_id) for turn_id, u in taken.items() if u.ended is not None],
-    )
+    segments = [(turn_id, position, segment) for turn_id, u in taken.items() for position, segment in u.segments]
+    if segments:
+        connection.executemany("INSERT OR REPLACE INTO turn_segments VALUES (?,?,?)", segments)
+    ended = [(*u.ended, turn_id) for turn_id, u in taken.items() if u.ended is not None]
+    if ended:
+        connection.executemany("UPDATE turns SET outcome=?, ended_unix_s=? WHERE turn_id=?", ended)
 
 
 def fold(connection: sqlite3.Connection) -> None:
