@@ -18,6 +18,7 @@ from gateway.core.lengths import TurnLengths
 from gateway.core.pacing import tokens_per_event
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, TurnRecord, TurnRequest, Version
+from gateway.counters import Counters
 from gateway.data import PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
 from gateway.fleet import Fleet
@@ -25,7 +26,7 @@ from gateway.known import KnownTurns
 from gateway.live import LiveSessions
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.trainer import Trainer, count
-from gateway.turns import Counters, Run
+from gateway.turns import Run
 from protos.errors import Unavailable
 
 

@@ -1,0 +1,267 @@
+"""What drives a turn: a place on an engine, its stream, another place after a cut or a move, up to the finish.
+
+Invariants:
+- a resumed turn's prompt is prompt + generated ids, and its budget what is left: no token is asked for twice;
+- a stream counts as complete only with a finish reason; every other end is a cut;
+- the turn is booked on its engine for as long as it streams there, and where it is sent to from when it is asked.
+
+Events are taken where the socket is read (`_heard`); the task that runs `run_to_end` wakes only for what has to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from gateway.audience import Audience
+from gateway.core.curves import Gaps
+from gateway.core.fleet import TurnLoad
+from gateway.core.prefixes import chain
+from gateway.core.sampling import kinds_for, segment_sampling, tied_by
+from gateway.core.scheduler import Demand, Placement
+from gateway.core.sessions import SessionState
+from gateway.core.types import EngineName, SegmentCause
+from gateway.counters import Counters
+from gateway.data import PartialResponsePool, Timeline
+from gateway.engines.base import EngineAdapter, EngineChunk, StreamCut
+from gateway.fleet import Fleet
+from gateway.leaving import Leaving, Left
+from gateway.transcript import Transcript
+from protos.errors import LaminarError, TurnLost
+
+log = logging.getLogger(__name__)
+
+CUTS_MAX = 20
+"""Cuts after which a turn is given up as lost: something is wrong that moving on does not mend."""
+CUT_BACKOFF_S = 0.05
+CUT_BACKOFF_MAX_S = 1.0
+
+
+class Driver:
+    """One turn's. `end`: called once its record has the finish reason, before the finish is shown."""
+
+    def __init__(
+        self,
+        transcript: Transcript,
+        audience: Audience,
+        *,
+        counters: Counters,
+        fleet: Fleet,
+        pool: PartialResponsePool,
+        timeline: Timeline,
+        resumed: bool,
+        end: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._transcript, self._audience = transcript, audience
+        self._record, self._request = transcript.record, transcript.request
+        self._session: SessionState
+        self._counters, self._fleet, self._pool, self._timeline = counters, fleet, pool, timeline
+        self._resumed, self._end = resumed, end
+        self._stream: asyncio.Task[None] | None = None
+        self._leaving: Leaving | None = None  # asked to leave the engine it streams from
+        self._left_for: Leaving | None = None  # has left, and waits for the first token from elsewhere
+        self._load: TurnLoad | None = None
+        self._engine: EngineName | None = None
+        self._pace = Gaps()
+
+    @property
+    def engine(self) -> EngineName | None:
+        """Where it streams now; None while it waits for a place or has ended."""
+        return self._engine if self._stream is not None else None
+
+    def over(self) -> None:
+        """Nothing comes from wherever it was to go."""
+        if self._left_for is not None:
+            self._left_for.came_to_nothing()
+
+    def leave(self, destination: EngineName | None) -> Leaving | None:
+        """None when it is not streaming now, has been asked already, or has to end where it began."""
+        if self._stream is None or self._transcript.said or self._leaving or self._request.sampling.in_place:
+            return None
+        self._stream.cancel()
+        arrived = asyncio.get_running_loop().create_future()
+        self._leaving = Leaving(destination, time.monotonic(), arrived)
+        if destination in self._fleet.state.engines:
+            assert self._load is not None
+            self._fleet.enter(destination, self._load)
+        return self._leaving
+
+    async def run_to_end(self, session: SessionState) -> None:
+        """Raises what ends the turn otherwise than by its finish."""
+        self._session = session
+        config = self._fleet.config
+        if self._transcript.said_all:  # it was cut or suspended between its last token and its end
+            await self._end_here()
+            return
+        if self._resumed:
+            await self._fleet.looked()  # after a restart: lest it leave its version for the first engine that answers
+        wait_s = config.placement_timeout_s if self._record.segments else config.queue_timeout_s
+        placement = await self._fleet.place(self._demand(), resumed=self._resumed, timeout_s=wait_s)
+        cause: SegmentCause = "cut" if self._record.segments else "start"
+        cuts = 0
+        while True:
+            try:
+                await self._stay(placement, cause)
+                return
+            except Left as left:
+                cause = "move"
+                placement = await self._go_on(left.leaving)
+            except StreamCut as cut:
+                if self._left_for is not None:
+                    self._left_for.came_to_nothing()
+                cause, cuts = "cut", cuts + 1
+                self._note_cut(placement.engine, cut)
+                if not self._transcript.said_all:
+                    if (known := tied_by(self._request.sampling)) and self._record.token_ids:
+                        why = f"no other engine knows {known} after {len(self._record.token_ids)} tokens"
+                        raise self.lost(f"it cannot go on elsewhere, for {why}: {cut}") from cut
+                    if cuts >= CUTS_MAX:
+                        raise self.lost(f"its stream was cut {cuts} times, last by {cut}") from cut
+                    await asyncio.sleep(min(CUT_BACKOFF_MAX_S, CUT_BACKOFF_S * 2 ** (cuts - 1)))
+                    demand = dataclasses.replace(self._demand(), avoid=frozenset({placement.engine}))
+                    placement = await self._fleet.place(demand, resumed=True, timeout_s=config.placement_timeout_s)
+                    self._counters.turns_resumed += 1
+            if self._transcript.said_all:
+                self._fleet.leave(placement.engine, self._request.turn_id)  # it was expected there
+                await self._end_here()
+                return
+
+    async def _end_here(self) -> None:
+        self._record.finish_reason = self._transcript.said or ("stop" if self._transcript.stopped else "length")
+        await self._end()
+        self._audience.end()
+
+    async def _go_on(self, leaving: Leaving) -> Placement:
+        """Where it goes on after leaving an engine: where it was sent, if that still serves its version."""
+        if self._left_for is not None:
+            self._left_for.came_to_nothing()
+        self._left_for = leaving
+        self._session.moves += 1
+        self._counters.moves += 1
+        there = leaving.destination
+        if there is not None:
+            engine = self._fleet.state.engines.get(there)
+            if engine is None or (engine.status == "serving" and engine.version == self._session.version):
+                self._session.engine = there
+                return Placement(there, "repack")
+            self._fleet.leave(there, self._request.turn_id)
+        return await self._fleet.place(self._demand(), resumed=True, timeout_s=self._fleet.config.placement_timeout_s)
+
+    def _demand(self) -> Demand:
+        tokens = len(self._request.prompt_ids) + len(self._record.token_ids)
+        own = self._fleet.state.engines.get(self._session.engine) if self._session.engine is not None else None
+        held = own is not None and own.status == "serving" and own.version == self._session.version
+        prefix = () if held else chain(self._request.prompt_ids)
+        sampling = self._request.sampling
+        kinds = kinds_for(sampling.json_schema, sampling.regex, sampling.structural_tag)
+        return Demand(self._session, tokens, turn_id=self._request.turn_id, prefix=prefix, kinds=kinds)
+
+    async def _stay(self, placement: Placement, cause: SegmentCause) -> None:
+        """Streams on one engine until the turn's end, a cut (StreamCut) or until it is asked to leave (Left)."""
+        member = self._fleet.members.get(placement.engine)
+        if member is None or member.state.status != "serving":
+            self._fleet.leave(placement.engine, self._request.turn_id)
+            raise StreamCut("refused", f"engine {placement.engine} is gone")
+        tokens = len(self._request.prompt_ids) + len(self._record.token_ids)
+        self._load = TurnLoad(self._request.turn_id, self._request.session_id, tokens, tokens + self._transcript.left)
+        self._fleet.enter(placement.engine, self._load)
+        self._engine = placement.engine
+        self._transcript.open_segment(placement.engine, member.state.version, member.state.incarnation, cause)
+        self._leaving = None
+        stream_name = f"stream-{self._request.turn_id}"
+        self._stream = asyncio.create_task(self._consume(member.adapter, placement.engine), name=stream_name)
+        ended = False
+        try:
+            await asyncio.wait({self._stream})
+            ended = True
+        finally:
+            stream, self._stream, self._engine = self._stream, None, None
+            if not stream.done():
+                stream.cancel()
+                await asyncio.wait({stream})
+            elif not ended and not stream.cancelled():
+                stream.exception()  # a cut that nobody waits for any more
+            leaving, self._leaving = self._leaving, None
+            left = ended and leaving is not None and stream.cancelled()
+            end = "finished" if self._record.finish_reason else "moved" if left else "cut"
+            self._transcript.close_segment(end, self._session.spec.group_id)
+            self._fleet.leave(placement.engine, self._request.turn_id)
+            if leaving is not None and not left:  # it ended, was cut or given up first
+                leaving.came_to_nothing()
+                if leaving.destination is not None:
+                    self._fleet.leave(leaving.destination, self._request.turn_id)
+        if leaving is not None and left:
+            raise Left(leaving)
+        if stream.cancelled():
+            raise asyncio.CancelledError
+        stream.result()  # raises the cut
+        await self._end()
+        self._audience.end()
+
+    async def _consume(self, adapter: EngineAdapter, engine: EngineName) -> None:
+        """Takes the engine's events into record and pool; returns at the finish, whose tokens are not shown yet."""
+        sampling = segment_sampling(self._request, len(self._record.token_ids))
+        prompt = (*self._request.prompt_ids, *self._record.token_ids)
+        request_id = f"{self._request.turn_id}-{self._transcript.last_segment}"
+        self._pace.begin()
+        last: EngineChunk | None = None
+
+        def take(chunk: EngineChunk) -> Awaitable[None] | None:
+            nonlocal last
+            last = chunk
+            return self._heard(chunk, engine)
+
+        async with adapter.generate(prompt, sampling, request_id, self._request.session_id) as stream:
+            self._audience.start()
+            await stream.deliver(take)
+        assert last is not None
+        if not self._transcript.check_version(last):
+            self._fleet.suspect(engine)
+        self._record.finish_reason = self._transcript.said
+
+    def _heard(self, chunk: EngineChunk, engine: EngineName) -> Awaitable[None] | None:
+        """Tokens are recorded, and shown unless they are the last. Returns what the engine has to wait for."""
+        if chunk.versions:
+            self._transcript.check_first(chunk)
+        if chunk.token_ids:
+            self._note_pace(engine, len(chunk.token_ids))
+            self._transcript.take(chunk)
+            assert self._load is not None
+            self._load.tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            # Its task comes to it later: who would have the turn leave must know now.
+            self._transcript.said = chunk.finish_reason
+            return None
+        self._audience.show()
+        return self._keep_up() if self._audience.lags or self._pool.full else None
+
+    async def _keep_up(self) -> None:
+        await self._pool.drain()
+        await self._audience.keep_up()
+
+    def _note_pace(self, engine: EngineName, num_tokens: int) -> None:
+        """Tokens came: how long those before them lie back goes into the engine's decode curve."""
+        now = time.monotonic()
+        seen = self._pace.came(num_tokens, now)
+        if seen is not None:
+            self._fleet.decoded(engine, *seen)
+        if self._left_for is not None:
+            if not self._left_for.arrived.done():
+                self._left_for.arrived.set_result(now - self._left_for.asked_at)
+            self._left_for = None
+
+    def _note_cut(self, engine: EngineName, cut: StreamCut) -> None:
+        counters = self._counters
+        counters.turns_cut += 1
+        counters.cuts_by_reason[cut.reason] = counters.cuts_by_reason.get(cut.reason, 0) + 1
+        log.warning("turn %s cut after %d tokens: %s", self._request.turn_id, len(self._record.token_ids), cut)
+        self._timeline.add("turn", turn_id=self._request.turn_id, engine=engine, state="cut", reason=cut.reason)
+        self._fleet.suspect(engine)
+
+    def lost(self, why: str) -> LaminarError:
+        self._counters.turns_lost += 1
+        log.error("turn %s is lost: %s", self._request.turn_id, why)
+        return TurnLost(f"turn {self._request.turn_id} is lost: {why}", hint="send the request again")
