@@ -55,7 +55,8 @@ async def test_a_turn_whose_finish_was_heard_does_not_leave_any_more(
     moved: list[object] = []
     async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         run = found.run()
-        heard = run._heard
+        driver = run._driver
+        heard = driver._heard
 
         def hear(chunk: EngineChunk, engine: EngineName) -> Awaitable[None] | None:
             held = heard(chunk, engine)
@@ -63,7 +64,7 @@ async def test_a_turn_whose_finish_was_heard_does_not_leave_any_more(
                 moved.extend([run.move(E1), run.release()])
             return held
 
-        monkeypatch.setattr(run, "_heard", hear)
+        monkeypatch.setattr(driver, "_heard", hear)
         check_whole(run, await read(run))
         assert moved == [None, False]
         check_at_rest(found)
