@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from gateway.tokens import Codec
@@ -46,7 +46,7 @@ def test_any_ids_read_as_tokenizers_reads_them(ids: list[int], cuts: list[int]) 
     assert "".join(pieces(codec, ids, cuts, show_special=True)) == codec.decode(ids)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.filter_too_much])
 @given(ids=st.lists(st.integers(3, 280), max_size=40))
 def test_a_sentencepiece_vocabulary_reads_alike_token_by_token(ids: list[int]) -> None:
     codec = codecs.sentencepiece()
