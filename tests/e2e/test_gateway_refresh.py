@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 
 ENGINE_FLAGS = ("--max-model-len=2048", "--kv-cache-tokens=8192")
 HELLO = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
+APART = [[{"role": "system", "content": f"{name} answers."}, *HELLO] for name in ("Ada", "Bob")]
+"""Prompts without a common beginning that would be worth being computed once."""
 WANTED: dict[str, Any] = {"return_token_ids": True, "return_weight_versions": True, "ignore_eos": True}
 
 
@@ -145,11 +147,13 @@ def test_the_planner_packs_the_tail_by_itself_and_no_token_differs(
     flags = ("--repack-interval-s=0.2",)
     with Fleet(tmp_path, relay=relay, engine_flags=ENGINE_FLAGS, gateway_flags=flags) as fleet:
         until(lambda: {v for _, v in fleet.engine_states().values()} == {1}, "version 1")
-        unmoved = ask(f"{fleet.url}/v1", HELLO, 1200).token_ids
-        answers: list[Any] = []
-        threads = [
-            threading.Thread(target=lambda: answers.append(ask(f"{fleet.url}/v1", HELLO, 1200))) for _ in range(2)
-        ]
+        unmoved = [ask(f"{fleet.url}/v1", prompt, 1200).token_ids for prompt in APART]  # idle engines take turns
+        answers: dict[int, Any] = {}
+
+        def again(number: int) -> None:  # where its prompt was computed before
+            answers[number] = ask(f"{fleet.url}/v1", APART[number], 1200)
+
+        threads = [threading.Thread(target=again, args=(number,)) for number in range(2)]
         for thread in threads:
             thread.start()
         until(lambda: [e["running"] for e in fleet.status()["engines"]] == [1, 1], "a turn on each engine")
@@ -159,6 +163,6 @@ def test_the_planner_packs_the_tail_by_itself_and_no_token_differs(
         counters = fleet.status()["counters"]
         assert counters["repacks"] >= 1
         assert counters["moves"] >= 1
-        assert [a.token_ids for a in answers] == [unmoved, unmoved]
-        assert {v for a in answers for v in versions(a)} == {1}
+        assert [answers[number].token_ids for number in range(2)] == unmoved
+        assert {v for a in answers.values() for v in versions(a)} == {1}
         until(lambda: {v for _, v in fleet.engine_states().values()} == {2}, "version 2")
