@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import signal
 import threading
 import time
@@ -58,6 +60,7 @@ class Scene:
         stack.callback(self.gateway.stop)
         self.publisher = stack.enter_context(Publisher(self.relay.ready["grpc"], "policy"))
         self.version = 0
+        self._numbers = itertools.count(100)
         self.until_served(0)
 
     # -- processes
@@ -174,7 +177,9 @@ class Scene:
         return Answer(choice, max_tokens, content)
 
     def ask_meanwhile(self, max_tokens: int, count: int = 1) -> Asking:
-        return Asking([lambda: self.ask(max_tokens) for _ in range(count)])
+        """Turns whose prompts have no beginning in common, for the sake of which they would share an engine."""
+        contents = [f"{next(self._numbers)}: What is the sum of 12 and 30?" for _ in range(count)]
+        return Asking([functools.partial(self.ask, max_tokens, content) for content in contents])
 
     def catch(self, caught: Callable[[], T], max_tokens: int, count: int = 1) -> tuple[Asking, T]:
         """Turns under way of which `caught` holds, and what it gave. Asked again while they end before it does."""
