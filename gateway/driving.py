@@ -73,7 +73,7 @@ class Driver:
         return self._engine if self._stream is not None else None
 
     def over(self) -> None:
-        """Nothing comes from wherever it was to go."""
+        """Nothing came, or will, from where it went before."""
         if self._left_for is not None:
             self._left_for.came_to_nothing()
 
@@ -110,8 +110,7 @@ class Driver:
                 cause = "move"
                 placement = await self._go_on(left.leaving)
             except StreamCut as cut:
-                if self._left_for is not None:
-                    self._left_for.came_to_nothing()
+                self.over()
                 cause, cuts = "cut", cuts + 1
                 self._note_cut(placement.engine, cut)
                 if not self._transcript.said_all:
@@ -136,8 +135,7 @@ class Driver:
 
     async def _go_on(self, leaving: Leaving) -> Placement:
         """Where it goes on after leaving an engine: where it was sent, if that still serves its version."""
-        if self._left_for is not None:
-            self._left_for.came_to_nothing()
+        self.over()
         self._left_for = leaving
         self._session.moves += 1
         self._counters.moves += 1

@@ -22,7 +22,6 @@ FILES_MIN = 4096
 """Open files: 256 data connections, the pool's files, gRPC."""
 BUFFER_MIN = 4 << 20
 """Bytes of socket buffer that a 100 Gbit/s link with a round trip of 0.3 ms fills."""
-CLOCK_STEP_MAX_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)

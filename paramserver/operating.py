@@ -66,7 +66,7 @@ class Operating:
         relay = self._relay
         known = {model: versions.newest_known for model, versions in relay.models.items()}
         store_id = await relay.seat.adopt()
-        for model, newest in known.items():
+        for model, newest in known.items():  # before this relay can be elected there
             relay.of(model).skip_to(newest + NUMBERS_SKIPPED)
             self._leave_unsealed(model)
         for model, newest in known.items():

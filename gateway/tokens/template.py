@@ -22,8 +22,6 @@ from protos.errors import InvalidRequest
 Message = Mapping[str, Any]
 """One chat message as the API has it, with tool arguments already as objects."""
 
-NOT_TEMPLATE_KWARGS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-
 
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks what a model wrote, for training masks; the gateway knows that from its records."""

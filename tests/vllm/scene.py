@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 RANKS = {"one": 1, "two": 2}
 """The servers' names, and how many ranks each has."""
-HELLO = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
 WANTED: dict[str, Any] = {"return_token_ids": True, "return_weight_versions": True, "ignore_eos": True}
 RUNNING_TOKENS = 60
 """Prompt and some: a turn with so many is in mid-stream."""
