@@ -17,7 +17,9 @@ CONNECT_TIMEOUT_S = 2.0
 
 
 class TcpLink:
-    """A connection on which silence longer than `silence_s` counts as death; bytes and ALIVE count as life."""
+    """A connection on which silence longer than `silence_s` counts as death. Bytes and ALIVE count as life, and so does
+    what arrives behind a lost packet: a slow link that drops some is silent to us for longer than a dead host may be.
+    """
 
     transport = "tcp"
 
@@ -27,6 +29,7 @@ class TcpLink:
         self.source = source
         self.silence_s = silence_s
         self._asked: deque[Want] = deque()
+        self._num_behind_lost = 0
         connecting_at = time.monotonic()
         self._sock = wire.connect(source.address, CONNECT_TIMEOUT_S, bind_host=bind_host)
         self.rtt_s = time.monotonic() - connecting_at
@@ -108,6 +111,8 @@ class TcpLink:
             try:
                 num = self._sock.recv_into(into)
             except TimeoutError:
+                if (num_behind := wire.out_of_order(self._sock)) != self._num_behind_lost:
+                    heard_at, self._num_behind_lost = time.monotonic(), num_behind
                 if time.monotonic() - heard_at > self.silence_s:
                     raise LinkBroken(f"{self.source.name} was silent for {self.silence_s} s") from None
                 self.alive()

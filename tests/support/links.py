@@ -45,6 +45,7 @@ TOOLS = ("ip", "tc", "iptables")
 BURST_BYTES = 160 << 10  # a little more than two of the kernel's largest packets: a smaller burst cuts each into
 # frames of 1500 bytes, and many hosts on few cores are then bound by packets, not by the rate; 1.3 ms of 1 Gbit/s
 QUEUE_BYTES = 4 << 20  # a switch port's buffer: deep enough that TCP fills the link, small enough to stay honest
+QUEUE_S = 0.3  # of a slow link it holds no more than this: three seconds of packets in a port look like a dead host
 SUBNETS = range(1, 255)  # 10.77.N.0/24
 _NAME = re.compile(r"lm(\d+)-[0-9a-z]{2}")
 _LOCK = Path(tempfile.gettempdir()) / "laminar-links.lock"
@@ -226,7 +227,8 @@ def _limit(where: Sequence[str], device: str, rate_bit_s: float | None) -> None:
     if rate_bit_s is None:
         subprocess.run([*tc, "del", "dev", device, "root"], capture_output=True, check=False)
         return
-    shape = ("tbf", "rate", f"{round(rate_bit_s)}bit", "burst", str(BURST_BYTES), "limit", str(QUEUE_BYTES))
+    queue_bytes = min(QUEUE_BYTES, BURST_BYTES + round(QUEUE_S * rate_bit_s / 8))
+    shape = ("tbf", "rate", f"{round(rate_bit_s)}bit", "burst", str(BURST_BYTES), "limit", str(queue_bytes))
     _run(*tc, "replace", "dev", device, "root", *shape)
 
 
