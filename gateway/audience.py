@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gateway.core.joining import Attention
@@ -28,7 +28,7 @@ TakeDelta = Callable[[TokenDelta], Awaitable[object] | None]
 class _Reader:
     """`waiting`: it has read all there is; set to what `take` returned, or None when there is something to look at."""
 
-    take: TakeDelta | None
+    take: TakeDelta
     position: int = 0
     segment: int = 0
     over: bool = False  # it has read the finish
@@ -67,15 +67,13 @@ class Audience:
 
     def _wake(self, reader: _Reader, waiting: asyncio.Future[Awaitable[object] | None]) -> None:
         """Its task, only if it has to see to something."""
-        held: Awaitable[object] | None = None
-        if reader.take is not None:
-            try:
-                held = self._hand(reader, reader.take)
-            except Exception as e:  # noqa: BLE001 (raised where it reads)
-                waiting.set_exception(e)
-                return
-            if held is None and not reader.over and self._failure is None:
-                return
+        try:
+            held = self._hand(reader)
+        except Exception as e:  # noqa: BLE001 (raised where it reads)
+            waiting.set_exception(e)
+            return
+        if held is None and not reader.over and self._failure is None:
+            return
         waiting.set_result(held)
 
     def end(self, failure: Exception | None = None) -> None:
@@ -142,33 +140,20 @@ class Audience:
         """Gives `take` every delta, first token to finish. Raises what it raises, or what ended the turn."""
         reader = self._enter(take)
         try:
-            held = self._hand(reader, take)
+            held = self._hand(reader)
             while True:
                 if held is not None:
                     await held
                 if reader.over:
                     return
                 if held is not None:
-                    held = self._hand(reader, take)
+                    held = self._hand(reader)
                 else:
                     held = await self._wait(reader)
         finally:
             self._leave(reader)
 
-    async def deltas(self) -> AsyncIterator[TokenDelta]:
-        """The same, for who takes its time."""
-        reader = self._enter(None)
-        try:
-            while True:
-                while (delta := self._next(reader)) is not None:
-                    yield delta
-                    if delta.finish_reason is not None:
-                        return
-                await self._wait(reader)
-        finally:
-            self._leave(reader)
-
-    def _enter(self, take: TakeDelta | None) -> _Reader:
+    def _enter(self, take: TakeDelta) -> _Reader:
         reader = _Reader(take)
         self._readers.append(reader)
         return reader
@@ -186,11 +171,11 @@ class Audience:
         finally:
             reader.waiting = None
 
-    def _hand(self, reader: _Reader, take: TakeDelta) -> Awaitable[object] | None:
+    def _hand(self, reader: _Reader) -> Awaitable[object] | None:
         """What is there, up to where it wants to wait."""
         while (delta := self._next(reader)) is not None:
             reader.over = delta.finish_reason is not None
-            held = take(delta)
+            held = reader.take(delta)
             if held is not None or reader.over:
                 return held
             if reader.position >= self._shown and not self._over:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -25,7 +25,6 @@ from gateway.core.sessions import SessionState
 from gateway.core.types import (
     EngineName,
     Segment,
-    TokenDelta,
     TurnRecord,
     TurnRequest,
     VersionChange,
@@ -123,9 +122,6 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._detach()
-
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        return self.audience.deltas()
 
     async def read(self, take: TakeDelta) -> None:
         await self.audience.read(take)

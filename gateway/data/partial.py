@@ -154,7 +154,7 @@ class PartialResponsePool:
     async def in_flight(self) -> list[TurnRecord]:
         """Every turn without an end, oldest first."""
         await self.flush()
-        return await self._database.run(lambda connection: store.read_turns(connection, "outcome IS NULL", ()))
+        return await self._database.run(store.read_in_flight)
 
     async def sessions(self) -> list[SessionId]:
         """Every session that has a turn here."""
@@ -163,11 +163,6 @@ class PartialResponsePool:
     async def kept_turns(self, session_id: SessionId) -> list[KeptTurn]:
         """All turns kept of one session, with how and when they ended, in the order in which they began."""
         return await self._database.run(lambda connection: store.read_kept(connection, session_id))
-
-    async def session_turns(self, session_id: SessionId) -> list[TurnRecord]:
-        """All turns kept of one session, oldest first."""
-        await self.flush()
-        return await self._database.run(lambda connection: store.read_turns(connection, "session_id=?", (session_id,)))
 
     async def flush(self) -> None:
         """Returns when everything appended before the call is on disk. Raises Unavailable if that failed."""

@@ -160,10 +160,10 @@ def delete_sessions(connection: sqlite3.Connection, session_ids: Sequence[Sessio
     return gone
 
 
-def read_turns(connection: sqlite3.Connection, where: str, values: tuple[str, ...]) -> list[TurnRecord]:
+def read_in_flight(connection: sqlite3.Connection) -> list[TurnRecord]:
     fold(connection)
     rows = connection.execute(
-        f"SELECT turn_id, request, outcome, num_tokens FROM turns WHERE {where} ORDER BY rowid", values
+        "SELECT turn_id, request, outcome, num_tokens FROM turns WHERE outcome IS NULL ORDER BY rowid"
     )
     return [read_turn(connection, *row) for row in rows.fetchall()]
 

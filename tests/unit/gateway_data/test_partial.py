@@ -85,10 +85,10 @@ async def test_an_ended_turn_is_not_in_flight_and_stays_until_its_session_goes(p
     pool.begin(request("t2", index=1))
     pool.begin(request("other", session="s2"))
     assert [r.request.turn_id for r in await pool.in_flight()] == ["t2", "other"]
-    [first, _] = await pool.session_turns(SessionId("s1"))
-    assert (first.token_ids, first.finish_reason) == ([10], "stop")
+    [first, second] = await pool.kept_turns(SessionId("s1"))
+    assert (first.record.token_ids, first.record.finish_reason, second.outcome) == ([10], "stop", None)
     await pool.forget_session(SessionId("s1"))
-    assert await pool.session_turns(SessionId("s1")) == []
+    assert await pool.kept_turns(SessionId("s1")) == []
     assert [r.request.turn_id for r in await pool.in_flight()] == ["other"]
     with pytest.raises(NotFound, match="t2"):
         pool.append(TurnId("t2"), [1], [0.0])

@@ -24,6 +24,7 @@ from gateway.sessions import Sessions
 from gateway.trainer import Trainer
 from gateway.turns import Run
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
+from tests.support.reading import heard
 
 PROMPT = (11, 12, 13)
 BUDGET = 12
@@ -66,9 +67,9 @@ class Shell:
 
     async def outcome(self, run: Run) -> tuple[list[int], list[float], list[tuple[str, int, int]]]:
         """What the partial-response pool has of a turn: ids, logprobs, segments."""
-        [record] = [
-            r for r in await self.pool.session_turns(run.request.session_id) if r.request.turn_id == run.request.turn_id
-        ]
+        await self.pool.flush()
+        kept = [k.record for k in await self.pool.kept_turns(run.request.session_id)]
+        [record] = [r for r in kept if r.request.turn_id == run.request.turn_id]
         return record.token_ids, record.logprobs, [(s.engine, s.start, s.end) for s in record.segments]
 
 
@@ -127,7 +128,7 @@ async def shell(
 async def read(run: Run) -> list[TokenDelta]:
     """The whole turn."""
     async with run:
-        return [delta async for delta in run]
+        return await heard(run)
 
 
 def check_whole(run: Run, deltas: list[TokenDelta], budget: int = BUDGET) -> None:

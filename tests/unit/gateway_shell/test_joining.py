@@ -15,6 +15,7 @@ from gateway.core.types import EngineName, SamplingParams, TurnId, TurnOrigin, T
 from gateway.turns import Run
 from protos.errors import Conflict, OutOfCapacity
 from tests.support.cutting_engine import CuttingEngine, said, until
+from tests.support.reading import heard
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, Shell, check_at_rest, check_whole, read, shell
 
 
@@ -49,7 +50,7 @@ async def test_a_client_that_comes_back_reads_the_running_turn_from_its_beginnin
         assert joined is run
         async with joined:
             e0.go.set()
-            check_whole(run, [delta async for delta in joined])
+            check_whole(run, await heard(joined))
         assert len(e0.asked) == 1
         counters = found.sessions.counters
         assert (counters.turns_orphaned, counters.turns_joined, counters.turns_aborted) == (1, 1, 0)
@@ -66,7 +67,7 @@ async def test_two_readers_get_the_same_and_the_turn_lives_while_one_stays(tmp_p
             await leave(run, 4)
             assert not e0.asked[0].left
             e0.go.set()
-            check_whole(run, [delta async for delta in run])
+            check_whole(run, await heard(run))
         check_at_rest(found)
 
 
@@ -82,7 +83,7 @@ async def test_a_retry_in_the_middle_of_a_move_joins_the_turn_that_is_moved(tmp_
         assert joined is run
         async with joined:
             e1.go.set()
-            check_whole(run, [delta async for delta in joined])
+            check_whole(run, await heard(joined))
         assert [len(e0.asked), len(e1.asked)] == [1, 1]
         assert [(s.engine, s.cause) for s in run.segments] == [("e0", "start"), ("e1", "move")]
         check_at_rest(found)
@@ -166,7 +167,7 @@ async def test_a_turn_that_was_refused_for_its_wait_waits_no_longer_when_it_is_a
             with pytest.raises(OutOfCapacity, match=r"within 0\.1 s"):
                 await read(again or begun(found, session, "t1"))
         e0.go.set()
-        check_whole(first, [delta async for delta in first])
+        check_whole(first, await heard(first))
 
 
 async def test_a_client_that_left_the_queue_keeps_its_place(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName
 from gateway.turns import Run
 from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.reading import slowly
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, read, shell
 
 E0, E1 = EngineName("e0"), EngineName("e1")
@@ -46,11 +48,9 @@ async def test_a_reader_that_is_cancelled_at_any_step_leaks_no_count(tmp_path: P
 async def test_a_stream_that_is_closed_after_any_delta_leaks_no_count(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
         for deltas in range(4):
-            async with found.run(tokens_per_event=3) as run:
-                stream = aiter(run)
+            async with found.run(tokens_per_event=3) as run, contextlib.aclosing(slowly(run)) as stream:
                 for _ in range(deltas):
                     await anext(stream, None)
-                await stream.aclose()  # type: ignore[attr-defined]
             await settled(found)
 
 

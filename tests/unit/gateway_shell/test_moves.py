@@ -13,6 +13,7 @@ from gateway.engines.base import EngineChunk
 from gateway.engines.wire import EVENTS_AT_ONCE_MAX
 from protos.errors import TurnLost
 from tests.support.cutting_engine import Cut, CuttingEngine, until
+from tests.support.reading import heard
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
 E0, E1 = EngineName("e0"), EngineName("e1")
@@ -29,7 +30,7 @@ async def test_a_move_keeps_its_place_and_tells_how_long_the_pause_was(tmp_path:
             await until(lambda: e1.asked, "the rest asked for")
             assert not arrived.done(), "no token came yet"
             e1.go.set()
-            deltas = [delta async for delta in run]
+            deltas = await heard(run)
             pause_s = await arrived
         assert pause_s is not None
         assert 0 < pause_s < 5
@@ -77,7 +78,7 @@ async def test_a_move_whose_first_stream_there_is_cut_comes_to_nothing(tmp_path:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             arrived = run.move(E1)
             e0.go.set()
-            check_whole(run, [delta async for delta in run])
+            check_whole(run, await heard(run))
         assert arrived is not None
         assert await arrived is None
         check_at_rest(found)
@@ -91,7 +92,7 @@ async def test_a_destination_that_left_the_version_gets_nothing(tmp_path: Path) 
             found.fleet.state.engines[E1].version = 7  # type: ignore[assignment]
             run.move(E1)
             e0.go.set()
-            check_whole(run, [delta async for delta in run])
+            check_whole(run, await heard(run))
         assert not e1.asked
         assert {s.version for s in run.segments} == {0}
         check_at_rest(found)
@@ -103,7 +104,7 @@ async def test_a_released_turn_goes_on_wherever_there_is_a_place(tmp_path: Path)
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             found.fleet.state.engines[E0].leaving = True  # as for an engine that is to load
             assert run.release()
-            check_whole(run, [delta async for delta in run])
+            check_whole(run, await heard(run))
         assert [(s.engine, s.cause) for s in run.segments] == [("e0", "start"), ("e1", "move")]
         assert found.sessions.counters.turns_cut == 0
         check_at_rest(found)
@@ -119,7 +120,7 @@ async def test_decode_curves_are_learnt_from_streams(tmp_path: Path) -> None:
 
 async def _read(found: Shell, budget: int) -> None:
     async with found.run(budget=budget) as run:
-        check_whole(run, [delta async for delta in run], budget)
+        check_whole(run, await heard(run), budget)
 
 
 async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> No
             found.fleet.state.engines[E0].intake_open = False
             assert [load.stays for view in found.repacker._views() for load in view.sessions] == [True]
             e0.go.set()
-            check_whole(run, [delta async for delta in run])
+            check_whole(run, await heard(run))
         assert e1.asked == []
         check_at_rest(found)
 

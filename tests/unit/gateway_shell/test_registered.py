@@ -18,6 +18,7 @@ from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Delete, Put
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import relay
+from tests.support.reading import heard
 from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 
@@ -61,7 +62,7 @@ async def test_an_engine_comes_with_its_registration_and_goes_with_it(tmp_path: 
             await registered.register(e1)
             await until(lambda: serving(found) == ["e0", "e1"], "e1")
             await registered.vanish("e0")
-            deltas = [delta async for delta in run]
+            deltas = await heard(run)
         check_whole(run, deltas)
         assert [s.engine for s in run.segments] == ["e0", "e1"]
         assert list(found.fleet.members) == ["e1"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.support.cutting_engine import Cut, CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
+from tests.support.reading import heard
 from tests.unit.gateway_shell.shell import BUDGET, Shell, check_whole, read, shell
 
 
@@ -43,7 +44,7 @@ async def test_a_turn_cut_by_a_restart_waits_for_the_refresh_rather_than_mix_ver
             await until(lambda: len(run.record.token_ids) == 4, "tokens")
             await e0.die()
             async with CuttingEngine("e0", url=e0.url, started_unix_s=2.0) as again:
-                check_whole(run, [delta async for delta in run])
+                check_whole(run, await heard(run))
                 assert [asked.version for asked in again.asked] == ["7"]
         assert [(s.version, s.cause) for s in run.segments] == [(7, "start"), (7, "cut")]
         assert found.sessions.counters.turns_mixed_version == 0
@@ -62,7 +63,7 @@ async def test_a_turn_that_broke_off_is_not_sent_there_again_before_the_engine_a
             e0.answers.clear()
             await e0.die()  # the hanging look fails; the next one finds it
             async with CuttingEngine("e0", url=e0.url, started_unix_s=1.0):
-                check_whole(run, [delta async for delta in run])
+                check_whole(run, await heard(run))
 
 
 async def test_an_engine_met_fenced_loads_before_it_serves_whatever_its_label_says(tmp_path: Path) -> None:

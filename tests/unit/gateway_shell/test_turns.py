@@ -25,6 +25,7 @@ from gateway.turns import Run
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support.cutting_engine import Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
+from tests.support.reading import heard, slowly
 from tests.unit.gateway_shell.shell import (
     BUDGET,
     PROMPT,
@@ -277,10 +278,8 @@ async def test_a_client_that_leaves_aborts_upstream(tmp_path: Path) -> None:
     async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         run = found.run(session)
-        async with run:
-            async for delta in run:
-                assert delta.token_ids
-                break
+        async with run, contextlib.aclosing(slowly(run)) as reading:
+            assert (await anext(reading)).token_ids
         await until(lambda: e0.asked[0].left, "the abort upstream")
         assert (session.token_ids, session.running, found.sessions.counters.turns_aborted) == ([], {}, 1)
         check_at_rest(found)
@@ -299,7 +298,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> 
                 await waiting
             assert found.fleet.statistics().queued == 0
             e0.go.set()
-            check_whole(first, [delta async for delta in first])
+            check_whole(first, await heard(first))
         assert found.sessions.counters.turns_aborted == len(e0.asked) == 1
         check_at_rest(found)
 
@@ -362,7 +361,7 @@ async def test_a_stream_that_fails_as_it_is_closed_leaves_no_booking(
                     run.move(EngineName("e1"))
                 e0.go.set()
                 with pytest.raises(OSError, match="could not be closed"):
-                    _ = [delta async for delta in run]
+                    await heard(run)
         assert (found.turns_on(e0), found.turns_on(e1)) == ([], [])
         check_at_rest(found)
 
@@ -379,7 +378,7 @@ async def test_a_slow_client_holds_its_stream_back(tmp_path: Path) -> None:
         async with run:
             appended = found.pool.statistics
             await until(lambda: e0.asked[0].written, "everything said")
-            reading = aiter(run)
+            reading = slowly(run)
             deltas.append(await anext(reading))
             await until(lambda: appended().appended_tokens >= UNREAD_TOKENS_MAX, "a held stream")
             await found.fleet.members[EngineName("e0")].adapter.limits()  # whatever would still be read comes before
@@ -407,7 +406,7 @@ async def test_a_moved_turn_shows_no_difference(tmp_path: Path, at: int) -> None
             assert run.engine == "e0"
             assert run.move(EngineName("e1"))
             assert not run.move(EngineName("e1"))  # it is on its way
-            deltas = [delta async for delta in run]
+            deltas = await heard(run)
         assert not run.move(EngineName("e0"))  # it has ended
         await until(lambda: e0.asked[0].left, "the abort upstream")
         assert [t for d in deltas for t in d.token_ids] == run.record.token_ids == said(PROMPT, BUDGET)[0]
@@ -426,7 +425,7 @@ async def test_a_move_to_an_engine_that_is_gone_is_a_cut_and_goes_on(tmp_path: P
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             assert run.move(EngineName("e9"))
             e0.go.set()
-            check_whole(run, [delta async for delta in run])
+            check_whole(run, await heard(run))
         assert spans(run) == [("e0", 0, 4, "start"), ("e0", 4, BUDGET, "cut")]
         assert cut_counts(found) == (1, 1, 0, {"refused": 1})
         check_at_rest(found)
@@ -438,7 +437,7 @@ async def test_an_engine_taken_out_gives_its_turns_to_others(tmp_path: Path) -> 
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             await found.fleet.remove(EngineName("e0"))
             async with asyncio.timeout(0.5):
-                check_whole(run, [delta async for delta in run])
+                check_whole(run, await heard(run))
         assert spans(run)[1] == ("e1", 4, BUDGET, "cut")
         assert cut_counts(found)[:3] == (1, 1, 0)
         check_at_rest(found)

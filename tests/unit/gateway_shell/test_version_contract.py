@@ -15,6 +15,7 @@ from gateway.core.types import EngineName, VersionPolicy
 from protos.errors import VersionLost
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
+from tests.support.reading import heard
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
 POLICIES: tuple[VersionPolicy, ...] = ("segment", "strict", "fail")
@@ -92,9 +93,9 @@ async def test_a_straggler_beyond_the_staleness_bound_leaves_by_its_policy(
                 engine.go.set()
             if policy == "fail":
                 with pytest.raises(VersionLost):
-                    _ = [delta async for delta in run]
+                    await heard(run)
             else:
-                check_whole(run, [delta async for delta in run])
+                check_whole(run, await heard(run))
                 assert [s.version for s in run.segments if s.end > s.start] == [1, 2 if policy == "segment" else 1]
         check_at_rest(found)
 
@@ -111,6 +112,6 @@ async def test_a_straggler_within_the_staleness_bound_lets_its_engine_work(tmp_p
             assert straggling.version == 1
             for engine in engines:
                 engine.go.set()
-            check_whole(run, [delta async for delta in run])
+            check_whole(run, await heard(run))
         assert {s.version for s in run.segments} == {1}
         check_at_rest(found)

@@ -10,6 +10,7 @@ from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import relay
+from tests.support.reading import heard
 from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 
@@ -51,7 +52,7 @@ async def test_a_moved_turn_has_evidence_for_both_its_segments(tmp_path: Path) -
         async with found.run(session) as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             run.move(EngineName("e1"))
-            check_whole(run, [delta async for delta in run])
+            check_whole(run, await heard(run))
         assert await finished(found, session) == ["looked", "told"]
 
 
