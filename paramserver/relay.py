@@ -1,9 +1,10 @@
-"""One relay: follows the registry, brings versions here, shows, pins and retires them.
+"""One relay: follows the registry, has versions brought here, shows, pins and retires them.
 
 Invariants:
 - everything here runs on one event loop and owns its state; threads (data port, fetches) only call the store,
   or come back through `call_soon_threadsafe`;
 - what to do is decided by `core`; this module applies its effects and reports what came of them;
+- a version's memory is reserved before its fetch begins, and goes back after it has ended;
 - without the registry the relay goes on with its last view: bytes flow, pins hold, nothing new is sealed.
 """
 
@@ -13,10 +14,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from dataclasses import dataclass, field
 
 from paramserver.config import RelayConfig, show_bytes
-from paramserver.core.chain import Place, is_late, sources
 from paramserver.core.pins import Pin, Pins, keepers
 from paramserver.core.records import Announced, Ended, Holding, Plan, Sealed
 from paramserver.core.stragglers import Hop, Stragglers
@@ -31,59 +30,44 @@ from paramserver.core.view import (
     VersionFact,
     View,
 )
-from paramserver.data import fetch as data_fetch
-from paramserver.data import tcp
 from paramserver.data.movers import Movers
-from paramserver.data.nixl import NixlDialer
-from paramserver.data.transport import Link, Source
-from paramserver.data.wire import Greeting
+from paramserver.fetches import Fetched, Fetches
 from paramserver.fleet_pins import FleetPins
 from paramserver.seat import Seat
-from paramserver.spill import SCHEME, Spill
+from paramserver.spill import Spill
 from paramserver.store import Snapshot, Store
+from paramserver.watchers import Watchers
 from protos.errors import (
     Corrupt,
     LaminarError,
     NotFound,
     OutOfCapacity,
     TooLarge,
-    Unavailable,
     UnknownModel,
 )
 
 log = logging.getLogger(__name__)
 
-WATCHER_EVENTS_MAX = 256  # a watcher that falls further behind is cut off and starts again from the state
 HOUSEKEEPING_S = 0.25
 VERSIONS_KEPT = 64  # numbers of old versions remembered, for tickets and late questions
-IDLE_S = 2.0  # a fetch without a byte for this long makes way for a newer sealed version
-
-
-@dataclass(eq=False)
-class _Watcher:
-    model: str
-    queue: asyncio.Queue[Tell | None] = field(default_factory=lambda: asyncio.Queue(WATCHER_EVENTS_MAX))
-
-
-@dataclass
-class _Running:
-    """A fetch under way."""
-
-    fetch: data_fetch.Fetch
-    snapshot: Snapshot
-    task: asyncio.Task[None]
 
 
 class Relay:
     """The state of one relay and the effects on it."""
 
     def __init__(
-        self, config: RelayConfig, seat: Seat, store: Store, *, bind_host: str = "", movers: Movers | None = None
+        self,
+        config: RelayConfig,
+        seat: Seat,
+        store: Store,
+        *,
+        spill: Spill | None = None,
+        bind_host: str = "",
+        movers: Movers | None = None,
     ) -> None:
+        """`bind_host`: the address that bytes are asked for from; "": any."""
         self.config = config
-        self._nixl = NixlDialer(movers, self._dial_tcp) if movers is not None else None
-        self._bind_host = bind_host  # address that bytes are asked for from; "": any
-        self.spill: Spill | None = None  # given before anything is shown
+        self.spill = spill
         self.seat = seat
         self.store = store
         self.pins = Pins()
@@ -91,8 +75,17 @@ class Relay:
         self.models: dict[str, ModelVersions] = {}
         self.changed = asyncio.Condition()
         self.closing = False
-        self._watchers: set[_Watcher] = set()
-        self._running: dict[tuple[str, int], _Running] = {}
+        self._watchers = Watchers()
+        self._fetches = Fetches(
+            config,
+            seat,
+            holders=self._holders,
+            ended=self._fetched,
+            spawn=self.spawn,
+            spill=spill,
+            movers=movers,
+            bind_host=bind_host,
+        )
         self._came: dict[tuple[str, int], Holding] = {}
         self._stragglers: dict[str, Stragglers] = {}
         self._leaving = 0  # snapshots whose memory is on its way back
@@ -130,17 +123,15 @@ class Relay:
     async def dismiss(self) -> None:
         """Ends the streams that would otherwise wait for ever: watchers, runs, tickets."""
         self.closing = True
-        for watcher in self._watchers:
-            _offer(watcher, None)
+        self._watchers.dismiss()
         await self._notify()
 
     async def close(self) -> None:
         """Ends fetches and what runs in the background, and starts no more of either."""
         self.closing = True
-        for running in self._running.values():
-            running.fetch.cancel()
-        while tasks := [*(running.task for running in self._running.values()), *self._background]:
-            await asyncio.wait(tasks)
+        self._fetches.cancel_all()
+        while self._background:
+            await asyncio.wait(self._background)
 
     # ---- readers
 
@@ -168,38 +159,22 @@ class Relay:
         assert snapshot is not None
         return str(snapshot.directory)
 
-    async def watch(self, model: str) -> AsyncIterator[Tell]:
-        """The current state, then every change. OutOfCapacity when the watcher fell behind."""
-        watcher = _Watcher(model)
+    def watch(self, model: str) -> AsyncIterator[Tell]:
+        """The current state, then every change. Raises Unavailable when the watcher fell behind, or the relay ends."""
+        return self._watchers.watch(model, lambda: self._state(model))
+
+    def _state(self, model: str) -> list[Tell]:
         known = self.models.get(model)
-        state = [_state_event(s.stage, s.sealed) for _, s in known.items() if s.sealed and not s.ended] if known else []
-        self._watchers.add(watcher)
-        try:
-            for event in state:
-                yield event
-            while (event_or_end := await watcher.queue.get()) is not None:
-                yield event_or_end
-            raise Unavailable("the watch was ended by the relay", hint="watch again; it starts with the state")
-        finally:
-            self._watchers.discard(watcher)
+        states = [state for _, state in known.items() if not state.ended] if known else []
+        return [Tell("available" if s.stage == "shown" else "sealed", s.sealed) for s in states if s.sealed]
 
     def transfers(self) -> list[tuple[str, int, str, str, int, int]]:
         """(model, version, upstream, transport, bytes done, bytes total) of what is on its way here."""
-        return [
-            (
-                model,
-                version,
-                at.fetch.upstream,
-                at.fetch.transport,
-                at.fetch.bytes_done,
-                at.snapshot.manifest.size_bytes,
-            )
-            for (model, version), at in sorted(self._running.items())
-        ]
+        return self._fetches.transfers()
 
     def cut_off(self) -> set[str]:
         """Relays that the registry calls alive and that this one cannot reach: sources bypassed right now."""
-        return {name for running in self._running.values() for name in running.fetch.bypassed()}
+        return self._fetches.bypassed()
 
     def _known(self, model: str) -> None:
         if model not in self.models and model not in self.view.models:
@@ -294,7 +269,7 @@ class Relay:
                 case Drop(version, why):
                     self._drop(model, version, why)
                 case Tell():
-                    self._tell(model, effect)
+                    self._watchers.tell(effect)
 
     def tidy(self, model: str) -> None:
         """Retires what retention no longer wants and nobody uses; starts the fetch that is due."""
@@ -346,9 +321,9 @@ class Relay:
 
     def _cancel_overtaken(self, model: str) -> None:
         """A fetch that gets no bytes makes way for a newer sealed version; others keep what they have and wait."""
-        for (of, version), running in self._running.items():
-            if of == model and running.fetch.idle_s > IDLE_S and self.of(model).overtaken(version):
-                running.fetch.cancel()
+        for version in self._fetches.idle(model):
+            if self.of(model).overtaken(version):
+                self._fetches.cancel(model, version)
 
     def _show(self, sealed: Sealed) -> None:
         snapshot = self.store.get(sealed.model, sealed.version)
@@ -362,13 +337,11 @@ class Relay:
 
     def _drop(self, model: str, version: int, why: str) -> None:
         self.seat.unhold(model, version)
-        running = self._running.get((model, version))
-        if running is not None:
-            running.fetch.cancel()
+        fetching = self._fetches.cancel(model, version)
         snapshot = self.store.get(model, version)
         if snapshot is not None:
             self._leaving += 1
-            self.spawn(self._leave(snapshot, why, after=running.task if running else None))
+            self.spawn(self._leave(snapshot, why, after=fetching))
 
     async def _leave(self, snapshot: Snapshot, why: str, after: asyncio.Task[None] | None) -> None:
         try:
@@ -389,15 +362,11 @@ class Relay:
         self.tidy(snapshot.manifest.model)
         await self._notify()
 
-    def _tell(self, model: str, event: Tell) -> None:
-        for watcher in list(self._watchers):
-            if watcher.model == model:
-                _offer(watcher, event)
-
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
@@ -442,35 +411,8 @@ class Relay:
             self.make_room(manifest.model)
             return
         self._no_room.discard((manifest.model, manifest.version))
-        versions = self.of(manifest.model)
-        versions.opened(announced)
-        fetch = data_fetch.Fetch(
-            snapshot,
-            Greeting(
-                "fetch",
-                manifest.model,
-                manifest.version,
-                self.config.name,
-                manifest.epoch,
-                late=is_late(self.config.name, announced.plan),
-            ),
-            lambda: self._sources(announced),
-            lambda source, greeting: self._dial(source, greeting, snapshot),
-            num_stripes=self.config.num_stripes,
-        )
-        task = asyncio.ensure_future(self._fetch(fetch, snapshot))
-        self._running[manifest.model, manifest.version] = _Running(fetch, snapshot, task)
-        task.add_done_callback(self._finished)
-
-    def _dial(self, source: Source, greeting: Greeting, snapshot: Snapshot) -> Link:
-        if self.spill is not None and source.address.startswith(SCHEME):
-            return self.spill.open(greeting)
-        if self._nixl is not None:
-            return self._nixl.dial(source, greeting, [(file.fd, file.size_bytes) for file in snapshot.files])
-        return self._dial_tcp(source, greeting)
-
-    def _dial_tcp(self, source: Source, greeting: Greeting) -> tcp.TcpLink:
-        return tcp.TcpLink(source, greeting, silence_s=self.config.silence_s, bind_host=self._bind_host)
+        self.of(manifest.model).opened(announced)
+        self._fetches.start(announced, snapshot)
 
     def spill_changed(self) -> None:
         """Tells the registry what is on this disk; from any thread."""
@@ -483,60 +425,23 @@ class Relay:
             log.warning("leaving the chain for %s version %d: %s", model, version, error)
             self._no_room.add((model, version))
 
-    def _sources(self, announced: Announced) -> list[list[Source]]:
-        """Called from fetch threads: reads only, each of them atomic."""
-        manifest = announced.manifest
-        state = self.of(manifest.model).get(manifest.version)
-        holders = set(state.holders) if state is not None else set()
-        members = dict(self.view.members)
-        # Not `view.places()`: one that drains takes no more, but serves what it has.
-        places = {name: Place(member.zone, member.rack) for name, member in members.items()}
-        tiers = sources(self.config.name, announced.plan, holders, places)
-        peers = [[Source(name, members[name].data_address) for name in tier] for tier in tiers]
-        disk = self.spill.source(manifest.model, manifest.version) if self.spill is not None else None
-        if disk is None:
-            return peers
-        return [*peers, [disk]] if holders else [[disk], *peers]
+    def _holders(self, model: str, version: int) -> set[str]:
+        state = self.of(model).get(version)
+        return state.holders if state is not None else set()
 
-    async def _fetch(self, fetch: data_fetch.Fetch, snapshot: Snapshot) -> None:
+    async def _fetched(self, snapshot: Snapshot, fetched: Fetched | None) -> None:
         manifest = snapshot.manifest
-        key = (manifest.model, manifest.version)
         versions = self.of(manifest.model)
-        started = time.monotonic()
-        try:
-            complete = await asyncio.to_thread(fetch.run)
-            root = await asyncio.to_thread(snapshot.root) if complete else ""
-        except LaminarError as error:
-            log.warning("%s did not come: %s", snapshot, error)
-            complete = False
-        finally:
-            del self._running[key]
         state = versions.get(manifest.version)
         assert state is not None
-        if complete and state.stage == "filling":
-            took = time.monotonic() - started
-            how = f" over {fetch.transport}" if fetch.transport else ""
-            log.info("%s complete, %s in %.3f s%s", snapshot, show_bytes(manifest.size_bytes), took, how)
-            self._came[key] = Holding(
-                fetch.upstream, fetch.rate_bytes_s, fetch.num_stripes, fetch.rtt_s, fetch.transport
-            )
-            self.apply(manifest.model, versions.filled(manifest.version, root))
+        if fetched is not None and state.stage == "filling":
+            over = f" over {fetched.came.transport}" if fetched.came.transport else ""
+            log.info("%s complete, %s in %.3f s%s", snapshot, show_bytes(manifest.size_bytes), fetched.took_s, over)
+            self._came[manifest.model, manifest.version] = fetched.came
+            self.apply(manifest.model, versions.filled(manifest.version, fetched.root_digest))
         elif state.stage == "filling":
             await self._remove(snapshot, "its bytes could not be had", after=None)
             if versions.get(manifest.version) is state and state.stage == "filling":  # not ended meanwhile
                 versions.gave_up(manifest.version)
         self.tidy(manifest.model)
         await self._notify()
-
-
-def _state_event(stage: str, sealed: Sealed) -> Tell:
-    return Tell("available" if stage == "shown" else "sealed", sealed)
-
-
-def _offer(watcher: _Watcher, event: Tell | None) -> None:
-    """Queues an event; a full queue is emptied and ended, so that the watcher starts over from the state."""
-    if watcher.queue.full():
-        while not watcher.queue.empty():
-            watcher.queue.get_nowait()
-        event = None
-    watcher.queue.put_nowait(event)

@@ -133,11 +133,14 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         stack.push_async_callback(seat.leave)
         seat.register([RegisteredEngine(e.name(config.name), e.kind, e.url, grpc_address) for e in config.engines])
 
-        relay = Relay(config, seat, store, bind_host=data_host if config.bind_interface else "", movers=movers)
+        spill = None
         if config.spill is not None:
-            relay.spill = Spill(config.spill, retain=config.spill_retain, wrote=lambda _: relay.spill_changed())
+            spill = Spill(config.spill, retain=config.spill_retain, wrote=lambda _: relay.spill_changed())
+            stack.push_async_callback(asyncio.to_thread, spill.close)
+        bind_host = data_host if config.bind_interface else ""
+        relay = Relay(config, seat, store, spill=spill, bind_host=bind_host, movers=movers)
+        if spill is not None:
             relay.spill_changed()
-            stack.push_async_callback(asyncio.to_thread, relay.spill.close)
         await relay.refresh()
         relay.offer_again(found)
         publishing = Publishing(relay)
