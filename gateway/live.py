@@ -99,10 +99,12 @@ class LiveSessions:
             raise Conflict(
                 f"there was already a session {spec.session_id!r}", hint="leave session_id out to get a new one"
             )
-        if self._config.fleet.mode == "inflight" and (spec.version is not None or spec.on_version_loss != "segment"):
+        insists = spec.version is not None or spec.max_version is not None or spec.on_version_loss != "segment"
+        if self._config.fleet.mode == "inflight" and insists:
             raise UnsupportedField(
-                f"session {spec.session_id} insists on its version, and mode `inflight` changes it under running turns",
-                hint="leave `version` and `on_version_loss` out, or run the gateway with --mode repack",
+                f"session {spec.session_id} insists on its version, or on none newer than `max_version`, and mode "
+                "`inflight` changes it under running turns",
+                hint="leave `version`, `max_version` and `on_version_loss` out, or run the gateway with --mode repack",
             )
         if spec.version is not None and not self._fleet.kept.room_for(spec.version):
             raise OutOfCapacity(

@@ -60,7 +60,7 @@ class Places:
     def wanted(self) -> Mapping[Version, Wanted]:
         """Versions that waiting turns will have, or nothing."""
         waiting = (w.demand for w in self._queue if not w.placed.done())
-        return wanted_versions(d for d in waiting if isinstance(d, Demand))
+        return wanted_versions((d for d in waiting if isinstance(d, Demand)), self._state)
 
     def close(self) -> None:
         """Fails whoever still waits."""
@@ -172,5 +172,5 @@ def _never(outcome: Lost | Unable, demand: Demand | TextDemand) -> LaminarError:
     policy = demand.session.spec.on_version_loss
     return VersionLost(
         f"session {demand.session.session_id}: {outcome.reason}",
-        hint=f"it was made with on_version_loss={policy!r}; 'segment' goes on under another version",
+        hint=outcome.hint or f"it was made with on_version_loss={policy!r}; 'segment' goes on under another version",
     )

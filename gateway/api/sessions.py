@@ -38,6 +38,7 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     on_version_loss: VersionPolicy | None = None  # None: "strict" with a `version`, else "segment"
     parent_session_id: str | None = None
     min_version: Count = 0
+    max_version: Count | None = None  # at least `min_version`, and `version`
     max_turns: AtLeastOne | None = None
     max_context_tokens: Annotated[int, Meta(ge=2, le=EXACT_MAX)] | None = None  # prompt and answer together
     deadline_s: Annotated[float, Meta(ge=0)] | None = None  # from now; the session is abandoned then
@@ -127,6 +128,7 @@ class _Handlers:
 
 def session_spec(wanted: CreateRequest) -> SessionSpec:
     in_range("min_version", wanted.min_version, 0, wanted.version)
+    in_range("max_version", wanted.max_version, wanted.version or wanted.min_version, None)
     name = SessionId(wanted.session_id or f"s-{secrets.token_hex(8)}")
     return SessionSpec(
         name,
@@ -141,6 +143,7 @@ def session_spec(wanted: CreateRequest) -> SessionSpec:
         on_version_loss=wanted.on_version_loss or ("segment" if wanted.version is None else "strict"),
         parent_session_id=None if wanted.parent_session_id is None else SessionId(wanted.parent_session_id),
         min_version=Version(wanted.min_version),
+        max_version=None if wanted.max_version is None else Version(wanted.max_version),
         max_turns=wanted.max_turns,
         max_context_tokens=wanted.max_context_tokens,
         deadline_unix_s=None if wanted.deadline_s is None else time.time() + wanted.deadline_s,

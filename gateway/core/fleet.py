@@ -206,6 +206,10 @@ class FleetState:
             return False  # engines that have relays may still join
         return all(e.loadable is not None and version not in e.loadable for e in self.engines.values())
 
+    def past(self, version: Version) -> bool:
+        """Every engine is on a newer one: none goes back for a session that has yet to begin."""
+        return bool(self.engines) and all(e.version > version for e in self.engines.values())
+
     def sorted_engines(self) -> list[EngineState]:
         return [self.engines[name] for name in sorted(self.engines)]
 

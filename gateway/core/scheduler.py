@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.fleet import EngineState, FleetState, Wanted
-from gateway.core.sessions import SessionState
+from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version, VersionChange
 from gateway.core.waiting import UNKNOWN_S
 
@@ -34,9 +34,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The session's version is gone, and it may not go on under another."""
+    """No version that the session may be on is to be had any more."""
 
     reason: str
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ class Admission:
         return self.running + self.buffered >= (self.staleness_max + 1) * self.reader_batch
 
 
+_Kind = tuple[str, bool, bool, int, int | None, frozenset[str] | None]
+
+
 @dataclass(slots=True)
 class Refusals:
     """What new sessions were told in one round through the queue: others of their kind would be told the same.
@@ -78,7 +82,7 @@ class Refusals:
     Without it a queue of n costs n decisions whenever anything changes.
     """
 
-    _told: dict[tuple[str, bool, bool, int, frozenset[str] | None], tuple[int, Wait]] = field(default_factory=dict)
+    _told: dict[_Kind, tuple[int, Wait]] = field(default_factory=dict)
 
     def told(self, demand: Demand, fleet: FleetState) -> Wait | None:
         """The refusal that holds for this one, too; None when it has to be asked for."""
@@ -94,10 +98,10 @@ class Refusals:
             self._told[_kind(demand)] = (demand.prompt_tokens, wait)
 
 
-def _kind(demand: Demand) -> tuple[str, bool, bool, int, frozenset[str] | None]:
+def _kind(demand: Demand) -> _Kind:
     """All of a new session that its refusal may depend on, but for its length."""
     spec = demand.session.spec
-    return spec.split, spec.train, demand.session.insists, spec.min_version, demand.kinds
+    return spec.split, spec.train, demand.session.insists, spec.min_version, spec.max_version, demand.kinds
 
 
 def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
@@ -142,7 +146,8 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
     if fleet.config.mode == "inflight" and own is not None and own.name not in demand.avoid:
         if own.status == "refreshing":
             return Wait(f"engine {own.name} loads a version")
-        if own.status == "serving" and has_room(own, fleet, demand.prompt_tokens):
+        fits = demand.session.spec.allows(own.version) and has_room(own, fleet, demand.prompt_tokens)
+        if own.status == "serving" and fits:
             return Placement(own.name, "holds its place", version_changed=own.version != version)
     same = fleet.serving(version)
     if same:
@@ -150,48 +155,78 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
         staying = [e for e in usable if not e.leaving]
         chosen = _choose(staying, demand, fleet) or _choose(usable, demand, fleet)
         return chosen or Wait(f"engines of version {version} {_why(same, demand)}")
-    session, lost = demand.session, f"no engine serves version {version}"
-    if session.insists:
+    return _place_lost(demand, fleet, version)
+
+
+def _place_lost(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait | Lost:
+    """No engine serves the session's version: its policy says what follows."""
+    spec, lost = demand.session.spec, f"no engine serves version {version}"
+    if _insists(demand.session, fleet):
         if fleet.gone(version):
-            return Lost(f"{lost}, and no relay holds it any more")
+            hint = "" if demand.session.insists else f"it may be on no version newer than {spec.max_version}"
+            return Lost(f"{lost}, and no relay holds it any more", hint)
         return Wait(f"{lost}: it is loaded when an engine is free")
-    if session.spec.on_version_loss == "fail":
+    if spec.on_version_loss == "fail":
         return Lost(f"{lost} any more, and the session is to fail then")
-    least = session.spec.min_version
-    serving = [e for e in fleet.sorted_engines() if e.status == "serving" and e.version >= least]
-    others = [e for e in serving if e.name not in demand.avoid] or serving
+    serving = [e for e in fleet.sorted_engines() if e.status == "serving"]
+    allowed = [e for e in serving if spec.allows(e.version)]
+    others = [e for e in allowed if e.name not in demand.avoid] or allowed
     for newest in sorted({e.version for e in others}, reverse=True):
         chosen = _choose([e for e in others if e.version == newest], demand, fleet)
         if chosen is not None:
             return Placement(chosen.engine, f"{lost} any more; going on under version {newest}", version_changed=True)
-    return Wait(f"{lost} any more, and no other engine has room" if others else "no engine serves")
+    if others:
+        return Wait(f"{lost} any more, and no other engine has room")
+    return Wait(f"no engine serves {_bounds(spec)}" if serving else "no engine serves")
 
 
-def wanted_versions(waiting: Iterable[Demand]) -> dict[Version, Wanted]:
+def _insists(session: SessionState, fleet: FleetState) -> bool:
+    """It goes on under its version or not at all: by its policy, or since no other that is served is one it may be on.
+
+    Engines do not go back by themselves, so one with a `max_version` would wait in vain for another.
+    """
+    spec = session.spec
+    if session.insists or spec.max_version is None or spec.on_version_loss == "fail":
+        return session.insists
+    return not any(e.status == "serving" and spec.allows(e.version) for e in fleet.engines.values())
+
+
+def _bounds(spec: SessionSpec) -> str:
+    if spec.max_version is None:
+        return f"version {spec.min_version} or a newer one"
+    if not spec.min_version:
+        return f"version {spec.max_version} or an older one"
+    return f"a version from {spec.min_version} to {spec.max_version}"
+
+
+def wanted_versions(waiting: Iterable[Demand], fleet: FleetState) -> dict[Version, Wanted]:
     """Versions that waiting turns will have, or nothing."""
     sessions: dict[Version, dict[SessionId, int]] = {}
     for demand in waiting:
         session, version = demand.session, demand.session.version
-        if version is not None and session.insists:
+        if version is not None and _insists(session, fleet):
             sessions.setdefault(version, {})[session.session_id] = demand.prompt_tokens
     return {version: Wanted(len(of), sum(of.values())) for version, of in sessions.items()}
 
 
-def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait:
-    group_version = fleet.group_versions.get(demand.session.spec.group_id)
-    least = demand.session.spec.min_version
-    if group_version is not None and group_version >= least and fleet.serving(group_version):
+def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait | Lost:
+    spec = demand.session.spec
+    group_version = fleet.group_versions.get(spec.group_id)
+    if group_version is not None and spec.allows(group_version) and fleet.serving(group_version):
         same = fleet.serving(group_version)
         chosen = _choose(same, demand, fleet)
         return chosen or Wait(f"engines of its group's version {group_version} {_why(same, demand)}")
-    if admission.full and demand.session.spec.split == "train" and demand.session.spec.train:
+    if spec.max_version is not None and fleet.past(spec.max_version):
+        reason = f"every engine is past version {spec.max_version}, the newest that it may be on"
+        return Lost(reason, "a higher `max_version`; or name a `version`, which is loaded again")
+    if admission.full and spec.split == "train" and spec.train:
         reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
         return Wait(reason, admission.next_batch_s)
     open_ = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open]
-    if least:
-        open_ = [e for e in open_ if e.version >= least]
+    if spec.min_version or spec.max_version is not None:
+        open_ = [e for e in open_ if spec.allows(e.version)]
         if not open_:
-            return Wait(f"no engine with an open intake serves version {least} or a newer one")
+            return Wait(f"no engine with an open intake serves {_bounds(spec)}")
     if demand.session.insists:
         full, open_ = bool(open_), [e for e in open_ if fleet.kept.room_for(e.version)]
         if full and not open_:

@@ -58,10 +58,15 @@ class SessionSpec:
     on_version_loss: VersionPolicy = "segment"
     parent_session_id: SessionId | None = None  # whose sub-agent or opponent it is
     min_version: Version = NO_VERSION  # the oldest it may be on
+    max_version: Version | None = None  # the newest it may be on
     max_turns: int | None = None
     max_context_tokens: int | None = None  # of a prompt and its answer together, if that is less than the engines'
     deadline_unix_s: float | None = None  # it is abandoned then
     priority: int = 0  # among turns that wait for an engine: the highest first
+
+    def allows(self, version: Version) -> bool:
+        """It may be on `version`."""
+        return self.min_version <= version and (self.max_version is None or version <= self.max_version)
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ def met(values: Any) -> Any:
         out |= few
     if isinstance(out.get("name"), str):
         out["name"] = "e9"
-    for name in ("version", "min_version"):
+    for name in ("version", "min_version", "max_version"):
         if type(out.get(name)) is int and out[name] >= 0:
             out[name] = 0  # nobody ever publishes another one
     if isinstance(wait_s := out.get("wait_s"), int | float) and 0 < wait_s <= WAIT_S_MAX:

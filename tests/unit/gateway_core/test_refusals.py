@@ -11,8 +11,11 @@ from gateway.core.types import GroupId, Version
 from tests.unit.gateway_core.helpers import engine, fleet, session
 
 DEMANDS = st.builds(
-    lambda i, version, group, tokens, split, train: Demand(
-        session(f"s{i}", group, version=version, split=split, train=train), tokens
+    lambda i, version, group, tokens, split, train, bounds: Demand(
+        session(
+            f"s{i}", group, version=version, split=split, train=train, min_version=bounds[0], max_version=bounds[1]
+        ),
+        tokens,
     ),
     st.integers(0, 99),
     st.sampled_from([None, None, None, 1, 2]),
@@ -20,6 +23,7 @@ DEMANDS = st.builds(
     st.sampled_from([10, 100, 900]),
     st.sampled_from(["train", "train", "eval"]),
     st.booleans(),
+    st.sampled_from([(0, None), (0, None), (0, 1), (2, None), (1, 1)]),
 )
 
 

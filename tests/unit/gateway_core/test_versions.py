@@ -6,17 +6,27 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gateway.core.fleet import FleetState, Wanted
 from gateway.core.keeping import KeptVersions
 from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
 from gateway.core.sessions import SessionState
-from gateway.core.types import EngineName, SamplingParams, SessionId, TurnId, TurnRecord, TurnRequest, Version
+from gateway.core.types import (
+    EngineName,
+    SamplingParams,
+    SessionId,
+    TurnId,
+    TurnRecord,
+    TurnRequest,
+    Version,
+    VersionPolicy,
+)
 from tests.unit.gateway_core.helpers import engine, fleet, session
 
 FREE = Admission(running=0, buffered=0, reader_batch=None, staleness_max=0)
+POLICIES: tuple[VersionPolicy, ...] = ("segment", "strict", "fail")
 
 
 def lost_one(policy: str, version: int = 1, **spec: Any) -> Demand:
@@ -59,7 +69,7 @@ def test_strict_and_a_session_that_names_its_version_wait_for_it(demand: Demand)
     outcome = place(demand, state, FREE)
     assert isinstance(outcome, Wait)
     assert "version 1: it is loaded when an engine is free" in outcome.reason
-    assert wanted_versions([demand]) == {1: Wanted(1, 100)}
+    assert wanted_versions([demand], state) == {1: Wanted(1, 100)}
     state.engines[EngineName("e0")].loadable = frozenset({Version(2)})
     outcome = place(demand, state, FREE)
     assert isinstance(outcome, Lost)
@@ -72,7 +82,7 @@ def test_strict_and_a_session_that_names_its_version_wait_for_it(demand: Demand)
 def test_what_is_wanted_counts_sessions_once_and_only_who_insists() -> None:
     one, other = lost_one("strict"), lost_one("strict", name="s2")
     asked = [one, one, other, lost_one("segment"), lost_one("fail"), lost_one("strict", 2)]
-    assert wanted_versions(asked) == {1: Wanted(2, 200), 2: Wanted(1, 100)}
+    assert wanted_versions(asked, fleet()) == {1: Wanted(2, 200), 2: Wanted(1, 100)}
 
 
 def wanting(state: FleetState, sessions: int = 1, tokens: int = 1) -> FleetState:
@@ -190,6 +200,102 @@ def test_a_session_is_on_no_older_version_than_it_may() -> None:
     assert outcome.engine == "e1"
     del state.engines[EngineName("e1")]
     assert isinstance(place(lost, state, FREE), Wait)
+
+
+def test_a_new_session_is_on_no_newer_version_than_it_may() -> None:
+    engines = engine("e0", 2, [1] * 5, intake_open=True), engine("e1", 3, intake_open=True)
+    state, demand = fleet(*engines), Demand(session("new", max_version=Version(2)), 10)
+    outcome = place(demand, state, FREE)
+    assert isinstance(outcome, Placement)
+    assert outcome.engine == "e0", "though it is fuller, and older"
+    state.engines[EngineName("e0")].intake_open = False
+    outcome = place(demand, state, FREE)
+    assert outcome == Wait("no engine with an open intake serves version 2 or an older one")
+    told = Refusals()
+    told.note(demand, state, outcome)
+    assert told.told(Demand(session("other"), 10), state) is None, "another may go to the newer one"
+    state.group_versions[demand.session.spec.group_id] = Version(3)
+    assert isinstance(place(demand, state, FREE), Wait), "nor to the newer one of its group"
+    state.engines[EngineName("e0")].version = Version(3)
+    outcome = place(demand, state, FREE)
+    assert isinstance(outcome, Lost), "engines do not go back for it"
+    assert outcome.reason == "every engine is past version 2, the newest that it may be on"
+    assert "name a `version`, which is loaded again" in outcome.hint
+    assert isinstance(place(demand, fleet(), FREE), Wait), "engines may join"
+
+
+def test_a_session_whose_version_is_lost_goes_on_under_no_newer_one_than_it_may() -> None:
+    for version, least, goes in ((3, 0, "e1"), (4, 0, "e1"), (5, 0, "e2"), (4, 4, ""), (9, 5, "e2")):
+        state = fleet(engine("e0", 1), engine("e1", 3), engine("e2", 5))
+        demand = lost_one("segment", 2 if least == 0 else 4, min_version=Version(least), max_version=Version(version))
+        outcome = place(demand, state, FREE)
+        assert (outcome.engine if isinstance(outcome, Placement) else "") == goes, (version, least)
+
+
+def test_one_that_may_be_on_nothing_that_is_served_waits_for_its_own_version_or_is_told() -> None:
+    """Engines do not go back by themselves: its version is loaded again, while there is a relay that has it."""
+    state, demand = fleet(engine("e0", 3), engine("e1", 4)), lost_one("segment", 2, max_version=Version(2))
+    assert place(demand, state, FREE) == Wait("no engine serves version 2: it is loaded when an engine is free")
+    wanted = wanted_versions([demand, lost_one("segment", 2), lost_one("fail", 2, max_version=Version(2))], state)
+    assert wanted == {2: Wanted(1, 100)}, "others go on, or fail"
+    state.insisted = wanted
+    assert decided(state) == [("e0", 2)]
+    state.engines[EngineName("e0")].to("serving")
+    state.engines[EngineName("e0")].version = Version(2)
+    assert isinstance(place(demand, state, FREE), Placement)
+    assert wanted_versions([demand], state) == {}
+    state = fleet(engine("e0", 3, loadable=frozenset({Version(3)})))
+    outcome = place(demand, state, FREE)
+    assert outcome == Lost(
+        "no engine serves version 2, and no relay holds it any more", "it may be on no version newer than 2"
+    )
+    outcome = place(lost_one("fail", 2, max_version=Version(2)), state, FREE)
+    assert isinstance(outcome, Lost)
+    assert "to fail then" in outcome.reason
+
+
+def test_it_holds_no_place_on_an_engine_that_went_past_it() -> None:
+    state = fleet(engine("e0", 3), mode="inflight")
+    demand = Demand(session(version=2, on="e0", max_version=Version(2)), 10)
+    assert isinstance(place(demand, state, FREE), Wait)
+    assert isinstance(place(Demand(session(version=2, on="e0"), 10), state, FREE), Placement)
+
+
+VERSIONS = st.integers(1, 5)
+SOME = st.lists(st.tuples(VERSIONS, st.booleans(), st.sampled_from(["serving", "serving", "fenced"])), max_size=4)
+
+
+@given(SOME, VERSIONS, st.none() | VERSIONS, st.integers(0, 4), st.none() | VERSIONS, st.sampled_from(POLICIES))
+@settings(max_examples=300, deadline=None)
+def test_whatever_the_fleet_a_session_is_within_its_bounds(
+    drawn: list[tuple[int, bool, str]],
+    grouped: int,
+    on: int | None,
+    least: int,
+    most: int | None,
+    policy: VersionPolicy,
+) -> None:
+    engines = [engine(f"e{i}", v, intake_open=o, status=s) for i, (v, o, s) in enumerate(drawn)]
+    state = fleet(*engines)
+    bounds: dict[str, Any] = {"min_version": Version(least), "max_version": None if most is None else Version(most)}
+    of = session(version=on, on_version_loss=policy, **bounds)
+    assume(on is None or of.spec.allows(Version(on)))
+    state.group_versions[of.spec.group_id] = Version(grouped)
+    asked = Demand(of, 10)
+    outcome = place(asked, state, FREE)
+    if isinstance(outcome, Placement):
+        there = state.engines[outcome.engine].version
+        assert least <= there <= (most or there)
+        assert on in (None, there) or policy == "segment"
+        return
+    assert outcome.reason
+    within = [e for e in engines if e.status == "serving" and of.spec.allows(e.version)]
+    takes = [e for e in within if (e.intake_open if on is None else policy == "segment" or e.version == on)]
+    assert takes == [], "there was a place"
+    if isinstance(outcome, Wait) and on is not None and most is not None:
+        assert list(wanted_versions([asked], state)) == [on], "nobody waits for what nobody brings"
+    if isinstance(outcome, Lost) and on is not None and policy != "fail":
+        assert state.gone(Version(on))
 
 
 def test_a_session_that_named_its_version_lets_go_of_it_once_it_began_unless_it_is_strict() -> None:

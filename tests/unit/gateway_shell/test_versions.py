@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,8 @@ async def test_a_strict_session_waits_up_to_its_deadline_when_nothing_can_load_i
 
 async def test_mode_inflight_promises_no_version(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(mode="inflight")) as found:
-        for spec in ({"version": Version(0)}, {"on_version_loss": "strict"}, {"on_version_loss": "fail"}):
+        promised: list[dict[str, Any]] = [{"version": Version(0)}, {"max_version": Version(0)}]
+        for spec in (*promised, {"on_version_loss": "strict"}, {"on_version_loss": "fail"}):
             with pytest.raises(UnsupportedField, match="insists on its version"):
                 found.session(**spec)
 
