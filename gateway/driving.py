@@ -153,8 +153,7 @@ class Driver:
         own = self._fleet.state.engines.get(self._session.engine) if self._session.engine is not None else None
         held = own is not None and own.status == "serving" and own.version == self._session.version
         prefix = () if held else chain(self._request.prompt_ids)
-        sampling = self._request.sampling
-        kinds = kinds_for(sampling.json_schema, sampling.regex, sampling.structural_tag)
+        kinds = kinds_for(constrained=self._request.sampling.constrained)
         return Demand(self._session, tokens, turn_id=self._request.turn_id, prefix=prefix, kinds=kinds)
 
     async def _stay(self, placement: Placement, cause: SegmentCause) -> None:

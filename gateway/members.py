@@ -39,6 +39,10 @@ class Member:
         self.timeline.add("engine", engine=self.state.name, state=status, reason=reason)
         log.info("engine %s: %s: %s", self.state.name, status, reason)
 
+    def note_failed_look(self, error: str) -> None:
+        """For the timeline: the engine's own state forgets it with the next look that succeeds."""
+        self.timeline.add("look", engine=self.state.name, error=error)
+
     def suspect(self) -> None:
         """A connection to it broke: it gets no turn before it was looked at, which is now."""
         self.state.suspected = self.state.status == "serving"

@@ -168,9 +168,8 @@ class Refreshing:
         self.failures += 1
         wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** (member.refresh_failures - 1))
         state = member.state
-        state.load_failed(decision, by_engine=isinstance(error, EngineFailed))
+        state.load_failed(decision, str(error), by_engine=isinstance(error, EngineFailed))
         state.refresh_not_before = time.monotonic() + wait_s
-        state.last_error = str(error)
         untouched = isinstance(error, SnapshotRefused) and decision.served
         what = f"goes on with version {state.version}" if untouched else "stays fenced"
         log.warning("engine %s %s, next try in %.0f s: %s", state.name, what, wait_s, error)

@@ -5,6 +5,8 @@ one, and what breaks off later is an error.
 
 Invariants:
 - a relayed request is a running turn of its engine from when it was placed to when it has left it, however it ends;
+- a client that hears nothing for `KEEP_ALIVE_S` of an engine that has its request is told that it has it, and under
+  which version; from then on it is asked of engines of that version only;
 - an engine that is to load, that died, was restarted or taken out keeps no relayed request: who reads gets the cut.
 
 Owner of the requests under way.
@@ -18,12 +20,14 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from gateway.core.relaying import BYTES_PER_TOKEN, TEXT_ROUTES, TRIES_MAX, TextApi, TextDemand
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.engines.base import PassedAnswer, StreamCut
 from gateway.engines.http import ERROR_SHOWN, refuses
 from gateway.fleet import Fleet
+from gateway.ports import KEEP_ALIVE_S
 from protos.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -44,13 +48,29 @@ class RelayStatistics:
     failed: int
 
 
+class Client(Protocol):
+    """Who asked, while it waits."""
+
+    @property
+    def told(self) -> Version | None:
+        """The version that its answer's head names, once that is out."""
+        ...
+
+    async def keep_alive(self, version: Version) -> None:
+        """Shows that an engine of `version` works on the answer. Waits for nothing, not for a slow client either."""
+        ...
+
+
 @dataclass(slots=True)
 class _UnderWay:
-    """One request on one engine. `answer`: once it was sent there."""
+    """One request on one engine. `answer`: once it was sent there. `kept_at`: when its client was last told of it."""
 
     engine: EngineName
     incarnation: str
+    version: Version
+    client: Client
     answer: PassedAnswer | None = None
+    kept_at: float = 0.0
     cut: StreamCut | None = None  # it is to leave
 
 
@@ -87,7 +107,7 @@ class TextRelay:
             await self._idle.wait()
 
     @asynccontextmanager
-    async def ask(self, api: TextApi, body: bytes, *, streamed: bool) -> AsyncIterator[Relayed]:
+    async def ask(self, api: TextApi, body: bytes, client: Client, *, streamed: bool) -> AsyncIterator[Relayed]:
         """The answer of the first engine that gives one: whole, or (`streamed`) with its first bytes.
 
         Raises OutOfCapacity, Unavailable when engines fail it, and StreamCut while what follows the first is read.
@@ -100,10 +120,10 @@ class TextRelay:
             engine = (await self._fleet.place(demand, resumed=tries > 0, timeout_s=self._config.queue_timeout_s)).engine
             try:
                 try:
-                    relayed = await self._begin(engine, demand, body, streamed)
+                    relayed = await self._begin(engine, demand, body, client, streamed)
                 except StreamCut as cut:
                     tries += 1
-                    demand = self._after(cut, engine, demand, tries)
+                    demand = replace(self._after(cut, engine, demand, tries), version=client.told)
                     continue
                 self._relayed += 1
                 yield relayed
@@ -111,12 +131,15 @@ class TextRelay:
             finally:
                 self._end(engine, demand.turn_id)
 
-    async def _begin(self, engine: EngineName, demand: TextDemand, body: bytes, streamed: bool) -> Relayed:
+    async def _begin(
+        self, engine: EngineName, demand: TextDemand, body: bytes, client: Client, streamed: bool
+    ) -> Relayed:
         member = self._fleet.members.get(engine)
         if member is None or member.state.status != "serving":
             raise StreamCut("refused", f"engine {engine} is gone")
         state = member.state
-        under_way = self._under_way[demand.turn_id] = _UnderWay(engine, state.incarnation)
+        under_way = _UnderWay(engine, state.incarnation, state.version, client)
+        self._under_way[demand.turn_id] = under_way
         stall_s = self._config.stall_timeout_s if streamed else WHOLE_TIMEOUT_S
         try:
             path = TEXT_ROUTES[state.kind][demand.api]
@@ -132,7 +155,7 @@ class TextRelay:
         except StreamCut as cut:
             self._suspect(under_way, cut)
             raise
-        return Relayed(status, content_type, engine, state.version, first, self._rest(under_way, answer, first))
+        return Relayed(status, content_type, engine, under_way.version, first, self._rest(under_way, answer, first))
 
     async def _rest(self, under_way: _UnderWay, answer: PassedAnswer, first: bytes) -> AsyncIterator[bytes]:
         tail = first[-TAIL_BYTES:]
@@ -185,13 +208,25 @@ class TextRelay:
             under_way.answer.cut(under_way.cut)
 
     async def watch(self) -> None:
-        """Breaks off what is on engines that died or were restarted; runs until cancelled."""
+        """Breaks off what is on engines that died or were restarted, and keeps alive what is silent; until cancelled.
+
+        One task for all requests: each alone costs nothing while its engine speaks.
+        """
         while True:
             await asyncio.sleep(self._config.poll_interval_s)
-            for under_way in self._under_way.values():
+            now = asyncio.get_running_loop().time()
+            for under_way in list(self._under_way.values()):
                 state = self._fleet.state.engines.get(under_way.engine)
                 if state is None or state.status in ("dead", "joining") or state.incarnation != under_way.incarnation:
                     self._leave(under_way, f"engine {under_way.engine} died")
+                await self._keep_alive(under_way, now)
+
+    async def _keep_alive(self, under_way: _UnderWay, now: float) -> None:
+        if under_way.answer is None or under_way.cut is not None:
+            return
+        if now - max(under_way.kept_at, under_way.answer.heard_at) >= KEEP_ALIVE_S:
+            under_way.kept_at = now
+            await under_way.client.keep_alive(under_way.version)
 
 
 async def _whole(answer: PassedAnswer) -> bytes:

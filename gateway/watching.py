@@ -38,6 +38,7 @@ class Watching:
             try:
                 report = await member.adapter.report()
                 await self._alive(member, report)
+                member.state.look_error = ""
             except EngineFailed as e:
                 self._unreachable(member, e)
             member.looked.set()
@@ -110,9 +111,11 @@ class Watching:
 
     def _unreachable(self, member: Member, error: EngineFailed) -> None:
         member.failed_polls += 1
-        if member.state.status == "dead" and member.state.last_error != error.message:
+        if member.state.status == "dead" and member.state.look_error != error.message:
             log.warning("engine %s does not answer: %s", member.state.name, error)
-        member.state.last_error = error.message
+        if member.failed_polls == 1:
+            member.note_failed_look(error.message)
+        member.state.look_error = error.message
         if member.state.status != "dead" and member.failed_polls >= self._config.dead_after_polls:
             member.to("dead", error.message)
             member.state.incarnation = ""

@@ -37,7 +37,7 @@ def constraint(body: ChatRequest | CompletionRequest, model: ModelInfo, form: To
     if len(found) > 1:
         raise BadField(next(iter(found)), f"{' and '.join(found)} each constrain the answer", hint="send one of them")
     for field, held in found.items():
-        able = kinds_for(held.json_schema, held.regex, held.structural_tag)
+        able = kinds_for(constrained=held.any)
         if able is not None and not able & model.kinds:
             raise RefusedField(
                 field,

@@ -20,8 +20,8 @@ from typing import Self
 from aiohttp import web
 
 from gateway.api.openai_shapes import KEEP_ALIVE
+from gateway.ports import KEEP_ALIVE_S
 
-KEEP_ALIVE_S = 15.0
 QUIET_S_MAX = 75.0
 """Beyond the 60 s that a turn waits for an engine by default; longer waits are kept alive from then on."""
 

@@ -3,13 +3,19 @@
 Relayed is only what asks for nothing that the token path alone can give: no session in any form, no idempotency key, no
 token ids or versions, no field that is this gateway's own. All other fields are the engine's to take or to refuse.
 
-An answer that breaks off after its first byte is an error that no client takes for an end: in a stream an error event
-where events stand whole, else a connection that is cut.
+Invariants:
+- an answer that breaks off after its first byte is an error that no client takes for an end: in a stream an error event
+  where events stand whole, else a connection that is cut;
+- an answer that is silent for long is kept alive once an engine has its request: comments between a stream's events,
+  spaces before the body of a whole answer. Its head is out then: the status is 200 and the version is told, the engine
+  is not, since another one of that version may yet have to answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,10 +23,12 @@ from aiohttp import hdrs, web
 
 from gateway.api.openai_errors import error_body
 from gateway.api.openai_identity import KEY_HEADER, SESSION_HEADERS
+from gateway.api.openai_shapes import KEEP_ALIVE
 from gateway.core.relaying import TextApi
-from gateway.engines.base import StreamCut
+from gateway.core.types import Version
 from gateway.ports import Turns
 from gateway.relaying import Relayed, TextRelay
+from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
 
@@ -74,32 +82,97 @@ class TextDoor:
         return None if seen.model != self._model or seen.wants_tokens else seen
 
     async def answer(self, request: web.Request, body: bytes, api: TextApi, seen: Glance) -> web.StreamResponse:
-        async with self._relay.ask(api, body, streamed=bool(seen.stream)) as relayed:
-            if seen.stream and relayed.status == 200:
-                return await _stream(request, relayed)
-            return web.Response(body=relayed.first, status=relayed.status, headers=_headers(relayed))
-
-
-async def _stream(request: web.Request, relayed: Relayed) -> web.StreamResponse:
-    response = web.StreamResponse(headers=_headers(relayed))
-    try:
-        await response.prepare(request)
-        await response.write(tail := relayed.first)
+        client = _Client(request, streamed=bool(seen.stream))
         try:
+            async with self._relay.ask(api, body, client, streamed=client.streamed) as relayed:
+                return await client.answer(relayed)
+        except LaminarError as error:
+            if client.told is None:
+                raise
+            return await client.fail(error)
+
+
+class _Client:
+    """Who asked, and what it was sent. Implements `gateway.relaying.Client`."""
+
+    def __init__(self, request: web.Request, *, streamed: bool) -> None:
+        self.streamed = streamed
+        self.told: Version | None = None
+        self._request = request
+        self._response: web.StreamResponse | None = None  # once its head is out, or on its way
+        self._starting = asyncio.Lock()
+        self._tail = b""  # of what was sent
+        self._over = False
+
+    async def keep_alive(self, version: Version) -> None:
+        if self._over or self._request.protocol.writing_paused or not self._between_events:
+            return
+        kind = "text/event-stream" if self.streamed else "application/json"
+        try:
+            response = await self._begin({hdrs.CONTENT_TYPE: kind, VERSION_HEADER: str(version)}, version)
+            await response.write(KEEP_ALIVE if self.streamed else b" ")
+        except ConnectionError:  # the client is gone, as its handler is told
+            pass
+
+    @property
+    def _between_events(self) -> bool:
+        return not self._tail or self._tail.endswith(EVENT_ENDS)
+
+    async def _begin(self, headers: Mapping[str, str], version: Version) -> web.StreamResponse:
+        async with self._starting:
+            if self._response is None:
+                self._response = web.StreamResponse(headers=headers)
+                self.told = version
+                await self._response.prepare(self._request)
+            return self._response
+
+    async def answer(self, relayed: Relayed) -> web.StreamResponse:
+        if self.streamed and relayed.status == 200:
+            return await self._stream(relayed)
+        if self.told is None:
+            return web.Response(body=relayed.first, status=relayed.status, headers=_headers(relayed))
+        if relayed.status != 200:
+            return await self._say_error(b" ".join(relayed.first.splitlines()))
+        return await self._end(relayed.first)
+
+    async def _stream(self, relayed: Relayed) -> web.StreamResponse:
+        try:
+            response = await self._begin(_headers(relayed), relayed.version)
+            self._tail = relayed.first
+            await response.write(relayed.first)
             async for data in relayed.rest:
-                tail = tail[-EVENT_END_BYTES:] + data
+                self._tail = self._tail[-EVENT_END_BYTES:] + data
                 await response.write(data)
-        except StreamCut as cut:
-            log.warning("%s %s: cut after its first byte: %s", request.method, request.path, cut)
-            if not tail.endswith(EVENT_ENDS):
-                if request.transport is not None:
-                    request.transport.abort()
-                return response
-            await response.write(b"data: " + msgspec.json.encode(error_body(cut)) + b"\n\n")
-        await response.write_eof()
-    except ConnectionError:  # the client is gone: there is nobody to tell
-        pass
-    return response
+        except ConnectionError:  # the client is gone: there is nobody to tell
+            self._over = True
+            assert self._response is not None
+            return self._response
+        return await self._end(b"")
+
+    async def fail(self, error: LaminarError) -> web.StreamResponse:
+        """After the head: an error that no client takes for an end."""
+        log.warning("%s %s: failed after its answer began: %s", self._request.method, self._request.path, error)
+        return await self._say_error(msgspec.json.encode(error_body(error)))
+
+    async def _say_error(self, body: bytes) -> web.StreamResponse:
+        assert self._response is not None
+        if self.streamed and self._between_events:
+            return await self._end(b"data: " + body + b"\n\n")
+        self._over = True
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self._response
+
+    async def _end(self, last: bytes) -> web.StreamResponse:
+        assert self._response is not None
+        self._over = True
+        try:
+            if last:
+                await self._response.write(last)
+            await self._response.write_eof()
+        except ConnectionError:  # the client is gone: there is nobody to tell
+            pass
+        return self._response
 
 
 def _headers(relayed: Relayed) -> dict[str, str]:

@@ -102,7 +102,8 @@ class EngineState:
         False  # a connection to it broke: no turn goes there before it has answered as the same incarnation
     )
     must_load: bool = False  # it was met fenced: whatever its label says, its weights may be mixed
-    last_error: str = ""
+    look_error: str = ""  # of the last look at it, if that failed
+    load_error: str = ""  # of a load, until a version that is wanted was loaded
     curve: DecodeCurve = field(default_factory=DecodeCurve)
     ceiling: KvCeiling | None = None  # C_max as learnt; made with the first report
 
@@ -110,6 +111,11 @@ class EngineState:
     def tokens(self) -> int:
         """KV tokens of its turns in flight, by the gateway's own count."""
         return sum(turn.tokens for turn in self.turns.values())
+
+    @property
+    def last_error(self) -> str:
+        """What stands against it now; what no longer does is in the timeline."""
+        return self.look_error or self.load_error
 
     @property
     def holding(self) -> Holding:
@@ -120,11 +126,12 @@ class EngineState:
         """Its host has a version that it should load."""
         return self.available > self.version and self.available != self.given_up
 
-    def load_failed(self, decision: RefreshDecision, *, by_engine: bool) -> None:
+    def load_failed(self, decision: RefreshDecision, error: str, *, by_engine: bool) -> None:
         """After `LOAD_TRIES` of one version the one before it is wanted; if that fails too, the newest once more.
 
         `by_engine`: it or the snapshot was at fault, not what lies between them.
         """
+        self.load_error = error
         if decision.before:
             self.given_up = NO_VERSION
         elif by_engine:
@@ -135,10 +142,12 @@ class EngineState:
     def loaded(self, version: Version) -> None:
         self.version, self.must_load = version, False
         self.load_failures, self.refresh_not_before = 0, 0.0
+        if self.given_up == NO_VERSION or version > self.given_up:  # else it serves less than it should
+            self.load_error = ""
 
     def begin_anew(self) -> None:
         """Another incarnation: what failed before may work now."""
-        self.load_failures, self.given_up = 0, NO_VERSION
+        self.load_failures, self.given_up, self.load_error = 0, NO_VERSION, ""
 
     def to(self, status: EngineStatus) -> None:
         if status not in TRANSITIONS[self.status]:

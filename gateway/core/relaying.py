@@ -5,6 +5,7 @@ else. So it ends where it began; a refresh waits for it, or cuts it, as the mode
 
 Invariants:
 - it goes where a new session might: to an engine whose intake is open, of the newest version of which one has room;
+- one whose client was told a version goes on under no other;
 - it counts as admitted, so that an intake closes for a newer version though nothing but such requests come.
 """
 
@@ -16,7 +17,7 @@ from typing import Literal
 
 from gateway.core.fleet import EngineState, FleetState, TurnLoad
 from gateway.core.scheduler import Placement, Wait, has_room
-from gateway.core.types import EngineName, SessionId, TurnId
+from gateway.core.types import EngineName, SessionId, TurnId, Version
 
 TextApi = Literal["chat", "completion"]
 TEXT_ROUTES: Mapping[str, Mapping[TextApi, str]] = {
@@ -33,12 +34,14 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class TextDemand:
-    """What a relayed request needs. `tokens` is an estimate; `avoid`: engines that just failed it."""
+    """What a relayed request needs. `tokens` is an estimate; `avoid`: engines that just failed it; `version`: what its
+    client was told, if it was told already."""
 
     turn_id: TurnId
     api: TextApi
     tokens: int
     avoid: frozenset[EngineName] = frozenset()
+    version: Version | None = None
 
     @property
     def load(self) -> TurnLoad:
@@ -58,6 +61,10 @@ def place_text(demand: TextDemand, fleet: FleetState) -> Placement | Wait | Unab
     able = [e for e in fleet.engines.values() if demand.api in TEXT_ROUTES[e.kind]]
     if not able:
         return _unable(demand.api, fleet)
+    if demand.version is not None:
+        able = [e for e in able if e.version == demand.version]
+    if not able:
+        return Unable(f"no engine has version {demand.version} any more", "send the request again")
 
     def order(engine: EngineState) -> tuple[bool, int, int, int, str]:
         """Engines as loaded as each other take turns."""

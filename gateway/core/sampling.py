@@ -14,11 +14,9 @@ import hashlib
 from gateway.core.types import LogprobsKind, SampledWith, SamplingParams, TurnRequest
 
 
-def kinds_for(json_schema: str, regex: str, structural_tag: str) -> frozenset[str] | None:
-    """Kinds of engines that can hold an answer to it; None for all, of an answer that is held to nothing."""
-    if structural_tag:
-        return frozenset({"vllm"})  # SGLang's form of it is another
-    return frozenset({"vllm", "sglang"}) if json_schema or regex else None
+def kinds_for(*, constrained: bool) -> frozenset[str] | None:
+    """Kinds of engines that can hold an answer to something; None for all, of an answer that is held to nothing."""
+    return frozenset({"vllm", "sglang"}) if constrained else None
 
 
 def segment_seed(seed: int, choice: int, turn: int, generated: int) -> int:

@@ -94,6 +94,11 @@ def version_of(label: str) -> Version:
 class PassedAnswer(Protocol):
     """An answer as its bytes come. It has to be closed, which aborts the request unless it was read to its end."""
 
+    @property
+    def heard_at(self) -> float:
+        """When anything of it came last, or the request was sent: on the event loop's clock."""
+        ...
+
     async def head(self) -> tuple[int, str]:
         """Status and content type, once they came. Raises StreamCut."""
         ...

@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         self.paused = False
         self._cut: StreamCut | None = None
         self._ended: Callable[[], None] | None = None
-        self._heard_at = self._loop.time()
+        self.heard_at = self._loop.time()
 
     # -- asked
 
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
             self.cut(StreamCut("reset", f"{self._url} broke the stream: {exc or 'it closed the connection'}"))
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self._loop.time()
+        self.heard_at = self._loop.time()
         if self._done:  # nobody asked: such a connection is not used again
             self._received = data
             return
@@ -198,7 +198,7 @@ class Connection(asyncio.Protocol):
         waiter.set_result(None)
 
     def _check_stall(self) -> None:
-        silent_s = self._loop.time() - self._heard_at
+        silent_s = self._loop.time() - self.heard_at
         if self.paused:
             silent_s = 0.0  # it is we who do not listen
         if silent_s >= self._stall_timeout_s:

@@ -3,6 +3,8 @@
 - An event repeats everything so far, or brings only what is new, as the server was started. `completion_tokens` counts
   all so far, so the lengths tell which it is; nothing is assumed, and a list that fits neither is a cut.
 - Ids and logprobs are taken from `output_token_logprobs`, where they stand together.
+- A structural tag is sent as JSON text in xgrammar's own form, which SGLang's default grammar backend compiles as it
+  is. Its older form (`structures`, `triggers`) lets text come around calls; llguidance, which takes no other, refuses.
 - A stream is complete only with a finish of type "stop" or "length".
 """
 
@@ -67,6 +69,8 @@ def generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request
         params["json_schema"] = sampling.json_schema
     if sampling.regex:
         params["regex"] = sampling.regex
+    if sampling.structural_tag:
+        params["structural_tag"] = sampling.structural_tag
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     if sampling.stop_token_ids:

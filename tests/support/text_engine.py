@@ -29,7 +29,7 @@ class TextEngine(CuttingEngine):
     hold_text_at: int | None = None
     said_words: int = 0
     piece: int = 1 << 20  # bytes of a stream's write
-    torn_by: int = 0  # bytes of the next event that a "closed" stream still brings
+    torn_by: int = 0  # bytes of the next event that a "closed" stream still brings, or one that is held
 
     def app(self) -> web.Application:
         app = super().app()
@@ -57,6 +57,8 @@ class TextEngine(CuttingEngine):
     async def _refused(self, cut: Cut | None) -> web.Response | None:
         if cut is not None and cut.kind == "silent":
             await asyncio.Event().wait()
+        if cut is not None and self.hold_text_at == 0:
+            await self.go.wait()
         if cut is not None and cut.kind in ("400", "500", "503"):
             return web.json_response({"error": {"message": f"told to answer {cut.kind}"}}, status=int(cut.kind))
         return None
@@ -86,9 +88,11 @@ class TextEngine(CuttingEngine):
         await response.prepare(request)
         said = words(self.name, self.version, asked.body["max_tokens"])
         for at, word in enumerate(said if cut is None else said[: cut.after]):
+            said_already = self.torn_by if at == self.hold_text_at else 0
             if at == self.hold_text_at:
+                await response.write(event(word)[:said_already])
                 await self.go.wait()
-            await self._pieces(response, event(word))
+            await self._pieces(response, event(word)[said_already:])
             self.said_words += 1
         if cut is not None:
             if cut.kind == "closed":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from tests.support.sglang import weights
-from tests.support.sglang.wire import DiskBody, GenerateBody, Refused, TensorBody
+from tests.support.sglang.wire import DiskBody, GenerateBody, Refused, TensorBody, forced
 
 PREFIX = 8
 """Ids of a prompt by which the prefix cache finds KV."""
@@ -21,6 +22,7 @@ class Request:
     rid: str
     body: GenerateBody
     kv: str  # weights under which its context was computed; "": not yet
+    forced: list[int] = field(default_factory=list)  # what its grammar has it say, an end token last; empty: anything
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
@@ -36,7 +38,7 @@ class Request:
 
 @dataclass
 class Engine:
-    """One life of a server. `step_s`: time of one token."""
+    """One life of a server. `step_s`: time of one token. `encode`: its tokenizer, for answers held to a grammar."""
 
     weights: str
     label: str = "default"
@@ -49,6 +51,7 @@ class Engine:
     loaders: tuple[str, ...] = ()
     step_s: float = 0.002
     seed: int = field(default_factory=lambda: random.randrange(1 << 30))
+    encode: Callable[[str], list[int]] = lambda text: []
     requests: dict[str, Request] = field(default_factory=dict)
     paused: Literal["abort", "retract", "in_place"] | None = None
     session: str | None = None
@@ -64,6 +67,7 @@ class Engine:
         """Runs a request to its end; whoever reads it is told by `grew`."""
         self.requests[request.rid] = request
         try:
+            request.forced = self.encode(forced(request.body.sampling_params))
             await self.running.wait()
             prefix = tuple(request.body.input_ids[:PREFIX])
             request.kv = self.cache.setdefault(prefix, self.weights)
@@ -72,6 +76,8 @@ class Engine:
                 await asyncio.sleep(self.step_s)
                 if self.paused is None and request.finish is None:
                     self._step(request)
+        except Refused as e:  # of a grammar, which is compiled only here
+            request.end(type="abort", message=str(e), status_code=400, err_type="BadRequestError")
         finally:
             self.requests.pop(request.rid, None)
 
@@ -82,12 +88,15 @@ class Engine:
         request.kv = request.kv or self.weights
         token, logprob = weights.next_token(self.weights, request.kv, [*request.body.input_ids, *request.ids])
         at = len(request.ids)
+        if request.forced:
+            token = request.forced[at]
         if not request.spans or request.spans[-1]["version"] != self.label:
             request.spans.append({"version": self.label, "start": at, "end": at})
         request.spans[-1]["end"] = at + 1
         request.ids.append(token)
         request.logprobs.append(logprob)
-        if token in (params.stop_token_ids or ()) and at + 1 > params.min_new_tokens:
+        fulfilled = at + 1 == len(request.forced)  # its end is all that the grammar allows then
+        if fulfilled or (token in (params.stop_token_ids or ()) and at + 1 > params.min_new_tokens):
             request.end(type="stop", matched=token)
         elif at + 1 >= params.max_new_tokens:
             request.end(type="length", length=params.max_new_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -11,6 +11,26 @@ T = TypeVar("T")
 
 class Refused(Exception):
     """The request is wrong."""
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    json_schema: dict[str, Any] | bool
+
+
+class TagFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="tag"):
+    begin: str
+    content: JsonSchemaFormat
+    end: str
+
+
+class OrFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="or"):
+    elements: Annotated[list[TagFormat], msgspec.Meta(min_length=1)]
+
+
+class StructuralTag(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="structural_tag"):
+    """As xgrammar 0.2.7 parses it, of which SGLang 0.5.23 is built; the formats that it knows besides are left out."""
+
+    format: TagFormat | OrFormat
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -28,6 +48,16 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     no_stop_trim: bool = False
     n: int = 1
     sampling_seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+    @property
+    def grammars(self) -> list[str]:
+        return [g for g in (self.json_schema, self.regex, self.ebnf, self.structural_tag) if g is not None]
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,9 +139,22 @@ def check(body: GenerateBody, vocab: int, context: int) -> None:
         "top_k must be -1 (disable) or at least 1": params.top_k < 1 and params.top_k != -1,
         "min_new_tokens must be in [0, max_new_tokens]": not 0 <= params.min_new_tokens <= (params.max_new_tokens or 0),
         "max_new_tokens must be at least 0": (params.max_new_tokens or 0) < 0,
+        "Only one of json_schema, regex, ebnf, or structural_tag can be set": len(params.grammars) > 1,
         "n > 1 is not simulated": params.n != 1,
         "the input is longer than the context": len(body.input_ids) + (params.max_new_tokens or 0) > context,
     }
     for why, holds in wrong.items():
         if holds:
             raise Refused(why)
+
+
+def forced(params: SamplingParams) -> str:
+    """An answer that the structural tag allows; empty without one. Refused as its compiler refuses it."""
+    if params.structural_tag is None:
+        return ""
+    try:
+        tag = msgspec.json.decode(params.structural_tag, type=StructuralTag)
+    except msgspec.MsgspecError as e:
+        raise Refused(f"Failed to compile structural_tag grammar: {e}") from e
+    first = tag.format.elements[-1] if isinstance(tag.format, OrFormat) else tag.format
+    return first.begin + "{}" + first.end

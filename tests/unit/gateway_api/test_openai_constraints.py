@@ -70,7 +70,7 @@ def test_what_is_left_to_the_model_is_held_to_nothing(choice: str | None) -> Non
     ("form", "kinds", "told"),
     [
         ("none", {"vllm"}, "no engine can be held to this model's form of a call.*'auto'"),
-        ("hermes", {"sglang", "embedded"}, "no engine of this gateway.*vllm"),
+        ("hermes", {"embedded"}, "no engine of this gateway.*sglang, vllm"),
         ("llama", {"embedded"}, "no engine of this gateway.*sglang, vllm"),
     ],
 )

@@ -274,7 +274,7 @@ def fail(state: EngineState, *, by_engine: bool = True) -> RefreshDecision:
     """Its next refresh, which fails."""
     [decision] = fleet(state).refresh_decisions(1000.0)
     state.to("fenced")
-    state.load_failed(decision, by_engine=by_engine)
+    state.load_failed(decision, f"no {decision.to_version}", by_engine=by_engine)
     return decision
 
 
@@ -291,6 +291,25 @@ def test_a_version_that_does_not_load_is_given_up_for_the_one_before_until_a_new
     assert intake(state, 1000.0, 3) == (False, "version 3 is here and nothing runs")
     [decision] = fleet(state).refresh_decisions(1000.0)
     assert (decision.to_version, decision.before, decision.served) == (3, False, True)
+
+
+def test_what_went_wrong_with_a_load_stands_until_what_is_wanted_is_there() -> None:
+    state = engine("e0", 1, available=2)
+    assert (fail(state).to_version, state.last_error) == (2, "no 2")
+    state.loaded(Version(2))
+    assert state.last_error == ""
+    state = engine("e0", 1, available=2)
+    assert [fail(state).to_version for _ in range(LOAD_TRIES)] == [2] * LOAD_TRIES
+    state.loaded(Version(1))
+    assert state.last_error == "no 2", "it serves the one before"
+    state.look_error = "silent"
+    assert state.last_error == "silent"
+    state.look_error = ""
+    state.loaded(Version(3))
+    assert state.last_error == ""
+    fail(state := engine("e0", 1, available=2))
+    state.begin_anew()
+    assert state.last_error == "", "of the incarnation before"
 
 
 def test_when_the_one_before_does_not_load_either_it_begins_anew() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.core.fleet import EngineState
 from gateway.core.relaying import TEXT_ROUTES, TextDemand, Unable, admit_text, place_text
 from gateway.core.scheduler import Placement, Wait
-from gateway.core.types import EngineName, TurnId
+from gateway.core.types import EngineName, TurnId, Version
 from protos.engines import ENGINE_KINDS
 from tests.unit.gateway_core.helpers import engine, fleet
 
@@ -21,7 +21,7 @@ NUMBERS = itertools.count()
 
 def demand(tokens: int = 1, avoid: tuple[str, ...] = (), **more: Any) -> TextDemand:
     turn = TurnId(f"text-{next(NUMBERS)}")
-    return TextDemand(turn, more.pop("api", "chat"), tokens, frozenset(map(EngineName, avoid)))
+    return TextDemand(turn, more.pop("api", "chat"), tokens, frozenset(map(EngineName, avoid)), **more)
 
 
 def open_engine(name: str, version: int = 1, **fields: Any) -> EngineState:
@@ -37,6 +37,16 @@ def test_the_newest_version_that_has_room_comes_before_load() -> None:
     assert place_text(demand(), state) == Placement(EngineName("e1"), "least loaded of version 2")
     state.engines[EngineName("e1")].turns |= engine("e2", 2, [9]).turns
     assert place_text(demand(), state) == Placement(EngineName("e0"), "least loaded of version 1")
+
+
+def test_one_whose_client_was_told_a_version_goes_nowhere_else() -> None:
+    state = fleet(open_engine("e0", 1), open_engine("e1", 2))
+    assert place_text(demand(version=Version(1)), state) == Placement(EngineName("e0"), "least loaded of version 1")
+    state.engines[EngineName("e0")].intake_open = False
+    assert isinstance(place_text(demand(version=Version(1)), state), Wait)
+    assert place_text(demand(version=Version(3)), state) == Unable(
+        "no engine has version 3 any more", "send the request again"
+    )
 
 
 @pytest.mark.parametrize(

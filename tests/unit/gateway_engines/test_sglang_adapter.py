@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from gateway.api.openai_constraints import forced_call
+from gateway.api.openai_requests import decode_chat
 from gateway.core.types import SamplingParams
 from gateway.engines.base import EngineChunk, EngineFailed, RequestRefused
 from gateway.engines.sglang import SglangEngine
@@ -99,6 +101,38 @@ async def test_a_stream_left_early_is_aborted_by_name_and_one_that_ended_is_not(
 async def test_an_error_in_the_stream_of_a_wrong_request_is_a_refusal(sampling: dict[str, Any]) -> None:
     async with scene() as found:
         with pytest.raises(RequestRefused, match="refused the request"):
+            await found.read(**sampling)
+
+
+def forced_call_of(*names: str) -> str:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    body = {"model": "policy", "messages": [], "tools": tools, "tool_choice": "required"}
+    return forced_call(decode_chat(json.dumps(body).encode()), "hermes").structural_tag
+
+
+async def test_an_answer_is_held_to_a_call() -> None:
+    async with scene(encode=lambda text: [*text.encode(), 2]) as found:
+        for names in (("f",), ("f", "g")):
+            chunks = await found.read(structural_tag=forced_call_of(*names), max_tokens=500)
+            ids = [token for chunk in chunks for token in chunk.token_ids]
+            called = f'{{"name": "{names[-1]}", "arguments": {{}}}}'
+            assert bytes(ids[:-1]).decode() == f"<tool_call>\n{called}\n</tool_call>"
+            assert (ids[-1], chunks[-1].finish_reason) == (2, "stop")
+    assert found.posts[0][1]["sampling_params"]["structural_tag"] == forced_call_of("f")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "told"),
+    [
+        ({"structural_tag": "{"}, "Failed to compile"),
+        ({"structural_tag": '{"type": "structural_tag"}'}, "missing required field `format`"),
+        ({"structural_tag": '{"structures": [], "triggers": []}'}, "Failed to compile"),
+        ({"structural_tag": forced_call_of("f"), "regex": "a"}, "Only one of"),
+    ],
+)
+async def test_a_grammar_that_does_not_compile_is_a_refusal(sampling: dict[str, Any], told: str) -> None:
+    async with scene() as found:
+        with pytest.raises(RequestRefused, match=told):
             await found.read(**sampling)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tokenizers import Tokenizer
 
 from gateway.app import start
 from gateway.config import EngineSpec
@@ -17,6 +18,7 @@ from tests.support.cutting_engine import MODEL, CuttingEngine, until
 from tests.support.sglang.engine import Engine
 from tests.support.sglang.server import Server
 from tests.support.sglang.weights import said
+from tests.support.tiny_model import EOS_ID, tiny_model
 from tests.support.turns import serving_app
 from tests.unit.gateway_shell.test_status import config
 
@@ -58,6 +60,31 @@ async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field
         assert {tuple(s.engine for s in run.segments) for run in runs} == {("vllm", "sglang"), ("sglang", "vllm")}
         counters = found.sessions.counters
         assert (counters.turns_cut, counters.turns_lost, counters.turns_completed) == (0, 0, TURNS)
+        await found.close(1.0)
+
+
+async def test_a_call_that_was_asked_for_is_held_to_by_sglang_and_never_sent_to_who_cannot(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
+    sglang = Engine(WEIGHTS, "0", MODEL, encode=lambda text: [*tokenizer.encode(text).ids, EOS_ID] if text else [])
+    async with (
+        serving_app(Server(sglang, incremental=True, disconnect_s=0.5).app()) as url,
+        CuttingEngine("embedded") as other,
+    ):
+        engines = (EngineSpec("embedded", "embedded", other.url, None), EngineSpec("sglang", "sglang", url, None))
+        found = await start(dataclasses.replace(config(tmp_path), tokenizer=tiny_model(), engines=engines, probe=False))
+        await until(lambda: {e.status for e in found.fleet.state.engines.values()} == {"serving"}, "both kinds")
+        tools = [{"type": "function", "function": {"name": name}} for name in ("add", "look_up")]
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"model": MODEL, "messages": messages, "tools": tools, "max_tokens": 200}
+        named = {"type": "function", "function": {"name": "add"}}
+        async with aiohttp.ClientSession(found.url) as http:
+            for choice, name in (("required", "look_up"), (named, "add")):
+                async with http.post("/v1/chat/completions", json={**body, "tool_choice": choice}) as answer:
+                    assert answer.status == 200, await answer.text()
+                    [told] = (await answer.json())["choices"]
+                [call] = told["message"]["tool_calls"]
+                assert (told["finish_reason"], call["function"]) == ("tool_calls", {"name": name, "arguments": "{}"})
+        assert other.asked == []
         await found.close(1.0)
 
 

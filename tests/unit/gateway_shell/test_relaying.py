@@ -288,6 +288,121 @@ async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_tim
         check_at_rest(found)
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is broken soon."""
+    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 0.05)
+
+
+COMMENT = b": keep-alive\n\n"
+
+
+async def begun(answer: aiohttp.ClientResponse, keep_alive: bytes) -> bytes:
+    """What came of an answer that is kept alive, twice."""
+    found = b""
+    while found.count(keep_alive) < 2:
+        found += await asyncio.wait_for(answer.content.readany(), 10)
+    return found
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_whole_answer_that_takes_long_is_kept_alive_with_spaces(tmp_path: Path) -> None:
+    async with TextEngine("e0", version="7", hold_text_at=0) as e0, gateway(tmp_path, e0) as (found, http):
+        async with http.post(CHAT, json=chat()) as answer:
+            assert (answer.status, answer.headers[VERSION], ENGINE in answer.headers) == (200, "7", False)
+            assert answer.content_type == "application/json"
+            spaces = await begun(answer, b" ")
+            e0.go.set()
+            body = spaces + await answer.read()
+        assert body.lstrip(b" ") == await raw(e0, CHAT, json.dumps(chat()).encode())
+        assert set(spaces) == set(b" ")
+        check_at_rest(found)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("at", [0, 2])
+async def test_a_stream_that_is_silent_is_kept_alive_between_its_events(tmp_path: Path, at: int) -> None:
+    async with TextEngine("e0", version="7", hold_text_at=at) as e0, gateway(tmp_path, e0) as (found, http):
+        async with http.post(CHAT, json=chat(stream=True)) as answer:
+            assert (answer.status, answer.headers[VERSION]) == (200, "7")
+            assert answer.content_type == "text/event-stream"
+            sent = await begun(answer, COMMENT)
+            e0.go.set()
+            sent += await answer.read()
+        assert sent.replace(COMMENT, b"") == await raw(e0, CHAT, json.dumps(chat(stream=True)).encode())
+        events = sent.split(b"\n\n")
+        assert {event[:6] for event in events} == {b"data: ", b": keep", b""}, "each of them whole"
+        assert events[at] == COMMENT.strip()
+        check_at_rest(found)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_stream_that_is_silent_within_an_event_is_not_broken_into(tmp_path: Path) -> None:
+    async with (
+        TextEngine("e0", hold_text_at=2, torn_by=9) as e0,
+        TextEngine("e1", hold_text_at=2) as e1,
+        gateway(tmp_path, e0, e1) as (_, http),
+        http.post(CHAT, json=chat(stream=True)) as torn,
+    ):
+        await until(lambda: e0.said_words == 2, "half an event")
+        async with http.post(CHAT, json=chat(stream=True)) as other:
+            await begun(other, COMMENT)
+        e0.go.set()
+        assert said_in(await torn.read()) == (words("e0", "0", NUM), ["[DONE]"]), "and no comment"
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_what_was_kept_alive_goes_on_under_its_version_only(tmp_path: Path, streamed: bool) -> None:
+    async with (
+        TextEngine("e0", version="7", cuts=deque([Cut("500")]), hold_text_at=0) as e0,
+        TextEngine("e1", version="8") as e1,
+        TextEngine("e2", version="7") as e2,
+        gateway(tmp_path, e0, e1, e2, fleet=FleetConfig(max_running=1)) as (found, http),
+    ):
+        states = found.fleet.state.engines
+        for name in ("e1", "e2"):
+            states[EngineName(name)].suspected = True
+        async with http.post(CHAT, json=chat(stream=streamed)) as answer:
+            await begun(answer, COMMENT if streamed else b" ")
+            for name in ("e1", "e2"):
+                states[EngineName(name)].suspected = False
+            e0.go.set()
+            body = await answer.read()
+            assert answer.headers[VERSION] == "7"
+        said = said_in(body.replace(COMMENT, b""))[0] if streamed else Answer(200, {}, body).text.split()
+        assert (said, asked_of(e1, e2)) == (words("e2", "7", NUM), [0, 1])
+        check_at_rest(found)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(("kind", "tries"), [("500", relaying.TRIES_MAX), ("400", 1)])
+async def test_an_error_after_the_head_is_never_a_good_answer(tmp_path: Path, kind: str, tries: int) -> None:
+    """Also where an engine of another version is there."""
+    async with (
+        TextEngine("e0", version="7", always=Cut(kind), hold_text_at=0) as e0,
+        TextEngine("e1", version="8") as e1,
+        gateway(tmp_path, e0, e1) as (found, http),
+    ):
+        other = found.fleet.state.engines[EngineName("e1")]
+        for streamed in (False, True):
+            e0.go.clear()
+            await until(lambda: not found.fleet.state.engines[EngineName("e0")].suspected, "trust in e0")
+            other.suspected = True
+            async with http.post(CHAT, json=chat(stream=streamed)) as answer:
+                await begun(answer, COMMENT if streamed else b" ")
+                other.suspected = False
+                e0.go.set()
+                if not streamed:
+                    with pytest.raises(aiohttp.ClientPayloadError):
+                        await answer.read()
+                    continue
+                [told] = said_in((await answer.read()).replace(COMMENT, b""))[1]
+            assert f"told to answer {kind}" in told["error"]["message"]
+        assert asked_of(e0, e1) == [2 * tries, 0]
+        check_at_rest(found)
+
+
 async def test_a_client_that_leaves_ends_it_upstream(tmp_path: Path) -> None:
     async with TextEngine("e0", hold_text_at=2) as e0, gateway(tmp_path, e0) as (found, http):
         async with http.post(CHAT, json=chat(stream=True)) as answer:

@@ -123,6 +123,27 @@ async def test_health_is_whether_any_engine_serves(tmp_path: Path) -> None:
         assert (await metrics(http))["engine_serving e0"] == 0
 
 
+async def test_an_error_of_an_engine_that_answers_again_is_history(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        member = found.fleet.members[EngineName("e0")]
+
+        async def told() -> tuple[str, str]:
+            [engine] = (await get(http, "/status"))["engines"]
+            return engine["state"], engine["last_error"]
+
+        for fails_at in ("/metrics", "/v1/models"):
+            e0.answers[fails_at] = 500
+            member.suspect()
+            await until(lambda: member.state.last_error, "notice of it")
+            assert fails_at in (await told())[1]
+            e0.answers.clear()
+            member.look.set()
+            await until(lambda: member.state.status == "serving", "a look that succeeds")
+            assert await told() == ("serving", "")
+        looks = [e["error"] for e in (await get(http, "/admin/timeline"))["events"] if e["kind"] == "look"]
+        assert ["/metrics" in looks[0], "/v1/models" in looks[1]] == [True, True]
+
+
 async def test_engines_come_and_go(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, gateway(tmp_path, e0) as (found, http):
         added = {"name": "e1", "url": e1.url}

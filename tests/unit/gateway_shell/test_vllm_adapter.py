@@ -362,6 +362,9 @@ async def test_an_engine_stays_fenced_until_a_load_succeeds(
         await until(lambda: found.fleet.changed() or found.status(e0) == "serving", "another try")  # type: ignore[func-returns-value]
         assert (state.version, e0.version, holder.leases) == (7, "7", [])
         assert found.fleet.statistics().refreshes == 2
+        assert state.last_error == ""
+        fenced = [e.fields for e in found.timeline.read()[1] if e.fields.get("state") == "fenced"]
+        assert step in fenced[0]["reason"], "what went wrong is still to be read"
 
 
 @pytest.mark.parametrize("step", ["/update_weights", INIT])
