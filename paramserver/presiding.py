@@ -91,7 +91,7 @@ class Presiding:
     async def _prune(self, model: str) -> None:
         """Deletes the registry's records of versions long past, so that it does not grow without bound."""
         epoch = self._relay.seat.epoch(model)
-        old = self._relay.of(model).forget(VERSIONS_KEPT)
+        old = self._relay.of(model).forget(VERSIONS_KEPT, self._relay.view.pinned_versions(model))
         if epoch is None or not old:
             return
         writes = [Delete(keys.version_key(model, v, what)) for v in old for what in ("announced", "sealed", "ended")]

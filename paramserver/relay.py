@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
 
 from paramserver.config import RelayConfig, show_bytes
+from paramserver.core.copies import MissingCopies, PinnedVersion
 from paramserver.core.pins import Pin, Pins, keepers
 from paramserver.core.records import Announced, Ended, Holding, Plan, Sealed
 from paramserver.core.stragglers import Hop, Stragglers
@@ -88,6 +89,7 @@ class Relay:
         )
         self._came: dict[tuple[str, int], Holding] = {}
         self._stragglers: dict[str, Stragglers] = {}
+        self._missing: dict[str, MissingCopies] = {}
         self._leaving = 0  # snapshots whose memory is on its way back
         self._no_room: set[tuple[str, int]] = set()
         self._background: set[asyncio.Task[None]] = set()
@@ -262,8 +264,8 @@ class Relay:
     def apply(self, model: str, effects: Iterable[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Fetch(announced):
-                    self._start_fetch(announced)
+                case Fetch(announced, copy):
+                    self._start_fetch(announced, copy=copy)
                 case Show(sealed):
                     self._show(sealed)
                 case Drop(version, why):
@@ -278,9 +280,10 @@ class Relay:
         versions = self.of(model)
         self.retire(model)
         if not self.seat.is_master(model):  # the master forgets when it deletes the records
-            versions.forget(2 * VERSIONS_KEPT)
+            versions.forget(2 * VERSIONS_KEPT, self.view.pinned_versions(model))
         self._cancel_overtaken(model)
         if not self.seat.member.draining:
+            versions.copy_here(self._copies_due(model))
             self.apply(model, versions.next_fetch())
 
     def retire(self, model: str, *, need_room: bool = False) -> None:
@@ -302,7 +305,19 @@ class Relay:
         if not pinned or state is None:
             return False
         staying = self.view.places().keys()
-        return self.config.name in keepers(pinned, state.holders & staying)
+        # This relay holds it, whether or not the registry has been told already.
+        return self.config.name in keepers(pinned, (state.holders | {self.config.name}) & staying)
+
+    def _copies_due(self, model: str) -> set[int]:
+        """Versions pinned for the fleet that this relay is to make a further copy of, since a holder of one died."""
+        pinned = {}
+        for version in self.view.pinned_versions(model):
+            state = self.of(model).get(version)
+            if state is not None and state.ended is None:
+                copies = max(self.view.pinned(model, version).values())
+                pinned[version] = PinnedVersion(copies, state.holders & self.view.members.keys())
+        missing = self._missing.setdefault(model, MissingCopies())
+        return missing.due(self.config.name, pinned, self.view.places().keys(), time.monotonic())
 
     def make_room(self, model: str) -> bool:
         """Retires what can be spared. Only when nothing is on its way out any more, pins for the fleet give way.
@@ -402,14 +417,19 @@ class Relay:
 
     # ---- bringing a version here
 
-    def _start_fetch(self, announced: Announced) -> None:
+    def _start_fetch(self, announced: Announced, *, copy: bool) -> None:
         manifest = announced.manifest
         try:
+            if copy and self.store.pool.statistics().free_bytes < 2 * manifest.size_bytes:
+                raise OutOfCapacity("a copy of it, for the fleet, would take the room of the next version")
             snapshot = self.store.open(manifest)
         except (OutOfCapacity, TooLarge) as error:
             self._say_no_room(manifest.model, manifest.version, error)
-            self.make_room(manifest.model)
+            if not copy:
+                self.make_room(manifest.model)
             return
+        if copy:
+            log.info("copying %s, which is pinned for the fleet and has lost a holder", snapshot)
         self._no_room.discard((manifest.model, manifest.version))
         self.of(manifest.model).opened(announced)
         self._fetches.start(announced, snapshot)

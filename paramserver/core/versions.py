@@ -4,18 +4,18 @@ Invariants:
 - a version is shown (may be acquired) only when it is sealed, complete here, and its root equals the sealed one;
 - a local stage only moves along `TRANSITIONS`; an event that does not apply changes nothing;
 - one version at a time is fetched, the oldest wanted first; one that a newer sealed version has overtaken before
-  its first byte is skipped;
+  its first byte is skipped, unless the fleet wants a copy of it here: such copies come last;
 - retiring never touches a version that is pinned, or one of the newest `retain` shown here;
 - the next number is above every number ever seen, and above those that others may have seen (`skip_to`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paramserver.core.records import Announced, Ended, Sealed
+from paramserver.core.records import Announced, Ended, Plan, Sealed
 
 Stage = Literal["known", "filling", "complete", "shown", "skipped", "retired", "ended"]
 
@@ -24,8 +24,8 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     "filling": frozenset({"complete", "known", "ended"}),
     "complete": frozenset({"shown", "ended"}),
     "shown": frozenset({"retired", "ended"}),
-    "skipped": frozenset({"ended"}),
-    "retired": frozenset({"ended"}),
+    "skipped": frozenset({"known", "ended"}),
+    "retired": frozenset({"known", "ended"}),
     "ended": frozenset(),
 }
 """known: announced or sealed somewhere; filling: bytes arrive; complete: every chunk verified, seal not seen;
@@ -44,13 +44,15 @@ class VersionState:
     root: str | None = None
     holders: set[str] = field(default_factory=set)
     spilled: set[str] = field(default_factory=set)  # relays that can read it back from disk
+    copied: bool = False  # the fleet wants a copy here, though newer versions are sealed
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Start to bring this version here."""
+    """Start to bring this version here. `copy`: for the fleet, from complete holders, if there is room to spare."""
 
     announced: Announced
+    copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +205,20 @@ class ModelVersions:
                 effects += [Drop(record.version, "retention"), Tell("retired", record)]
         return effects
 
-    def forget(self, keep: int) -> list[int]:
-        """Forgets all but the newest `keep` numbers, as far as nothing of them is left here; returns the forgotten."""
+    def copy_here(self, versions: Collection[int]) -> None:
+        """Those that the fleet wants copies of here, and no others."""
+        for version, state in self.items():
+            state.copied = version in versions and self.overtaken(version)
+            if state.copied and state.stage in ("skipped", "retired"):
+                self._move(state, "known")
+
+    def forget(self, keep: int, pinned: Collection[int] = ()) -> list[int]:
+        """Forgets all but the newest `keep` numbers, as far as nothing of them is left here; returns the forgotten.
+
+        `pinned`: for the fleet, by whom a copy may be wanted.
+        """
         gone = ("known", "skipped", "retired", "ended")
-        old = [version for version, state in self.items()[:-keep] if state.stage in gone]
+        old = [v for v, state in self.items()[:-keep] if state.stage in gone and v not in pinned]
         for version in old:
             del self._versions[version]
         return old
@@ -217,14 +229,17 @@ class ModelVersions:
         """What to bring here next. Ask after a whole batch of events: the first of them alone may mislead."""
         if any(state.stage == "filling" for state in self._versions.values()):
             return []
+        copies: list[Effect] = []
         for version, state in self.items():
             if state.stage != "known" or state.announced is None:
                 continue
-            if self.overtaken(version):
+            if not self.overtaken(version):
+                return [Fetch(state.announced)]
+            if state.copied:
+                copies.append(Fetch(_outside_the_chain(state.announced), copy=True))
+            else:
                 self._move(state, "skipped")
-                continue
-            return [Fetch(state.announced)]
-        return []
+        return copies[:1]
 
     def overtaken(self, version: int) -> bool:
         """Whether a newer version is sealed."""
@@ -248,3 +263,8 @@ class ModelVersions:
             return [Drop(version, state.ended.reason)]
         self._move(state, "shown")
         return [Show(state.sealed), Tell("available", state.sealed)]
+
+
+def _outside_the_chain(announced: Announced) -> Announced:
+    """Its chain is long done: only complete holders are asked, as by a late joiner."""
+    return Announced(announced.manifest, Plan(announced.manifest.epoch, 0, ()))

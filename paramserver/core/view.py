@@ -176,6 +176,10 @@ class View:
             copies[pin.relay] = max(pin.copies, copies.get(pin.relay, 0))
         return copies
 
+    def pinned_versions(self, model: str) -> list[int]:
+        """Those that any pin asks the fleet to keep."""
+        return sorted(version for of, version in self.pins if of == model)
+
     def knows(self, key: str) -> bool:
         """Whether the registry has the key, as far as this relay has seen."""
         return key in self._raw

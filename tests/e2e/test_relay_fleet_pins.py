@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,10 @@ async def holders(daemons: Sequence[Daemon], version: int) -> list[str]:
             if version in [one.version for one in await relay.versions(MODEL)]:
                 found.append(daemon.ready["name"])
     return found
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
 
 
 async def test_as_many_relays_as_asked_keep_a_pinned_version(relays: Relays) -> None:
@@ -74,6 +79,28 @@ async def test_the_other_copy_stays_until_the_holder_had_time_to_pin_it(relays: 
         async with client(daemons["ab".index(copy)]) as relay:
             again = await relay.acquire(MODEL, lease.version, holder="gateway", copies=2)
             assert again.root_digest == lease.root_digest
+
+
+@pytest.mark.parametrize("dies", ["the relay with the pin", "the other one"])
+async def test_a_copy_that_died_is_made_again_elsewhere_as_long_as_the_pin_lives(relays: Relays, dies: str) -> None:
+    daemons = {name: relays.start(name, "--retain", "1") for name in "abcd"}
+    await publish_on(daemons["a"], 1)
+    async with client(daemons["c"]) as pinning:
+        lease = await pinning.acquire(MODEL, 1, holder="gateway", ttl_s=60.0, copies=2)
+        await publish_on(daemons["a"], 2)
+
+        async def held_by(*names: str) -> bool:
+            live = [daemon for daemon in daemons.values() if daemon.process.poll() is None]
+            return await holders(live, 1) == list(names)
+
+        await until(lambda: held_by("a", "c"), "two copies")
+        stays = "a" if dies == "the relay with the pin" else "c"
+        before = files(lease.path)
+        daemons["c" if stays == "a" else "a"].kill()
+        await until(lambda: held_by(*sorted((stays, "b"))), "a further copy", 40.0)
+        async with client(daemons["b"]) as relay:
+            copy = await relay.acquire(MODEL, 1, holder="engine")
+            assert (copy.root_digest, files(copy.path)) == (lease.root_digest, before)
 
 
 async def test_a_pin_for_the_fleet_gives_way_to_a_publish_and_a_load_does_not(relays: Relays) -> None:

@@ -113,6 +113,49 @@ def test_a_version_that_nobody_needs_any_more_is_skipped() -> None:
     ]
 
 
+def test_a_copy_for_the_fleet_is_fetched_again_after_what_is_new_and_outside_the_chain() -> None:
+    model = versions(retain=1)
+    for version in (1, 2):
+        bring(model, version)
+    model.retire({})
+    model.announced(announced(3))
+    model.sealed(sealed(3))
+    model.announced(announced(4))
+    model.copy_here({1})
+    assert model.next_fetch() == [Fetch(announced(3))]
+    model.opened(announced(3))
+    model.filled(3, "root")
+    model.opened(announced(4))
+    model.filled(4, "root")
+    [fetch] = model.next_fetch()
+    assert isinstance(fetch, Fetch)
+    assert (fetch.announced.manifest.version, fetch.copy, fetch.announced.plan.order) == (1, True, ())
+    model.copy_here(())
+    assert model.next_fetch() == [], "nobody wants it any more"
+    model.copy_here({1, 3})
+    assert model.next_fetch() == [fetch], "3 is here"
+    model.opened(fetch.announced)
+    assert model.filled(1, "root") == [Show(sealed(1)), Tell("available", sealed(1))]
+    assert model.retire({}) == [
+        Drop(1, "retention"),
+        Tell("retired", sealed(1)),
+        Drop(2, "retention"),
+        Tell("retired", sealed(2)),
+    ]
+
+
+def test_what_is_pinned_for_the_fleet_is_not_forgotten() -> None:
+    model = versions(retain=1)
+    for version in range(1, 6):
+        bring(model, version)
+    model.retire({})
+    assert model.forget(1, pinned=[2]) == [1, 3, 4]
+    model.copy_here({2})
+    [fetch] = model.next_fetch()
+    assert isinstance(fetch, Fetch)
+    assert fetch.announced.manifest.version == 2
+
+
 def test_a_fetch_that_failed_is_tried_again_unless_overtaken() -> None:
     model = versions()
     model.announced(announced(1))
@@ -202,7 +245,7 @@ def test_whatever_comes_in_whatever_order_the_invariants_hold(seed: int) -> None
         version = rng.randint(1, 12)
         state = model.get(version)
         effects = []
-        match rng.choice(["announced", "sealed", "ended", "fetch", "filled", "gave_up", "retire"]):
+        match rng.choice(["announced", "sealed", "ended", "fetch", "filled", "gave_up", "retire", "copy"]):
             case "announced":
                 effects = model.announced(announced(version))
             case "sealed":
@@ -213,6 +256,9 @@ def test_whatever_comes_in_whatever_order_the_invariants_hold(seed: int) -> None
                 for effect in model.next_fetch():
                     assert isinstance(effect, Fetch)
                     model.opened(effect.announced)
+                    dropped.discard(effect.announced.manifest.version)
+            case "copy":
+                model.copy_here({version})
             case "filled" if state is not None and state.stage == "filling":
                 effects = model.filled(version, "root")
             case "gave_up" if state is not None and state.stage == "filling":
