@@ -23,6 +23,7 @@ from gateway.core.fleet import FleetState
 from gateway.core.types import TurnId
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.groups import GroupStore
+from gateway.data.layout import claim
 from gateway.data.sessions import SessionStore
 from gateway.endings import Endings
 from gateway.fleet import Fleet
@@ -37,6 +38,7 @@ from gateway.status import GatewayStatus
 from gateway.tokens import Codec
 from gateway.trainer import Trainer
 from paramserver.membership import EtcdRegistry
+from protos.process import cannot_listen
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ async def start(config: GatewayConfig) -> Gateway:
             stack.push_async_callback(registry.close)
         path = None if config.data is None else config.data / DATABASE_NAME
         database = await stack.enter_async_context(Database(path))
+        await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
         pool, buffer, timeline = PartialResponsePool(database), ExperienceBuffer(database), Timeline(database)
         for part in (pool, timeline):
             await part.open()
@@ -166,7 +169,11 @@ async def start(config: GatewayConfig) -> Gateway:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         site = web.TCPSite(runner, config.host, config.port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            raise cannot_listen(config.host, config.port, error) from error
         port = runner.addresses[0][1]
         tasks = [asyncio.create_task(endings.expire(), name="session-expiry")]
         if relay is not None:

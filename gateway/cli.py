@@ -19,7 +19,8 @@ from gateway.config import GatewayConfig, parse_engine
 from gateway.core.fleet import FleetConfig, Mode
 from protos.engines import ENGINE_KINDS
 from protos.errors import LaminarError
-from protos.process import LOG_LEVELS, setup_logging, write_ready_file
+from protos.options import LOG_LEVEL, PORT, HostPort, Name
+from protos.process import setup_logging, write_ready_file
 
 log = logging.getLogger("gateway")
 
@@ -65,7 +66,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--model", required=True, help="The served model's name, as engines and relays know it.")
+@click.option("--model", required=True, type=Name(), help="The served model's name, as engines and relays know it.")
 @click.option(
     "--tokenizer",
     required=True,
@@ -79,8 +80,8 @@ def cli() -> None:
     metavar="NAME=KIND=URL[@RELAY]",
     help=f"An engine; repeat for each of them. KIND: {', '.join(ENGINE_KINDS)}.",
 )
-@click.option("--etcd", metavar="HOST:PORT", help="Where relays register engines (`paramserver serve --engine`).")
-@click.option("--relay", metavar="HOST:PORT", help="Relay of engines that name none: where they load versions from.")
+@click.option("--etcd", type=HostPort(), help="Where relays register engines (`paramserver serve --engine`).")
+@click.option("--relay", type=HostPort(), help="Relay of engines that name none: where they load versions from.")
 @click.option("--data", type=click.Path(file_okay=False, path_type=Path), help="Where to keep state; none: in memory.")
 @click.option(
     "--mode",
@@ -90,7 +91,7 @@ def cli() -> None:
     "inflight: turns pause while their engine loads, and go on mixed; barrier: all engines wait for the last turn.",
 )
 @click.option("--host", default="127.0.0.1")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, help="0: any free port.")
+@click.option("--port", type=PORT, default=8080, help="0: any free port.")
 @click.option("--max-running", type=AT_LEAST_1, default=64, help="B: turns of one engine at once.")
 @click.option("--kv-max", type=SHARE, default=0.9, help="C_max: share of KV that admission and plans fill.")
 @click.option("--intake-batch", type=AT_LEAST_1, default=64, help="Sessions admitted before an intake closes.")
@@ -155,7 +156,7 @@ def cli() -> None:
     help="Ask each engine for one token before and after a load: whether it computes with the new weights.",
 )
 @click.option("--seed", default=0, help="Breaks ties of the planner.")
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info")
+@click.option("--log-level", type=LOG_LEVEL, default="info")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")
 def serve(model: str, tokenizer: Path, engines: tuple[str, ...], relay: str | None, **options: Any) -> None:
     """Serves the OpenAI API over the engines named."""
@@ -174,9 +175,6 @@ def serve(model: str, tokenizer: Path, engines: tuple[str, ...], relay: str | No
         uvloop.run(_serve(config, ready_file))
     except LaminarError as e:
         log.error("%s", e)
-        sys.exit(1)
-    except OSError as e:
-        log.error("cannot listen on %s:%s: %s", options["host"], options["port"], e.strerror)
         sys.exit(1)
 
 
@@ -225,7 +223,11 @@ async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     log.info("%s", config)
     log.info("serving %s at %s/v1 with %d engines", config.model, gateway.url, len(config.engines))
-    write_ready_file(ready_file, {"url": gateway.url})
+    try:
+        write_ready_file(ready_file, {"url": gateway.url})
+    except LaminarError:
+        await gateway.close(drain_timeout_s=0)
+        raise
     await stop.wait()
     running = len(gateway.sessions.runs)
     log.info("draining for %g s at most: %d turns run; another signal waits no longer", DRAIN_TIMEOUT_S, running)

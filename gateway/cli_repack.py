@@ -8,7 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from protos.errors import Unavailable
+from protos.engines import is_address
+from protos.errors import InvalidRequest, Unavailable
 
 DEADLINE_S = 10.0
 
@@ -19,7 +20,9 @@ async def ask(url: str, *, dry_run: bool) -> dict[str, Any]:
 
 
 async def call(method: str, url: str, path: str) -> dict[str, Any]:
-    """Raises Unavailable."""
+    """Raises Unavailable, InvalidRequest."""
+    if not is_address(url):
+        raise InvalidRequest(f"--url {url!r} is no gateway's address", hint="such as http://127.0.0.1:8080")
     try:
         async with (
             asyncio.timeout(DEADLINE_S),
@@ -29,7 +32,9 @@ async def call(method: str, url: str, path: str) -> dict[str, Any]:
             response.raise_for_status()
             answer: dict[str, Any] = await response.json()
             return answer
-    except (aiohttp.ClientError, TimeoutError, ValueError) as e:
+    except (aiohttp.ClientResponseError, ValueError) as e:
+        raise Unavailable(f"what answers at {url} is no gateway: {e}", hint="name one with --url") from e
+    except (aiohttp.ClientError, TimeoutError) as e:
         raise Unavailable(f"no gateway answers at {url}: {e or type(e).__name__}", hint="name one with --url") from e
 
 

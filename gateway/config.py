@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import LogprobsKind
-from protos.engines import check_kind, is_address
+from protos.engines import check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
 
 
@@ -59,7 +59,7 @@ def parse_engine(text: str, default_relay: str | None) -> EngineSpec:
     name, _, rest = text.partition("=")
     kind, _, address = rest.partition("=")
     url, _, relay = address.partition("@")
-    if not (name and kind and is_address(url)):
+    if not (name and kind and is_address(url) and (not relay or is_host_port(relay))):
         raise InvalidRequest(
             f"--engine {text!r} is not NAME=KIND=URL[@RELAY]",
             hint="such as e0=vllm=http://127.0.0.1:8000@127.0.0.1:7070",

@@ -82,13 +82,16 @@ class Relays:
 
     async def _first(self, address: str, client: RelayClient) -> set[Version]:
         """What the relay holds now; asks until it answers, since nothing can be decided before."""
+        said = ""
         while True:
             try:
                 return {Version(one.version) for one in await client.versions(self._model)}
             except UnknownModel:
                 return set()  # nothing was published yet
             except LaminarError as e:
-                log.warning("relay %s does not answer yet: %s", address, e)
+                if str(e) != said:
+                    log.warning("relay %s does not answer yet, and is asked again until it does: %s", address, e)
+                    said = str(e)
                 await asyncio.sleep(RETRY_S)
 
     def _note(self, address: str, version: Version) -> None:

@@ -23,13 +23,13 @@ from paramserver.config import EngineBeside, RelayConfig, parse_bytes
 from paramserver.membership import LocalEtcd
 from paramserver.relay_client import RelayClient
 from protos.engines import ENGINE_KINDS
-from protos.errors import InvalidRequest, LaminarError, Unavailable
+from protos.errors import InvalidRequest, LaminarError
+from protos.options import LOG_LEVEL, PORT, HostPort
 from protos.process import setup_logging, write_ready_file
 
 T = TypeVar("T")
 
 DRAIN_POLL_S = 0.3
-_LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
 
 
 class _Size(click.ParamType[int]):
@@ -46,18 +46,6 @@ class _Size(click.ParamType[int]):
             self.fail(str(error), param, context)
 
 
-class _Address(click.ParamType[str]):
-    """HOST:PORT."""
-
-    name = "host:port"
-
-    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
-        host, _, port = str(value).rpartition(":")
-        if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
-            self.fail(f"{value!r} is not HOST:PORT, like 127.0.0.1:7000", param, context)
-        return str(value)
-
-
 def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
     """What every daemon takes."""
     for option in (
@@ -66,14 +54,14 @@ def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Path(dir_okay=False, path_type=Path),
             help="JSON with the addresses, written once serving.",
         ),
-        click.option("--log-level", type=_LOG_LEVELS, default="info", show_default=True),
+        click.option("--log-level", type=LOG_LEVEL, default="info", show_default=True),
     ):
         command = option(command)
     return command
 
 
 relay_option = click.option(
-    "--relay", type=_Address(), required=True, envvar="LAMINAR_RELAY", help="gRPC HOST:PORT of a relay."
+    "--relay", type=HostPort(), required=True, envvar="LAMINAR_RELAY", help="gRPC HOST:PORT of a relay."
 )
 
 
@@ -92,10 +80,10 @@ def cli() -> None:
 
 @cli.command()
 @click.option("--name", default=socket.gethostname, show_default="this host's name", help="Unique among relays.")
-@click.option("--etcd", type=_Address(), help="HOST:PORT of etcd. Without it, one of its own is started on loopback.")
+@click.option("--etcd", type=HostPort(), help="HOST:PORT of etcd. Without it, one of its own is started on loopback.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on, and to tell the other relays.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="gRPC port; 0: any free one.")
-@click.option("--data-port", type=click.IntRange(0, 65535), default=0, help="Port for bytes; 0: any free one.")
+@click.option("--port", type=PORT, default=0, help="gRPC port; 0: any free one.")
+@click.option("--data-port", type=PORT, default=0, help="Port for bytes; 0: any free one.")
 @click.option(
     "--engine",
     "engines",
@@ -142,7 +130,7 @@ def cli() -> None:
     is_flag=True,
     help="Map no memory into publishers: they send their bytes, which are copied and hashed again here.",
 )
-@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics there.")
+@click.option("--metrics-port", type=PORT, help="Serve Prometheus metrics there.")
 @click.option("--max-rate", type=_Size(), help="Bytes per second to send at most: links may be shared with training.")
 @click.option("--bind-interface", metavar="NAME", help="Network interface for bytes, such as eth1. Default: of --host.")
 @click.option("--chunk-bytes", type=_Size(), help="Size of chunks. Default: from measured hops.")
@@ -181,7 +169,7 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
 
 
 @cli.command()
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Client port; 0: any free one.")
+@click.option("--port", type=PORT, default=0, help="Client port; 0: any free one.")
 @click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -287,8 +275,8 @@ def versions(relay: str, model: str, as_json: bool) -> None:
 @click.option("--pool-dir", type=click.Path(file_okay=False, path_type=Path), help="As the relay will have it.")
 @click.option("--name", default=socket.gethostname, show_default="this host's name", help="As the relay will have it.")
 @click.option("--pool-bytes", type=_Size(), default="4GiB", help="As the relay will have it.")
-@click.option("--etcd", type=_Address(), help="Look whether it answers in time.")
-@click.option("--relay", "relays", type=_Address(), multiple=True, help="Look whether its ports are open from here.")
+@click.option("--etcd", type=HostPort(), help="Look whether it answers in time.")
+@click.option("--relay", "relays", type=HostPort(), multiple=True, help="Look whether its ports are open from here.")
 @click.option("--lease-ttl-s", type=click.FloatRange(1.0), default=5.0)
 def doctor(
     pool_dir: Path | None, name: str, pool_bytes: int, etcd: str | None, relays: tuple[str, ...], lease_ttl_s: float
@@ -331,10 +319,7 @@ def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, p
 
 
 def _ready(path: Path | None, addresses: dict[str, str]) -> None:
-    try:
-        write_ready_file(path, addresses)
-    except OSError as error:
-        raise Unavailable(f"cannot write {path}: {error.strerror}", hint="choose another --ready-file") from error
+    write_ready_file(path, addresses)
     click.echo(" ".join(f"{key}={value}" for key, value in addresses.items()))
 
 

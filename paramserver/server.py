@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import logging
 import secrets
@@ -38,6 +37,7 @@ from paramserver.spill import Spill
 from paramserver.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
+from protos.process import cannot_listen
 
 log = logging.getLogger(__name__)
 
@@ -198,8 +198,7 @@ def _bind(server: grpc.aio.Server, config: RelayConfig) -> str:
     try:
         socket.create_server((config.host, config.port)).close()  # gRPC would not say what is wrong
     except OSError as error:
-        what = "--port, or 0 for any free one" if error.errno == errno.EADDRINUSE else "--host or --port"
-        raise Conflict(f"cannot listen on {wanted}: {error.strerror}", hint=f"choose another {what}") from error
+        raise cannot_listen(config.host, config.port, error) from error
     try:
         port = server.add_insecure_port(wanted)
     except RuntimeError as error:

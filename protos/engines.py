@@ -1,4 +1,4 @@
-"""The kinds of engines, by whose API a server speaks: the words that relays and the gateway share."""
+"""How engines, and the relays beside them, are named: the words that relays and the gateway share."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def check_kind(kind: str, said: str) -> None:
     """UnsupportedField unless there is an adapter for `kind`; `said` is where it was named."""
     if kind not in ENGINE_KINDS:
         raise UnsupportedField(f"{said}: no adapter for {kind!r}", hint=f"known kinds: {', '.join(ENGINE_KINDS)}")
+
+
+def is_host_port(address: str) -> bool:
+    """Whether `address` is HOST:PORT, as relays and etcd are named."""
+    host, _, port = address.rpartition(":")
+    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
 def is_address(url: str) -> bool:

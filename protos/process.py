@@ -6,12 +6,15 @@ learns the addresses without guessing ports or sleeping.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from protos.errors import Conflict, Unavailable
 
 LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
@@ -54,9 +57,26 @@ def setup_logging(level: str = "info") -> None:
 
 
 def write_ready_file(path: Path | None, addresses: Mapping[str, str]) -> None:
-    """Writes `{"pid": ..., **addresses}` to `path` (nothing when None); readers never see half a file."""
+    """Writes `{"pid": ..., **addresses}` to `path` (nothing when None); readers never see half a file.
+
+    Raises Unavailable.
+    """
     if path is None:
         return
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps({"pid": os.getpid(), **addresses}))
-    os.replace(scratch, path)
+    try:
+        scratch.write_text(json.dumps({"pid": os.getpid(), **addresses}))
+        os.replace(scratch, path)
+    except OSError as error:
+        raise Unavailable(f"cannot write {path}: {error.strerror}", hint="choose another --ready-file") from error
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> Conflict:
+    """What to say of an address that a server could not take."""
+    taken = error.errno == errno.EADDRINUSE
+    number = error.errno or 0
+    why = os.strerror(number) if number in errno.errorcode else error.strerror  # else it is the resolver's
+    return Conflict(
+        f"cannot listen on {host}:{port}: {why}",
+        hint="choose another --port, or 0 for any free one" if taken else "choose another --host or --port",
+    )

@@ -19,7 +19,7 @@ from gateway.core.repack import Plan
 from gateway.core.types import EngineName
 from gateway.data.timeline import READ_MAX
 from gateway.status import GatewayStatus
-from protos.engines import check_kind, is_address
+from protos.engines import check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
 
 DIGITS_MAX = 15
@@ -77,6 +77,8 @@ class _Handlers:
         wanted = decode(_add, await request.read())
         if not is_address(wanted.url):
             raise BadField("url", f"{wanted.url!r} is no engine's address", hint="such as http://127.0.0.1:8000")
+        if wanted.relay and not is_host_port(wanted.relay):
+            raise BadField("relay", f"{wanted.relay!r} is not HOST:PORT", hint="such as 127.0.0.1:7070")
         check_kind(wanted.kind, "`kind`")
         spec = EngineSpec(wanted.name, wanted.kind, wanted.url, wanted.relay or None)
         if wanted.check:

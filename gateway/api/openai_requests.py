@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -47,6 +47,7 @@ _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 _AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_CHOICE = re.compile(r"Invalid enum value")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -96,7 +97,17 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
         param = f"{path}.{missing['name']}" if path else missing["name"]
         return BadField(param, f"the required field `{param}` is missing")
     wrong = what[0].lower() + what[1:]
-    return BadField(path, f"`{path}`: {wrong}") if path else InvalidRequest(f"the body: {wrong}")
+    if not path:
+        return InvalidRequest(f"the body: {wrong}")
+    choices = _choices(kind, path) if _CHOICE.match(what) else []
+    return BadField(path, f"`{path}`: {wrong}", hint=f"one of {', '.join(choices)}" if choices else "")
+
+
+def _choices(kind: type[msgspec.Struct], field: str) -> list[str]:
+    """What a field of the body itself takes, where it takes certain values only."""
+    [found] = [f.type for f in msgspec.structs.fields(kind) if f.encode_name == field] or [None]
+    of = [found, *get_args(found)]  # `Literal[...] | None`
+    return [str(value) for one in of if get_origin(one) is Literal for value in get_args(one)]
 
 
 def _check_neutral(body: Body, neutral: dict[str, tuple[Any, ...]]) -> Body:

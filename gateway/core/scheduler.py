@@ -165,7 +165,7 @@ def _place_lost(demand: Demand, fleet: FleetState, version: Version) -> Placemen
         if fleet.gone(version):
             hint = "" if demand.session.insists else f"it may be on no version newer than {spec.max_version}"
             return Lost(f"{lost}, and no relay holds it any more", hint)
-        return Wait(f"{lost}: it is loaded when an engine is free")
+        return Wait(f"{lost}: it is loaded once an engine is free whose relay holds it")
     if spec.on_version_loss == "fail":
         return Lost(f"{lost} any more, and the session is to fail then")
     serving = [e for e in fleet.sorted_engines() if e.status == "serving"]

@@ -6,6 +6,8 @@ Invariants:
 - an operation once posted runs, even if who waits for it is cancelled;
 - an operation that fails undoes only itself (savepoint); the others of its batch stand.
 
+A file has one process: a second gateway would go on with the same turns.
+
 Durability: WAL with `synchronous=NORMAL`. A commit survives the death of this process at any instant (kill -9); a power
 cut may take the last commits, never the file's integrity.
 """
@@ -13,7 +15,9 @@ cut may take the last commits, never the file's integrity.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -24,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gateway.data.layout import prepare
-from protos.errors import LaminarError, Unavailable
+from protos.errors import Conflict, LaminarError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class Database:
         self._thread = threading.Thread(target=self._own, name="gateway-sqlite", daemon=True)
         self._opened: Future[None] = Future()
         self._closed = False
+        self._lock: int | None = None
 
     async def __aenter__(self) -> Database:
         await self.open()
@@ -63,7 +68,7 @@ class Database:
 
     async def open(self) -> None:
         """Opens (and makes) the file; raises Unavailable with the path if that cannot be,
-        Conflict when it was written by a gateway of another time."""
+        Conflict when another process has it, or a gateway of another time wrote it."""
         self._thread.start()
         await asyncio.wrap_future(self._opened)
 
@@ -96,10 +101,14 @@ class Database:
         try:
             connection = self._connect()
         except LaminarError as e:
+            self._unlock()
             self._opened.set_exception(e)
             return
         except (sqlite3.Error, OSError) as e:
-            self._opened.set_exception(Unavailable(f"cannot open the gateway's store {self._name}: {e}"))
+            self._unlock()
+            why = e.strerror if isinstance(e, OSError) else e
+            hint = "give a --data directory that can be written, and is a gateway's or empty"
+            self._opened.set_exception(Unavailable(f"cannot open the gateway's store {self._name}: {why}", hint=hint))
             return
         self._opened.set_result(None)
         try:
@@ -107,15 +116,33 @@ class Database:
                 self._commit(connection, batch)
         finally:
             connection.close()
+            self._unlock()
 
     def _connect(self) -> sqlite3.Connection:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._take_lock(self._path)
         connection = sqlite3.connect(self._name, isolation_level=None)
         prepare(connection, self._name)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
         return connection
+
+    def _take_lock(self, path: Path) -> None:
+        """On a file beside it: SQLite's own would also keep out who only reads."""
+        self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise Conflict(
+                f"{path} is in use by another gateway",
+                hint="stop that one, or give this one its own --data directory",
+            ) from e
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _next_batch(self) -> list[_Job] | None:
         """Blocks for one job, then takes what else is there; None once closed and empty."""

@@ -11,9 +11,9 @@ import sqlite3
 
 from protos.errors import Conflict
 
-LAYOUT = 2
-"""2: tokens come through a journal of all turns (a table is added). 1: ended and unrewarded sessions, rewards of turns,
-and groups are kept, too. 0: from before layouts were counted."""
+LAYOUT = 3
+"""3: whose ids they are (a table is added). 2: tokens come through a journal of all turns (a table is added). 1: ended
+and unrewarded sessions, rewards of turns, and groups are kept, too. 0: from before layouts were counted."""
 
 _UNCOUNTED: dict[str, frozenset[str]] = {
     "turns": frozenset({"turn_id", "session_id", "request", "begun_unix_s", "outcome", "num_tokens", "ended_unix_s"}),
@@ -48,6 +48,24 @@ def prepare(connection: sqlite3.Connection, name: str) -> None:
         connection.execute("ROLLBACK")
         raise
     connection.execute("COMMIT")
+
+
+def claim(connection: sqlite3.Connection, name: str, model: str, vocabulary: str) -> None:
+    """What is kept are ids: of this model, in this vocabulary. Conflict when the file is another's."""
+    connection.execute("CREATE TABLE IF NOT EXISTS kept_for(model TEXT NOT NULL, vocabulary TEXT NOT NULL)")
+    found = connection.execute("SELECT model, vocabulary FROM kept_for").fetchone()
+    if found is None:
+        connection.execute("INSERT INTO kept_for VALUES (?,?)", (model, vocabulary))
+    elif found[0] != model:
+        raise Conflict(
+            f"{name} keeps the turns of model {found[0]!r}, not of {model!r}",
+            hint=f"serve --model {found[0]}, or give another --data directory",
+        )
+    elif found[1] != vocabulary:
+        raise Conflict(
+            f"{name} keeps token ids of another vocabulary",
+            hint="give the --tokenizer that they were made with, or another --data directory",
+        )
 
 
 def _count(connection: sqlite3.Connection, name: str) -> None:

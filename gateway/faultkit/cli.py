@@ -14,12 +14,14 @@ import click
 
 from gateway.faultkit.engine import CuttingEngine
 from gateway.faultkit.script import RESUMABLE, Cut, CutKind, cuts_by_seed
-from protos.process import write_ready_file
+from protos.errors import LaminarError
+from protos.options import PORT, PORT_MAX
+from protos.process import cannot_listen, write_ready_file
 
 
 @click.command(epilog="A seed's draws are the same in every run, request by request of an engine.")
 @click.option("--engines", "num_engines", type=click.IntRange(min=1, max=64), default=2, help="How many.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of the first; the others follow. 0: free ones.")
+@click.option("--port", type=PORT, default=0, help="Of the first; the others follow. 0: free ones.")
 @click.option("--seed", default=0, help="Of the draws; each engine has its own from it.")
 @click.option("--cuts", "share", type=click.FloatRange(0, 1), default=0.5, help="Share of requests that are cut.")
 @click.option("--after-max", type=click.IntRange(min=1), default=64, help="A cut comes before this token.")
@@ -64,6 +66,8 @@ def faultkit(
           --engine e0=vllm=http://127.0.0.1:9000 --engine e1=vllm=http://127.0.0.1:9001
     """
     chosen = _kinds(kinds)
+    if port and port + num_engines - 1 > PORT_MAX:
+        raise click.BadParameter(f"{num_engines} engines from {port} on end above {PORT_MAX}", param_hint="--port")
     engines = [
         CuttingEngine(
             f"e{i}",
@@ -73,7 +77,10 @@ def faultkit(
         )
         for i in range(num_engines)
     ]
-    asyncio.run(_serve(engines, ready_file))
+    try:
+        asyncio.run(_serve(engines, ready_file))
+    except LaminarError as e:
+        raise click.ClickException(str(e)) from e
 
 
 def _kinds(text: str) -> tuple[CutKind, ...]:
@@ -94,7 +101,10 @@ async def _serve(engines: list[CuttingEngine], ready_file: Path | None) -> None:
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             engine.draw = _counting(engine, drawn)
-            await stack.enter_async_context(engine)
+            try:
+                await stack.enter_async_context(engine)
+            except OSError as error:
+                raise cannot_listen("127.0.0.1", engine.port, error) from error
             click.echo(f"{engine.name} at {engine.url}")
         write_ready_file(ready_file, {engine.name: engine.url for engine in engines})
         await stop.wait()

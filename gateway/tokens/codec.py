@@ -6,6 +6,7 @@ template writes them itself). Reads no weights and needs neither torch nor trans
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -84,7 +85,8 @@ class Codec:
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as e:
-            raise InvalidRequest(f"{path} cannot be read: {e}") from e
+            hint = "save the model's fast tokenizer there again"
+            raise InvalidRequest(f"{path} cannot be read: {e}", hint=hint) from e
         tokenizer_config = _read(directory / "tokenizer_config.json")
         config, generation = _read(directory / "config.json"), _read(directory / "generation_config.json")
         constants = _special_tokens(tokenizer_config)
@@ -99,6 +101,12 @@ class Codec:
                 tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values()), config.get("vocab_size", 0)
             ),
         )
+
+    @cached_property
+    def vocabulary(self) -> str:
+        """A digest of which id means which token."""
+        tokens = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     # text
 

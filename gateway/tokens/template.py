@@ -67,7 +67,10 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as e:
-            raise InvalidRequest(f"the chat template does not parse: line {e.lineno}: {e.message}") from e
+            raise InvalidRequest(
+                f"the chat template does not parse: line {e.lineno}: {e.message}",
+                hint="mend chat_template.jinja of --tokenizer",
+            ) from e
 
     @property
     def knows_tools(self) -> bool:

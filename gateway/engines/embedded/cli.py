@@ -13,7 +13,8 @@ import click
 
 from gateway.engines.embedded.config import EngineConfig
 from protos.errors import LaminarError
-from protos.process import setup_logging, write_ready_file
+from protos.options import LOG_LEVEL, PORT
+from protos.process import cannot_listen, setup_logging, write_ready_file
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ SHUTDOWN_TIMEOUT_S = 5.0
 @click.command()
 @click.option(
     "--model",
-    type=click.Path(path_type=Path),
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
     required=True,
     help="Model directory (Llama or Qwen2 family): config.json, *.safetensors, tokenizer.json.",
 )
@@ -54,11 +55,19 @@ SHUTDOWN_TIMEOUT_S = 5.0
     show_default=True,
     help="Processed: after temperature, top-k and top-p, the distribution really sampled from.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto (the GPU when there is one), cpu or cuda.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: the GPU when there is one.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=0, show_default=True, help="Port to listen on; 0 takes a free one.")
-@click.option("--ready-file", type=click.Path(path_type=Path), help='Written as {"url": ...} once it serves.')
-@click.option("--log-level", default="info", show_default=True)
+@click.option("--port", type=PORT, default=0, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option(
+    "--ready-file", type=click.Path(dir_okay=False, path_type=Path), help='Written as {"url": ...} once it serves.'
+)
+@click.option("--log-level", type=LOG_LEVEL, default="info", show_default=True)
 def engine(host: str, port: int, ready_file: Path | None, log_level: str, **options: Any) -> None:
     """Run one inference engine that speaks vLLM's HTTP dialect, without vLLM.
 
@@ -74,9 +83,6 @@ def engine(host: str, port: int, ready_file: Path | None, log_level: str, **opti
         asyncio.run(_serve(config, host, port, ready_file))
     except LaminarError as e:
         click.echo(f"gateway engine: {e}", err=True)
-        sys.exit(1)
-    except OSError as e:
-        click.echo(f"gateway engine: cannot serve on {host}:{port}: {e}", err=True)
         sys.exit(1)
 
 
@@ -107,7 +113,10 @@ async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | 
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            raise cannot_listen(host, port, error) from error
         bound = runner.addresses[0]
         url = f"http://{bound[0]}:{bound[1]}"
         write_ready_file(ready_file, {"url": url})

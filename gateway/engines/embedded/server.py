@@ -141,20 +141,30 @@ class EngineApi:
         self, request: web.Request, body: wire.CompletionBody, answer: Answer, chunks: AsyncIterator[None]
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
+        try:
+            await response.prepare(request)
+            async for event in self._events(body, answer, chunks):
+                await response.write(event)
+        except ConnectionResetError:
+            log.debug("a client left just before an event for it, and before its handler was cancelled for that")
+        return response
+
+    async def _events(
+        self, body: wire.CompletionBody, answer: Answer, chunks: AsyncIterator[None]
+    ) -> AsyncIterator[bytes]:
+        options = body.stream_options
         try:
             async for _ in chunks:
                 event = answer.take()
-                if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+                if options is not None and options.continuous_usage_stats:
                     event["usage"] = answer.usage()
-                await response.write(_event(event))
+                yield _event(event)
         except LaminarError as e:  # the status line is out: the error is the stream's last event, and no [DONE]
-            await response.write(_event(_error_body(e)))
-            return response
-        if body.stream_options is not None and body.stream_options.include_usage:
-            await response.write(_event(answer.usage_chunk()))
-        await response.write(b"data: [DONE]\n\n")
-        return response
+            yield _event(_error_body(e))
+            return
+        if options is not None and options.include_usage:
+            yield _event(answer.usage_chunk())
+        yield b"data: [DONE]\n\n"
 
     async def abort_requests(self, request: web.Request) -> web.Response:
         body = wire.decode(await request.read(), wire.AbortBody)

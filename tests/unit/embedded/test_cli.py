@@ -34,8 +34,12 @@ def test_help_needs_no_torch() -> None:
     ("arguments", "status", "message"),
     [
         ([], 2, "Missing option '--model'"),
-        (["--model", "/x", "--dtype", "int8"], 2, "'int8' is not one of 'float32', 'bfloat16'"),
-        (["--model", "/x", "--max-num-seqs", "many"], 2, "'many' is not a valid integer"),
+        (["--model", "/x"], 2, "Directory '/x' does not exist"),
+        (["--model", "/", "--dtype", "int8"], 2, "'int8' is not one of 'float32', 'bfloat16'"),
+        (["--model", "/", "--max-num-seqs", "many"], 2, "'many' is not a valid integer"),
+        (["--model", "/", "--port", "99999"], 2, "99999 is not in the range 0<=x<=65535"),
+        (["--model", "/", "--log-level", "loud"], 2, "'loud' is not one of 'debug', 'info'"),
+        (["--model", "/", "--device", "tpu"], 2, "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
     ],
 )
 def test_wrong_usage(arguments: list[str], status: int, message: str) -> None:
@@ -60,7 +64,10 @@ def test_wrong_model_directory_and_taken_port_are_one_clear_line(tmp_path: Path)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"cannot serve on 127.0.0.1:{port}" in fails("--model", str(tiny_model()), *SMALL, "--port", str(port))
+        said = fails("--model", str(tiny_model()), *SMALL, "--port", str(port))
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use (choose another --port" in said
+    said = fails("--model", str(tiny_model()), *SMALL, "--ready-file", str(tmp_path / "none" / "ready"))
+    assert "No such file or directory (choose another --ready-file)" in said
 
 
 @pytest.mark.slow

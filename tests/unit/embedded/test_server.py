@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from gateway.engines.embedded.answers import Answer
 from gateway.engines.embedded.engine import Engine
 from gateway.engines.embedded.server import make_app
 from gateway.engines.embedded.service import EngineService
@@ -174,6 +175,33 @@ async def test_a_client_that_leaves_frees_its_kv() -> None:
         await until(empty)
         assert await client.metric("vllm:num_requests_running") == 0
         assert await client.metric("vllm:generation_tokens_total") < 230
+
+
+async def test_a_client_that_leaves_just_before_an_event_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connections: list[asyncio.Transport] = []
+    prepare, take = web.StreamResponse.prepare, Answer.take
+
+    async def noting(self: web.StreamResponse, request: web.BaseRequest) -> object:
+        connections.append(request.transport)  # type: ignore[arg-type]
+        return await prepare(self, request)
+
+    def left(self: Answer) -> dict[str, Any]:
+        connections[0].abort()
+        return take(self)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", noting)
+    monkeypatch.setattr(Answer, "take", left)
+    async with serving() as client:
+        with pytest.raises(aiohttp.ClientError):
+            await client.stream(max_tokens=8)
+
+        async def over() -> bool:
+            return client.service.num_open == 0
+
+        await until(over)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def start_long(client: Client, **body: Any) -> asyncio.Task[Any]:

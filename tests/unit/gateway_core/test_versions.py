@@ -68,7 +68,7 @@ def test_strict_and_a_session_that_names_its_version_wait_for_it(demand: Demand)
     state = fleet(engine("e0", 2))
     outcome = place(demand, state, FREE)
     assert isinstance(outcome, Wait)
-    assert "version 1: it is loaded when an engine is free" in outcome.reason
+    assert "version 1: it is loaded once an engine is free whose relay holds it" in outcome.reason
     assert wanted_versions([demand], state) == {1: Wanted(1, 100)}
     state.engines[EngineName("e0")].loadable = frozenset({Version(2)})
     outcome = place(demand, state, FREE)
@@ -235,7 +235,9 @@ def test_a_session_whose_version_is_lost_goes_on_under_no_newer_one_than_it_may(
 def test_one_that_may_be_on_nothing_that_is_served_waits_for_its_own_version_or_is_told() -> None:
     """Engines do not go back by themselves: its version is loaded again, while there is a relay that has it."""
     state, demand = fleet(engine("e0", 3), engine("e1", 4)), lost_one("segment", 2, max_version=Version(2))
-    assert place(demand, state, FREE) == Wait("no engine serves version 2: it is loaded when an engine is free")
+    assert place(demand, state, FREE) == Wait(
+        "no engine serves version 2: it is loaded once an engine is free whose relay holds it"
+    )
     wanted = wanted_versions([demand, lost_one("segment", 2), lost_one("fail", 2, max_version=Version(2))], state)
     assert wanted == {2: Wanted(1, 100)}, "others go on, or fail"
     state.insisted = wanted

@@ -10,9 +10,9 @@ import pytest
 from gateway.core.sessions import SessionSpec
 from gateway.core.types import GroupId, SessionId
 from gateway.data import Database, ExperienceBuffer
-from gateway.data.layout import LAYOUT
+from gateway.data.layout import LAYOUT, claim
 from gateway.data.sessions import SessionStore
-from protos.errors import Conflict
+from protos.errors import Conflict, Unavailable
 from tests.unit.gateway_data.test_experience import trajectory
 
 UNCOUNTED = """
@@ -71,3 +71,36 @@ async def test_an_older_file_that_cannot_be_read_is_refused_untouched(tmp_path: 
     with pytest.raises(Conflict, match=r"too old to read: its table trajectories has body, seq.*--data"):
         await Database(path).open()
     assert layout(path) == 0
+
+
+async def test_a_file_is_of_one_model_and_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    for _ in range(2):  # made, and opened again
+        async with Database(path) as database:
+            await database.run(lambda opened: claim(opened, "data", "policy", "words"))
+    async with Database(path) as database:
+        with pytest.raises(Conflict, match=r"data keeps the turns of model 'policy', not of 'other' .serve --model"):
+            await database.run(lambda opened: claim(opened, "data", "other", "words"))
+        with pytest.raises(Conflict, match=r"data keeps token ids of another vocabulary \(give the --tokenizer that"):
+            await database.run(lambda opened: claim(opened, "data", "policy", "other words"))
+        await database.run(lambda opened: claim(opened, "data", "policy", "words"))
+
+
+async def test_a_file_has_one_gateway(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    async with Database(path) as first:
+        with pytest.raises(Conflict, match=r"gateway\.sqlite is in use by another gateway \(stop that one, or give"):
+            await Database(path).open()
+        assert await first.run(lambda opened: opened.execute("SELECT 1").fetchone()) == (1,)
+    async with Database(path):
+        pass
+
+
+async def test_a_file_that_could_not_be_opened_is_free_again(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sqlite"
+    path.write_text("no database at all")
+    with pytest.raises(Unavailable, match=r"file is not a database \(give a --data directory that can be written"):
+        await Database(path).open()
+    path.unlink()
+    async with Database(path):
+        pass

@@ -56,7 +56,10 @@ def test_an_engines_words(text: str, spec: EngineSpec) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "e0", "e0=vllm", "e0=vllm=", "=vllm=http://h", "e0==http://h", "e0=vllm=h:80", "e0=http://h", "a=b=ftp:/"],
+    [
+        *("", "e0", "e0=vllm", "e0=vllm=", "=vllm=http://h", "e0==http://h", "e0=vllm=h:80", "e0=http://h"),
+        *("a=b=ftp:/", "e0=vllm=http://h:1@r", "e0=vllm=http://h:1@r:0"),
+    ],
 )
 def test_what_is_no_engine_is_told_the_form(text: str) -> None:
     with pytest.raises(InvalidRequest) as error:
@@ -117,6 +120,9 @@ def test_serving_needs_no_torch() -> None:
     [
         (["--tokenizer", "."], "Missing option '--model'"),
         (["--model", "m"], "Missing option '--tokenizer'"),
+        (["--model", "", "--tokenizer", "."], "Invalid value for '--model': it is empty"),
+        (["--relay", "host"], "'host' is not HOST:PORT, like 127.0.0.1:7000"),
+        (["--etcd", "http://h:2379"], "'http://h:2379' is not HOST:PORT, like 127.0.0.1:7000"),
         (["--model", "m", "--tokenizer", "/nowhere"], "Directory '/nowhere' does not exist"),
         (["--model", "m", "--tokenizer", __file__], "is a file"),
         (["--mode", "fast"], "'fast' is not one of 'barrier', 'drain', 'repack', 'inflight'"),
@@ -154,8 +160,15 @@ def test_what_keeps_it_from_starting_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         said = serve(directory, f"--port={port}")
-    assert f"cannot listen on 127.0.0.1:{port}: " in said
-    assert "address already in use" in said
+    taken_ = f"cannot listen on 127.0.0.1:{port}: Address already in use (choose another --port, or 0 for any free one)"
+    assert taken_ in said
+    said = serve(directory, "--port=0", "--host=192.0.2.1")  # nobody's, by RFC 5737
+    assert "cannot listen on 192.0.2.1:0: Cannot assign requested address (choose another --host or --port)" in said
+    said = serve(directory, "--port=0", f"--ready-file={tmp_path}/none/ready")
+    assert f"cannot write {tmp_path}/none/ready: No such file or directory (choose another --ready-file)" in said
+    assert "Unclosed" not in said
+    said = serve(directory, "--port=0", f"--data={directory}/tokenizer.json/below")
+    assert "Not a directory (give a --data directory that can be written, and is a gateway's or empty)" in said
     said = serve(tmp_path, "--port=0")
     assert f"no tokenizer.json in {tmp_path} (give a Hugging Face model directory with a fast tokenizer)" in said
 

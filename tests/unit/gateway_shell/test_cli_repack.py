@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from gateway.cli import cli
 from gateway.cli_repack import ask, told
-from protos.errors import Unavailable
+from protos.errors import InvalidRequest, Unavailable
 from tests.support.turns import serving_app
 
 PLAN: dict[str, Any] = {
@@ -43,8 +43,14 @@ async def test_who_does_not_answer_is_named() -> None:
         await ask("http://127.0.0.1:1", dry_run=True)
     app = web.Application()
     async with serving_app(app) as url:
-        with pytest.raises(Unavailable, match="404"):
+        with pytest.raises(Unavailable, match=f"what answers at {url} is no gateway: 404"):
             await ask(url, dry_run=True)
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8080", "ftp://h", "http://"])
+async def test_what_is_no_url_is_told_the_form(url: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"is no gateway's address \(such as http://127\.0\.0\.1:8080\)"):
+        await ask(url, dry_run=True)
 
 
 def test_people_read_what_and_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import get_args
 
@@ -41,6 +42,21 @@ def test_kinds_that_are_not_there_are_refused(kinds: str, said_: str) -> None:
     result = CliRunner().invoke(cli, ["faultkit", f"--kinds={kinds}"])
     assert result.exit_code == 2
     assert said_ in " ".join(result.output.split()).replace("│ ", "")
+
+
+def test_ports_and_files_that_cannot_be_had_are_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["faultkit", "--engines=2", "--port=65535"])
+    assert (result.exit_code, "2 engines from 65535 on end above 65535" in result.output) == (2, True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = CliRunner().invoke(cli, ["faultkit", "--engines=1", f"--port={port}"])
+    assert said.exit_code == 1
+    assert f"Error: cannot listen on 127.0.0.1:{port}: Address already in use (choose another --port" in said.output
+    said = CliRunner().invoke(cli, ["faultkit", "--engines=1", f"--ready-file={tmp_path}/none/ready"])
+    assert said.exit_code == 1
+    assert "No such file or directory (choose another --ready-file)" in said.output
 
 
 def test_a_seed_draws_the_same_cuts_again() -> None:

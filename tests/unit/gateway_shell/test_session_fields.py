@@ -22,6 +22,8 @@ async def test_a_session_has_no_more_turns_than_it_may(tmp_path: Path) -> None:
         told = await post(http, "/s/s/v1/completions", {"model": MODEL, "prompt": [7]}, 409)
         assert "has had 2 turns, 0 run, of 2 at most" in told["error"]["message"]
         await post(http, "/sessions", {"max_turns": 0}, 400)
+        told = await post(http, "/sessions", {"on_version_loss": "maybe"}, 400)
+        assert "invalid enum value 'maybe' (one of segment, strict, fail)" in told["error"]["message"]
 
 
 async def test_a_session_uses_no_more_context_than_it_may(tmp_path: Path) -> None:

@@ -154,6 +154,8 @@ async def test_engines_come_and_go(tmp_path: Path) -> None:
             assert (answer.status, "already an engine named 'e1'" in await answer.text()) == (409, True)
         async with http.post("/admin/engines", json={**added, "kind": "tgi"}) as answer:
             assert (answer.status, "known kinds: vllm" in await answer.text()) == (400, True)
+        async with http.post("/admin/engines", json={**added, "relay": "r"}) as answer:
+            assert (answer.status, "'r' is not HOST:PORT (such as" in await answer.text()) == (400, True)
         async with http.delete("/admin/engines/e0") as answer:
             assert answer.status == 200
         async with http.delete("/admin/engines/e0") as answer:

@@ -74,7 +74,7 @@ async def test_a_strict_session_whose_version_is_retired_is_told_so_and_the_engi
 async def test_a_strict_session_waits_up_to_its_deadline_when_nothing_can_load_it(tmp_path: Path) -> None:
     async with CuttingEngine("e0", version="2") as e0, shell(tmp_path, e0, queue_timeout_s=0.1) as found:
         session = found.session(version=Version(1), on_version_loss="strict")
-        with pytest.raises(OutOfCapacity, match=r"within 0\.1 s: no engine serves version 1: it is loaded when"):
+        with pytest.raises(OutOfCapacity, match=r"within 0\.1 s: no engine serves version 1: it is loaded once"):
             await read(found.run(session))
 
 

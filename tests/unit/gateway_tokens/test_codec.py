@@ -24,6 +24,14 @@ CHAT: list[dict[str, Any]] = [
 ]
 
 
+def test_a_vocabulary_is_told_from_another(tmp_path: Path) -> None:
+    one = codecs.tiny().vocabulary
+    written = json.loads((tiny_model() / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written, indent=3))
+    assert Codec.load(tmp_path).vocabulary == one, "however its file is written"
+    assert codecs.sentencepiece().vocabulary != one
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_rendering_equals_transformers(tools: list[dict[str, Any]] | None, add_generation_prompt: bool) -> None:
