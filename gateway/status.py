@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Literal
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -14,12 +14,14 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from gateway.config import GatewayConfig
-from gateway.core.fleet import EngineState
+from gateway.core.fleet import EngineState, EngineStatus
+from gateway.core.repack import Plan
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.fleet import Fleet
 from gateway.relaying import TextRelay
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
+from gateway.snapshot import AllCounters, EngineSnapshot, LastPlans, PlanSummary, SessionCounts, Snapshot
 from gateway.trainer import Trainer
 
 RATE_WINDOW_S = 10.0
@@ -54,64 +56,30 @@ class GatewayStatus:
     def close(self) -> None:
         self._provider.shutdown()
 
-    def snapshot(self) -> dict[str, Any]:
-        fleet, sessions = self.fleet, self.sessions
-        return {
-            "model": self.config.model,
-            "mode": self.config.fleet.mode,
-            "newest_version": fleet.state.newest,
-            "trainer_version": self.trainer.version,
-            "pinned_versions": dict(fleet.pinning.pinned),
-            "engines": [self._engine(engine) for engine in fleet.state.sorted_engines()],
-            "sessions": {
-                "live": len(sessions.live),
-                "running_turns": len(sessions.runs),
-                "queued": fleet.statistics().queued,
-            },
-            "buffer": asdict(self.buffer.statistics()),
-            "partial_response_pool": asdict(self.pool.statistics()),
-            "counters": {
+    def snapshot(self) -> Snapshot:
+        fleet, sessions, told = self.fleet, self.sessions, self.fleet.statistics()
+        return Snapshot(
+            model=self.config.model,
+            mode=self.config.fleet.mode,
+            newest_version=fleet.state.newest,
+            trainer_version=self.trainer.version,
+            pinned_versions=fleet.pinning.pinned,
+            engines=[_engine(engine) for engine in fleet.state.sorted_engines()],
+            sessions=SessionCounts(len(sessions.live), len(sessions.runs), told.queued),
+            buffer=self.buffer.statistics(),
+            partial_response_pool=self.pool.statistics(),
+            counters=AllCounters(
                 **asdict(sessions.counters),
-                "refreshes": fleet.statistics().refreshes,
-                "refresh_failures": fleet.statistics().refresh_failures,
-                "refreshes_unchanged": fleet.statistics().refreshes_unchanged,
-            },
-            "relayed_text": None if self.relay is None else asdict(self.relay.statistics()),
-            "tokens_per_s": self._tokens_per_s(),
-            "repack": {
-                "plans": [
-                    {
-                        "version": p.version,
-                        "moves": len(p.moves),
-                        "freed": [f.engine for f in p.freed],
-                        "reasons": list(p.reasons),
-                    }
-                    for p in self.repacker.last
-                ]
-            },
-            "staleness": asdict(self.trainer.staleness),
-            "sessions_behind": dict(sessions.version_histogram()),
-        }
-
-    def _engine(self, engine: EngineState) -> dict[str, Any]:
-        capacity = engine.kv_capacity_tokens
-        return {
-            "name": engine.name,
-            "url": engine.url,
-            "kind": engine.kind,
-            "version": engine.version,
-            "available": engine.available,
-            "state": _state(engine),
-            "intake": "open" if engine.intake_open else "closed",
-            "admitted": engine.admitted,
-            "running": len(engine.turns),
-            "waiting": engine.waiting_reported,
-            "kv_usage": engine.kv_usage,
-            "kv_tokens": engine.tokens,
-            "kv_capacity_tokens": capacity,
-            "incarnation": engine.incarnation,
-            "last_error": engine.last_error,
-        }
+                refreshes=told.refreshes,
+                refresh_failures=told.refresh_failures,
+                refreshes_unchanged=told.refreshes_unchanged,
+            ),
+            relayed_text=None if self.relay is None else self.relay.statistics(),
+            tokens_per_s=self._tokens_per_s(),
+            repack=LastPlans([_summary(plan) for plan in self.repacker.last]),
+            staleness=self.trainer.staleness,
+            sessions_behind=sessions.version_histogram(),
+        )
 
     def _tokens_per_s(self) -> float:
         now, total = time.monotonic(), self.sessions.counters.tokens_generated
@@ -174,11 +142,35 @@ class GatewayStatus:
         return observe
 
 
+def _engine(engine: EngineState) -> EngineSnapshot:
+    return EngineSnapshot(
+        name=engine.name,
+        url=engine.url,
+        kind=engine.kind,
+        version=engine.version,
+        available=engine.available,
+        state=_state(engine),
+        intake="open" if engine.intake_open else "closed",
+        admitted=engine.admitted,
+        running=len(engine.turns),
+        waiting=engine.waiting_reported,
+        kv_usage=engine.kv_usage,
+        kv_tokens=engine.tokens,
+        kv_capacity_tokens=engine.kv_capacity_tokens,
+        incarnation=engine.incarnation,
+        last_error=engine.last_error,
+    )
+
+
+def _summary(plan: Plan) -> PlanSummary:
+    return PlanSummary(plan.version, len(plan.moves), [freed.engine for freed in plan.freed], plan.reasons)
+
+
 def _observe(read: Callable[[], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
     return lambda _: [Observation(read())]
 
 
-def _state(engine: EngineState) -> str:
+def _state(engine: EngineState) -> EngineStatus | Literal["draining"]:
     """`draining`: it serves what it has, takes no new sessions, and a newer version waits for it."""
     if engine.status == "serving" and not engine.intake_open and engine.newer:
         return "draining"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,11 +12,12 @@ from aiohttp import web
 from msgspec import Meta
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from gateway.api.answers import answer_json
 from gateway.api.openai_errors import BadField
 from gateway.api.openai_requests import decode
 from gateway.config import EngineSpec
-from gateway.core.receipts import Receipt
-from gateway.core.repack import Plan
+from gateway.core.receipts import Outcome, Receipt
+from gateway.core.repack import Freed, Move, Plan
 from gateway.core.types import EngineName
 from gateway.data.timeline import READ_MAX
 from gateway.status import GatewayStatus
@@ -32,6 +34,81 @@ class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
     kind: str = "vllm"
     relay: str | None = None
     check: bool = True  # refuse it unless it answers now
+
+
+class Health(msgspec.Struct):
+    serving_engines: Sequence[str]
+    uptime_s: float
+
+
+class Events(msgspec.Struct):
+    """Each has `seq`, `t_unix_s` and `kind`, and what its kind tells. `next`: to ask `after` the last one."""
+
+    next: int
+    events: Sequence[Mapping[str, Any]]
+
+
+class EngineAdded(msgspec.Struct):
+    name: str
+
+
+class EngineRemoved(msgspec.Struct):
+    name: str
+    removed: bool = True
+
+
+class ToldPlan(msgspec.Struct):
+    """`freed` engines are empty once the moves are done. Price and gain in seconds of an engine."""
+
+    version: int
+    moves: Sequence[Move]
+    freed: Sequence[Freed]
+    reasons: Sequence[str]
+    price_s: float
+    gain_s: float
+
+
+class Plans(msgspec.Struct):
+    plans: Sequence[ToldPlan]
+
+
+class EstimatedAndMeasured(msgspec.Struct):
+    """In seconds of an engine; `measured` is null while it is not known."""
+
+    estimated: float
+    measured: float | None
+
+
+class ToldMove(msgspec.Struct, kw_only=True):
+    """`pause_s`: how long the turn was without tokens; null if it never moved, or waited for a tool."""
+
+    turn_id: str | None
+    session_id: str
+    source: str
+    destination: str
+    tokens: int
+    price_s: float
+    outcome: Outcome
+    pause_s: float | None
+
+
+class ToldReceipt(msgspec.Struct):
+    """One engine that was emptied. `emptied_after_s`: null while it is under way, and if it never was empty."""
+
+    number: int
+    planned_unix_s: float
+    version: int
+    engine: str
+    reason: str
+    emptied_after_s: float | None
+    price_s: EstimatedAndMeasured
+    gain_s: EstimatedAndMeasured
+    moves: Sequence[ToldMove]
+
+
+class Receipts(msgspec.Struct):
+    prefill_tokens_per_s: float
+    receipts: Sequence[ToldReceipt]
 
 
 _add = msgspec.json.Decoder(AddEngineRequest)
@@ -55,15 +132,12 @@ class _Handlers:
         self._of = status
 
     async def status(self, request: web.Request) -> web.Response:
-        return web.json_response(self._of.snapshot())
+        return answer_json(self._of.snapshot())
 
     async def healthz(self, request: web.Request) -> web.Response:
         """200 while at least one engine serves; 503 tells load balancers to look elsewhere."""
         serving = [e.name for e in self._of.fleet.state.sorted_engines() if e.status == "serving"]
-        return web.json_response(
-            {"serving_engines": serving, "uptime_s": time.monotonic() - self._of.started},
-            status=200 if serving else 503,
-        )
+        return answer_json(Health(serving, time.monotonic() - self._of.started), 200 if serving else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._of.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -71,7 +145,7 @@ class _Handlers:
     async def timeline(self, request: web.Request) -> web.Response:
         after, limit = _number(request, "after", 0), _number(request, "limit", 1000)
         next_, events = self._of.timeline.read(after, min(limit, READ_MAX))
-        return web.json_response({"next": next_, "events": [event.flat() for event in events]})
+        return answer_json(Events(next_, [event.flat() for event in events]))
 
     async def add_engine(self, request: web.Request) -> web.Response:
         wanted = decode(_add, await request.read())
@@ -84,45 +158,45 @@ class _Handlers:
         if wanted.check:
             await self._of.fleet.probe(spec)
         self._of.fleet.add(spec)
-        return web.json_response({"name": wanted.name}, status=201)
+        return answer_json(EngineAdded(wanted.name), 201)
 
     async def remove_engine(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         await self._of.fleet.remove(EngineName(name))
-        return web.json_response({"name": name, "removed": True})
+        return answer_json(EngineRemoved(name))
 
     async def plan(self, request: web.Request) -> web.Response:
         """What the planner would do now, with its reasons; nothing is moved."""
-        return web.json_response({"plans": [plan_body(plan) for plan in self._of.repacker.plan()]})
+        return answer_json(Plans([told_plan(plan) for plan in self._of.repacker.plan()]))
 
     async def repack(self, request: web.Request) -> web.Response:
         """A round now, whatever the mode: the plans whose moves have begun."""
-        return web.json_response({"plans": [plan_body(plan) for plan in self._of.repacker.repack()]})
+        return answer_json(Plans([told_plan(plan) for plan in self._of.repacker.repack()]))
 
     async def receipts(self, request: web.Request) -> web.Response:
         """Every move, newest first: price and gain as estimated, and as measured (null while not known)."""
         book = self._of.repacker.book
         newest = list(book.receipts)[::-1][: _number(request, "limit", 100)]
         rate = book.prefill_tokens_per_s(self._of.config.prefill_tokens_per_s)
-        return web.json_response({"prefill_tokens_per_s": rate, "receipts": [receipt_body(r) for r in newest]})
+        return answer_json(Receipts(rate, [told_receipt(r) for r in newest]))
 
 
-def plan_body(plan: Plan) -> dict[str, Any]:
-    return {**asdict(plan), "price_s": plan.price_s, "gain_s": plan.gain_s}
+def told_plan(plan: Plan) -> ToldPlan:
+    return ToldPlan(plan.version, plan.moves, plan.freed, plan.reasons, plan.price_s, plan.gain_s)
 
 
-def receipt_body(receipt: Receipt) -> dict[str, Any]:
-    return {
-        "number": receipt.number,
-        "planned_unix_s": receipt.planned_unix_s,
-        "version": receipt.version,
-        "engine": receipt.engine,
-        "reason": receipt.reason,
-        "emptied_after_s": receipt.emptied_after_s,
-        "price_s": {"estimated": receipt.estimate.price_s, "measured": receipt.price_measured_s},
-        "gain_s": {"estimated": receipt.estimate.gain_s, "measured": receipt.gain_measured_s},
-        "moves": [{**asdict(m.move), "outcome": m.outcome, "pause_s": m.pause_s} for m in receipt.moves],
-    }
+def told_receipt(receipt: Receipt) -> ToldReceipt:
+    return ToldReceipt(
+        receipt.number,
+        receipt.planned_unix_s,
+        receipt.version,
+        receipt.engine,
+        receipt.reason,
+        receipt.emptied_after_s,
+        EstimatedAndMeasured(receipt.estimate.price_s, receipt.price_measured_s),
+        EstimatedAndMeasured(receipt.estimate.gain_s, receipt.gain_measured_s),
+        [ToldMove(**asdict(m.move), outcome=m.outcome, pause_s=m.pause_s) for m in receipt.moves],
+    )
 
 
 def _number(request: web.Request, name: str, default: int) -> int:

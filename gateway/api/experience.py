@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from gateway.api.answers import answer_json
 from gateway.api.numbers import Count
 from gateway.api.openai_errors import BadField
 from gateway.api.openai_requests import decode
@@ -46,6 +47,10 @@ class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
 class SampleAnswer(msgspec.Struct):
     lease_id: str
     trajectories: Sequence[Trajectory]
+
+
+class AckAnswer(msgspec.Struct):
+    acknowledged: int
 
 
 Used = Callable[[SampleRequest, Sequence[Trajectory]], None]
@@ -95,11 +100,11 @@ class _Handlers:
         answer = SampleAnswer(lease_id, trajectories)
         if MSGPACK in request.headers.get("Accept", ""):
             return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+        return answer_json(answer)
 
     async def ack(self, request: web.Request) -> web.Response:
         used = await self._deps.buffer.ack(decode(_ack, await request.read()).lease_id)
-        return web.json_response({"acknowledged": used})
+        return answer_json(AckAnswer(used))
 
 
 _sample = msgspec.json.Decoder(SampleRequest)

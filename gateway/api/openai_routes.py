@@ -17,7 +17,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ from aiohttp import web
 from gateway.api import openai_history as history
 from gateway.api import openai_requests as requests
 from gateway.api import openai_shapes as shapes
+from gateway.api.answers import answer_json
+from gateway.api.openai_answers import Model, Models
 from gateway.api.openai_errors import error_body
 from gateway.api.openai_events import EventStream, LateBody
 from gateway.api.openai_history import Prompt
@@ -127,10 +129,10 @@ class _Handlers:
         self._forced_format: ToolFormat = "none" if reasons else deps.codec.tool_format
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [_model_body(m) for m in self._turns.models()]})
+        return answer_json(Models("list", [_model(m) for m in self._turns.models()]))
 
     async def model(self, request: web.Request) -> web.Response:
-        return web.json_response(_model_body(requests.find_model(request.match_info["model"], self._turns.models())))
+        return answer_json(_model(requests.find_model(request.match_info["model"], self._turns.models())))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
@@ -360,11 +362,5 @@ def _headers(asked: _Asked) -> dict[str, str]:
     return headers
 
 
-def _model_body(model: ModelInfo) -> Mapping[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created_unix_s,
-        "owned_by": "laminar",
-        "max_model_len": model.context_tokens,
-    }
+def _model(model: ModelInfo) -> Model:
+    return Model(model.name, "model", model.created_unix_s, "laminar", model.context_tokens)

@@ -1,7 +1,6 @@
-"""`GET /openapi.json`: every route, with the very structs that decode its bodies as schemas.
+"""`GET /openapi.json`: every route, with the very structs that decode its bodies and make its answers as schemas.
 
-Answers of the OpenAI routes are OpenAI's; theirs are not repeated here. Every route may also answer 401 to 5xx with the
-error body that `openai_errors` makes.
+Every route may also answer 401 to 5xx with the error body that `openai_errors` makes.
 """
 
 from __future__ import annotations
@@ -14,21 +13,43 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.admin import DIGITS_MAX, AddEngineRequest
-from gateway.api.experience import AckRequest, SampleAnswer, SampleRequest
-from gateway.api.groups import CreateGroupRequest
+from gateway.api.admin import (
+    DIGITS_MAX,
+    AddEngineRequest,
+    EngineAdded,
+    EngineRemoved,
+    Events,
+    Health,
+    Plans,
+    Receipts,
+)
+from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, SampleAnswer, SampleRequest
+from gateway.api.groups import CreateGroupRequest, GroupAnswer
+from gateway.api.openai_answers import ChatCompletion, Completion, Model, Models
 from gateway.api.openai_requests import CHOICES_MAX, LOGPROBS_MAX, ROLES
 from gateway.api.openai_routes import PREFIXES
 from gateway.api.openai_types import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
-from gateway.api.sessions import AbandonRequest, CreateRequest, RewardRequest
+from gateway.api.sessions import (
+    Abandoned,
+    AbandonRequest,
+    CreateRequest,
+    RewardRequest,
+    SessionAnswer,
+    SessionMade,
+    SessionPhase,
+)
 from gateway.core.endings import Finish, Finished
+from gateway.snapshot import Snapshot
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`query`: name to schema. `optional_body`: the body may be left out."""
+    """`query`: name to schema. `optional_body`: the body may be left out. `answers`: one of them, as JSON.
+
+    `also`: other content types, and `also_status`: another status, with which an answer may come.
+    """
 
     method: str
     path: str
@@ -36,42 +57,83 @@ class Route:
     body: type[msgspec.Struct] | None = None
     query: Mapping[str, Json] | None = None
     status: int = 200
-    answer: type[msgspec.Struct] | None = None
+    answers: Sequence[type[msgspec.Struct]] = ()
+    also: Sequence[str] = ()
+    also_status: int | None = None
     optional_body: bool = False
 
 
-_RELAYED = "With --relay-text, a call without a session goes to an engine as it is, which checks its fields."
+_RELAYED = "With --relay-text, a call without a session goes to an engine, which checks its fields and answers."
 _NUMBER: Json = {"schema": {"type": "integer", "minimum": 0, "maximum": 10**DIGITS_MAX - 1}}
 _NAMED: Json = {"schema": {"type": "string", "minLength": 1}, "required": True}
-_OPENAI = [
-    Route("post", "/v1/chat/completions", f"A chat completion; a session's next turn. {_RELAYED}", ChatRequest),
-    Route("post", "/v1/completions", f"A completion of a text or of token ids. {_RELAYED}", CompletionRequest),
-    Route("get", "/v1/models", "The models served."),
-    Route("get", "/v1/models/{model}", "One model."),
+_CHAT = f"A chat completion; a session's next turn. {_RELAYED}"
+_COMPLETION = f"A completion of a text or of token ids. {_RELAYED}"
+_EVENTS = ("text/event-stream",)
+_ENDED = (Finished, SessionAnswer)  # the latter waits for its reward
+
+
+def _openai(prefix: str) -> Sequence[Route]:
+    return [
+        Route("post", f"{prefix}/v1/chat/completions", _CHAT, ChatRequest, answers=[ChatCompletion], also=_EVENTS),
+        Route("post", f"{prefix}/v1/completions", _COMPLETION, CompletionRequest, answers=[Completion], also=_EVENTS),
+        Route("get", f"{prefix}/v1/models", "The models served.", answers=[Models]),
+        Route("get", f"{prefix}/v1/models/{{model}}", "One model.", answers=[Model]),
+    ]
+
+
+_SESSIONS = [
+    Route("post", "/sessions", "Makes one and its key.", CreateRequest, answers=[SessionMade], optional_body=True),
+    Route("get", "/sessions/{sid}", "A session as it stands.", answers=[SessionAnswer]),
+    Route("post", "/sessions/{sid}/finish", "Ends a session with a reward.", Finish, answers=_ENDED),
+    Route("post", "/finish_session", "The same, as routers have it.", Finish, {"session_id": _NAMED}, answers=_ENDED),
+    Route("post", "/sessions/{sid}/reward", "A reward of a turn or a leaf.", RewardRequest, answers=[SessionPhase]),
+    Route(
+        "post",
+        "/sessions/{sid}/abandon",
+        "Ends a session without one.",
+        AbandonRequest,
+        answers=[Abandoned],
+        optional_body=True,
+    ),
+    Route("post", "/groups", "Makes a group of sessions, admitted whole.", CreateGroupRequest, answers=[GroupAnswer]),
+    Route("get", "/groups/{gid}", "A group as it stands.", answers=[GroupAnswer]),
+    Route(
+        "post",
+        "/groups/{gid}/abandon",
+        "Ends a group's sessions.",
+        AbandonRequest,
+        answers=[GroupAnswer],
+        optional_body=True,
+    ),
+]
+_TRAINER = [
+    Route(
+        "post",
+        "/experience/sample",
+        "Leases finished trajectories.",
+        SampleRequest,
+        answers=[SampleAnswer],
+        also=(MSGPACK,),
+    ),
+    Route("post", "/experience/ack", "Uses them up.", AckRequest, answers=[AckAnswer]),
+]
+_OPERATOR = [
+    Route("get", "/status", "The gateway, its engines and its counters.", answers=[Snapshot]),
+    Route("get", "/healthz", "200 while an engine serves, else 503.", answers=[Health], also_status=503),
+    Route("get", "/metrics", "For Prometheus.", also=("text/plain",)),
+    Route("get", "/admin/timeline", "What happened.", query={"after": _NUMBER, "limit": _NUMBER}, answers=[Events]),
+    Route("post", "/admin/engines", "Takes an engine in.", AddEngineRequest, status=201, answers=[EngineAdded]),
+    Route("delete", "/admin/engines/{name}", "Takes an engine out.", answers=[EngineRemoved]),
+    Route("get", "/admin/repack", "What the planner would do now.", answers=[Plans]),
+    Route("post", "/admin/repack", "Does it now.", answers=[Plans]),
+    Route("get", "/admin/receipts", "What moves cost and gained.", query={"limit": _NUMBER}, answers=[Receipts]),
+    Route("get", "/openapi.json", "This.", also=("application/json",)),
 ]
 ROUTES: Sequence[Route] = [
-    *(Route(r.method, prefix + r.path, r.summary, r.body) for prefix in PREFIXES for r in _OPENAI),
-    Route("post", "/sessions", "Makes a session and its API key.", CreateRequest, optional_body=True),
-    Route("get", "/sessions/{sid}", "A session as it stands."),
-    Route("post", "/sessions/{sid}/finish", "Ends a session with a reward.", Finish, answer=Finished),
-    Route("post", "/finish_session", "The same, as routers have it.", Finish, {"session_id": _NAMED}),
-    Route("post", "/sessions/{sid}/reward", "A reward of a turn or a leaf.", RewardRequest),
-    Route("post", "/sessions/{sid}/abandon", "Ends a session without one.", AbandonRequest, optional_body=True),
-    Route("post", "/groups", "Makes a group of sessions, admitted whole.", CreateGroupRequest),
-    Route("get", "/groups/{gid}", "A group as it stands."),
-    Route("post", "/groups/{gid}/abandon", "Ends a group's sessions.", AbandonRequest, optional_body=True),
-    Route("post", "/experience/sample", "Leases finished trajectories.", SampleRequest, answer=SampleAnswer),
-    Route("post", "/experience/ack", "Uses them up.", AckRequest),
-    Route("get", "/status", "The gateway, its engines and its counters."),
-    Route("get", "/healthz", "200 while an engine serves, else 503."),
-    Route("get", "/metrics", "For Prometheus."),
-    Route("get", "/admin/timeline", "What happened.", query={"after": _NUMBER, "limit": _NUMBER}),
-    Route("post", "/admin/engines", "Takes an engine in.", AddEngineRequest, status=201),
-    Route("delete", "/admin/engines/{name}", "Takes an engine out."),
-    Route("get", "/admin/repack", "What the planner would do now."),
-    Route("post", "/admin/repack", "Does it now."),
-    Route("get", "/admin/receipts", "What moves cost and gained.", query={"limit": _NUMBER}),
-    Route("get", "/openapi.json", "This."),
+    *(route for prefix in PREFIXES for route in _openai(prefix)),
+    *_SESSIONS,
+    *_TRAINER,
+    *_OPERATOR,
 ]
 
 
@@ -85,7 +147,7 @@ def add_openapi_route(app: web.Application) -> None:
 
 
 def schema() -> Json:
-    structs = list(dict.fromkeys(s for route in ROUTES for s in (route.body, route.answer) if s is not None))
+    structs = list(dict.fromkeys(s for route in ROUTES for s in (route.body, *route.answers) if s is not None))
     _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     components["Error"] = _ERROR
     components["ChatMessage"]["properties"]["role"] = {"enum": list(ROLES)}
@@ -146,14 +208,16 @@ _ERROR: Json = {
 
 def _operation(route: Route) -> Json:
     said: Json = {"description": "The answer."}
-    if route.answer is not None:
-        said["content"] = _content(route.answer.__name__)
+    if route.answers or route.also:
+        names = [answer.__name__ for answer in route.answers]
+        said["content"] = (_content(*names) if names else {}) | {kind: {} for kind in route.also}
+    statuses = [route.status, route.also_status] if route.also_status is not None else [route.status]
     out: Json = {
         "summary": route.summary,
         "operationId": f"{route.method} {route.path}",
         "parameters": [*_in_path(route.path), *_in_query(route.query or {})],
         "responses": {
-            str(route.status): said,
+            **{str(status): said for status in statuses},
             "default": {"description": "An error.", "content": _content("Error")},
         },
     }
@@ -162,8 +226,9 @@ def _operation(route: Route) -> Json:
     return out
 
 
-def _content(name: str) -> Json:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+def _content(*names: str) -> Json:
+    refs = [{"$ref": f"#/components/schemas/{name}"} for name in names]
+    return {"application/json": {"schema": refs[0] if len(refs) == 1 else {"anyOf": refs}}}
 
 
 def _in_path(path: str) -> list[Json]:

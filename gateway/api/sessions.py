@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from gateway.api.answers import answer_json
 from gateway.api.numbers import EXACT_MAX, AtLeastOne, Count
 from gateway.api.openai_requests import decode, in_range
 from gateway.core.endings import Finish
 from gateway.core.rewards import Given
 from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionPolicy
+from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionChange, VersionPolicy
 from gateway.endings import Endings
 from gateway.groups import Groups
 from gateway.live import LiveSessions
@@ -57,6 +59,49 @@ class AbandonRequest(msgspec.Struct, forbid_unknown_fields=True):
     reason: str = ""
 
 
+class SessionMade(msgspec.Struct):
+    """`base_url` and `api_key`: for an agent's SDK; either names the session."""
+
+    session_id: str
+    base_url: str
+    api_key: str
+
+
+class SessionAnswer(msgspec.Struct, kw_only=True):
+    """`version_pinned`: whether relays keep its version for it; null for one that takes others, too."""
+
+    session_id: str
+    group_id: str
+    sample_index: int
+    state: str
+    running: int
+    version: int | None
+    on_version_loss: VersionPolicy
+    version_pinned: bool | None
+    version_changes: Sequence[VersionChange]
+    engine: str | None
+    turns: int
+    tokens: int
+    sampled_tokens: int
+    versions: Sequence[int]
+    moves: int
+    branches: int
+    last_dropped: str  # the last turn that came to nothing, and why
+
+
+class SessionPhase(msgspec.Struct):
+    session_id: str
+    state: str
+
+
+class Abandoned(msgspec.Struct):
+    """`replacement`: the session that takes its place in its group, if one does."""
+
+    session_id: str
+    state: Literal["abandoned"] = "abandoned"
+    replacement: SessionMade | msgspec.UnsetType = msgspec.UNSET
+
+
 _create = msgspec.json.Decoder(CreateRequest)
 _finish = msgspec.json.Decoder(Finish)
 _reward = msgspec.json.Decoder(RewardRequest)
@@ -86,10 +131,10 @@ class _Handlers:
         name = spec.session_id
         _, key = self._live.create(spec)
         await self._live.saved()
-        return web.json_response({"session_id": name, "base_url": _base_url(request, name), "api_key": key})
+        return answer_json(SessionMade(name, _base_url(request, name), key))
 
     async def show(self, request: web.Request) -> web.Response:
-        return web.json_response(self._summary(self._live.get(_session_id(request))))
+        return answer_json(self._summary(self._live.get(_session_id(request))))
 
     async def finish(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -99,11 +144,10 @@ class _Handlers:
         told = await self._endings.finish_once(session_id, wanted)
         if told is None:
             assert state is not None, "only a live session can wait for its reward"
-            return web.json_response(self._summary(state))
-        return web.json_response(msgspec.to_builtins(told))
+            return answer_json(self._summary(state))
+        return answer_json(told)
 
-    def _summary(self, state: SessionState) -> dict[str, object]:
-        """`version_pinned`: whether relays keep its version for it; null for one that takes others, too."""
+    def _summary(self, state: SessionState) -> SessionAnswer:
         return _summary(state, state.version in self._pinning.pinned if state.insists else None)
 
     async def reward(self, request: web.Request) -> web.Response:
@@ -111,7 +155,7 @@ class _Handlers:
         wanted = decode(_reward, await request.read())
         session_id = _session_id(request)
         given = Given(wanted.reward, wanted.turns, wanted.leaves)
-        return web.json_response({"session_id": session_id, "state": await self._endings.reward(session_id, given)})
+        return answer_json(SessionPhase(session_id, await self._endings.reward(session_id, given)))
 
     async def abandon(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -119,11 +163,11 @@ class _Handlers:
         session_id = _session_id(request)
         group_id = self._live.get(session_id).spec.group_id
         await self._endings.abandon(session_id, wanted.reason)
-        told: dict[str, object] = {"session_id": session_id, "state": "abandoned"}
+        told = Abandoned(session_id)
         if (again := self._groups.replacement(session_id, group_id)) is not None:
             name, key = again
-            told |= {"replacement": {"session_id": name, "base_url": _base_url(request, name), "api_key": key}}
-        return web.json_response(told)
+            told.replacement = SessionMade(name, _base_url(request, name), key)
+        return answer_json(told)
 
 
 def session_spec(wanted: CreateRequest) -> SessionSpec:
@@ -162,23 +206,23 @@ def _session_id(request: web.Request) -> SessionId:
     return SessionId(name)
 
 
-def _summary(state: SessionState, pinned: bool | None) -> dict[str, object]:
-    return {
-        "session_id": state.session_id,
-        "group_id": state.spec.group_id,
-        "sample_index": state.spec.sample_index,
-        "state": state.phase if state.unrewarded is None else "unrewarded",
-        "running": len(state.running),
-        "version": state.version,
-        "on_version_loss": state.spec.on_version_loss,
-        "version_pinned": pinned,
-        "version_changes": [msgspec.to_builtins(change) for change in state.version_changes],
-        "engine": state.engine,
-        "turns": state.turns,
-        "tokens": state.tokens,
-        "sampled_tokens": state.sampled_tokens,
-        "versions": list(state.sampled_versions),
-        "moves": state.moves,
-        "branches": state.branches,
-        "last_dropped": state.last_dropped,
-    }
+def _summary(state: SessionState, pinned: bool | None) -> SessionAnswer:
+    return SessionAnswer(
+        session_id=state.session_id,
+        group_id=state.spec.group_id,
+        sample_index=state.spec.sample_index,
+        state=state.phase if state.unrewarded is None else "unrewarded",
+        running=len(state.running),
+        version=state.version,
+        on_version_loss=state.spec.on_version_loss,
+        version_pinned=pinned,
+        version_changes=state.version_changes,
+        engine=state.engine,
+        turns=state.turns,
+        tokens=state.tokens,
+        sampled_tokens=state.sampled_tokens,
+        versions=state.sampled_versions,
+        moves=state.moves,
+        branches=state.branches,
+        last_dropped=state.last_dropped,
+    )

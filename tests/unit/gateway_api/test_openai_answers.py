@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 
 from gateway.api import openai_events
-from gateway.core.types import TurnRequest
+from gateway.api.openai_answers import ChatCompletion, Completion
+from gateway.core.types import TurnRequest, VersionChange
 from gateway.tokens import Codec
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support import codecs
@@ -226,6 +228,33 @@ async def test_text_prompts_are_tokenised() -> None:
         await client.completions.create(model="policy", prompt=["the answer"])
     assert [list(r.prompt_ids) for r in turns.requests] == [codecs.tiny().encode("the answer")] * 2
     assert turns.requests[0].sampling.max_tokens == 16
+
+
+EVERYTHING: dict[str, Any] = {"return_token_ids": True, "return_weight_versions": True, "n": 2}
+
+
+@pytest.mark.parametrize("fields", [{}, EVERYTHING, {**EVERYTHING, "n": 1}], ids=["plain", "two", "one"])
+async def test_an_answer_is_all_that_the_schema_says_and_nothing_more(fields: dict[str, Any]) -> None:
+    """As JSON to the struct and back: a field that the struct lacks would be lost."""
+    codec = codecs.qwen3()
+    ids = codec.encode(f"<think>\nHm.\n</think>\n\nAdding.\n{ADD_CALL}")
+    turns = ScriptedTurns(lambda request: Script(ids, versions=(7, 8)))
+    turns.version_changes = [VersionChange(0, "t", 7, 8, "lost")] if fields else ()
+    chat = {"messages": HELLO, "tools": TOOLS} | ({"logprobs": True, "top_logprobs": 2} if fields else {})
+    asked: list[tuple[str, dict[str, Any], type[ChatCompletion] | type[Completion]]] = [
+        ("chat/completions", chat, ChatCompletion),
+        ("completions", {"prompt": "hello", "logprobs": 2 if fields else None}, Completion),
+    ]
+    async with serving(turns, codec) as url, aiohttp.ClientSession(url) as http:
+        for path, body, kind in asked:
+            async with http.post(f"/v1/{path}", json={"model": "policy", **body, **fields}) as answer:
+                raw = await answer.read()
+                assert answer.status == 200, raw
+            assert json.loads(msgspec.json.encode(msgspec.json.decode(raw, type=kind))) == json.loads(raw)
+            told = raw.decode()
+            extras = ("weight_versions", "version_changes", "top_logprobs")
+            assert all((f'"{name}"' in told) == bool(fields) for name in extras)
+            assert all((f'"{name}"' in told) == ("chat" in path) for name in ("reasoning_content", "tool_calls"))
 
 
 async def test_models() -> None:

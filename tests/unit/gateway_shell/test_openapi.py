@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -44,6 +46,72 @@ def test_bodies_are_the_structs_that_decode_them() -> None:
     assert schemas["ChatRequest"]["required"] == ["model", "messages"]
     assert not schemas["ChatRequest"]["additionalProperties"]
     assert set(schemas["Finish"]["properties"]) >= {"reward", "status", "metrics"}
+
+
+def test_every_route_says_what_it_answers() -> None:
+    document = schema()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            [*told, default] = operation["responses"].values()
+            assert told, f"{method} {path}"
+            assert default["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
+            for one in told:
+                typed = one["content"].get("application/json", {}).get("schema")
+                assert typed or path in ("/metrics", "/openapi.json"), f"{method} {path}"
+    events = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert list(events) == ["application/json", "text/event-stream"]
+    ended = document["paths"]["/sessions/{sid}/finish"]["post"]["responses"]["200"]["content"]
+    refs = [{"$ref": f"#/components/schemas/{name}"} for name in ("Finished", "SessionAnswer")]
+    assert ended["application/json"]["schema"] == {"anyOf": refs}
+    assert list(document["paths"]["/healthz"]["get"]["responses"]) == ["200", "503", "default"]
+
+
+async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
+    """As JSON to the struct and back: nothing is lost, and nothing is missing."""
+    async with CuttingEngine("e0") as e0, contextlib.AsyncExitStack() as stack:
+        found = await start(config(tmp_path, e0))
+        stack.push_async_callback(found.close, drain_timeout_s=0.1)
+        http = await stack.enter_async_context(aiohttp.ClientSession(found.url))
+        await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
+        reader = {"reader": "r", "trainer_version": 0}
+        turn = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 3, "return_weight_versions": True}
+        asked: list[tuple[str, str, str, Any]] = [
+            ("post", "/sessions", "/sessions", {"session_id": "s1"}),
+            ("post", "/groups", "/groups", {"group_id": "g1", "size": 2, "resample_max": 1}),
+            ("post", "/sessions/{sid}/v1/completions", "/sessions/s1/v1/completions", turn),
+            ("get", "/sessions/{sid}", "/sessions/s1", None),
+            ("post", "/sessions/{sid}/finish", "/sessions/s1/finish", {}),
+            ("post", "/sessions/{sid}/finish", "/sessions/s1/finish", {"reward": 1.0}),
+            ("get", "/groups/{gid}", "/groups/g1", None),
+            ("post", "/groups/{gid}/abandon", "/groups/g1/abandon", {}),
+            ("post", "/experience/sample", "/experience/sample", {**reader, "trajectories": 1}),
+            ("post", "/experience/ack", "/experience/ack", ["lease_id"]),  # of the answer before it
+            ("get", "/status", "/status", None),
+            ("get", "/healthz", "/healthz", None),
+            ("get", "/admin/timeline", "/admin/timeline", None),
+            ("get", "/admin/repack", "/admin/repack", None),
+            ("post", "/admin/repack", "/admin/repack", None),
+            ("get", "/admin/receipts", "/admin/receipts", None),
+            ("get", "/v1/models", "/v1/models", None),
+            ("get", "/v1/models/{model}", "/v1/models/policy", None),
+            ("delete", "/admin/engines/{name}", "/admin/engines/e0", None),
+        ]
+        raw = b""
+        for method, path, url, body in asked:
+            [route] = [r for r in ROUTES if (r.method, r.path) == (method, path)]
+            if isinstance(body, list):
+                body = {name: json.loads(raw)[name] for name in body}
+            async with http.request(method, url, json=body) as answer:
+                raw = await answer.read()
+                assert answer.status in (route.status, route.also_status), f"{method} {url}: {answer.status} {raw!r}"
+            fitting = [kind for kind in route.answers if fits(kind, raw)]
+            assert fitting, f"{method} {url}: {raw!r}"
+
+
+def fits(kind: type[msgspec.Struct], raw: bytes) -> bool:
+    with contextlib.suppress(msgspec.ValidationError):
+        return bool(json.loads(msgspec.json.encode(msgspec.json.decode(raw, type=kind))) == json.loads(raw))
+    return False
 
 
 @st.composite

@@ -1,0 +1,136 @@
+"""The shapes of OpenAI's answers as they are given here, for the schema: `openai_shapes` writes them.
+
+What is not set is not there. `token_ids`, `weight_versions` and `laminar` come when they were asked for; of several
+choices each has its own `laminar`, of one the answer. Relayed text is the engine's own answer, which may have more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from gateway.core.types import Segment, VersionChange
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Model(msgspec.Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(msgspec.Struct):
+    object: Literal["list"]
+    data: Sequence[Model]
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Span(msgspec.Struct):
+    """Tokens `start` to `end` of the answer, exclusive, and who sampled them."""
+
+    version: str
+    start: int
+    end: int
+    engine: str
+
+
+class Told(msgspec.Struct):
+    """How the answer came about."""
+
+    session_id: str
+    history: str
+    moves: int
+    segments: Sequence[Segment]
+    version_changes: Sequence[VersionChange]
+
+
+class CalledFunction(msgspec.Struct):
+    """`arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class Call(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: Sequence[Call] | UnsetType = UNSET
+
+
+class Alternative(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: Sequence[int]
+
+
+class SampledToken(Alternative):
+    top_logprobs: Sequence[Alternative]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: Sequence[SampledToken]
+    refusal: UnsetType | None = UNSET
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: Sequence[str]
+    token_logprobs: Sequence[float]
+    top_logprobs: Sequence[Mapping[str, float]]
+    text_offset: Sequence[int]
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: str | UnsetType | None = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
+    weight_versions: Sequence[Span] | UnsetType = UNSET
+    laminar: Told | UnsetType = UNSET
+
+
+class ChatChoice(Choice, kw_only=True):
+    message: Message
+    logprobs: ChatLogprobs | None
+
+
+class CompletionChoice(Choice, kw_only=True):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Completed(msgspec.Struct, kw_only=True):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    laminar: Told | UnsetType = UNSET
+
+
+class ChatCompletion(Completed, kw_only=True):
+    object: Literal["chat.completion"]
+    choices: Sequence[ChatChoice]
+
+
+class Completion(Completed, kw_only=True):
+    object: Literal["text_completion"]
+    choices: Sequence[CompletionChoice]
