@@ -138,6 +138,7 @@ class Repacker:
             each_s=each_s,
             back_s=self._endings.typical_duration_s / 2,
             stays=run.request.sampling.in_place,
+            expected=run.session.spec.expected_output_tokens,
         )
 
     def _waiting(self, session: SessionState) -> SessionLoad:

@@ -42,6 +42,7 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     min_version: Count = 0
     max_version: Count | None = None  # at least `min_version`, and `version`
     max_turns: AtLeastOne | None = None
+    expected_output_tokens: AtLeastOne | None = None  # of one turn; where guesses begin, and never a limit
     max_context_tokens: Annotated[int, Meta(ge=2, le=EXACT_MAX)] | None = None  # prompt and answer together
     deadline_s: Annotated[float, Meta(ge=0)] | None = None  # from now; the session is abandoned then
     priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = (
@@ -189,6 +190,7 @@ def session_spec(wanted: CreateRequest) -> SessionSpec:
         min_version=Version(wanted.min_version),
         max_version=None if wanted.max_version is None else Version(wanted.max_version),
         max_turns=wanted.max_turns,
+        expected_output_tokens=wanted.expected_output_tokens,
         max_context_tokens=wanted.max_context_tokens,
         deadline_unix_s=None if wanted.deadline_s is None else time.time() + wanted.deadline_s,
         priority=wanted.priority,

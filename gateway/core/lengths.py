@@ -2,7 +2,9 @@
 
 Invariants:
 - memory is bounded by `KEPT` lengths;
-- before `SEEN_MIN` turns ended, half of what a turn may still generate is expected.
+- before `SEEN_MIN` turns ended, half of what a turn may still generate is expected;
+- what a client `expected` of a turn's length says how many times as long as others it will be, its tail with it; it
+  bounds nothing, and a turn that outlived it counts as any other.
 """
 
 from __future__ import annotations
@@ -43,34 +45,45 @@ class TurnLengths:
     def mean(self) -> float:
         return self._total / len(self._sorted) if self._sorted else 0.0
 
-    def remaining(self, generated: int, left: int) -> int:
+    def remaining(self, generated: int, left: int, expected: int | None = None) -> int:
         """Tokens that a turn with `generated` will on average still generate; at least 1, at most `left`."""
-        num = len(self._sorted)
-        shorter = bisect.bisect_right(self._sorted, generated) if self.known else num
+        if not self.known and expected is not None and expected > generated:
+            return max(1, min(left, expected - generated))
+        num, scale = len(self._sorted), self._scale(generated, expected)
+        shorter = bisect.bisect_right(self._sorted, generated / scale) if self.known else num
         if shorter == num:
             return max(1, left // 2)
         longer = self._sum_up_to(num) - self._sum_up_to(shorter)
-        return max(1, min(left, round(longer / (num - shorter)) - generated))
+        return max(1, min(left, round(scale * longer / (num - shorter)) - generated))
+
+    def _scale(self, generated: int, expected: int | None) -> float:
+        """How many times as long as others a turn will be."""
+        if expected is None or generated >= expected or not self._total:
+            return 1.0
+        return expected / self.mean
 
     def _sum_up_to(self, count: int) -> int:
         if not self._sums:
             self._sums = list(itertools.accumulate(self._sorted, initial=0))
         return self._sums[count]
 
-    def alive(self, generated: int, further: int) -> float:
+    def alive(self, generated: int, further: int, expected: int | None = None) -> float:
         """Probability that a turn with `generated` goes on for more than `further` tokens."""
         if not self.known:
             return 1.0
-        now = len(self._sorted) - bisect.bisect_right(self._sorted, generated)
-        then = len(self._sorted) - bisect.bisect_right(self._sorted, generated + further)
+        scale = self._scale(generated, expected)
+        now = len(self._sorted) - bisect.bisect_right(self._sorted, generated / scale)
+        then = len(self._sorted) - bisect.bisect_right(self._sorted, (generated + further) / scale)
         return then / now if now else 0.5
 
-    def growth(self, tokens: int, generated: int, left: int, further: int, *, frees: bool) -> int:
+    def growth(
+        self, tokens: int, generated: int, left: int, further: int, *, frees: bool, expected: int | None = None
+    ) -> int:
         """KV tokens more (or, below 0, less) that the turn will probably hold after `further` steps.
 
         `frees`: its KV goes when it ends (a call without session); else its next turn will want it.
         """
-        alive = self.alive(generated, further)
+        alive = self.alive(generated, further, expected)
         grown = min(further, left)
         if frees:
             return round(alive * (tokens + grown)) - tokens

@@ -155,15 +155,20 @@ def turn_load(
     each_s: float,
     back_s: float,
     stays: bool = False,
+    expected: int | None = None,
 ) -> SessionLoad:
-    """What a running turn weighs and will weigh. `each_s`: seconds per token of its engine.
+    """What a running turn weighs and will weigh. `each_s`: seconds per token of its engine; `expected`: of its length.
 
     A call without session frees its KV at its end; any other session comes back for about `back_s`.
     """
     left = turn.tokens_max - turn.tokens
-    ahead = [round(share * lengths.mean) if lengths.known else left // 2 for share in HORIZONS]
-    growth = tuple(lengths.growth(turn.tokens, generated, left, further, frees=ends_session) for further in ahead)
-    remaining_s = max(lengths.remaining(generated, left) * each_s, 0.0 if ends_session else back_s)
+    remaining = lengths.remaining(generated, left, expected)
+    ahead = [round(share * lengths.mean) if lengths.known else remaining for share in HORIZONS]
+    growth = tuple(
+        lengths.growth(turn.tokens, generated, left, further, frees=ends_session, expected=expected)
+        for further in ahead
+    )
+    remaining_s = max(remaining * each_s, 0.0 if ends_session else back_s)
     return SessionLoad(turn.session_id, turn.turn_id, turn.tokens, growth, remaining_s, moves, stays)
 
 

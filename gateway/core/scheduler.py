@@ -267,11 +267,12 @@ def _holder(engines: Sequence[EngineState], least: EngineState, demand: Demand, 
     held = fleet.prefixes.held(demand.prefix, {e.name: e.holding for e in engines})
     if not held:
         return None
+    turn_tokens = demand.session.spec.expected_output_tokens or fleet.turn_tokens
 
     def gain_s(engine: EngineState) -> float:
         saved = held.get(engine.name, 0) - held.get(least.name, 0)
         more = len(engine.turns) - len(least.turns)
-        slower_s = engine.curve.seconds_per_turn(fleet.config.max_running) * more * fleet.turn_tokens
+        slower_s = engine.curve.seconds_per_turn(fleet.config.max_running) * more * turn_tokens
         return saved / fleet.prefill_tokens_per_s - slower_s
 
     lead_max = len(least.turns) + fleet.config.max_running * LEAD_MAX

@@ -60,6 +60,7 @@ class SessionSpec:
     min_version: Version = NO_VERSION  # the oldest it may be on
     max_version: Version | None = None  # the newest it may be on
     max_turns: int | None = None
+    expected_output_tokens: int | None = None  # of one turn, as its client thinks: where guesses begin, never a limit
     max_context_tokens: int | None = None  # of a prompt and its answer together, if that is less than the engines'
     deadline_unix_s: float | None = None  # it is abandoned then
     priority: int = 0  # among turns that wait for an engine: the highest first

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core.fleet import TurnLoad
 from gateway.core.lengths import KEPT, SEEN_MIN, TurnLengths
+from gateway.core.repack import SessionLoad, turn_load
+from gateway.core.types import SessionId, TurnId
 from tests.bench.repack.trace import lengths
 
 
@@ -40,14 +43,66 @@ def test_a_call_frees_its_kv_and_a_session_keeps_it() -> None:
     assert known.growth(1000, 0, 50, 200, frees=False) == 38, "no more than its budget"
 
 
-@given(st.lists(st.integers(1, 5000), max_size=300), st.integers(0, 6000), st.integers(1, 6000), st.integers(0, 6000))
-@settings(max_examples=100, deadline=None)
-def test_expectations_stay_within_what_can_be(values: list[int], generated: int, left: int, further: int) -> None:
+TOKENS = st.integers(0, 6000)
+LENGTHS = st.lists(st.integers(0, 5000), max_size=300)
+EXPECTED = st.none() | st.integers(1, 9000) | st.just(2**53 - 1)
+
+
+@given(LENGTHS, TOKENS, st.integers(1, 6000), TOKENS, EXPECTED)
+@settings(max_examples=200, deadline=None)
+def test_expectations_stay_within_what_can_be(
+    values: list[int], generated: int, left: int, further: int, expected: int | None
+) -> None:
     known = learnt(values)
-    assert 1 <= known.remaining(generated, left) <= max(1, left)
-    assert 0.0 <= known.alive(generated, further) <= 1.0
-    assert 0 <= known.growth(77, generated, left, further, frees=False) <= min(left, further)
-    assert -77 <= known.growth(77, generated, left, further, frees=True) <= min(left, further)
+    assert 1 <= known.remaining(generated, left, expected) <= max(1, left)
+    assert 0.0 <= known.alive(generated, further, expected) <= 1.0
+    assert 0 <= known.growth(77, generated, left, further, frees=False, expected=expected) <= min(left, further)
+    assert -77 <= known.growth(77, generated, left, further, frees=True, expected=expected) <= min(left, further)
+
+
+@given(st.lists(st.integers(1, 5000), max_size=300), st.integers(1, 9000), st.integers(1, 20_000))
+@settings(max_examples=200, deadline=None)
+def test_a_turn_that_begins_is_as_long_as_its_client_expects(values: list[int], expected: int, left: int) -> None:
+    assert learnt(values).remaining(0, left, expected) == min(left, expected)
+
+
+@given(LENGTHS, TOKENS, TOKENS, TOKENS, st.integers(1, 6000))
+@settings(max_examples=200, deadline=None)
+def test_a_turn_that_outlived_what_was_expected_is_as_any_other(
+    values: list[int], expected: int, more: int, further: int, left: int
+) -> None:
+    known, generated = learnt(values), expected + more
+    assert known.remaining(generated, left, expected) == known.remaining(generated, left)
+    assert known.alive(generated, further, expected) == known.alive(generated, further)
+
+
+@given(st.lists(st.integers(1, 999), min_size=SEEN_MIN, max_size=60), st.integers(1, 8), st.data(), TOKENS)
+@settings(max_examples=200, deadline=None)
+def test_a_turn_of_so_many_times_the_length_has_a_tail_of_so_many_times_the_length(
+    drawn: list[int], times: int, data: st.DataObject, further: int
+) -> None:
+    """It is guessed as if all turns that ended had been so many times as long."""
+    values = [*drawn, *(1000 - value for value in drawn)]
+    known, longer, expected = learnt(values), learnt([times * value for value in values]), 500 * times
+    assert (known.mean, longer.mean) == (500, expected)
+    generated = data.draw(st.integers(0, expected - 1))
+    assert known.remaining(generated, 10**6, expected) == longer.remaining(generated, 10**6)
+    assert known.alive(generated, further, expected) == longer.alive(generated, further)
+
+
+def test_what_is_expected_of_a_turn_weighs_in_plans() -> None:
+    def weighs(known: TurnLengths, expected: int | None, generated: int = 0) -> SessionLoad:
+        turn = TurnLoad(TurnId("t"), SessionId("s"), 100 + generated, 10_100)
+        how = {"generated": generated, "moves": 0, "ends_session": True, "each_s": 0.1, "back_s": 0.0}
+        return turn_load(turn, lengths=known, expected=expected, **how)  # type: ignore[arg-type]
+
+    known = learnt([100, 300] * 50)
+    assert [weighs(known, e).remaining_s for e in (None, 50, 2000)] == [20.0, 5.0, 200.0]
+    short, usual, long = (weighs(known, e).growth for e in (50, None, 2000))
+    assert short[2] < usual[2] < long[2] == 200, "by when others have typically ended"
+    assert weighs(known, 50, 60) == weighs(known, None, 60), "it has outlived that"
+    assert [weighs(learnt([]), e).remaining_s for e in (None, 400)] == [500.0, 40.0], "before anything was learnt"
+    assert weighs(learnt([]), 400).growth == (400,) * 4
 
 
 def test_memory_is_bounded_and_old_lengths_fade() -> None:

@@ -124,6 +124,17 @@ def test_the_prefix_is_weighed_against_the_larger_batch(
     assert (placed(asked("a", PROMPT), state).engine == E0) is goes_there
 
 
+@pytest.mark.parametrize(("expected", "goes_there"), [(None, False), (128, True), (1, True), (2**53 - 1, False)])
+def test_what_a_client_expects_to_be_decoded_counts_before_what_is_typical(
+    expected: int | None, goes_there: bool
+) -> None:
+    state = two((3, 0))
+    state.prefill_tokens_per_s, state.turn_tokens = 1000.0, 256.0
+    state.prefixes.sent(chain(PROMPT), E0, state.engines[E0].holding)
+    of = session("a", expected_output_tokens=expected)
+    assert (placed(Demand(of, len(PROMPT), prefix=chain(PROMPT)), state).engine == E0) is goes_there
+
+
 def test_its_holder_without_room_is_passed_over() -> None:
     state = two((4, 0), max_running=4)
     state.prefixes.sent(chain(PROMPT), E0, state.engines[E0].holding)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.core.fleet import FleetConfig
+from gateway.core.types import SessionId
 from tests.support.cutting_engine import MODEL, CuttingEngine, until
 from tests.unit.gateway_shell.shell import check_at_rest, read, shell
 from tests.unit.gateway_shell.test_rewards import post, turn
@@ -65,3 +66,22 @@ async def test_the_more_urgent_of_those_who_wait_goes_first(tmp_path: Path) -> N
         ended = sorted((s.newest.segments[0].started_unix_s, s.session_id) for s in found.sessions.live)
         assert [name for _, name in ended] == ["first", "s2", "s3", "s0", "s1"]
         check_at_rest(found)
+
+
+async def test_what_a_client_expects_of_a_turn_is_what_plans_reckon_with_and_no_limit(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=2) as e0:
+        async with gateway(tmp_path, e0) as (found, http):
+            await post(http, "/sessions", {"session_id": "s", "expected_output_tokens": 4})
+            await post(http, "/sessions", {"session_id": "any"})
+            await post(http, "/sessions", {"expected_output_tokens": 0}, 400)
+            asked = {"model": MODEL, "prompt": [5], "max_tokens": 9}
+            running = [asyncio.create_task(post(http, f"/s/{name}/v1/completions", asked)) for name in ("s", "any")]
+            await until(lambda: found.sessions.counters.tokens_generated == 4, "two tokens each")
+            repacker, [engine] = found.status.repacker, found.fleet.state.sorted_engines()
+            grown = {load.session_id: load.growth for load in repacker.loads(engine)}
+            assert grown == {"s": (2,) * 4, "any": (3,) * 4}, "two of four are left, and half of seven"
+            e0.go.set()
+            for told in await asyncio.gather(*running):
+                assert told["usage"]["completion_tokens"] == 9
+        async with gateway(tmp_path, e0) as (found, _):
+            assert found.sessions.live.get(SessionId("s")).spec.expected_output_tokens == 4, "after a restart, too"
