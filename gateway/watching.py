@@ -112,7 +112,7 @@ class Watching:
     def _unreachable(self, member: Member, error: EngineFailed) -> None:
         member.failed_polls += 1
         if member.state.status == "dead" and member.state.look_error != error.message:
-            log.warning("engine %s does not answer: %s", member.state.name, error)
+            log.warning("engine %s cannot be used yet: %s", member.state.name, error)
         if member.failed_polls == 1:
             member.note_failed_look(error.message)
         member.state.look_error = error.message

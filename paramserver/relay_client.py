@@ -21,7 +21,8 @@ import grpc.aio
 from paramserver.core.records import SOLE, Rank
 from paramserver.data.publish import Mappings
 from protos import grpc_errors
-from protos.errors import StaleEpoch, Unavailable
+from protos.engines import is_host_port
+from protos.errors import InvalidRequest, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 
@@ -255,6 +256,8 @@ class RelayClient:
     @property
     def stub(self) -> pb_grpc.RelayAsyncStub:
         if self._channel is None:
+            if not is_host_port(self.address):
+                raise InvalidRequest(f"{self.address!r} is no relay's HOST:PORT", hint="such as 127.0.0.1:7000")
             self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         return pb_grpc.RelayStub(self._channel)
 

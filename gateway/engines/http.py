@@ -106,7 +106,7 @@ class EngineHttp:
         status, text = await self._ask(method, path, body, timeout_s)
         if status >= 400:
             raise EngineFailed(
-                f"{method} {self.url}{path} answered {status}: {text[:ERROR_SHOWN]}",
+                f"{method} {self.url}{path} answered {status}: {reason_in(text)}",
                 hint=self._not_found_hint if status == 404 else "",
             )
         return text

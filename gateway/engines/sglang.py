@@ -78,7 +78,12 @@ class SglangEngine:
         control_timeout_s: float = CONTROL_TIMEOUT_S,
         load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
-        self._http = EngineHttp(url, stall_timeout_s=stall_timeout_s, control_timeout_s=control_timeout_s)
+        self._http = EngineHttp(
+            url,
+            stall_timeout_s=stall_timeout_s,
+            control_timeout_s=control_timeout_s,
+            not_found_hint="name the server's own URL, without /v1, and its kind: is it SGLang?",
+        )
         self.url = self._http.url
         self._model = model
         self._load_timeout_s = load_timeout_s

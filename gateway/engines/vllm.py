@@ -31,6 +31,7 @@ from gateway.engines.streams import EventChunks
 
 UPDATE_OPEN_MESSAGE = "a weight update is open"
 NOT_FOUND_HINT = (
+    "name the server's own URL, without /v1, and its kind; "
     "vLLM has its control routes with VLLM_SERVER_DEV_MODE=1 in its environment and "
     """--weight-transfer-config '{"backend": "laminar"}', laminar-rl[vllm] installed beside it"""
 )

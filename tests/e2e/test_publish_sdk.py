@@ -207,6 +207,12 @@ def test_waiting_for_more_relays_than_there_are_ends_at_the_deadline(tier: Tier)
         assert publisher.publish({"w": torch.ones(2)}, step=2, wait=2).stage() == "all"
 
 
+@pytest.mark.parametrize("address", ["", "trainer-0", "http://trainer-0:7070", "trainer-0:relay"])
+def test_what_is_no_address_is_told_the_form(address: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"is no relay's HOST:PORT \(such as 127\.0\.0\.1:7000\)"):
+        Publisher(address).publish({"w": torch.ones(2)}, step=1)
+
+
 def test_a_wrong_port_is_named(unused_tcp_port: int) -> None:
     with (
         Publisher(f"127.0.0.1:{unused_tcp_port}", timeout_s=2.0) as publisher,

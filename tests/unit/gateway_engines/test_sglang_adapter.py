@@ -68,6 +68,19 @@ async def scene(**how: Any) -> AsyncIterator[Scene]:
         await runner.cleanup()
 
 
+async def test_a_server_of_another_kind_is_told_apart() -> None:
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    adapter = SglangEngine(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "policy", stall_timeout_s=5.0)
+    with pytest.raises(
+        EngineFailed, match=r"answered 404: 404: Not Found \(name the server's own URL, without /v1, and"
+    ):
+        await adapter.limits()
+    await adapter.close()
+    await runner.cleanup()
+
+
 async def test_what_is_asked() -> None:
     async with scene() as found:
         await found.read()

@@ -325,6 +325,7 @@ async def test_an_engine_without_the_control_routes_is_told_what_it_lacks() -> N
         with pytest.raises(EngineFailed, match="answered 404") as error:
             await load(found)
         assert "VLLM_SERVER_DEV_MODE=1" in error.value.hint
+        assert "without /v1" in error.value.hint
 
 
 async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() -> None:
