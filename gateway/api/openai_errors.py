@@ -94,4 +94,4 @@ def _meant(request: web.Request) -> str:
     """The commonest mistake is a base_url without its /v1."""
     if request.path.endswith(("/chat/completions", "/completions", "/models")) and "/v1/" not in request.path:
         return "the base_url ends in /v1"
-    return "completions are at /v1/chat/completions and /v1/completions, the gateway's state at /status"
+    return "completions are at /v1/chat/completions and /v1/completions; GET /openapi.json lists every route"
