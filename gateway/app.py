@@ -103,86 +103,138 @@ async def start(config: GatewayConfig) -> Gateway:
         registry = await EtcdRegistry.connect(config.etcd) if config.etcd is not None else None
         if registry is not None:
             stack.push_async_callback(registry.close)
-        path = None if config.data is None else config.data / DATABASE_NAME
-        database = await stack.enter_async_context(Database(path))
-        await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
-        pool, buffer, timeline = PartialResponsePool(database), ExperienceBuffer(database), Timeline(database)
-        for part in (pool, timeline):
-            await part.open()
-            stack.push_async_callback(part.close)
-        await buffer.open()
-        store = SessionStore(database)
-        group_store = GroupStore(database)
-        for tables in (store, group_store):
-            await tables.open()
-        state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
-        live = LiveSessions(config, state, store, timeline)
-        trainer = Trainer(config, live, buffer)
-        fleet = Fleet(config, state, timeline, trainer.admission)
-        sessions = Sessions(
-            config,
-            live,
-            fleet,
-            trainer,
-            pool=pool,
-            store=store,
-            timeline=timeline,
-            context_tokens=lambda: _context(fleet),
-            eos_ids=codec.eos_ids,
-        )
-        endings = Endings(sessions, trainer, pool=pool, buffer=buffer, store=store, timeline=timeline)
-        relay = TextRelay(fleet) if config.relay_text else None
-
-        def interrupt(turn_id: TurnId) -> None:
-            if relay is None or not relay.interrupt(turn_id):
-                sessions.interrupt(turn_id)
-
-        fleet.interrupt = interrupt
-        await recover(sessions, store, pool)
-        await fleet.__aenter__()
-        stack.push_async_callback(fleet.close)
-        stack.push_async_callback(sessions.suspend)
-        stack.push_async_callback(endings.close)
-        repacker = Repacker(config, fleet, sessions, endings, timeline)
-        stack.push_async_callback(repacker.close)
+        kept = await _open(config, codec, stack)
+        parts = _assemble(config, codec, kept)
+        await recover(parts.sessions, kept.sessions, kept.pool)
+        await parts.fleet.__aenter__()
+        for let_go in (parts.fleet.close, parts.sessions.suspend, parts.endings.close, parts.repacker.close):
+            stack.push_async_callback(let_go)  # in the reverse order
+        await parts.groups.restore()
         status = GatewayStatus(
             config,
-            fleet=fleet,
-            sessions=sessions,
-            trainer=trainer,
-            repacker=repacker,
-            buffer=buffer,
-            pool=pool,
-            timeline=timeline,
-            relay=relay,
+            fleet=parts.fleet,
+            sessions=parts.sessions,
+            trainer=parts.trainer,
+            repacker=parts.repacker,
+            buffer=kept.buffer,
+            pool=kept.pool,
+            timeline=kept.timeline,
+            relay=parts.relay,
         )
-        app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors])
-        text = None if relay is None else TextDoor(relay, sessions, config.model)
-        add_openai_routes(app, OpenAIDeps(sessions, codec, text))
-        groups = Groups(live, endings, buffer, group_store)
-        await groups.restore()
-        add_session_routes(app, live, endings, groups, fleet.pinning)
-        add_group_routes(app, groups)
-        add_admin_routes(app, status)
-        add_openapi_route(app)
-        add_experience_routes(app, _experience(config, trainer, fleet, buffer))
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
-        await runner.setup()
-        site = web.TCPSite(runner, config.host, config.port)
-        try:
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            raise cannot_listen(config.host, config.port, error) from error
-        port = runner.addresses[0][1]
-        tasks = [asyncio.create_task(endings.expire(), name="session-expiry")]
-        if relay is not None:
-            tasks.append(asyncio.create_task(relay.watch(), name="relay-watch"))
-        if registry is not None:
-            tasks.append(asyncio.create_task(Registered(registry, fleet).run(), name="registered-engines"))
-        if config.fleet.mode == "repack":
-            tasks.append(asyncio.create_task(repacker.run(), name="repack"))
-        return Gateway(f"http://{config.host}:{port}", sessions, fleet, status, relay, runner, tasks, stack.pop_all())
+        runner = await _listen(config, _routes(config, codec, parts, kept.buffer, status))
+        url = f"http://{config.host}:{runner.addresses[0][1]}"
+        tasks = _standing_tasks(config, parts, registry)
+        return Gateway(url, parts.sessions, parts.fleet, status, parts.relay, runner, tasks, stack.pop_all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What is on disk, each part in tables of its own."""
+
+    pool: PartialResponsePool
+    buffer: ExperienceBuffer
+    timeline: Timeline
+    sessions: SessionStore
+    groups: GroupStore
+
+
+async def _open(config: GatewayConfig, codec: Codec, stack: AsyncExitStack) -> _Kept:
+    path = None if config.data is None else config.data / DATABASE_NAME
+    database = await stack.enter_async_context(Database(path))
+    await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
+    kept = _Kept(
+        PartialResponsePool(database),
+        ExperienceBuffer(database),
+        Timeline(database),
+        SessionStore(database),
+        GroupStore(database),
+    )
+    for part in (kept.pool, kept.timeline):
+        await part.open()
+        stack.push_async_callback(part.close)
+    for tables in (kept.buffer, kept.sessions, kept.groups):
+        await tables.open()
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What decides and does. Nothing of it runs yet when it is made."""
+
+    live: LiveSessions
+    trainer: Trainer
+    fleet: Fleet
+    sessions: Sessions
+    endings: Endings
+    groups: Groups
+    repacker: Repacker
+    relay: TextRelay | None
+
+
+def _assemble(config: GatewayConfig, codec: Codec, kept: _Kept) -> _Parts:
+    timeline = kept.timeline
+    state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
+    live = LiveSessions(config, state, kept.sessions, timeline)
+    trainer = Trainer(config, live, kept.buffer)
+    fleet = Fleet(config, state, timeline, trainer.admission)
+    sessions = Sessions(
+        config,
+        live,
+        fleet,
+        trainer,
+        pool=kept.pool,
+        store=kept.sessions,
+        timeline=timeline,
+        context_tokens=lambda: _context(fleet),
+        eos_ids=codec.eos_ids,
+    )
+    endings = Endings(sessions, trainer, pool=kept.pool, buffer=kept.buffer, store=kept.sessions, timeline=timeline)
+    groups = Groups(live, endings, kept.buffer, kept.groups)
+    repacker = Repacker(config, fleet, sessions, endings, timeline)
+    relay = TextRelay(fleet) if config.relay_text else None
+
+    def interrupt(turn_id: TurnId) -> None:
+        if relay is None or not relay.interrupt(turn_id):
+            sessions.interrupt(turn_id)
+
+    fleet.interrupt = interrupt
+    return _Parts(live, trainer, fleet, sessions, endings, groups, repacker, relay)
+
+
+def _routes(
+    config: GatewayConfig, codec: Codec, parts: _Parts, buffer: ExperienceBuffer, status: GatewayStatus
+) -> web.Application:
+    app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors])
+    text = None if parts.relay is None else TextDoor(parts.relay, parts.sessions, config.model)
+    add_openai_routes(app, OpenAIDeps(parts.sessions, codec, text))
+    add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pinning)
+    add_group_routes(app, parts.groups)
+    add_admin_routes(app, status)
+    add_openapi_route(app)
+    add_experience_routes(app, _experience(config, parts.trainer, parts.fleet, buffer))
+    return app
+
+
+async def _listen(config: GatewayConfig, app: web.Application) -> web.AppRunner:
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise cannot_listen(config.host, config.port, error) from error
+    return runner
+
+
+def _standing_tasks(config: GatewayConfig, parts: _Parts, registry: EtcdRegistry | None) -> list[asyncio.Task[None]]:
+    tasks = [asyncio.create_task(parts.endings.expire(), name="session-expiry")]
+    if parts.relay is not None:
+        tasks.append(asyncio.create_task(parts.relay.watch(), name="relay-watch"))
+    if registry is not None:
+        tasks.append(asyncio.create_task(Registered(registry, parts.fleet).run(), name="registered-engines"))
+    if config.fleet.mode == "repack":
+        tasks.append(asyncio.create_task(parts.repacker.run(), name="repack"))
+    return tasks
 
 
 def _context(fleet: Fleet) -> int:

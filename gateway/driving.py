@@ -158,6 +158,23 @@ class Driver:
 
     async def _stay(self, placement: Placement, cause: SegmentCause) -> None:
         """Streams on one engine until the turn's end, a cut (StreamCut) or until it is asked to leave (Left)."""
+        stream = self._start_stream(placement, cause)
+        ended = False
+        try:
+            await asyncio.wait({stream})
+            ended = True
+        finally:
+            leaving = await self._stop_stream(stream, placement.engine, ended=ended)
+        if leaving is not None:
+            raise Left(leaving)
+        if stream.cancelled():
+            raise asyncio.CancelledError
+        stream.result()  # raises the cut
+        await self._end()
+        self._audience.end()
+
+    def _start_stream(self, placement: Placement, cause: SegmentCause) -> asyncio.Task[None]:
+        """The turn counts on the engine, in a segment of its own. StreamCut when the engine left meanwhile."""
         member = self._fleet.members.get(placement.engine)
         if member is None or member.state.status != "serving":
             self._fleet.leave(placement.engine, self._request.turn_id)
@@ -170,33 +187,29 @@ class Driver:
         self._leaving = None
         stream_name = f"stream-{self._request.turn_id}"
         self._stream = asyncio.create_task(self._consume(member.adapter, placement.engine), name=stream_name)
-        ended = False
-        try:
-            await asyncio.wait({self._stream})
-            ended = True
-        finally:
-            stream, self._stream, self._engine = self._stream, None, None
-            if not stream.done():
-                stream.cancel()
-                await asyncio.wait({stream})
-            elif not ended and not stream.cancelled():
-                stream.exception()  # a cut that nobody waits for any more
-            leaving, self._leaving = self._leaving, None
-            left = ended and leaving is not None and stream.cancelled()
-            end = "finished" if self._record.finish_reason else "moved" if left else "cut"
-            self._transcript.close_segment(end, self._session.spec.group_id)
-            self._fleet.leave(placement.engine, self._request.turn_id)
-            if leaving is not None and not left:  # it ended, was cut or given up first
-                leaving.came_to_nothing()
-                if leaving.destination is not None:
-                    self._fleet.leave(leaving.destination, self._request.turn_id)
-        if leaving is not None and left:
-            raise Left(leaving)
-        if stream.cancelled():
-            raise asyncio.CancelledError
-        stream.result()  # raises the cut
-        await self._end()
-        self._audience.end()
+        return self._stream
+
+    async def _stop_stream(self, stream: asyncio.Task[None], engine: EngineName, *, ended: bool) -> Leaving | None:
+        """The turn counts on the engine no more, and its segment is closed. Returns how it leaves, if it was asked to.
+
+        `ended`: the stream, and not the turn's driver, which is cancelled when the turn is given up.
+        """
+        self._stream, self._engine = None, None
+        if not stream.done():
+            stream.cancel()
+            await asyncio.wait({stream})
+        elif not ended and not stream.cancelled():
+            stream.exception()  # a cut that nobody waits for any more
+        leaving, self._leaving = self._leaving, None
+        left = ended and leaving is not None and stream.cancelled()
+        end = "finished" if self._record.finish_reason else "moved" if left else "cut"
+        self._transcript.close_segment(end, self._session.spec.group_id)
+        self._fleet.leave(engine, self._request.turn_id)
+        if leaving is not None and not left:  # it ended, was cut or given up first
+            leaving.came_to_nothing()
+            if leaving.destination is not None:
+                self._fleet.leave(leaving.destination, self._request.turn_id)
+        return leaving if left else None
 
     async def _consume(self, adapter: EngineAdapter, engine: EngineName) -> None:
         """Takes the engine's events into record and pool; returns at the finish, whose tokens are not shown yet."""
