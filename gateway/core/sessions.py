@@ -18,7 +18,6 @@ from gateway.core.tree import PathRecord, Turn, TurnTree
 from gateway.core.types import (
     NO_VERSION,
     EngineName,
-    FinishReason,
     GroupId,
     History,
     SessionId,
@@ -128,10 +127,6 @@ class SessionState:
     def token_ids(self) -> list[int]:
         """Of the path to the turn that ended last."""
         return self.tree.ids(self.tree.newest)
-
-    @property
-    def last_finish_reason(self) -> FinishReason | None:
-        return None if self.tree.newest is None else self.tree.newest.finish_reason
 
     @property
     def awaits_its_version(self) -> bool:

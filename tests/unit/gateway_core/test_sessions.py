@@ -88,7 +88,7 @@ def test_a_prompt_is_not_trained_on_and_an_answer_is_under_the_version_that_said
     ]
     assert spans(state.newest) == [(3, 2, 3), (4, 3, 5)]
     assert state.sampled_versions == (3, 4)
-    assert (state.turns, state.running, state.last_finish_reason) == (1, {}, "length")
+    assert (state.turns, state.running, state.tree.newest.finish_reason) == (1, {}, "length")
 
 
 def test_a_later_turn_adds_only_what_its_prompt_has_beyond_the_record() -> None:
@@ -105,7 +105,7 @@ def test_every_step_of_a_turn_touches_the_session() -> None:
     state.begin_turn(asked, 110.0)
     assert state.touched_unix_s == 110.0
     state.end_turn(answer(asked, (3, 1), finish="stop"), 120.0)
-    assert (state.touched_unix_s, state.last_finish_reason) == (120.0, "stop")
+    assert (state.touched_unix_s, state.tree.newest.finish_reason) == (120.0, "stop")
     again = request(1, 90, parent=asked.turn_id)
     state.begin_turn(again, 130.0)
     state.drop_turn(again.turn_id, 140.0)
@@ -188,7 +188,7 @@ def test_a_stop_string_found_late_takes_the_surplus_back(kept: int, left: list[t
     state.shorten_turn(last, kept)
     assert rows(state.newest) == whole[: 5 + kept]
     assert spans(state.newest) == [(3, 2, 4), *left]
-    assert state.last_finish_reason == "stop"
+    assert state.tree.newest.finish_reason == "stop"
     turn(state, [6], (3, 1), parent=last)  # the shortened turn is what the next prompt extends
     assert state.branches == 1
 

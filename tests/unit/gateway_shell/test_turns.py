@@ -162,7 +162,7 @@ async def test_cut_after_the_last_token_of_the_budget_nothing_more_is_asked(tmp_
         run = found.run()
         check_whole(run, await read(run))
         assert asks(e0, e1) == [(0, BUDGET)]
-        assert run.session.last_finish_reason == "length"
+        assert run.session.tree.newest.finish_reason == "length"
 
 
 async def test_cut_after_the_last_token_leaves_no_booking(tmp_path: Path) -> None:
@@ -495,7 +495,7 @@ async def test_a_turn_finished_early_has_the_tokens_before_the_stop(tmp_path: Pa
         assert session.newest.versions == [-1] * len(PROMPT) + [0] * wanted
         assert [(s.start, s.end) for s in session.newest.segments] == [(3, 3 + wanted)] * bool(wanted)
         assert [(s.start, s.end) for s in run.segments] == [(0, wanted)] * bool(wanted)
-        assert (session.turns, session.last_finish_reason) == (1, "stop")
+        assert (session.turns, session.tree.newest.finish_reason) == (1, "stop")
         assert (found.sessions.counters.turns_completed, found.sessions.counters.turns_aborted) == (1, 0)
         await until(lambda: e0.asked[0].left or ended, "the abort upstream")
         check_at_rest(found)
