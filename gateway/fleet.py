@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import EngineState, FleetState, TurnLoad
+from gateway.core.intake import intake_changes
+from gateway.core.refresh import refresh_decisions
 from gateway.core.relaying import TextDemand
 from gateway.core.scheduler import Admission, Demand, Placement
 from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
@@ -199,7 +201,7 @@ class Fleet:
     def changed(self) -> None:
         """Opens and closes intakes, starts refreshes that became possible, serves the queue."""
         now = time.monotonic()
-        for change in self.state.intake_changes(now):
+        for change in intake_changes(self.state, now):
             state = "intake open" if change.open else "intake closed"
             self._timeline.add("engine", engine=change.engine, state=state, reason=change.reason)
         self.state.insisted = self._places.wanted()
@@ -207,7 +209,7 @@ class Fleet:
         self._places.serve()
 
     def _start_refreshes(self, now: float) -> None:
-        for decision in self.state.refresh_decisions(now):
+        for decision in refresh_decisions(self.state, now):
             member = self.members[decision.engine]
             refresh = self._refreshing.refresh(member, decision)
             member.refresher = self._tasks.create_task(refresh, name=f"refresh-{decision.engine}")

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from gateway.core.fleet import RefreshDecision
+from gateway.core.refresh import RefreshDecision, load_failed
 from gateway.core.types import TurnId, Version
 from gateway.engines.base import EngineFailed, SnapshotRefused
 from gateway.members import Member
@@ -168,7 +168,7 @@ class Refreshing:
         self.failures += 1
         wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** (member.refresh_failures - 1))
         state = member.state
-        state.load_failed(decision, str(error), by_engine=isinstance(error, EngineFailed))
+        load_failed(state, decision, str(error), by_engine=isinstance(error, EngineFailed))
         state.refresh_not_before = time.monotonic() + wait_s
         untouched = isinstance(error, SnapshotRefused) and decision.served
         what = f"goes on with version {state.version}" if untouched else "stays fenced"

@@ -1,23 +1,16 @@
-"""The fleet as the gateway knows it: engines, their intake, and when one may load a newer version. Pure.
+"""The fleet as the gateway knows it: its engines, and which version each live session is on. Pure.
 
 Invariants:
 - only the transitions of `TRANSITIONS` happen; an illegal one raises and changes nothing;
-- turns run only on `serving` engines; an engine loads only when it is empty, or is emptied for it (`interrupted`);
-- the last engine of a version does not leave it while a live session needs it, until `version_hold_s` has passed;
-- a closed engine with a newer version at hand is below `min_util` for at most `drain_max_s`: then it takes a batch
-  more, or, beyond the staleness bound, its stragglers leave it. (Not in mode `barrier`, which is there to wait.)
+- turns run only on `serving` engines.
 
-| mode | intake closes for a newer version | an engine loads it |
-|---|---|---|
-| `drain`, `repack` | after `intake_min_batch` sessions | when it is empty |
-| `inflight` | never | at once: its turns pause, and go on under the new version |
-| `barrier` | at once | when every engine that has it at hand is empty |
+When an engine takes new sessions is `intake`'s to say, when it loads another version `refresh`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.core.curves import DecodeCurve, KvCeiling
@@ -27,9 +20,6 @@ from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnI
 
 Mode = Literal["barrier", "drain", "repack", "inflight"]
 EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
-
-LOAD_TRIES = 2
-"""Of one version: a second failure is hardly an accident."""
 
 TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
     "joining": frozenset({"serving", "refreshing", "dead"}),  # answers, but may hold no wanted version
@@ -126,19 +116,6 @@ class EngineState:
         """Its host has a version that it should load."""
         return self.available > self.version and self.available != self.given_up
 
-    def load_failed(self, decision: RefreshDecision, error: str, *, by_engine: bool) -> None:
-        """After `LOAD_TRIES` of one version the one before it is wanted; if that fails too, the newest once more.
-
-        `by_engine`: it or the snapshot was at fault, not what lies between them.
-        """
-        self.load_error = error
-        if decision.before:
-            self.given_up = NO_VERSION
-        elif by_engine:
-            self.load_failures += 1
-            if self.load_failures >= LOAD_TRIES:
-                self.load_failures, self.given_up = 0, decision.to_version
-
     def loaded(self, version: Version) -> None:
         self.version, self.must_load = version, False
         self.load_failures, self.refresh_not_before = 0, 0.0
@@ -165,30 +142,11 @@ class EngineState:
 
 
 @dataclass(frozen=True, slots=True)
-class IntakeChange:
-    engine: EngineName
-    open: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Wanted:
     """What waits for a version and takes no other."""
 
     sessions: int
     tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RefreshDecision:
-    engine: EngineName
-    to_version: Version
-    reason: str
-    forced_sessions: tuple[SessionId, ...] = ()  # live sessions that lose their version by it
-    interrupted: tuple[TurnId, ...] = ()  # turns that must leave, or pause, before it loads
-    before: bool = False  # not `to_version`, but the newest before it
-    served: bool = False  # until now
-    again: bool = False  # an older version, for sessions that insist on it
 
 
 @dataclass(slots=True)
@@ -248,165 +206,6 @@ class FleetState:
             and not engine.newer
             and engine.admitted < self.config.intake_batch
         )
-
-    # -- intake
-
-    def intake_changes(self, now: float) -> list[IntakeChange]:
-        """Applies and returns what has to open or close now."""
-        for engine in self.engines.values():
-            self._note_use(engine, now)
-        changes = [
-            c for engine in self.sorted_engines() if engine.status == "serving" for c in self._intake(engine, now)
-        ]
-        for change in changes:
-            engine = self.engines[change.engine]
-            engine.open_intake(now) if change.open else engine.close_intake(now)
-        return changes
-
-    def _intake(self, engine: EngineState, now: float) -> Iterable[IntakeChange]:
-        c = self.config
-        newer = engine.newer
-        if c.mode == "inflight":
-            if not engine.intake_open:
-                yield IntakeChange(engine.name, True, "a newer version interrupts nobody")
-        elif engine.intake_open:
-            enough = 0 if c.mode == "barrier" else c.intake_min_batch
-            if newer and not engine.reopened and engine.admitted >= enough:
-                yield IntakeChange(
-                    engine.name, False, f"version {engine.available} is here; {engine.admitted} admitted"
-                )
-            elif newer and not engine.turns:
-                yield IntakeChange(engine.name, False, f"version {engine.available} is here and nothing runs")
-            elif engine.admitted >= c.intake_batch:
-                yield IntakeChange(engine.name, False, f"batch of {c.intake_batch} admitted")
-            elif now - engine.intake_opened_at >= c.intake_age_s and engine.admitted:
-                yield IntakeChange(engine.name, False, f"open for {c.intake_age_s:g} s")
-        elif not newer and len(engine.turns) < c.max_running:
-            yield IntakeChange(engine.name, True, f"nothing newer than version {engine.version}")
-        elif newer and self._straggling(engine, now) and self._fresh(engine):
-            yield IntakeChange(engine.name, True, f"{self._stragglers(engine)}; within the staleness bound")
-
-    def _note_use(self, engine: EngineState, now: float) -> None:
-        c = self.config
-        closed = engine.status == "serving" and not engine.intake_open and engine.newer
-        if not closed or len(engine.turns) >= c.min_util * c.max_running:
-            engine.below_since = None
-        elif engine.below_since is None:
-            engine.below_since = now
-
-    def _straggling(self, engine: EngineState, now: float) -> bool:
-        """Kept from its refresh for too long by few turns."""
-        since = engine.below_since
-        waits = self.config.mode == "barrier"
-        return not waits and bool(engine.turns) and since is not None and now - since >= self.config.drain_max_s
-
-    def _fresh(self, engine: EngineState) -> bool:
-        """A batch admitted now would still be of use when it is done."""
-        return self.newest - engine.version < self.config.staleness_max
-
-    def _stragglers(self, engine: EngineState) -> str:
-        held = f"{len(engine.turns)} turns of {engine.tokens} tokens"
-        return f"stragglers held it for {self.config.drain_max_s:g} s ({held})"
-
-    # -- refresh
-
-    def refresh_decisions(self, now: float) -> list[RefreshDecision]:
-        """Engines that may load now: a version that waiting sessions insist on, else their host's newest.
-
-        Each is marked `refreshing`.
-        """
-        decisions: list[RefreshDecision] = []
-        for version in sorted(self.insisted):
-            decision = self._reload(version, now)
-            if decision is not None:
-                decisions.append(self._decided(decision))
-        for engine in self.sorted_engines():
-            decision = self._refresh(engine, now)
-            if decision is not None:
-                decisions.append(self._decided(decision))
-        return decisions
-
-    def _decided(self, decision: RefreshDecision) -> RefreshDecision:
-        engine = self.engines[decision.engine]
-        decision = replace(decision, served=engine.status == "serving")
-        engine.to("refreshing")
-        engine.loading = decision.to_version
-        return decision
-
-    def _reload(self, version: Version, now: float) -> RefreshDecision | None:
-        """An older version again, on the engine that is missed least."""
-        need, c = self.insisted[version], self.config
-        coming = any(e.status == "refreshing" and e.loading == version for e in self.engines.values())
-        pays = need.sessions >= c.strict_sessions_min or need.tokens >= c.strict_tokens_min
-        if coming or not pays or self.serving(version):
-            return None
-        free = [
-            e
-            for e in self.sorted_engines()
-            if e.status == "serving" and version in (e.loadable or ()) and not e.turns and now >= e.refresh_not_before
-        ]
-        free = [e for e in free if not self._held(e, now)]
-        if not free:
-            return None
-        engine = min(free, key=lambda e: (e.intake_open, e.version, e.name))
-        reason = f"{need.sessions} sessions with {need.tokens} tokens insist on version {version}"
-        return RefreshDecision(engine.name, version, reason, again=True)
-
-    def _held(self, engine: EngineState, now: float) -> bool:
-        """Live sessions need its version, nobody else serves it, and that not yet for too long."""
-        last = len(self.serving(engine.version)) == 1 and bool(self.live_sessions(engine.version))
-        return last and (engine.intake_open or now - engine.intake_closed_at < self.config.version_hold_s)
-
-    def _refresh(self, engine: EngineState, now: float) -> RefreshDecision | None:
-        if engine.available == 0 or now < engine.refresh_not_before:
-            return None
-        if engine.turns:
-            return self._interrupting(engine, now)
-        if engine.status in ("joining", "fenced"):
-            return self._needed(engine)
-        if engine.status != "serving" or not engine.newer:
-            return None
-        if engine.version in self.insisted:
-            return None  # who waits for it comes now, or gives up at a deadline
-        if self.config.mode == "inflight":
-            return RefreshDecision(engine.name, engine.available, "a newer version is here")
-        if engine.intake_open or (self.config.mode == "barrier" and self._others_run()):
-            return None
-        stranded = self.live_sessions(engine.version) if len(self.serving(engine.version)) == 1 else ()
-        if not stranded:
-            return RefreshDecision(engine.name, engine.available, "empty")
-        if now - engine.intake_closed_at < self.config.version_hold_s:
-            return None
-        reason = f"held version {engine.version} for {self.config.version_hold_s:g} s for {len(stranded)} sessions"
-        return RefreshDecision(engine.name, engine.available, reason, stranded)
-
-    def _needed(self, engine: EngineState) -> RefreshDecision | None:
-        """What an engine that does not serve has to load first."""
-        if engine.available == engine.given_up:
-            reason = f"version {engine.given_up} failed {LOAD_TRIES} times: the one before it"
-            return RefreshDecision(engine.name, engine.available, reason, before=True)
-        if engine.status == "joining" and self.wanted(engine):
-            return None
-        return RefreshDecision(engine.name, engine.available, f"{engine.status}: needs a wanted version")
-
-    def _interrupting(self, engine: EngineState, now: float) -> RefreshDecision | None:
-        """A refresh although turns run: in mode `inflight`, or when stragglers have no other end."""
-        if engine.status != "serving" or not engine.newer:
-            return None
-        turns = tuple(sorted(engine.turns))
-        if self.config.mode == "inflight":
-            return RefreshDecision(engine.name, engine.available, "a newer version is here", (), turns)
-        if engine.intake_open or not self._straggling(engine, now) or self._fresh(engine):
-            return None
-        alone = len(self.serving(engine.version)) == 1
-        stranded = self.live_sessions(engine.version) if alone else ()
-        reason = f"{self._stragglers(engine)}; beyond the staleness bound"
-        return RefreshDecision(engine.name, engine.available, reason, stranded, turns)
-
-    def _others_run(self) -> bool:
-        """Whether anybody at the barrier still runs a turn or takes sessions."""
-        at_it = [e for e in self.engines.values() if e.status == "serving" and e.newer]
-        return any(e.turns or e.intake_open for e in at_it)
 
 
 def staleness_histogram(versions: Iterable[Version], newest: Version) -> Mapping[int, int]:

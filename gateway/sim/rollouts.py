@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.fleet import EngineState, FleetConfig, FleetState, TurnLoad
+from gateway.core.intake import intake_changes
 from gateway.core.lengths import TurnLengths
+from gateway.core.refresh import refresh_decisions
 from gateway.core.repack import EngineView, Move, RepackConfig, SessionLoad, plan_repack, turn_load
 from gateway.core.scheduler import Admission, Demand, Placement, admit, place
 from gateway.core.sessions import SessionSpec, SessionState
@@ -166,8 +168,8 @@ class Rollouts:
     # -- turns
 
     def _changed(self) -> None:
-        self.state.intake_changes(self.now)
-        for decision in self.state.refresh_decisions(self.now):
+        intake_changes(self.state, self.now)
+        for decision in refresh_decisions(self.state, self.now):
             for turn_id in decision.interrupted:
                 self._leave(self._turns[turn_id])
                 self._resuming.append(self._turns[turn_id])

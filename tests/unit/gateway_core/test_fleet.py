@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.fleet import (
-    LOAD_TRIES,
     TRANSITIONS,
     EngineState,
     EngineStatus,
     FleetState,
-    RefreshDecision,
     staleness_histogram,
 )
+from gateway.core.intake import intake_changes
+from gateway.core.refresh import LOAD_TRIES, RefreshDecision, load_failed, refresh_decisions
 from gateway.core.types import SessionId, Version
 from tests.unit.gateway_core.helpers import engine, fleet
 
@@ -76,7 +76,7 @@ def test_tokens_and_serving_engines_are_counted() -> None:
 
 def intake(state: EngineState, now: float, newest: int | None = None) -> tuple[bool, str] | None:
     """What one engine's intake does at `now`, applied."""
-    changes = fleet(state, newest=newest, **LIMITS).intake_changes(now)
+    changes = intake_changes(fleet(state, newest=newest, **LIMITS), now)
     assert all(c.engine == state.name for c in changes)
     return (changes[0].open, changes[0].reason) if changes else None
 
@@ -162,8 +162,8 @@ def test_stragglers_beyond_the_staleness_bound_leave(newest: int, to: int | None
         ),
         a=1,
     )
-    assert state.refresh_decisions(999.9) == []
-    decisions = state.refresh_decisions(1000.0)
+    assert refresh_decisions(state, 999.9) == []
+    decisions = refresh_decisions(state, 1000.0)
     assert [(d.engine, d.to_version) for d in decisions] == ([] if to is None else [("e0", 2)])
     for decision in decisions:
         assert decision.interrupted == ("e0-0", "e0-1")
@@ -176,9 +176,9 @@ def test_stragglers_beyond_the_staleness_bound_leave(newest: int, to: int | None
 
 def test_in_flight_engines_load_at_once_and_tell_whom_they_interrupt() -> None:
     state = fleet(engine("e0", 1, [10, 10], available=2), engine("e1", 1, available=2), **LIMITS, mode="inflight")
-    assert [(c.engine, c.open) for c in state.intake_changes(1000.0)] == [("e0", True), ("e1", True)]
-    assert state.intake_changes(1e9) == [], "and never closes"
-    assert [(d.engine, d.interrupted) for d in state.refresh_decisions(1000.0)] == [
+    assert [(c.engine, c.open) for c in intake_changes(state, 1000.0)] == [("e0", True), ("e1", True)]
+    assert intake_changes(state, 1e9) == [], "and never closes"
+    assert [(d.engine, d.interrupted) for d in refresh_decisions(state, 1000.0)] == [
         ("e0", ("e0-0", "e0-1")),
         ("e1", ()),
     ]
@@ -187,12 +187,12 @@ def test_in_flight_engines_load_at_once_and_tell_whom_they_interrupt() -> None:
 def test_at_the_barrier_all_wait_for_the_last_turn() -> None:
     e0, e1 = engine("e0", 1, [10], available=2, **OPEN), engine("e1", 1, available=2, **OPEN)
     state = fleet(e0, e1, engine("e2", 2), **{**LIMITS, "intake_min_batch": 50}, mode="barrier")
-    closing = [(c.engine, c.open) for c in state.intake_changes(1000.0)]
+    closing = [(c.engine, c.open) for c in intake_changes(state, 1000.0)]
     assert closing == [("e0", False), ("e1", False), ("e2", True)], "whatever they admitted"
-    assert state.refresh_decisions(1e6) == []
-    assert state.intake_changes(1e6) == [], "no straggler opens an intake"
+    assert refresh_decisions(state, 1e6) == []
+    assert intake_changes(state, 1e6) == [], "no straggler opens an intake"
     e0.turns.clear()
-    assert [d.engine for d in state.refresh_decisions(1000.0)] == ["e0", "e1"]
+    assert [d.engine for d in refresh_decisions(state, 1000.0)] == ["e0", "e1"]
 
 
 def test_each_engine_decides_for_itself_in_the_order_of_names() -> None:
@@ -202,7 +202,7 @@ def test_each_engine_decides_for_itself_in_the_order_of_names() -> None:
         engine("e0", 1, [5], **OPEN, admitted=4),
         **LIMITS,
     )
-    assert [(c.engine, c.open) for c in state.intake_changes(1000.0)] == [("e0", False), ("e1", True), ("e2", False)]
+    assert [(c.engine, c.open) for c in intake_changes(state, 1000.0)] == [("e0", False), ("e1", True), ("e2", False)]
 
 
 # -- refresh
@@ -230,19 +230,19 @@ def test_each_engine_decides_for_itself_in_the_order_of_names() -> None:
 def test_an_engine_refreshes(how: dict[str, Any], to: int | None) -> None:
     state = engine(**how)
     before = state.status
-    decisions = fleet(state).refresh_decisions(1000.0)
+    decisions = refresh_decisions(fleet(state), 1000.0)
     assert [(d.engine, d.to_version) for d in decisions] == ([] if to is None else [("e0", to)])
     assert state.status == (before if to is None else "refreshing")
 
 
 def test_an_engine_with_a_turn_does_not_refresh() -> None:
     state = fleet(engine("e0", 1, [10], available=2), engine("e1", 1, available=2))
-    assert [(d.engine, d.reason) for d in state.refresh_decisions(1000.0)] == [("e1", "empty")]
+    assert [(d.engine, d.reason) for d in refresh_decisions(state, 1000.0)] == [("e1", "empty")]
 
 
 def test_one_that_answers_again_while_its_old_streams_run_does_not_refresh_under_them() -> None:
     state = fleet(engine("e0", 1, [10], status="joining", available=2))
-    assert state.refresh_decisions(1000.0) == []
+    assert refresh_decisions(state, 1000.0) == []
 
 
 def test_an_intake_reopened_for_stragglers_takes_another_batch() -> None:
@@ -256,40 +256,40 @@ def test_an_intake_reopened_for_stragglers_takes_another_batch() -> None:
 @pytest.mark.parametrize(("held_s", "goes"), [(0.0, False), (49.9, False), (50.0, True)])
 def test_the_last_engine_of_a_version_is_held_for_its_sessions(held_s: float, goes: bool) -> None:
     state = on_versions(fleet(engine(available=2, intake_closed_at=1000.0), **LIMITS), b=1, a=1, c=2)
-    decisions = state.refresh_decisions(1000.0 + held_s)
+    decisions = refresh_decisions(state, 1000.0 + held_s)
     assert [d.forced_sessions for d in decisions] == ([("a", "b")] if goes else [])
     assert [d.reason for d in decisions] == (["held version 1 for 50 s for 2 sessions"] if goes else [])
 
 
 def test_of_two_empty_engines_one_stays_for_the_sessions() -> None:
     state = fleet(engine("e0", available=2), engine("e1", available=2, intake_closed_at=1000.0), **LIMITS)
-    decisions = on_versions(state, a=1).refresh_decisions(1000.0)
+    decisions = refresh_decisions(on_versions(state, a=1), 1000.0)
     assert [(d.engine, d.forced_sessions) for d in decisions] == [("e0", ())]
     assert [e.status for e in state.sorted_engines()] == ["refreshing", "serving"]
     state.session_versions.clear()
-    assert [d.engine for d in state.refresh_decisions(1000.0)] == ["e1"], "its sessions ended"
+    assert [d.engine for d in refresh_decisions(state, 1000.0)] == ["e1"], "its sessions ended"
 
 
 def fail(state: EngineState, *, by_engine: bool = True) -> RefreshDecision:
     """Its next refresh, which fails."""
-    [decision] = fleet(state).refresh_decisions(1000.0)
+    [decision] = refresh_decisions(fleet(state), 1000.0)
     state.to("fenced")
-    state.load_failed(decision, f"no {decision.to_version}", by_engine=by_engine)
+    load_failed(state, decision, f"no {decision.to_version}", by_engine=by_engine)
     return decision
 
 
 def test_a_version_that_does_not_load_is_given_up_for_the_one_before_until_a_newer_is_there() -> None:
     state = engine("e0", 1, available=2)
     assert [(d.to_version, d.before) for d in (fail(state), fail(state))] == [(2, False)] * LOAD_TRIES
-    [decision] = fleet(state).refresh_decisions(1000.0)
+    [decision] = refresh_decisions(fleet(state), 1000.0)
     assert (decision.to_version, decision.before) == (2, True)
     state.loaded(Version(1))
     state.to("serving")
-    assert fleet(state).refresh_decisions(1000.0) == []
+    assert refresh_decisions(fleet(state), 1000.0) == []
     assert intake(state, 1000.0, 2) == (True, "nothing newer than version 1"), "it takes new sessions meanwhile"
     state.available = Version(3)
     assert intake(state, 1000.0, 3) == (False, "version 3 is here and nothing runs")
-    [decision] = fleet(state).refresh_decisions(1000.0)
+    [decision] = refresh_decisions(fleet(state), 1000.0)
     assert (decision.to_version, decision.before, decision.served) == (3, False, True)
 
 
@@ -327,7 +327,7 @@ def test_another_incarnation_tries_again_what_the_last_one_could_not_load() -> N
     assert [fail(state).before for _ in range(LOAD_TRIES)] == [False] * LOAD_TRIES
     state.begin_anew()
     state.status = "joining"
-    assert [d.before for d in fleet(state).refresh_decisions(1000.0)] == [False]
+    assert [d.before for d in refresh_decisions(fleet(state), 1000.0)] == [False]
 
 
 @st.composite
@@ -352,7 +352,7 @@ def test_whatever_the_fleet_only_empty_engines_go_and_no_held_version_is_left(
 ) -> None:
     state = on_versions(fleet(*engines, **LIMITS), **{f"s{i}": v for i, v in enumerate(versions)})
     served = {e.version for e in state.sorted_engines() if e.status == "serving"}
-    going = {d.engine: d for d in state.refresh_decisions(1000.0)}
+    going = {d.engine: d for d in refresh_decisions(state, 1000.0)}
     for e in engines:
         if e.name in going:
             assert not e.turns
@@ -415,8 +415,8 @@ def test_where_a_leaving_turn_moves_nothing_nothing_differs_without_it(made: lis
     made[0]["turns"] = [1] * max(1, len(made[0]["turns"]))
     before, after = state(False), state(True)
     if before.unmoved(before.sorted_engines()[0]):
-        assert before.intake_changes(100.0) == after.intake_changes(100.0)
-        assert before.refresh_decisions(100.0) == after.refresh_decisions(100.0)
+        assert intake_changes(before, 100.0) == intake_changes(after, 100.0)
+        assert refresh_decisions(before, 100.0) == refresh_decisions(after, 100.0)
 
 
 def test_a_leaving_turn_is_heard_of_where_something_waits_for_it() -> None:

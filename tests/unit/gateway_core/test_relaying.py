@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.fleet import EngineState
+from gateway.core.intake import intake_changes
+from gateway.core.refresh import refresh_decisions
 from gateway.core.relaying import TEXT_ROUTES, TextDemand, Unable, admit_text, place_text
 from gateway.core.scheduler import Placement, Wait
 from gateway.core.types import EngineName, TurnId, Version
@@ -126,8 +128,8 @@ def test_they_close_an_intake_for_a_newer_version_as_sessions_do() -> None:
     outcome = place_text(asked, state)
     assert isinstance(outcome, Placement)
     admit_text(outcome, asked, state)
-    [change] = state.intake_changes(1.0)
+    [change] = intake_changes(state, 1.0)
     assert not change.open
-    assert state.refresh_decisions(1.0) == [], "the refresh waits for it"
+    assert refresh_decisions(state, 1.0) == [], "the refresh waits for it"
     del state.engines[EngineName("e0")].turns[asked.turn_id]
-    assert [d.to_version for d in state.refresh_decisions(1.0)] == [2]
+    assert [d.to_version for d in refresh_decisions(state, 1.0)] == [2]

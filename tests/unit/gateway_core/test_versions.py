@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.core.fleet import FleetState, Wanted
 from gateway.core.keeping import KeptVersions
+from gateway.core.refresh import refresh_decisions
 from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
 from gateway.core.sessions import SessionState
 from gateway.core.types import (
@@ -91,7 +92,7 @@ def wanting(state: FleetState, sessions: int = 1, tokens: int = 1) -> FleetState
 
 
 def decided(state: FleetState, now: float = 1000.0) -> list[tuple[str, int]]:
-    return [(d.engine, d.to_version) for d in state.refresh_decisions(now)]
+    return [(d.engine, d.to_version) for d in refresh_decisions(state, now)]
 
 
 def test_an_empty_engine_loads_the_version_again_once() -> None:

@@ -1,0 +1,90 @@
+"""When an engine takes new sessions: its intake opens after a refresh, and closes again. Pure.
+
+Invariants:
+- an intake is open on a `serving` engine alone;
+- a closed engine with a newer version at hand is below `min_util` for at most `drain_max_s`: then it takes a batch
+  more, or, beyond the staleness bound, its stragglers leave it. (Not in mode `barrier`, which is there to wait.)
+
+| mode | intake closes for a newer version |
+|---|---|
+| `drain`, `repack` | after `intake_min_batch` sessions |
+| `inflight` | never |
+| `barrier` | at once |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gateway.core.fleet import EngineState, FleetState
+from gateway.core.types import EngineName
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeChange:
+    engine: EngineName
+    open: bool
+    reason: str
+
+
+def intake_changes(fleet: FleetState, now: float) -> list[IntakeChange]:
+    """Applies and returns what has to open or close now."""
+    for engine in fleet.engines.values():
+        _note_use(fleet, engine, now)
+    changes = [
+        c for engine in fleet.sorted_engines() if engine.status == "serving" for c in _intake(fleet, engine, now)
+    ]
+    for change in changes:
+        engine = fleet.engines[change.engine]
+        engine.open_intake(now) if change.open else engine.close_intake(now)
+    return changes
+
+
+def _intake(fleet: FleetState, engine: EngineState, now: float) -> Iterable[IntakeChange]:
+    c = fleet.config
+    newer = engine.newer
+    if c.mode == "inflight":
+        if not engine.intake_open:
+            yield IntakeChange(engine.name, True, "a newer version interrupts nobody")
+    elif engine.intake_open:
+        enough = 0 if c.mode == "barrier" else c.intake_min_batch
+        if newer and not engine.reopened and engine.admitted >= enough:
+            yield IntakeChange(engine.name, False, f"version {engine.available} is here; {engine.admitted} admitted")
+        elif newer and not engine.turns:
+            yield IntakeChange(engine.name, False, f"version {engine.available} is here and nothing runs")
+        elif engine.admitted >= c.intake_batch:
+            yield IntakeChange(engine.name, False, f"batch of {c.intake_batch} admitted")
+        elif now - engine.intake_opened_at >= c.intake_age_s and engine.admitted:
+            yield IntakeChange(engine.name, False, f"open for {c.intake_age_s:g} s")
+    elif not newer and len(engine.turns) < c.max_running:
+        yield IntakeChange(engine.name, True, f"nothing newer than version {engine.version}")
+    elif newer and straggling(fleet, engine, now) and fresh(fleet, engine):
+        yield IntakeChange(engine.name, True, f"{stragglers(fleet, engine)}; within the staleness bound")
+
+
+def _note_use(fleet: FleetState, engine: EngineState, now: float) -> None:
+    c = fleet.config
+    closed = engine.status == "serving" and not engine.intake_open and engine.newer
+    if not closed or len(engine.turns) >= c.min_util * c.max_running:
+        engine.below_since = None
+    elif engine.below_since is None:
+        engine.below_since = now
+
+
+def straggling(fleet: FleetState, engine: EngineState, now: float) -> bool:
+    """Kept from its refresh for too long by few turns."""
+    since = engine.below_since
+    waits = fleet.config.mode == "barrier"
+    return not waits and bool(engine.turns) and since is not None and now - since >= fleet.config.drain_max_s
+
+
+def fresh(fleet: FleetState, engine: EngineState) -> bool:
+    """A batch admitted now would still be of use when it is done."""
+    return fleet.newest - engine.version < fleet.config.staleness_max
+
+
+def stragglers(fleet: FleetState, engine: EngineState) -> str:
+    """The reason, where they are why something happens."""
+    held = f"{len(engine.turns)} turns of {engine.tokens} tokens"
+    return f"stragglers held it for {fleet.config.drain_max_s:g} s ({held})"

@@ -1,0 +1,155 @@
+"""When an engine loads another version, and which. Pure.
+
+Invariants:
+- an engine loads only when it is empty, or is emptied for it (`interrupted`);
+- the last engine of a version does not leave it while a live session needs it, until `version_hold_s` has passed.
+
+| mode | an engine loads a newer version |
+|---|---|
+| `drain`, `repack` | when it is empty |
+| `inflight` | at once: its turns pause, and go on under the new version |
+| `barrier` | when every engine that has it at hand is empty |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gateway.core.fleet import EngineState, FleetState
+from gateway.core.intake import fresh, stragglers, straggling
+from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Version
+
+LOAD_TRIES = 2
+"""Of one version: a second failure is hardly an accident."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshDecision:
+    engine: EngineName
+    to_version: Version
+    reason: str
+    forced_sessions: tuple[SessionId, ...] = ()  # live sessions that lose their version by it
+    interrupted: tuple[TurnId, ...] = ()  # turns that must leave, or pause, before it loads
+    before: bool = False  # not `to_version`, but the newest before it
+    served: bool = False  # until now
+    again: bool = False  # an older version, for sessions that insist on it
+
+
+def refresh_decisions(fleet: FleetState, now: float) -> list[RefreshDecision]:
+    """Engines that may load now: a version that waiting sessions insist on, else their host's newest.
+
+    Each is marked `refreshing`.
+    """
+    decisions: list[RefreshDecision] = []
+    for version in sorted(fleet.insisted):
+        decision = _reload(fleet, version, now)
+        if decision is not None:
+            decisions.append(_decided(fleet, decision))
+    for engine in fleet.sorted_engines():
+        decision = _refresh(fleet, engine, now)
+        if decision is not None:
+            decisions.append(_decided(fleet, decision))
+    return decisions
+
+
+def _decided(fleet: FleetState, decision: RefreshDecision) -> RefreshDecision:
+    engine = fleet.engines[decision.engine]
+    decision = replace(decision, served=engine.status == "serving")
+    engine.to("refreshing")
+    engine.loading = decision.to_version
+    return decision
+
+
+def _reload(fleet: FleetState, version: Version, now: float) -> RefreshDecision | None:
+    """An older version again, on the engine that is missed least."""
+    need, c = fleet.insisted[version], fleet.config
+    coming = any(e.status == "refreshing" and e.loading == version for e in fleet.engines.values())
+    pays = need.sessions >= c.strict_sessions_min or need.tokens >= c.strict_tokens_min
+    if coming or not pays or fleet.serving(version):
+        return None
+    free = [
+        e
+        for e in fleet.sorted_engines()
+        if e.status == "serving" and version in (e.loadable or ()) and not e.turns and now >= e.refresh_not_before
+    ]
+    free = [e for e in free if not _held(fleet, e, now)]
+    if not free:
+        return None
+    engine = min(free, key=lambda e: (e.intake_open, e.version, e.name))
+    reason = f"{need.sessions} sessions with {need.tokens} tokens insist on version {version}"
+    return RefreshDecision(engine.name, version, reason, again=True)
+
+
+def _held(fleet: FleetState, engine: EngineState, now: float) -> bool:
+    """Live sessions need its version, nobody else serves it, and that not yet for too long."""
+    last = len(fleet.serving(engine.version)) == 1 and bool(fleet.live_sessions(engine.version))
+    return last and (engine.intake_open or now - engine.intake_closed_at < fleet.config.version_hold_s)
+
+
+def _refresh(fleet: FleetState, engine: EngineState, now: float) -> RefreshDecision | None:
+    if engine.available == 0 or now < engine.refresh_not_before:
+        return None
+    if engine.turns:
+        return _interrupting(fleet, engine, now)
+    if engine.status in ("joining", "fenced"):
+        return _needed(fleet, engine)
+    if engine.status != "serving" or not engine.newer:
+        return None
+    if engine.version in fleet.insisted:
+        return None  # who waits for it comes now, or gives up at a deadline
+    if fleet.config.mode == "inflight":
+        return RefreshDecision(engine.name, engine.available, "a newer version is here")
+    if engine.intake_open or (fleet.config.mode == "barrier" and _others_run(fleet)):
+        return None
+    stranded = fleet.live_sessions(engine.version) if len(fleet.serving(engine.version)) == 1 else ()
+    if not stranded:
+        return RefreshDecision(engine.name, engine.available, "empty")
+    if now - engine.intake_closed_at < fleet.config.version_hold_s:
+        return None
+    reason = f"held version {engine.version} for {fleet.config.version_hold_s:g} s for {len(stranded)} sessions"
+    return RefreshDecision(engine.name, engine.available, reason, stranded)
+
+
+def _needed(fleet: FleetState, engine: EngineState) -> RefreshDecision | None:
+    """What an engine that does not serve has to load first."""
+    if engine.available == engine.given_up:
+        reason = f"version {engine.given_up} failed {LOAD_TRIES} times: the one before it"
+        return RefreshDecision(engine.name, engine.available, reason, before=True)
+    if engine.status == "joining" and fleet.wanted(engine):
+        return None
+    return RefreshDecision(engine.name, engine.available, f"{engine.status}: needs a wanted version")
+
+
+def _interrupting(fleet: FleetState, engine: EngineState, now: float) -> RefreshDecision | None:
+    """A refresh although turns run: in mode `inflight`, or when stragglers have no other end."""
+    if engine.status != "serving" or not engine.newer:
+        return None
+    turns = tuple(sorted(engine.turns))
+    if fleet.config.mode == "inflight":
+        return RefreshDecision(engine.name, engine.available, "a newer version is here", (), turns)
+    if engine.intake_open or not straggling(fleet, engine, now) or fresh(fleet, engine):
+        return None
+    alone = len(fleet.serving(engine.version)) == 1
+    stranded = fleet.live_sessions(engine.version) if alone else ()
+    reason = f"{stragglers(fleet, engine)}; beyond the staleness bound"
+    return RefreshDecision(engine.name, engine.available, reason, stranded, turns)
+
+
+def _others_run(fleet: FleetState) -> bool:
+    """Whether anybody at the barrier still runs a turn or takes sessions."""
+    at_it = [e for e in fleet.engines.values() if e.status == "serving" and e.newer]
+    return any(e.turns or e.intake_open for e in at_it)
+
+
+def load_failed(engine: EngineState, decision: RefreshDecision, error: str, *, by_engine: bool) -> None:
+    """After `LOAD_TRIES` of one version the one before it is wanted; if that fails too, the newest once more.
+
+    `by_engine`: it or the snapshot was at fault, not what lies between them.
+    """
+    engine.load_error = error
+    if decision.before:
+        engine.given_up = NO_VERSION
+    elif by_engine:
+        engine.load_failures += 1
+        if engine.load_failures >= LOAD_TRIES:
+            engine.load_failures, engine.given_up = 0, decision.to_version
