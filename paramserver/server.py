@@ -98,19 +98,10 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         # the data port closes, and last the memory goes.
         registry = await EtcdRegistry.connect(config.etcd)
         stack.push_async_callback(registry.close)
-        left = kept.find(config.pool_dir)
-        pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.files])
-        store = Store(pool)
-        stack.callback(store.close)
-        found = await asyncio.to_thread(_find_again, store, left)
-        await asyncio.to_thread(pool.preallocate)
+        store, found = await _open_store(config, stack)
+        movers = await _start_movers(config, stack)
 
         provider = _Provider()
-        movers = None
-        if config.transport == "nixl":
-            movers = Movers(idle_max=2 * config.num_stripes, interface=config.bind_interface)
-            stack.push_async_callback(asyncio.to_thread, movers.close)
-            await asyncio.to_thread(movers.warm, config.num_stripes)
         data = DataServer(provider, max_rate=config.max_rate, movers=movers)
         stack.push_async_callback(asyncio.to_thread, data.close)
         data_address = data.listen_tcp(data_host, config.data_port)
@@ -118,29 +109,13 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         if socket_path is not None:
             data.listen_unix(socket_path)
 
-        member = Member(
-            config.name,
-            secrets.token_hex(8),
-            grpc_address,
-            data_address,
-            config.publish_host,
-            config.zone,
-            config.rack,
-            transport=config.transport,
-        )
-        seat = Seat(registry, member, ttl_s=config.lease_ttl_s)
+        seat = Seat(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
         await seat.take()
         stack.push_async_callback(seat.leave)
         seat.register([RegisteredEngine(e.name(config.name), e.kind, e.url, grpc_address) for e in config.engines])
 
-        spill = None
-        if config.spill is not None:
-            spill = Spill(config.spill, retain=config.spill_retain, wrote=lambda _: relay.spill_changed())
-            stack.push_async_callback(asyncio.to_thread, spill.close)
         bind_host = data_host if config.bind_interface else ""
-        relay = Relay(config, seat, store, spill=spill, bind_host=bind_host, movers=movers)
-        if spill is not None:
-            relay.spill_changed()
+        relay = _make_relay(config, seat, store, stack, bind_host=bind_host, movers=movers)
         await relay.refresh()
         relay.offer_again(found)
         publishing = Publishing(relay)
@@ -148,9 +123,8 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         life = asyncio.ensure_future(_live(relay, publishing))
         stack.push_async_callback(_end, life, relay, publishing)
 
-        await _add_services(
-            server, RelayService(relay, publishing, data_address=data_address, publish_socket=socket_path)
-        )
+        service = RelayService(relay, publishing, data_address=data_address, publish_socket=socket_path)
+        await _add_services(server, service)
         addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
         if config.metrics_port is not None:
             addresses["metrics"], stop_metrics = serve_metrics(
@@ -161,6 +135,58 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         stack.push_async_callback(server.stop, DRAIN_S)
         stack.push_async_callback(relay.dismiss)
         yield addresses, life
+
+
+async def _open_store(config: RelayConfig, stack: contextlib.AsyncExitStack) -> tuple[Store, list[Snapshot]]:
+    """The pool, touched, and what an earlier life left whole in it."""
+    left = kept.find(config.pool_dir)
+    pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.files])
+    store = Store(pool)
+    stack.callback(store.close)
+    found = await asyncio.to_thread(_find_again, store, left)
+    await asyncio.to_thread(pool.preallocate)
+    return store, found
+
+
+async def _start_movers(config: RelayConfig, stack: contextlib.AsyncExitStack) -> Movers | None:
+    if config.transport != "nixl":
+        return None
+    movers = Movers(idle_max=2 * config.num_stripes, interface=config.bind_interface)
+    stack.push_async_callback(asyncio.to_thread, movers.close)
+    await asyncio.to_thread(movers.warm, config.num_stripes)
+    return movers
+
+
+def _member(config: RelayConfig, grpc_address: str, data_address: str) -> Member:
+    return Member(
+        config.name,
+        secrets.token_hex(8),
+        grpc_address,
+        data_address,
+        config.publish_host,
+        config.zone,
+        config.rack,
+        transport=config.transport,
+    )
+
+
+def _make_relay(
+    config: RelayConfig,
+    seat: Seat,
+    store: Store,
+    stack: contextlib.AsyncExitStack,
+    *,
+    bind_host: str,
+    movers: Movers | None,
+) -> Relay:
+    spill = None
+    if config.spill is not None:
+        spill = Spill(config.spill, retain=config.spill_retain, wrote=lambda _: relay.spill_changed())
+        stack.push_async_callback(asyncio.to_thread, spill.close)
+    relay = Relay(config, seat, store, spill=spill, bind_host=bind_host, movers=movers)
+    if spill is not None:
+        relay.spill_changed()
+    return relay
 
 
 def _find_again(store: Store, left: list[kept.Kept]) -> list[Snapshot]:
