@@ -4,7 +4,8 @@ Invariants:
 - a trajectory is in the experience buffer, on disk, before its session's finish is told; what an engine contradicts,
   an evaluation, and what is not for training never enter it;
 - a session ends once, and only with its turns ended: a running turn of an abandoned one is aborted first;
-- an end that began comes to its end whether or not its caller stays; a finish asked again is told again.
+- an end that began comes to its end whether or not its caller stays; a finish asked again is told again;
+- children end with their parent, before its end is told.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gateway.core.endings import Ended, Finish, Finished, How, Status, Unrewarded
+from gateway.core.expiry import why_over
 from gateway.core.rewards import Given, note, revised, turn_of
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, Trajectory
@@ -166,6 +168,7 @@ class Endings:
         self._end(state)
         state.unrewarded = Unrewarded(asked, time.time() + self._config.reward_window_s)
         await self._store.unrewarded(session_id, state.unrewarded)
+        await self._part(state)
 
     async def _vouch(self, state: SessionState) -> None:
         """All segments at once: an engine is looked at once, however many of them it made."""
@@ -221,27 +224,52 @@ class Endings:
         await self._after(state, ended)
 
     async def expire(self) -> None:
-        """Abandons sessions that nobody touched for `session_idle_s`, forgets turns that nobody may ask for any more;
-        runs until cancelled."""
+        """Abandons sessions that are over, forgets turns that nobody may ask for any more; runs until cancelled."""
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             await self._sessions.sweep()
-            now, config = time.time(), self._config
-            for state in [s for s in self._live if s.unrewarded and s.unrewarded.until_unix_s < now]:
-                await self.abandon(state.session_id, f"no reward came within {config.reward_window_s:g} s")
-            for state in [s for s in self._live if s.spec.deadline_unix_s is not None and s.spec.deadline_unix_s < now]:
-                if state.session_id not in self._finishing and state.unrewarded is None:
-                    await self.abandon(state.session_id, "its deadline is over")
-            idle_since = now - config.session_idle_s
-            for state in [s for s in self._live if not s.running and s.touched_unix_s < idle_since]:
-                await self.abandon(state.session_id, f"idle for {config.session_idle_s:g} s")
+            for state in list(self._live):
+                await self._abandon_if_over(state)
+
+    async def _abandon_if_over(self, state: SessionState) -> None:
+        if not self._why_over(state):
+            return
+        try:
+            await asyncio.shield(self._begin(self._abandon_over(state), f"expire-{state.session_id}"))
+        except LaminarError as e:  # looked at again with the next round
+            log.error("session %s is over, and cannot be ended: %s", state.session_id, e)
+
+    async def _abandon_over(self, state: SessionState) -> None:
+        """Asked again, since it may have gone on, or ended with another."""
+        if why := self._why_over(state):
+            await self._abandon(state.session_id, why)
+
+    def _why_over(self, state: SessionState) -> str:
+        if self._live.find(state.session_id) is not state:
+            return ""
+        return why_over(
+            state,
+            time.time(),
+            idle_s=self._config.session_idle_s,
+            reward_window_s=self._config.reward_window_s,
+            finishing=state.session_id in self._finishing,
+            blocked=self._live.blocked(state.session_id),
+            parent_ended=self._live.parent_ended(state.spec),
+        )
 
     # -- both
+
+    async def _part(self, state: SessionState) -> None:
+        """Its parent waits for it no more, and its children end with it."""
+        self._live.unblock(state)
+        for child in self._live.children(state.session_id):
+            await self._abandon_if_over(child)
 
     async def _after(self, state: SessionState, ended: Ended) -> None:
         # The session first: turns without one are taken away at the next start.
         await self._store.end(state.session_id, ended)
         await self._pool.forget_session(state.session_id)
+        await self._part(state)
         self._fleet.changed()
         await self.on_end(state, ended.how)
 

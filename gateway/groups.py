@@ -89,6 +89,8 @@ class Groups:
             await self._member_ended(group, session.session_id, how)
 
     async def _member_ended(self, group: Group, session_id: SessionId, how: How) -> None:
+        if self._live.parent_ended(group.spec):
+            group.state.resample_max = group.state.resampled  # no more children can be made
         outcome = group.state.ended(session_id, how)
         group.keys.pop(session_id, None)
         if isinstance(outcome, Resample):

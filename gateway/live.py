@@ -34,6 +34,7 @@ class LiveSessions:
         self._keys: dict[str, SessionId] = {}
         self._key_of: dict[SessionId, str] = {}
         self._ended: OrderedDict[SessionId, Ended] = OrderedDict()
+        self._children: dict[SessionId, set[SessionId]] = {}  # of live sessions, by their parent
 
     def __len__(self) -> int:
         return len(self._live)
@@ -61,6 +62,27 @@ class LiveSessions:
             )
         raise NotFound(f"no session {session_id!r}", hint="make it with POST /sessions")
 
+    def children(self, session_id: SessionId) -> list[SessionState]:
+        """Those of its children that are under way."""
+        found = (self._live[name] for name in sorted(self._children.get(session_id, ())))
+        return [child for child in found if child.phase == "live"]
+
+    def blocked(self, session_id: SessionId) -> bool:
+        """It waits for a child."""
+        return any(child.spec.blocks_parent for child in self.children(session_id))
+
+    def parent_ended(self, spec: SessionSpec) -> bool:
+        parent = spec.parent_session_id
+        if parent is None or (state := self._live.get(parent)) is None:
+            return parent in self._ended
+        return state.unrewarded is not None
+
+    def unblock(self, state: SessionState) -> None:
+        """It has ended: a parent that waited for it is idle from now on."""
+        parent = None if state.spec.parent_session_id is None else self._live.get(state.spec.parent_session_id)
+        if parent is not None and state.spec.blocks_parent:
+            parent.touched_unix_s = time.time()
+
     def named_by(self, identity: SessionIdentity) -> SessionState:
         """The session that a request names; made when it is new, or names none."""
         if identity.session_id is None:
@@ -78,6 +100,7 @@ class LiveSessions:
         self._check(spec)
         now = time.time()
         state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
+        self._note_parent(spec)
         self._fleet.kept.note(state.session_id, spec.version)
         key = f"{SESSION_KEY_PREFIX}{secrets.token_hex(12)}"
         if not spec.ephemeral:
@@ -93,6 +116,7 @@ class LiveSessions:
             raise InvalidRequest(
                 f"{spec.session_id[:40]!r} is no session id", hint="1 to 256 characters without spaces and slashes"
             )
+        self._check_parent(spec)
         if self.draining:
             raise Unavailable("the gateway is shutting down", hint="ask again soon")
         if spec.session_id in self._live or spec.session_id in self._ended:
@@ -117,6 +141,20 @@ class LiveSessions:
                 f"{len(self._live)} sessions are live", hint="finish or abandon some", retry_after_s=5.0
             )
 
+    def _check_parent(self, spec: SessionSpec) -> None:
+        parent = spec.parent_session_id
+        if parent is None:
+            return
+        state = self._live.get(parent)
+        if self.parent_ended(spec):
+            raise Conflict(
+                f"{parent!r} has ended, and can be no parent of {spec.session_id}", hint="name a live session"
+            )
+        if state is None or state.spec.ephemeral:
+            raise NotFound(
+                f"no session {parent!r} to be the parent of {spec.session_id}", hint="make it first with POST /sessions"
+            )
+
     async def saved(self) -> None:
         """Every session made so far is on disk."""
         await self._store.written()
@@ -127,8 +165,13 @@ class LiveSessions:
         state = SessionState(spec, now if created_unix_s is None else created_unix_s, now, version=spec.version)
         if not spec.ephemeral:
             self._live[spec.session_id] = state
+            self._note_parent(spec)
             self._note_key(spec.session_id, api_key)
         return state
+
+    def _note_parent(self, spec: SessionSpec) -> None:
+        if spec.parent_session_id is not None:
+            self._children.setdefault(spec.parent_session_id, set()).add(spec.session_id)
 
     def _note_key(self, session_id: SessionId, key: str) -> None:
         self._keys[key], self._key_of[session_id] = session_id, key
@@ -147,6 +190,11 @@ class LiveSessions:
             while len(self._ended) > ENDED_MAX:
                 self._ended.popitem(last=False)
         self._live.pop(state.session_id, None)
+        parent = state.spec.parent_session_id
+        if parent in self._children:
+            self._children[parent].discard(state.session_id)
+            if not self._children[parent]:
+                del self._children[parent]
         self._fleet.kept.note(state.session_id, None)
         self._fleet.session_versions.pop(state.session_id, None)
         key = self._key_of.pop(state.session_id, None)

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from gateway.api.answers import answer_json
 from gateway.api.numbers import EXACT_MAX, AtLeastOne, Count
+from gateway.api.openai_errors import BadField
 from gateway.api.openai_requests import decode, in_range
 from gateway.core.endings import Finish
 from gateway.core.rewards import Given
@@ -38,11 +39,22 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     history: History = "record"
     version: Count | None = None
     on_version_loss: VersionPolicy | None = None  # None: "strict" with a `version`, else "segment"
-    parent_session_id: str | None = None
+    parent_session_id: Annotated[
+        str | None,
+        Meta(description="A live session, whose sub-agent or opponent this is. It is abandoned when that ends."),
+    ] = None
+    blocks_parent: Annotated[
+        bool, Meta(description="Its parent waits for it as for a tool: while it lives, the parent is not idle.")
+    ] = False
     min_version: Count = 0
-    max_version: Count | None = None  # at least `min_version`, and `version`
+    max_version: Annotated[
+        Count | None,
+        Meta(description="The newest weight version it may be on; no less than `min_version` and `version`."),
+    ] = None
     max_turns: AtLeastOne | None = None
-    expected_output_tokens: AtLeastOne | None = None  # of one turn; where guesses begin, and never a limit
+    expected_output_tokens: Annotated[
+        AtLeastOne | None, Meta(description="Of one turn: where the gateway's guesses begin, and never a limit.")
+    ] = None
     max_context_tokens: Annotated[int, Meta(ge=2, le=EXACT_MAX)] | None = None  # prompt and answer together
     deadline_s: Annotated[float, Meta(ge=0)] | None = None  # from now; the session is abandoned then
     priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = (
@@ -74,6 +86,8 @@ class SessionAnswer(msgspec.Struct, kw_only=True):
     session_id: str
     group_id: str
     sample_index: int
+    parent_session_id: str | None
+    children: Sequence[str]  # that are under way
     state: str
     running: int
     version: int | None
@@ -149,7 +163,8 @@ class _Handlers:
         return answer_json(told)
 
     def _summary(self, state: SessionState) -> SessionAnswer:
-        return _summary(state, state.version in self._pinning.pinned if state.insists else None)
+        pinned = state.version in self._pinning.pinned if state.insists else None
+        return _summary(state, pinned, self._live.children(state.session_id))
 
     async def reward(self, request: web.Request) -> web.Response:
         """While it lives, or within the window after its finish and before a trainer has it."""
@@ -174,6 +189,8 @@ class _Handlers:
 def session_spec(wanted: CreateRequest) -> SessionSpec:
     in_range("min_version", wanted.min_version, 0, wanted.version)
     in_range("max_version", wanted.max_version, wanted.version or wanted.min_version, None)
+    if wanted.blocks_parent and wanted.parent_session_id is None:
+        raise BadField("blocks_parent", "`blocks_parent` without a parent", hint="name it with `parent_session_id`")
     name = SessionId(wanted.session_id or f"s-{secrets.token_hex(8)}")
     return SessionSpec(
         name,
@@ -187,6 +204,7 @@ def session_spec(wanted: CreateRequest) -> SessionSpec:
         version=None if wanted.version is None else Version(wanted.version),
         on_version_loss=wanted.on_version_loss or ("segment" if wanted.version is None else "strict"),
         parent_session_id=None if wanted.parent_session_id is None else SessionId(wanted.parent_session_id),
+        blocks_parent=wanted.blocks_parent,
         min_version=Version(wanted.min_version),
         max_version=None if wanted.max_version is None else Version(wanted.max_version),
         max_turns=wanted.max_turns,
@@ -208,11 +226,13 @@ def _session_id(request: web.Request) -> SessionId:
     return SessionId(name)
 
 
-def _summary(state: SessionState, pinned: bool | None) -> SessionAnswer:
+def _summary(state: SessionState, pinned: bool | None, children: Sequence[SessionState]) -> SessionAnswer:
     return SessionAnswer(
         session_id=state.session_id,
         group_id=state.spec.group_id,
         sample_index=state.spec.sample_index,
+        parent_session_id=state.spec.parent_session_id,
+        children=[child.session_id for child in children],
         state=state.phase if state.unrewarded is None else "unrewarded",
         running=len(state.running),
         version=state.version,

@@ -72,7 +72,7 @@ class Admission:
         return self.running + self.buffered >= (self.staleness_max + 1) * self.reader_batch
 
 
-_Kind = tuple[str, bool, bool, int, int | None, frozenset[str] | None]
+_Kind = tuple[bool, bool, int, int | None, frozenset[str] | None]
 
 
 @dataclass(slots=True)
@@ -101,7 +101,12 @@ class Refusals:
 def _kind(demand: Demand) -> _Kind:
     """All of a new session that its refusal may depend on, but for its length."""
     spec = demand.session.spec
-    return spec.split, spec.train, demand.session.insists, spec.min_version, spec.max_version, demand.kinds
+    return _awaits_trainer(spec), demand.session.insists, spec.min_version, spec.max_version, demand.kinds
+
+
+def _awaits_trainer(spec: SessionSpec) -> bool:
+    """It is for the trainer, who is to use it in time. Without a child that it waits for, a parent would never end."""
+    return spec.split == "train" and spec.train and not spec.blocks_parent
 
 
 def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
@@ -219,7 +224,7 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
     if spec.max_version is not None and fleet.past(spec.max_version):
         reason = f"every engine is past version {spec.max_version}, the newest that it may be on"
         return Lost(reason, "a higher `max_version`; or name a `version`, which is loaded again")
-    if admission.full and spec.split == "train" and spec.train:
+    if admission.full and _awaits_trainer(spec):
         reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
         return Wait(reason, admission.next_batch_s)
     open_ = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open]

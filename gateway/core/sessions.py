@@ -55,7 +55,8 @@ class SessionSpec:
     history: History = "record"
     version: Version | None = None  # the one it must begin under
     on_version_loss: VersionPolicy = "segment"
-    parent_session_id: SessionId | None = None  # whose sub-agent or opponent it is
+    parent_session_id: SessionId | None = None  # whose sub-agent or opponent it is; it ends with it, if not before
+    blocks_parent: bool = False  # its parent waits for it, as for a tool
     min_version: Version = NO_VERSION  # the oldest it may be on
     max_version: Version | None = None  # the newest it may be on
     max_turns: int | None = None

@@ -11,19 +11,21 @@ from gateway.core.types import GroupId, Version
 from tests.unit.gateway_core.helpers import engine, fleet, session
 
 DEMANDS = st.builds(
-    lambda i, version, group, tokens, split, train, bounds: Demand(
-        session(
-            f"s{i}", group, version=version, split=split, train=train, min_version=bounds[0], max_version=bounds[1]
-        ),
-        tokens,
-    ),
+    lambda i, version, group, tokens, how: Demand(session(f"s{i}", group, version=version, **how), tokens),
     st.integers(0, 99),
     st.sampled_from([None, None, None, 1, 2]),
     st.sampled_from(["", "", "g"]),
     st.sampled_from([10, 100, 900]),
-    st.sampled_from(["train", "train", "eval"]),
-    st.booleans(),
-    st.sampled_from([(0, None), (0, None), (0, 1), (2, None), (1, 1)]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "split": st.just("eval"),
+            "train": st.just(False),
+            "min_version": st.integers(0, 2),
+            "max_version": st.integers(1, 2),
+            "blocks_parent": st.just(True),
+        },
+    ),
 )
 
 

@@ -189,7 +189,14 @@ def test_the_trainer_is_given_no_more_than_its_bound_lets_it_use(
 
 @pytest.mark.parametrize(
     ("spec", "waits"),
-    [({}, True), ({"split": "eval"}, False), ({"train": False}, False), ({"split": "eval", "train": False}, False)],
+    [
+        ({}, True),
+        ({"split": "eval"}, False),
+        ({"train": False}, False),
+        ({"split": "eval", "train": False}, False),
+        ({"parent_session_id": "p"}, True),
+        ({"parent_session_id": "p", "blocks_parent": True}, False),  # who runs already, and waits for it
+    ],
 )
 def test_only_sessions_for_the_trainer_wait_for_it(spec: dict[str, Any], waits: bool) -> None:
     reason = "5 running and 3 buffered trajectories wait for the trainer"
