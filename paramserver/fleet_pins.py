@@ -43,6 +43,10 @@ class FleetPins:
         except Unavailable as error:
             log.warning("version %d of %s is pinned here alone for now: %s", pin.version, pin.model, error)
 
+    def leave(self, pin: Pin) -> None:
+        """Its version is here no more: the key stays until its time is over, for the holder to pin another copy."""
+        self._leases.pop(pin.lease_id, None)
+
     async def end(self, pin: Pin) -> None:
         """The pin is no more: released, lapsed, or taken away."""
         lease = self._leases.pop(pin.lease_id, None)

@@ -352,6 +352,9 @@ class Relay:
 
     def _drop(self, model: str, version: int, why: str) -> None:
         self.seat.unhold(model, version)
+        for pin in self.pins.dropped(model, version):
+            log.warning("pin of %s on %s version %d ends with it: %s", pin.holder, model, version, why)
+            self.fleet_pins.leave(pin)
         fetching = self._fetches.cancel(model, version)
         snapshot = self.store.get(model, version)
         if snapshot is not None:

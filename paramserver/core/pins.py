@@ -2,6 +2,7 @@
 
 Invariants:
 - a pin that lapsed stays lapsed; it can be neither renewed nor released as if it had held;
+- a pin of a version that is dropped all the same (its bytes turned out bad, it was lost) ends with it: it held nothing;
 - a pin for the fleet (`copies`) gives way to a version that finds no other room, the oldest first; no other does.
 """
 
@@ -66,7 +67,7 @@ class Pins:
         pin = self._pins.get(lease_id)
         if pin is None or pin.expires_at <= now:
             raise NotFound(
-                f"lease {lease_id} is not held: it lapsed or was released",
+                f"lease {lease_id} is not held: it lapsed or was released, or its version is here no more",
                 hint="what was loaded under it does not count; acquire again and renew within ttl_s",
             )
         return pin
@@ -77,6 +78,13 @@ class Pins:
         for pin in over:
             del self._pins[pin.lease_id]
         return over
+
+    def dropped(self, model: str, version: int) -> list[Pin]:
+        """Removes and returns the pins of a version that is no longer here."""
+        gone = [pin for pin in self._pins.values() if (pin.model, pin.version) == (model, version)]
+        for pin in gone:
+            del self._pins[pin.lease_id]
+        return gone
 
     def counts(self, model: str) -> Counter[int]:
         """Pins per version of one model."""
@@ -91,10 +99,7 @@ class Pins:
         for pin in self._pins.values():
             of = (pin.model, pin.version)
             if pin.copies and of not in hard and of not in retained:
-                gone = [other for other in self._pins.values() if (other.model, other.version) == of]
-                for other in gone:
-                    del self._pins[other.lease_id]
-                return gone
+                return self.dropped(*of)
         return []
 
     def all(self) -> list[Pin]:

@@ -103,6 +103,31 @@ async def test_a_copy_that_died_is_made_again_elsewhere_as_long_as_the_pin_lives
             assert (copy.root_digest, files(copy.path)) == (lease.root_digest, before)
 
 
+async def test_a_pin_on_a_copy_that_turns_out_bad_is_none(relays: Relays) -> None:
+    daemons = {name: relays.start(name, "--retain", "1") for name in "abc"}
+    await publish_on(daemons["a"], 1)
+    async with client(daemons["c"]) as pinning:
+        lease = await pinning.acquire(MODEL, 1, holder="gateway", ttl_s=60.0, copies=2)
+        await publish_on(daemons["a"], 2)
+        [file] = lease.path.glob("*.safetensors")
+        whole = file.read_bytes()
+        with file.open("r+b") as damaged:
+            damaged.seek(len(whole) - 1)
+            damaged.write(bytes([whole[-1] ^ 1]))
+        daemons["a"].kill()
+
+        async def over() -> bool:
+            try:
+                await pinning.renew(lease)
+            except NotFound:
+                return True
+            return False
+
+        await until(over, "b asks for a copy, and c finds its own bad", 40.0)
+        assert "on policy version 1 ends with it: chunk" in daemons["c"].log()
+        assert await holders([daemons["b"], daemons["c"]], 1) == []
+
+
 async def test_a_pin_for_the_fleet_gives_way_to_a_publish_and_a_load_does_not(relays: Relays) -> None:
     size = sum(tensor.nbytes for tensor in weights(1).values())
     relay_process = relays.start("a", "--retain", "1", pool_bytes=str(4 * (size + (1 << 20))))

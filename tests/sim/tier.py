@@ -36,6 +36,7 @@ from protos.errors import LaminarError
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.sim.actors import VERSION_BYTES, SimReader, SimRelay, SimTrainer, call, write
 from tests.sim.hops import Network, SimFetch
+from tests.sim.keeper import SimKeeper
 from tests.sim.registry import RegistryServer
 from tests.sim.virtual import Clock, Process
 
@@ -44,6 +45,8 @@ HEALED_S = 90.0
 """Bound of liveness: leases run out, lost versions are noted (10 s), publishers wait for a master (30 s), then one
 version goes down the chain."""
 CHECK_S = 0.5
+KEEPER_EVERY = 5
+"""Of so many worlds one has a gateway that pins versions for the fleet."""
 
 
 class Broken(AssertionError):
@@ -91,6 +94,9 @@ class World:
         self.readers = [
             SimReader(self, name, model) for name in self._members for model in self.models if self.rng.random() < 0.7
         ]
+
+        # Not in every world, so that stories that failed before there were any stay what they were.
+        self.keepers = [SimKeeper(self, model) for model in self.models] if seed % KEEPER_EVERY == 4 else []
 
     def _life(self) -> int:
         self.num_lives += 1
@@ -185,7 +191,7 @@ class World:
         for host in self.relays.values():
             if host.life.done() and not host.life.cancelled() and not host.process.dead and host.refused is None:
                 raise host.life.exception() or Broken(f"{host.name} ended by itself")
-        for actor in [*self.trainers.values(), *self.readers]:
+        for actor in [*self.trainers.values(), *self.readers, *self.keepers]:
             if actor.life.done() and not actor.life.cancelled():
                 raise actor.life.exception() or Broken(f"{actor.process.name} ended by itself")
         for name, host in self.relays.items():
@@ -396,9 +402,13 @@ class World:
                 process.go_on()
         began = {model: self._newest(model) for model in self.models}
         deadline = self.clock.now + HEALED_S
-        while not all(self._healed(model, began[model]) for model in self.models):
+        while not (
+            all(self._healed(model, began[model]) for model in self.models)
+            and all(keeper.satisfied() for keeper in self.keepers)
+        ):
             if self.clock.now > deadline:
-                raise Broken(f"not healed: {[self._told(model) for model in self.models]}")
+                kept = {keeper.model: keeper.version for keeper in self.keepers if not keeper.satisfied()}
+                raise Broken(f"not healed: {[self._told(model) for model in self.models]}; copies missing of {kept}")
             self._until(self.clock.now + CHECK_S)
         self._check_lost()
 
@@ -406,16 +416,16 @@ class World:
         return max((v for m, v in self.sealed if m == model and (m, v) not in self.ended), default=0)
 
     def _healed(self, model: str, began: int) -> bool:
-        newest = {max(self._shown_at(host, model), default=0) for host in self.relays.values()}
+        newest = {max(self.shown_at(host, model), default=0) for host in self.relays.values()}
         return len(newest) == 1 and newest.pop() > began + 1
 
-    def _shown_at(self, host: SimRelay, model: str) -> list[int]:
+    def shown_at(self, host: SimRelay, model: str) -> list[int]:
         if host.relay is None or host.process.dead:
             return []
         return [record.version for record in host.relay.of(model).shown()]
 
     def _told(self, model: str) -> str:
-        shown = {name: self._shown_at(host, model) for name, host in self.relays.items()}
+        shown = {name: self.shown_at(host, model) for name, host in self.relays.items()}
         return f"{model}: newest sealed {self._newest(model)}, shown {shown}"
 
     def _check_lost(self) -> None:

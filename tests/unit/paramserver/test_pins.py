@@ -65,6 +65,17 @@ def test_only_pins_for_the_fleet_give_way_the_oldest_version_first() -> None:
     assert pins.counts("policy") == {2: 2}
 
 
+def test_a_pin_ends_with_its_version() -> None:
+    pins = Pins()
+    pins.add("x", "policy", 1, "engine", 60.0, now=0.0)
+    pins.add("y", "policy", 2, "engine", 60.0, now=0.0, copies=2)
+    pins.add("z", "critic", 2, "engine", 60.0, now=0.0)
+    assert [pin.lease_id for pin in pins.dropped("policy", 2)] == ["y"]
+    with pytest.raises(NotFound, match="its version is here no more"):
+        pins.renew("y", now=1.0)
+    assert [pin.lease_id for pin in pins.all()] == ["z", "x"]
+
+
 @pytest.mark.parametrize("copies", [-1, COPIES_MAX + 1])
 def test_copies_out_of_range_are_refused(copies: int) -> None:
     with pytest.raises(InvalidRequest, match="copies is"):
