@@ -205,8 +205,11 @@ def _routes(
     config: GatewayConfig, codec: Codec, parts: _Parts, buffer: ExperienceBuffer, status: GatewayStatus
 ) -> web.Application:
     app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors])
-    text = None if parts.relay is None else TextDoor(parts.relay, parts.sessions, config.model)
-    add_openai_routes(app, OpenAIDeps(parts.sessions, codec, text))
+    from_user = config.session_from_user
+    text = None
+    if parts.relay is not None:
+        text = TextDoor(parts.relay, parts.sessions, config.model, session_from_user=from_user)
+    add_openai_routes(app, OpenAIDeps(parts.sessions, codec, text, from_user))
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pinning)
     add_group_routes(app, parts.groups)
     add_admin_routes(app, status)

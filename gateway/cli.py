@@ -144,6 +144,12 @@ def cli() -> None:
     help="Turns with penalties may be moved and resumed; another engine starts to count them anew.",
 )
 @click.option(
+    "--session-from-user/--no-session-from-user",
+    default=True,
+    help="OpenAI's body field `user` names the session of a call that nothing else names. Switch it off for clients "
+    "that always send one: all calls of a user would be one session.",
+)
+@click.option(
     "--relay-text",
     is_flag=True,
     help="Calls that name no session and ask for no token ids are passed to an engine's own text API as they are: "

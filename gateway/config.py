@@ -49,6 +49,7 @@ class GatewayConfig:
     sessions_max: int = 100_000
     body_bytes_max: int = 64 << 20
     prefill_tokens_per_s: float = 1000.0
+    session_from_user: bool = True  # the body's `user` names a session, where nothing else does
     relay_text: bool = False  # calls without a session that ask for no tokens go to engines as they are
     seed: int = 0
     probe: bool = True  # one token is asked of an engine before and after a load: whether it computes otherwise

@@ -34,7 +34,7 @@ RETRY_HEADER = "X-Stainless-Retry-Count"
 def identify(
     request: web.Request, turns: Turns, *, metadata: Mapping[str, Any] | None, session_id: str | None, user: str | None
 ) -> SessionIdentity:
-    """`metadata`, `session_id` and `user` are the body's fields."""
+    """`metadata`, `session_id` and `user` are the body's fields; None for one that is to name nothing."""
     if (sid := request.match_info.get("sid")) is not None:
         return SessionIdentity(_checked(sid, "session id in the URL"), "url")
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")

@@ -51,9 +51,9 @@ class Glance(msgspec.Struct):
     history: Any = None
     separate_reasoning: Any = None
 
-    @property
-    def wants_tokens(self) -> bool:
-        named = self.user is not None or self.session_id is not None or (self.metadata or {}).get("session_id")
+    def wants_tokens(self, *, session_from_user: bool) -> bool:
+        by_user = session_from_user and self.user is not None
+        named = by_user or self.session_id is not None or (self.metadata or {}).get("session_id")
         own = self.history is not None or self.separate_reasoning is not None
         return bool(named or own or self.return_token_ids or self.return_weight_versions)
 
@@ -64,8 +64,9 @@ _glance = msgspec.json.Decoder(Glance).decode
 class TextDoor:
     """`glance` says whether a request is relayed; `answer` relays it."""
 
-    def __init__(self, relay: TextRelay, turns: Turns, model: str) -> None:
+    def __init__(self, relay: TextRelay, turns: Turns, model: str, *, session_from_user: bool = True) -> None:
         self._relay, self._turns, self._model = relay, turns, model
+        self._session_from_user = session_from_user
 
     def glance(self, request: web.Request, body: bytes) -> Glance | None:
         """None: the token path takes it, or says what is wrong with it."""
@@ -79,7 +80,9 @@ class TextDoor:
             seen = _glance(body)
         except msgspec.DecodeError:
             return None
-        return None if seen.model != self._model or seen.wants_tokens else seen
+        if seen.model != self._model or seen.wants_tokens(session_from_user=self._session_from_user):
+            return None
+        return seen
 
     async def answer(self, request: web.Request, body: bytes, api: TextApi, seen: Glance) -> web.StreamResponse:
         client = _Client(request, streamed=bool(seen.stream))

@@ -60,6 +60,7 @@ class OpenAIDeps:
     turns: Turns
     codec: Codec
     text: TextDoor | None = None  # None: every request takes the token path
+    session_from_user: bool = True  # the body's `user` names a session, where nothing else does
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class _Handlers:
     def __init__(self, deps: OpenAIDeps) -> None:
         self._turns = deps.turns
         self._codec = deps.codec
-        self._text = deps.text
+        self._text, self._session_from_user = deps.text, deps.session_from_user
         reasons = deps.codec.reasoning_format == "think"  # before it calls: a grammar would forbid that
         self._forced_format: ToolFormat = "none" if reasons else deps.codec.tool_format
 
@@ -179,7 +180,8 @@ class _Handlers:
 
     async def _prepare(self, request: web.Request, raw: bytes, call: _Call) -> _Asked:
         body = call.body
-        identity = identify(request, self._turns, metadata=body.metadata, session_id=body.session_id, user=body.user)
+        user = body.user if self._session_from_user else None
+        identity = identify(request, self._turns, metadata=body.metadata, session_id=body.session_id, user=user)
         asked = call_of(request, raw, identity.session_id)
         runs = await self._turns.join(asked, call.shape.choices)
         joined = runs is not None

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gateway.cli import cli
-from gateway.config import EngineSpec, parse_engine
+from gateway.config import EngineSpec, GatewayConfig, parse_engine
 from protos.errors import InvalidRequest, UnsupportedField
 from tests.support import processes
 from tests.support.cutting_engine import CuttingEngine, until
@@ -243,3 +243,17 @@ async def serving(http: aiohttp.ClientSession) -> None:
                 if answer.status == 200:
                     return
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("flags", "named"), [([], True), (["--no-session-from-user"], False)])
+def test_whether_users_name_sessions_is_configured(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], named: bool
+) -> None:
+    seen: list[GatewayConfig] = []
+
+    async def served(config: GatewayConfig, ready_file: Path | None) -> None:
+        seen.append(config)
+
+    monkeypatch.setattr("gateway.cli._serve", served)
+    assert invoke("serve", "--model=m", "--tokenizer=.", *flags).exit_code == 0
+    assert [config.session_from_user for config in seen] == [named]

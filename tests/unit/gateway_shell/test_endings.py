@@ -178,3 +178,15 @@ async def test_a_member_that_ended_as_the_gateway_died_is_counted_at_the_restart
 
 async def _unheard(*_: object) -> None:
     return None
+
+
+async def test_a_session_that_cannot_be_ended_keeps_no_other_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.endings.EXPIRY_INTERVAL_S", 0.02)
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        await post(http, "/groups", {"size": 1, "resample_max": 1})  # to be replaced, with no room for another
+        await post(http, "/sessions", {"session_id": "s"})
+        object.__setattr__(found.sessions.config, "sessions_max", 0)
+        object.__setattr__(found.sessions.config, "session_idle_s", 0.0)
+        await until(lambda: not found.sessions.live, "the end of both")

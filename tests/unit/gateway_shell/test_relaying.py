@@ -140,6 +140,13 @@ async def test_what_names_a_session_or_asks_for_tokens_takes_the_token_path(
         assert found.sessions.counters.turns_started == 1
 
 
+async def test_a_user_who_names_no_session_is_relayed(tmp_path: Path) -> None:
+    async with TextEngine("e0") as e0, gateway(tmp_path, e0, session_from_user=False) as (_, http):
+        assert (await ask(http, chat(user="u"))).headers[ENGINE] == "e0"
+        named = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": NUM, "user": "u", "session_id": "s"}
+        assert (await ask(http, named, COMPLETION)).headers["X-Session-ID"] == "s"
+
+
 async def test_a_sessions_key_takes_the_token_path_and_any_other_key_does_not(tmp_path: Path) -> None:
     async with TextEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         async with http.post("/sessions", json={}) as made:

@@ -85,3 +85,21 @@ async def test_what_a_client_expects_of_a_turn_is_what_plans_reckon_with_and_no_
                 assert told["usage"]["completion_tokens"] == 9
         async with gateway(tmp_path, e0) as (found, _):
             assert found.sessions.live.get(SessionId("s")).spec.expected_output_tokens == 4, "after a restart, too"
+
+
+@pytest.mark.parametrize("from_user", [True, False])
+async def test_calls_of_one_user_are_one_session_unless_that_is_switched_off(tmp_path: Path, from_user: bool) -> None:
+    asked = {"model": MODEL, "prompt": [5], "max_tokens": 2, "user": "u"}
+    told: list[tuple[str, str]] = []
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, session_from_user=from_user) as (found, http):
+        for body in (asked, {**asked, "prompt": [6]}, {**asked, "metadata": {"session_id": "s"}}):
+            async with http.post("/v1/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                told.append((answer.headers["X-Session-ID"], answer.headers["X-Laminar-Session-From"]))
+        assert told[2] == ("s", "body")
+        assert {s.session_id for s in found.sessions.live} == ({"u", "s"} if from_user else {"s"})
+        if from_user:
+            assert told[:2] == [("u", "body")] * 2
+        else:
+            assert [source for _, source in told[:2]] == ["none", "none"]
+            assert told[0][0] != told[1][0]

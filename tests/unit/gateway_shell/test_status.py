@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 from collections import deque
 from collections.abc import AsyncIterator
@@ -30,9 +31,11 @@ def config(directory: Path, *engines: CuttingEngine) -> GatewayConfig:
 
 
 @contextlib.asynccontextmanager
-async def gateway(directory: Path, *engines: CuttingEngine) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
+async def gateway(
+    directory: Path, *engines: CuttingEngine, **settings: Any
+) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
     """A running gateway over `engines`, all seen, and a client of it."""
-    found = await start(config(directory, *engines))
+    found = await start(dataclasses.replace(config(directory, *engines), **settings))
     try:
         async with aiohttp.ClientSession(found.url) as http:
             states = found.fleet.state.sorted_engines
