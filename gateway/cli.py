@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import json
 import logging
@@ -219,11 +218,10 @@ def status(url: str, as_json: bool) -> None:
 
 async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
     from gateway.app import DRAIN_TIMEOUT_S, start
+    from gateway.collecting import collect_regularly
 
     gateway = await start(config)
-    # What was made until now stays: the collector need not look through it again.
-    gc.collect()
-    gc.freeze()
+    collector = asyncio.create_task(collect_regularly(), name="garbage")
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
@@ -238,6 +236,7 @@ async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
     running = len(gateway.sessions.runs)
     log.info("draining for %g s at most: %d turns run; another signal waits no longer", DRAIN_TIMEOUT_S, running)
     await gateway.close(hurry=hurry)
+    collector.cancel()
     log.info("closed")
 
 

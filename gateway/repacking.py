@@ -120,15 +120,16 @@ class Repacker:
     def loads(self, engine: EngineState) -> list[SessionLoad]:
         """What lies on one engine, as the planner sees it."""
         each_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
+        back_s = self._endings.typical_duration_s / 2
         runs = [(load, self._sessions.runs.get(load.turn_id)) for load in engine.turns.values()]
-        running = [self._running(load, run, each_s) for load, run in runs if run is not None]
+        running = [self._running(load, run, each_s, back_s) for load, run in runs if run is not None]
         relayed = [
             SessionLoad(t.session_id, t.turn_id, t.tokens, stays=True) for t in engine.turns.values() if t.relayed
         ]
-        waiting = (self._waiting(s) for s in self._sessions.waiting_at(engine.name, engine.version))
+        waiting = (self._waiting(s, back_s) for s in self._sessions.waiting_at(engine.name, engine.version))
         return [*running, *relayed, *waiting]
 
-    def _running(self, load: TurnLoad, run: Run, each_s: float) -> SessionLoad:
+    def _running(self, load: TurnLoad, run: Run, each_s: float, back_s: float) -> SessionLoad:
         return turn_load(
             load,
             generated=len(run.record.token_ids),
@@ -136,16 +137,16 @@ class Repacker:
             ends_session=run.session.spec.ephemeral,
             lengths=self._sessions.lengths,
             each_s=each_s,
-            back_s=self._endings.typical_duration_s / 2,
+            back_s=back_s,
             stays=run.request.sampling.in_place,
             expected=run.session.spec.expected_output_tokens,
         )
 
-    def _waiting(self, session: SessionState) -> SessionLoad:
+    def _waiting(self, session: SessionState, back_s: float) -> SessionLoad:
         return SessionLoad(
             session.session_id,
             None,
             session.tokens,
-            remaining_s=self._endings.typical_duration_s / 2,
+            remaining_s=back_s,
             moves=session.moves,
         )

@@ -48,13 +48,15 @@ class Trainer:
             count(self.staleness.use, version - oldest)
 
     def admission(self) -> Admission:
-        """What runs and waits for it, against what it will use."""
-        bound = self._staleness_max
+        """What runs and waits for it, against what it will use; before it asked for anything, nothing is counted."""
+        bound = self._config.fleet.staleness_max if self._staleness_max is None else self._staleness_max
+        if self._batch is None:
+            return Admission(0, 0, None, bound)
         return Admission(
             sum(1 for s in self._live if s.version is not None and s.spec.train and s.spec.split == "train"),
             self._buffer.statistics().trajectories,
             self._batch,
-            self._config.fleet.staleness_max if bound is None else bound,
+            bound,
             retry_for_a_batch(self._took, time.monotonic()),
         )
 

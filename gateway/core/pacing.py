@@ -6,16 +6,16 @@ token falls in proportion; tokens that the engine gathers meanwhile are what its
 
 from __future__ import annotations
 
-TOKENS_PER_EVENT_MAX = 16
-"""A third of a second at 50 tokens/s: what a cut may cost a turn, and a reader may wait."""
+TOKENS_PER_EVENT_MAX = 32
+"""Some 0.6 s at 50 tokens/s: what a cut may cost a turn, and a reader may wait, while hundreds of turns run."""
+TOKENS_UNREAD = 16
+"""Of an answer that is sent whole, however few run: nobody waits for its events, but a cut may cost so much."""
 TURNS_PER_TOKEN = 16
-"""Turns under way for which every event may bring one token more: 2,000 at 50 tokens/s are then 6,250 events/s."""
+"""Turns under way for which every event may bring one token more: up to 512 at 50 tokens/s are 800 events/s."""
 
 
 def tokens_per_event(turns: int, *, streamed: bool, configured: int | None) -> int:
     """`turns` run now; `streamed`: a client reads along. Few turns stream token by token: there the core is idle."""
     if configured is not None:
         return configured
-    if not streamed:
-        return TOKENS_PER_EVENT_MAX
-    return max(1, min(TOKENS_PER_EVENT_MAX, turns // TURNS_PER_TOKEN))
+    return max(1 if streamed else TOKENS_UNREAD, min(TOKENS_PER_EVENT_MAX, turns // TURNS_PER_TOKEN))

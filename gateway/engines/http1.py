@@ -3,7 +3,8 @@
 - it carries one request at a time, and serves the next one if its answer was read to the end;
 - events that nobody took are bounded: beyond `EVENTS_WAITING_MAX` the socket is not read, and the engine waits;
   so are the bytes of an answer that is passed on as it is, beyond `PASSED_WAITING_BYTES_MAX`;
-- who waits with `more(push)` is handed events by the very read that brought them: no task is woken for it.
+- who waits with `more(push)` is handed events by the very read that brought them, no task is woken for it, or in one
+  of the loop's next rounds when this one is full (`gateway.engines.rounds`); the first ones always at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
+from gateway.engines import rounds
 from gateway.engines.base import StreamCut
 
 PASSED_WAITING_BYTES_MAX = 1 << 18
@@ -46,6 +48,8 @@ class Connection(asyncio.Protocol):
         self._url = url
         self._stall_timeout_s = 0.0  # the present request's
         self._loop = asyncio.get_running_loop()
+        self._rounds = rounds.of(self._loop)
+        self._queued = False  # to be handed over in a later round
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -69,6 +73,7 @@ class Connection(asyncio.Protocol):
         self.paused = False
         self._cut: StreamCut | None = None
         self._ended: Callable[[], None] | None = None
+        self._has_begun = False  # something was handed over
         self.heard_at = self._loop.time()
 
     # -- asked
@@ -185,17 +190,31 @@ class Connection(asyncio.Protocol):
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is None or waiter.done():
+        if waiter is None or waiter.done() or self._queued:
             return
-        if self._push is not None:
-            try:
-                asked_for = bool(self.waiting) and self._push()
-            except Exception as e:  # noqa: BLE001 (raised where it waits)
-                waiter.set_exception(e)
-                return
-            if not (asked_for or self._done or self._cut is not None):
-                return
-        waiter.set_result(None)
+        if self._push is None:
+            waiter.set_result(None)
+        elif not self._has_begun or self._rounds.take(self._hand_over_later):
+            self._hand_over(waiter, self._push)
+        else:
+            self._queued = True
+
+    def _hand_over_later(self) -> None:
+        self._queued = False
+        if self._waiter is not None and not self._waiter.done() and self._push is not None:
+            self._hand_over(self._waiter, self._push)
+
+    def _hand_over(self, waiter: asyncio.Future[None], push: Push) -> None:
+        self._has_begun = self._has_begun or bool(self.waiting)
+        try:
+            asked_for = bool(self.waiting) and push()
+        except Exception as e:  # noqa: BLE001 (raised where it waits)
+            waiter.set_exception(e)
+            return
+        if asked_for or self._done or self._cut is not None:
+            waiter.set_result(None)
+        elif not self.waiting:
+            self._listen()
 
     def _check_stall(self) -> None:
         silent_s = self._loop.time() - self.heard_at

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import httpx
 import uvloop
 
+from gateway.core.pacing import TOKENS_PER_EVENT_MAX
 from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.gateway import load
 from tests.bench.gateway.client import Agent, AnswerFailed, Call, close, connect, numbered, post
@@ -27,7 +28,7 @@ NUM_ENGINES = 4
 RATE = 50.0
 BACKGROUND = 1000
 PROBERS, PROBES = 4, 400
-INTERVAL = 16  # tokens per event, which the gateway asks for by itself with so many turns
+INTERVAL = TOKENS_PER_EVENT_MAX  # which the gateway asks for by itself with so many turns
 STEPS = (1000, 2000, 3000)
 HOLD_S = 60.0
 GAP_S = 5.0

@@ -1,12 +1,14 @@
 """Sixteen scripted engines in one process, over real HTTP in vLLM's dialect: `python -m tests.bench.repack.engines`.
 
-An engine decodes one scripted token (32 of the paper's) of every running sequence in a step, which takes what the
-committed curve says for its batch, divided by the time scale. Prefill shares the steps; KV is counted, and the youngest
-sequence waits when it is full. Tokens follow from the trajectory and the place alone, so nothing may differ by mode.
+An engine decodes one scripted token (32 of the paper's) of every running sequence in a round, which takes what 32 steps
+take by the committed curve for its batch, divided by the time scale. Who arrives is prefilled at once, as engines do
+between two steps (of 10 to 18 ms, where a round takes half a second), while decoding waits, and decodes from the next
+round on. KV is counted, and the youngest sequence waits when it is full. Tokens follow from the trajectory and the
+place alone, so nothing may differ by mode.
 
 Invariants:
 - a request whose prompt is not a trajectory's prompt and its true tokens is refused: nothing lost, nothing twice;
-- while it is paused an engine computes nothing, and its clock of decoded steps stands still.
+- while it is paused an engine computes nothing, and its clock of decoded rounds stands still.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ BUDGET_UNITS = units(COMMITTED["trace"]["cap_tokens"])
 KV_UNITS = COMMITTED["kv_capacity_tokens"] // TOKENS_PER_UNIT
 EVENT_UNITS = 4
 """Scripted tokens per event: 128 of the paper's."""
-PREFILL_UNITS_PER_STEP = 512
-"""At most so much prefill before the next decode step, as chunked prefill would."""
+PREFILL_UNITS_AT_ONCE = 512
+"""At most so much prefill in one go; then it is seen who else came."""
 TRACE_LENGTH = 200_000
 _counter = itertools.count()
 _encode = msgspec.json.Encoder().encode
@@ -57,7 +59,7 @@ class Sequence:
     left: int
     arrived: float
     events: asyncio.Queue[tuple[int, int, str | None]] = field(default_factory=asyncio.Queue)
-    started_step: int = 0
+    first_round: int = 0  # rounds before the first in which it decodes
     sent: int = 0  # of this request
     number: int = field(default_factory=lambda: next(_counter))
     state: str = "waiting"  # waiting | running | gone
@@ -75,7 +77,7 @@ class Statistics:
     busy_s: float = 0.0
     preempted: int = 0
     loads: int = 0
-    late_s: float = 0.0  # steps that ended later than scripted: the machine was too slow
+    late_s: float = 0.0  # rounds that ended later than scripted: the machine was too slow
 
 
 class Engine:
@@ -86,7 +88,8 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
         self._due: list[tuple[int, int, Sequence]] = []
-        self._step = 0
+        self._round = 0  # those that have ended
+        self._under_way = False
         self._kv = 0  # units held by running sequences
         self._awake = asyncio.Event()
         self._open = asyncio.Event()
@@ -183,7 +186,7 @@ class Engine:
     # -- the model
 
     def _held(self, sequence: Sequence) -> int:
-        return PROMPT_UNITS + sequence.generated + self._step - sequence.started_step
+        return PROMPT_UNITS + sequence.generated + max(0, self._round - sequence.first_round)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -196,28 +199,58 @@ class Engine:
                 self._account(0.0)
                 due_at = time.monotonic()
                 continue
-            admitted = self._admit()
-            if admitted:
-                prefilled = TOKENS_PER_UNIT * sum(self._held(s) for s in admitted)
-                self.statistics.prefilled_tokens += prefilled
-                due_at = await self._pass(due_at, prefilled / COMMITTED["prefill_tokens_per_s"])
-                for sequence in admitted:
-                    self._say_first(sequence)
+            due_at = await self._prefill(due_at)
             if self._running:
-                due_at = await self._pass(due_at, TOKENS_PER_UNIT * decode_ms(len(self._running)) / 1000)
-            if self._open.is_set():
-                self._decode()
+                due_at = await self._decode_round(due_at)
+
+    async def _prefill(self, since: float) -> float:
+        """All who wait, as far as there is KV; returns the end."""
+        while self._open.is_set() and (admitted := self._admit()):
+            prefilled = TOKENS_PER_UNIT * sum(s.generated + PROMPT_UNITS for s in admitted)
+            self.statistics.prefilled_tokens += prefilled
+            since = await self._pass(since, prefilled / COMMITTED["prefill_tokens_per_s"])
+            for sequence in admitted:
+                self._say_first(sequence)
+        return since
+
+    async def _decode_round(self, since: float) -> float:
+        """One scripted token of every sequence that runs now, who all wait while others arrive and are prefilled."""
+        self._under_way = True
+        due_at = since + TOKENS_PER_UNIT * decode_ms(len(self._running)) / 1000 / self.scale
+        while self._open.is_set() and await self._arrival(due_at):
+            begun_at = time.monotonic()
+            due_at += await self._prefill(begun_at) - begun_at
+        due_at = self._note_late(due_at)
+        self._under_way = False
+        if self._open.is_set():
+            self._decode()
+        return due_at
+
+    async def _arrival(self, due_at: float) -> bool:
+        """Whether somebody came who can be taken in before `due_at`; else waits until then."""
+        self._awake.clear()
+        waited_from = time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, due_at - waited_from)):
+                await self._awake.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._account(time.monotonic() - waited_from)
+        return True
 
     async def _pass(self, since: float, paper_s: float) -> float:
         """Until so much of the paper's time went by since `since`; returns the end. Being late moves it on."""
-        due_at = since + paper_s / self.scale
-        late_s = time.monotonic() - due_at
-        if late_s > 0:
-            self.statistics.late_s += late_s
-            due_at += late_s
+        due_at = self._note_late(since + paper_s / self.scale)
         await asyncio.sleep(max(0.0, due_at - time.monotonic()))
         self._account(paper_s / self.scale)
         return due_at
+
+    def _note_late(self, due_at: float) -> float:
+        """When it can end at the soonest."""
+        late_s = max(0.0, time.monotonic() - due_at)
+        self.statistics.late_s += late_s
+        return due_at + late_s
 
     def _has_waiting(self) -> bool:
         while self._waiting and self._waiting[0].state == "gone":
@@ -225,9 +258,9 @@ class Engine:
         return bool(self._waiting)
 
     def _admit(self) -> list[Sequence]:
-        """Takes sequences in while there is KV, up to a step's prefill."""
+        """Takes sequences in while there is KV, up to so much prefill as is done at once."""
         prefilled, admitted = 0, list[Sequence]()
-        while self._has_waiting() and prefilled < PREFILL_UNITS_PER_STEP:
+        while self._has_waiting() and prefilled < PREFILL_UNITS_AT_ONCE:
             need = PROMPT_UNITS + self._waiting[0].generated + self._waiting[0].sent
             if self._kv + need > KV_UNITS:
                 break
@@ -237,7 +270,7 @@ class Engine:
             sequence.sent = 0
             prefilled += need
             self.statistics.again_tokens += TOKENS_PER_UNIT * (need if sequence.generated else 0)
-            sequence.started_step, sequence.state = self._step, "running"
+            sequence.first_round, sequence.state = self._round + self._under_way, "running"
             self._running[sequence.number] = sequence
             self._kv += need
             admitted.append(sequence)
@@ -255,17 +288,18 @@ class Engine:
     def _push(self, sequence: Sequence) -> None:
         """When its next event is due."""
         next_ = min(sequence.left, (sequence.sent // EVENT_UNITS + 1) * EVENT_UNITS)
-        heapq.heappush(self._due, (sequence.started_step + next_, sequence.number, sequence))
+        heapq.heappush(self._due, (sequence.first_round + next_, sequence.number, sequence))
 
     def _decode(self) -> None:
-        self._step += 1
-        self._kv += len(self._running)
-        self.statistics.decoded_tokens += len(self._running) * TOKENS_PER_UNIT
-        while self._due and self._due[0][0] <= self._step:
+        self._round += 1
+        num_decoded = sum(s.first_round < self._round for s in self._running.values())
+        self._kv += num_decoded
+        self.statistics.decoded_tokens += num_decoded * TOKENS_PER_UNIT
+        while self._due and self._due[0][0] <= self._round:
             at, number, sequence = heapq.heappop(self._due)
             if sequence.number != number or sequence.state != "running":
                 continue
-            end = at - sequence.started_step
+            end = at - sequence.first_round
             finish = "stop" if end == sequence.left else None
             offset = sequence.generated
             sequence.events.put_nowait((offset + sequence.sent, offset + end, finish))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.engines import rounds
 from gateway.engines.base import StreamCut
 from gateway.engines.http1 import EVENTS_WAITING_MAX, PASSED_WAITING_BYTES_MAX, Refused
 from gateway.engines.wire import Passed, Wire
@@ -19,6 +20,12 @@ from tests.support.cutting_engine import until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(autouse=True, params=[rounds.SHARE_S, 0.0], ids=["at-once", "in-later-rounds"])
+def _share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether events are handed over by the read that brought them, or wait for another round of the loop."""
+    monkeypatch.setattr(rounds, "SHARE_S", request.param)
 
 
 class Server:
@@ -78,6 +85,9 @@ async def delivered(made: Wire) -> list[bytes]:
 
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+DONE = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 def cut(data: bytes, at: list[int]) -> list[bytes]:
@@ -281,3 +291,31 @@ async def test_silence_cuts_a_delivery_after_the_events_before_it() -> None:
             async with made.post("/", b"{}") as events:
                 await events.deliver(got.extend)
     assert (got, found.value.reason) == ([b"1"], "stalled")
+
+
+async def test_streams_side_by_side_get_their_own_events_in_order_whichever_round_they_wait_for() -> None:
+    each = [[b"%d-%d" % (stream, at) for at in range(40)] for stream in range(8)]
+    scripts = [[CHUNKED, *(chunk(b"data: " + data + b"\n\n") for data in events), DONE] for events in each]
+    async with wire(Server(*scripts)) as made:
+        got = await asyncio.gather(*(delivered(made) for _ in each))
+    assert sorted(got) == sorted(each)
+
+
+async def test_who_left_while_its_events_waited_for_a_round_is_given_none_and_others_get_theirs() -> None:
+    script = [CHUNKED, *(chunk(b"data: %d\n\n" % at) for at in range(200))]
+    other = [CHUNKED, *(chunk(b"data: %d\n\n" % at) for at in range(200)), DONE]
+    async with wire(Server(script, other)) as made:
+        given: list[bytes] = []
+        leaver = asyncio.create_task(_deliver_to(made, given))
+        await until(lambda: len(given) > 3, "its stream runs")
+        stayer = asyncio.create_task(delivered(made))
+        leaver.cancel()
+        await asyncio.wait({leaver})
+        num_given = len(given)
+        assert await stayer == [b"%d" % at for at in range(200)]
+        assert len(given) == num_given
+
+
+async def _deliver_to(made: Wire, given: list[bytes]) -> None:
+    async with made.post("/v1/completions", b"{}") as events:
+        await events.deliver(given.extend)
