@@ -185,7 +185,7 @@ class Store:
                 hint=f"start the relay with --pool-bytes of at least {4 * manifest.size_bytes}",
             )
         directory = self._directory("filling", manifest)
-        if directory.exists():
+        if directory.exists() or self.get(manifest.model, manifest.version) is not None:
             raise OutOfCapacity(f"another version {manifest.version} of {manifest.model} is still on its way out")
         files = self.pool.take([file.size_bytes for file in manifest.files])
         directory.mkdir(parents=True)

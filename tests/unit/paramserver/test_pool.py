@@ -175,6 +175,18 @@ def fill(snapshot: Snapshot) -> None:
         snapshot.present(index, digest(place))
 
 
+def test_a_version_that_is_still_on_its_way_out_is_not_opened_again(store: Store) -> None:
+    """Its removal would take the new one along."""
+    old = store.open(manifest(1, 10_000))
+    fill(old)
+    store.publish(old)
+    with pytest.raises(OutOfCapacity, match="another version 1 of policy is still on its way out"):
+        store.open(manifest(1, 10_000))
+    store.remove(old, "retention")
+    new = store.open(manifest(1, 10_000))
+    assert store.get("policy", 1) is new
+
+
 def test_a_snapshot_appears_under_its_path_only_when_published(store: Store) -> None:
     snapshot = store.open(manifest(1, 10_000, 0, 5))
     fill(snapshot)
