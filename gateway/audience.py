@@ -5,7 +5,8 @@ Invariants:
 - a delta never crosses segments; the finish is shown once, with or after the last token;
 - a reader that has caught up is given what comes at once, by who shows it: no task is woken in between. What a reader
   raises is its own, and never reaches the turn;
-- while somebody reads, the engine's stream is never more than `UNREAD_TOKENS_MAX` tokens ahead of the slowest reader.
+- while somebody reads along, the engine's stream is never more than `UNREAD_TOKENS_MAX` tokens ahead of the slowest of
+  them; who reads at the end holds nobody up.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class _Reader:
     """`waiting`: it has read all there is; set to what `take` returned, or None when there is something to look at."""
 
     take: TakeDelta
+    at_end: bool = False  # is given nothing before the turn is over, then all of it
     position: int = 0
     segment: int = 0
     over: bool = False  # it has read the finish
@@ -60,6 +62,8 @@ class Audience:
         shown = self._shown = len(self._record.token_ids)
         self._slowest = shown
         for reader in self._readers:
+            if reader.at_end and not self._over:
+                continue
             if reader.waiting is not None and not reader.waiting.done():
                 self._wake(reader, reader.waiting)
             if reader.position < self._slowest:
@@ -86,7 +90,7 @@ class Audience:
     def lags(self) -> bool:
         """Whether a reader was too far behind when something was last shown, and still is."""
         far = self._shown - UNREAD_TOKENS_MAX
-        return self._slowest <= far and any(reader.position <= far for reader in self._readers)
+        return self._slowest <= far and any(reader.position <= far and not reader.at_end for reader in self._readers)
 
     async def keep_up(self) -> None:
         """Until no reader is too far behind: it has read on, or left."""
@@ -136,9 +140,12 @@ class Audience:
         if self._failure is not None:
             raise self._failure
 
-    async def read(self, take: TakeDelta) -> None:
-        """Gives `take` every delta, first token to finish. Raises what it raises, or what ended the turn."""
-        reader = self._enter(take)
+    async def read(self, take: TakeDelta, *, at_end: bool = False) -> None:
+        """Gives `take` every delta, first token to finish. Raises what it raises, or what ended the turn.
+
+        `at_end`: not before the turn is over, one delta a segment; a token costs such a reader next to nothing.
+        """
+        reader = self._enter(_Reader(take, at_end))
         try:
             held = self._hand(reader)
             while True:
@@ -153,8 +160,7 @@ class Audience:
         finally:
             self._leave(reader)
 
-    def _enter(self, take: TakeDelta) -> _Reader:
-        reader = _Reader(take)
+    def _enter(self, reader: _Reader) -> _Reader:
         self._readers.append(reader)
         return reader
 
@@ -172,7 +178,9 @@ class Audience:
             reader.waiting = None
 
     def _hand(self, reader: _Reader) -> Awaitable[object] | None:
-        """What is there, up to where it wants to wait."""
+        """What is there for it, up to where it wants to wait."""
+        if reader.at_end and not self._over:
+            return None
         while (delta := self._next(reader)) is not None:
             reader.over = delta.finish_reason is not None
             held = reader.take(delta)

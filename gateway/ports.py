@@ -68,8 +68,8 @@ class TurnRun(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    async def read(self, take: Callable[[TokenDelta], Awaitable[object] | None]) -> None:
-        """Gives `take` every delta, from the first token to the finish, as soon as it is there.
+    async def read(self, take: Callable[[TokenDelta], Awaitable[object] | None], *, at_end: bool = False) -> None:
+        """Gives `take` every delta, from the first token to the finish, as soon as it is there, or all `at_end`.
 
         What `take` returns is awaited before the next one. Raises what it raises, or what ended the turn.
         """

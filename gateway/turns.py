@@ -123,8 +123,8 @@ class Run:
     ) -> None:
         await self._detach()
 
-    async def read(self, take: TakeDelta) -> None:
-        await self.audience.read(take)
+    async def read(self, take: TakeDelta, *, at_end: bool = False) -> None:
+        await self.audience.read(take, at_end=at_end)
 
     def _attach(self) -> None:
         self.audience.attach()

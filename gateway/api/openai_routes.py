@@ -289,7 +289,7 @@ class _Handlers:
     async def _read(self, late: LateBody, asked: _Asked, choice: _Choice) -> Answer:
         async with choice.run:
             late.begin()
-            await choice.reader.read(choice.run, choice.answer, lambda piece: None)
+            await choice.reader.read(choice.run, choice.answer, None)
         await self._record(asked, choice)
         return choice.answer
 

@@ -116,8 +116,8 @@ class Reader:
     stop_token_ids: Sequence[int] = ()
     turn_id: TurnId | None = None
 
-    async def read(self, run: TurnRun, answer: Answer, show: Show) -> None:
-        """Reads the run to its end, or to a stop string, into `answer`; gives `show` each piece as it comes.
+    async def read(self, run: TurnRun, answer: Answer, show: Show | None) -> None:
+        """Reads the run to its end, or to a stop string, into `answer`; gives `show`, if any, each piece as it comes.
 
         A stop token that ended the turn stays in the ids and is not shown, like an end-of-sequence token.
         """
@@ -129,15 +129,15 @@ class Reader:
             answer.take(piece, delta)
             if answer.stop_reason is not None:
                 return stop(piece)
-            return show(piece)
+            return None if show is None else show(piece)
 
         async def stop(piece: Piece) -> None:
             await run.finish_early(len(answer.token_ids))
-            held = show(piece)
+            held = None if show is None else show(piece)
             if held is not None:
                 await held
 
-        await run.read(take)
+        await run.read(take, at_end=show is None and not self.decoder.stops)
 
     def _piece(self, delta: TokenDelta, answer: Answer) -> Piece:
         finish, token_ids = delta.finish_reason, delta.token_ids

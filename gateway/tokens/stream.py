@@ -105,6 +105,11 @@ class StreamDecoder:
         self._unchecked_tokens = min_tokens
         self._held = ""
 
+    @property
+    def stops(self) -> bool:
+        """Whether a text may end before its tokens do: it has to be fed as they come."""
+        return bool(self._stop)
+
     def feed(self, token_ids: Sequence[int]) -> TextDelta:
         if not self._stop:
             return TextDelta(self._detokenizer.feed(token_ids), len(token_ids))

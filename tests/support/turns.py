@@ -123,7 +123,7 @@ class ScriptedRun:
             finish: FinishReason = "length" if self._outcome == "length" else "stop"
             self._kept.tree.add(TurnRecord(self._request, self._sent, [-0.5] * len(self._sent), [], finish))
 
-    async def read(self, take: Callable[[TokenDelta], Awaitable[object] | None]) -> None:
+    async def read(self, take: Callable[[TokenDelta], Awaitable[object] | None], *, at_end: bool = False) -> None:
         async for delta in self._deltas():
             held = take(delta)
             if held is not None:

@@ -120,7 +120,7 @@ def parsed(codec: Codec, prompt_ids: list[int], said: list[int], *, tools: bool)
     class Run:
         """All that a reader needs of one."""
 
-        async def read(self, take: Callable[[TokenDelta], object]) -> None:
+        async def read(self, take: Callable[[TokenDelta], object], *, at_end: bool = False) -> None:
             for number, token_id in enumerate(said):
                 last: FinishReason | None = "stop" if number == len(said) - 1 else None
                 take(TokenDelta((token_id,), (-1.0,), Version(1), EngineName("e"), 0, finish_reason=last))

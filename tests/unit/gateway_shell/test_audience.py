@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.audience import UNREAD_TOKENS_MAX, Audience
-from gateway.core.types import SamplingParams, SessionId, TokenDelta, TurnId, TurnRecord, TurnRequest
+from gateway.core.types import SamplingParams, Segment, SessionId, TokenDelta, TurnId, TurnRecord, TurnRequest
 from protos.errors import Conflict
 
 
@@ -25,6 +25,22 @@ def say(record: TurnRecord, audience: Audience, tokens: int) -> None:
     record.token_ids += range(len(record.token_ids), len(record.token_ids) + tokens)
     record.logprobs += [-1.0] * tokens
     audience.show()
+
+
+def segment(start: int) -> Segment:
+    return Segment(
+        turn=0,
+        engine="e",
+        incarnation="i",
+        version=1,
+        start=start,
+        end=start,
+        cause="start",
+        started_unix_s=0.0,
+        ended_unix_s=0.0,
+        seed=0,
+        sampled_with="-",
+    )
 
 
 def end(record: TurnRecord, audience: Audience) -> None:
@@ -48,17 +64,20 @@ class Client:
         return [token for delta in self.got for token in delta.token_ids]
 
 
-@given(st.lists(st.integers(0, 5), max_size=8), st.integers(0, 8), st.booleans())
-async def test_a_reader_gets_every_token_whenever_it_comes(said: list[int], joins_at: int, slow: bool) -> None:
+@given(st.lists(st.integers(0, 5), max_size=8), st.integers(0, 8), st.booleans(), st.booleans())
+async def test_a_reader_gets_every_token_whenever_it_comes(
+    said: list[int], joins_at: int, slow: bool, at_end: bool
+) -> None:
     record, audience = turn()
     client = Client(asyncio.Event() if slow else None)
     reading = None
     for at, tokens in enumerate(said):
         if at == joins_at:
-            reading = asyncio.create_task(audience.read(client.take))
+            reading = asyncio.create_task(audience.read(client.take, at_end=at_end))
             await asyncio.sleep(0)
         say(record, audience, tokens)
-    reading = reading or asyncio.create_task(audience.read(client.take))
+    assert not (at_end and client.got)
+    reading = reading or asyncio.create_task(audience.read(client.take, at_end=at_end))
     end(record, audience)
     if client.held is not None:
         client.held.set()
@@ -140,3 +159,20 @@ async def test_every_reader_is_told_what_ended_the_turn() -> None:
         with pytest.raises(Conflict):
             await reading
     assert [client.ids for client in clients] == [[0, 1], [0, 1]]
+
+
+async def test_who_reads_at_the_end_holds_nobody_up_gets_a_delta_a_segment_and_is_told_of_a_failure() -> None:
+    record, audience = turn()
+    client = Client()
+    reading = asyncio.create_task(audience.read(client.take, at_end=True))
+    await asyncio.sleep(0)
+    for start in (0, 2 * UNREAD_TOKENS_MAX):
+        record.segments.append(segment(start))
+        say(record, audience, 2 * UNREAD_TOKENS_MAX)
+        assert not audience.lags
+        assert client.got == []
+    audience.end(Conflict("given up"))
+    with pytest.raises(Conflict):
+        await reading
+    assert [len(delta.token_ids) for delta in client.got] == [2 * UNREAD_TOKENS_MAX] * 2
+    assert [delta.segment for delta in client.got] == [0, 1]
