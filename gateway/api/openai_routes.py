@@ -1,52 +1,42 @@
-"""The OpenAI endpoints: from a request to its session, prompt, turn and answer.
+"""The OpenAI endpoints: from a request to its session, prompt and turns, which `openai_answering` answers with.
 
 Every path is served at the root and below `/sessions/{sid}` and `/s/{sid}`. `X-Session-ID` is in every answer;
 `X-Laminar-Session-From` says what named it ("none": nothing did), `X-Laminar-History` how the prompt came from the
 session's record (`gateway.api.openai_history`).
 
 Invariants:
-- the turn has left its engine and the record holds its answer before the client sees the finish: its next request,
-  sent at once, finds both;
-- a client that goes away leaves its turns, which go on for a while: the same request joins them (`X-Laminar-Joined`);
+- a call without a session that is refused leaves none behind;
 - the `n` answers to a request are turns of their own, side by side in the session's tree.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import msgspec
 from aiohttp import web
 
 from gateway.api import openai_history as history
 from gateway.api import openai_requests as requests
-from gateway.api import openai_shapes as shapes
 from gateway.api.answers import answer_json
+from gateway.api.openai_answering import Answering, Asked, Choice
 from gateway.api.openai_answers import Model, Models
-from gateway.api.openai_errors import error_body
-from gateway.api.openai_events import EventStream, LateBody
 from gateway.api.openai_history import Prompt
 from gateway.api.openai_identity import call_of, identify
 from gateway.api.openai_relay import TextDoor
 from gateway.api.openai_requests import AnswerShape
 from gateway.api.openai_shapes import AnswerHead, Api
-from gateway.api.openai_turn import Answer, Piece, Reader
+from gateway.api.openai_turn import Reader
 from gateway.api.openai_types import ChatRequest, CompletionRequest
 from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import SessionId, TurnId, TurnOrigin, TurnRequest
-from gateway.ports import IdentitySource, Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
+from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
 from gateway.tokens.toolcalls import ToolFormat
-from protos.errors import LaminarError
-
-log = logging.getLogger(__name__)
 
 PREFIXES = ("", "/sessions/{sid}", "/s/{sid}")
 BODY_BYTES_MAX = 1 << 30
@@ -78,35 +68,6 @@ class _Call:
     make_prompt: Callable[[SessionView], Prompt]
 
 
-@dataclass(slots=True)
-class _Choice:
-    """One of a request's `n` answers: a turn, ready to run or joined, and how to read it."""
-
-    run: TurnRun
-    reader: Reader
-    answer: Answer = field(default_factory=Answer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request ready to be answered."""
-
-    call: _Call
-    head: AnswerHead
-    prompt: Prompt
-    choices: Sequence[_Choice]
-    named_by: IdentitySource  # "none": it is a session of its own
-    joined: bool
-
-    @property
-    def ephemeral(self) -> bool:
-        return self.named_by == "none"
-
-    def delivered(self) -> None:
-        for choice in self.choices:
-            choice.run.delivered()
-
-
 NOBODY = SessionView(SessionId(""), TurnTree(), ephemeral=True)
 """What a call without a session extends: nothing."""
 
@@ -126,6 +87,7 @@ class _Handlers:
         self._turns = deps.turns
         self._codec = deps.codec
         self._text, self._session_from_user = deps.text, deps.session_from_user
+        self._answering = Answering(deps.turns, deps.codec)
         reasons = deps.codec.reasoning_format == "think"  # before it calls: a grammar would forbid that
         self._forced_format: ToolFormat = "none" if reasons else deps.codec.tool_format
 
@@ -155,7 +117,7 @@ class _Handlers:
             parses_reasoning=body.separate_reasoning and self._codec.reasoning_format == "think",
             make_prompt=lambda view: history.chat_prompt(self._codec, view, messages, tools, kwargs, body.history),
         )
-        return await self._answer(request, await self._prepare(request, raw, call))
+        return await self._answering.answer(request, await self._prepare(request, raw, call))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
@@ -176,9 +138,9 @@ class _Handlers:
             parses_reasoning=False,
             make_prompt=lambda view: history.completion_prompt(self._codec, view, text, add_special_tokens=special),
         )
-        return await self._answer(request, await self._prepare(request, raw, call))
+        return await self._answering.answer(request, await self._prepare(request, raw, call))
 
-    async def _prepare(self, request: web.Request, raw: bytes, call: _Call) -> _Asked:
+    async def _prepare(self, request: web.Request, raw: bytes, call: _Call) -> Asked:
         body = call.body
         user = body.user if self._session_from_user else None
         identity = identify(request, self._turns, metadata=body.metadata, session_id=body.session_id, user=user)
@@ -205,7 +167,7 @@ class _Handlers:
             origin.created_unix_s,
         )
         choices = [self._choice(call, run) for run in runs]
-        return _Asked(call, head, prompt, choices, identity.source, joined)
+        return Asked(head, call.record_head, prompt, choices, identity.source, joined)
 
     async def _new_turns(
         self, identity: SessionIdentity, asked: Call, call: _Call, *, long: bool
@@ -251,7 +213,7 @@ class _Handlers:
             for i in range(call.shape.choices)
         ]
 
-    def _choice(self, call: _Call, run: TurnRun) -> _Choice:
+    def _choice(self, call: _Call, run: TurnRun) -> Choice:
         sampling = run.request.sampling
         decoder = self._codec.stream_decoder(
             run.request.prompt_ids,
@@ -264,104 +226,7 @@ class _Handlers:
         if call.parses_reasoning:
             reasoning = ReasoningParser(begun=self._codec.opens_reasoning(run.request.prompt_ids))
         tools = ToolCallParser(self._codec.tool_format) if call.parses_tools else None
-        return _Choice(run, Reader(decoder, reasoning, tools, sampling.stop_token_ids, run.request.turn_id))
-
-    async def _answer(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
-        if asked.call.shape.stream:
-            return await self._stream(request, asked)
-        return await self._whole(request, asked)
-
-    async def _whole(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
-        async with LateBody(request, _headers(asked)) as late:
-            try:
-                answered = await _side_by_side([self._read(late, asked, choice) for choice in asked.choices])
-                response = await late.answer(shapes.body(self._codec, asked.head, answered))
-                asked.delivered()
-                return response
-            except ConnectionError:  # the client is gone: there is nobody to tell
-                return late.response
-            except LaminarError as e:
-                if not late.started:
-                    raise
-                log.warning("%s %s: cut after its first byte: %s", request.method, request.path, e)
-                return late.cut()
-
-    async def _read(self, late: LateBody, asked: _Asked, choice: _Choice) -> Answer:
-        async with choice.run:
-            late.begin()
-            await choice.reader.read(choice.run, choice.answer, None)
-        await self._record(asked, choice)
-        return choice.answer
-
-    async def _stream(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
-        async with EventStream(request, _headers(asked)) as events:
-            try:
-                await _side_by_side([self._send(events, asked, choice) for choice in asked.choices])
-                await events.send(shapes.stream_end(asked.head, [choice.answer for choice in asked.choices]))
-                ended = await events.end()
-                asked.delivered()
-                return ended
-            except ConnectionError:  # the client is gone: there is nobody to tell
-                return events.response
-            except LaminarError as e:
-                if not events.started:
-                    raise
-                await events.send(b"data: " + msgspec.json.encode(error_body(e)) + b"\n\n")
-                return await events.end()
-
-    async def _send(self, events: EventStream, asked: _Asked, choice: _Choice) -> None:
-        """One choice's chunks, up to its finish."""
-        chunks = shapes.Chunks(self._codec, asked.head, choice.run.request.choice)
-        first = chunks.first()
-
-        def show(piece: Piece) -> Awaitable[None] | None:
-            nonlocal first
-            event = chunks.piece(piece)
-            if first:
-                first, event = b"", first + event
-            return events.send_soon(event) if event else None
-
-        async with choice.run:
-            events.begin()
-            await choice.reader.read(choice.run, choice.answer, show)
-        await self._record(asked, choice)
-        await events.send(chunks.last(choice.answer))
-
-    async def _record(self, asked: _Asked, choice: _Choice) -> None:
-        choice.answer.end(choice.run)
-        if asked.ephemeral:
-            return
-        said = [*asked.prompt.added, choice.answer.message()] if asked.call.api == "chat" else []
-        await self._turns.record_turn(choice.run.request, asked.call.record_head, said)
-
-
-R = TypeVar("R")
-
-
-async def _side_by_side(choices: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
-    """All of them; the first that fails ends the others."""
-    if len(choices) == 1:
-        return [await choices[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(choice) for choice in choices]
-    except* (LaminarError, ConnectionError) as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-def _headers(asked: _Asked) -> dict[str, str]:
-    headers = {
-        "X-Session-ID": asked.head.session_id,
-        "X-Request-Id": asked.head.answer_id,
-        "X-Laminar-Session-From": asked.named_by,
-        "X-Laminar-History": asked.prompt.history,
-    }
-    if asked.prompt.reason:
-        headers["X-Laminar-History-Reason"] = asked.prompt.reason
-    if asked.joined:
-        headers["X-Laminar-Joined"] = "true"
-    return headers
+        return Choice(run, Reader(decoder, reasoning, tools, sampling.stop_token_ids, run.request.turn_id))
 
 
 def _model(model: ModelInfo) -> Model:

@@ -1,0 +1,162 @@
+"""The answer to a request: its turns read side by side, whole or as a stream of events.
+
+Invariants:
+- the turn has left its engine and the record holds its answer before the client sees the finish: its next request,
+  sent at once, finds both;
+- a client that goes away leaves its turns, which go on for a while: the same request joins them (`X-Laminar-Joined`);
+- what fails before the first byte is an error of its own status; after it, the stream's last event, or a body cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from gateway.api import openai_shapes as shapes
+from gateway.api.openai_errors import error_body
+from gateway.api.openai_events import EventStream, LateBody
+from gateway.api.openai_history import Prompt
+from gateway.api.openai_shapes import AnswerHead
+from gateway.api.openai_turn import Answer, Piece, Reader
+from gateway.ports import IdentitySource, Message, TurnRun, Turns
+from gateway.tokens import Codec
+from protos.errors import LaminarError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of a request's `n` answers: a turn, ready to run or joined, and how to read it."""
+
+    run: TurnRun
+    reader: Reader
+    answer: Answer = field(default_factory=Answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request ready to be answered."""
+
+    head: AnswerHead
+    record_head: Message
+    prompt: Prompt
+    choices: Sequence[Choice]
+    named_by: IdentitySource  # "none": it is a session of its own
+    joined: bool
+
+    @property
+    def ephemeral(self) -> bool:
+        return self.named_by == "none"
+
+    def delivered(self) -> None:
+        for choice in self.choices:
+            choice.run.delivered()
+
+
+class Answering:
+    def __init__(self, turns: Turns, codec: Codec) -> None:
+        self._turns, self._codec = turns, codec
+
+    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        if asked.head.shape.stream:
+            return await self._stream(request, asked)
+        return await self._whole(request, asked)
+
+    async def _whole(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        async with LateBody(request, _headers(asked)) as late:
+            try:
+                answered = await _side_by_side([self._read(late, asked, choice) for choice in asked.choices])
+                response = await late.answer(shapes.body(self._codec, asked.head, answered))
+                asked.delivered()
+                return response
+            except ConnectionError:  # the client is gone: there is nobody to tell
+                return late.response
+            except LaminarError as e:
+                if not late.started:
+                    raise
+                log.warning("%s %s: cut after its first byte: %s", request.method, request.path, e)
+                return late.cut()
+
+    async def _read(self, late: LateBody, asked: Asked, choice: Choice) -> Answer:
+        async with choice.run:
+            late.begin()
+            await choice.reader.read(choice.run, choice.answer, None)
+        await self._record(asked, choice)
+        return choice.answer
+
+    async def _stream(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        async with EventStream(request, _headers(asked)) as events:
+            try:
+                await _side_by_side([self._send(events, asked, choice) for choice in asked.choices])
+                await events.send(shapes.stream_end(asked.head, [choice.answer for choice in asked.choices]))
+                ended = await events.end()
+                asked.delivered()
+                return ended
+            except ConnectionError:  # the client is gone: there is nobody to tell
+                return events.response
+            except LaminarError as e:
+                if not events.started:
+                    raise
+                await events.send(b"data: " + msgspec.json.encode(error_body(e)) + b"\n\n")
+                return await events.end()
+
+    async def _send(self, events: EventStream, asked: Asked, choice: Choice) -> None:
+        """One choice's chunks, up to its finish."""
+        chunks = shapes.Chunks(self._codec, asked.head, choice.run.request.choice)
+        first = chunks.first()
+
+        def show(piece: Piece) -> Awaitable[None] | None:
+            nonlocal first
+            event = chunks.piece(piece)
+            if first:
+                first, event = b"", first + event
+            return events.send_soon(event) if event else None
+
+        async with choice.run:
+            events.begin()
+            await choice.reader.read(choice.run, choice.answer, show)
+        await self._record(asked, choice)
+        await events.send(chunks.last(choice.answer))
+
+    async def _record(self, asked: Asked, choice: Choice) -> None:
+        choice.answer.end(choice.run)
+        if asked.ephemeral:
+            return
+        said = [*asked.prompt.added, choice.answer.message()] if asked.head.api == "chat" else []
+        await self._turns.record_turn(choice.run.request, asked.record_head, said)
+
+
+R = TypeVar("R")
+
+
+async def _side_by_side(choices: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
+    """All of them; the first that fails ends the others."""
+    if len(choices) == 1:
+        return [await choices[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(choice) for choice in choices]
+    except* (LaminarError, ConnectionError) as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _headers(asked: Asked) -> dict[str, str]:
+    headers = {
+        "X-Session-ID": asked.head.session_id,
+        "X-Request-Id": asked.head.answer_id,
+        "X-Laminar-Session-From": asked.named_by,
+        "X-Laminar-History": asked.prompt.history,
+    }
+    if asked.prompt.reason:
+        headers["X-Laminar-History-Reason"] = asked.prompt.reason
+    if asked.joined:
+        headers["X-Laminar-Joined"] = "true"
+    return headers
