@@ -45,9 +45,9 @@ class Server:
             except (asyncio.IncompleteReadError, ConnectionError):
                 break
             await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r")[0]))
-            for piece in self.scripts.pop(0):
+            async for piece in self.pieces():
                 writer.write(piece)
-                await asyncio.sleep(0)  # the pieces go out one by one
+                await asyncio.sleep(0)  # they go out one by one
         if not self.close:
             with contextlib.suppress(ConnectionError):
                 await reader.read()
@@ -56,6 +56,10 @@ class Server:
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
         self.open -= 1
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        for piece in self.scripts.pop(0):
+            yield piece
 
 
 @asynccontextmanager
@@ -192,6 +196,25 @@ async def test_a_reader_that_lags_holds_the_engine_back_and_loses_nothing() -> N
         await until(lambda: events.paused, "the engine's being held back")
         got += [data async for data in reading]
     assert got == said
+
+
+async def test_more_than_may_wait_in_one_read_holds_nobody_back_who_takes_it_at_once() -> None:
+    """As after a moment in which this process was late: what was held back has to be asked for again."""
+    got: list[bytes] = []
+    said = [b"data: %d\n\n" % n for n in range(2 * EVENTS_WAITING_MAX)]
+
+    class Gated(Server):
+        async def pieces(self) -> AsyncIterator[bytes]:
+            self.scripts.clear()
+            yield CHUNKED + chunk(said[0])
+            await until(lambda: len(got) == 1, "the first, and that the rest is waited for")
+            yield chunk(b"".join(said[1:-1]))
+            await until(lambda: len(got) == len(said) - 1, "all but the last")
+            yield chunk(said[-1]) + b"0\r\n\r\n"
+
+    async with wire(Gated([b""])) as made, made.post("/", b"{}") as events, asyncio.timeout(10):
+        await events.deliver(got.extend)
+    assert got == [b"%d" % n for n in range(len(said))]
 
 
 async def passed(made: Wire) -> tuple[int, str, bytes]:
