@@ -9,12 +9,15 @@ come meanwhile are handed over together, so that a gateway that lags behind work
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 
 SHARE_S = 0.001
 """A request needs some ten rounds up to its first byte."""
+QUIET_S = 0.01
+"""Without events for so long the loop has surely gone round: nobody has to see to it."""
 
 
 class Rounds:
@@ -24,35 +27,34 @@ class Rounds:
         self.loop = loop
         self._clock = clock
         self._waiting: deque[Callable[[], None]] = deque()
-        self._until = 0.0
-        self._begun = False
+        self._until = -math.inf  # the end of the share of the round that was last seen to begin
 
     def take(self, hand_over: Callable[[], None]) -> bool:
         """Whether the caller may do it now; else it is called in a later round."""
-        if not self._begun:
-            self._begin()
-            return True
-        if not self._waiting and self._clock() < self._until:
-            return True
-        self._waiting.append(hand_over)
+        waiting = self._waiting
+        if not waiting:
+            now = self._clock()
+            if now < self._until:
+                return True
+            if now > self._until + QUIET_S:
+                self._until = now + SHARE_S
+                return True
+            self.loop.call_soon(self._next)
+        waiting.append(hand_over)
         return False
-
-    def _begin(self) -> None:
-        self._begun = True
-        self._until = self._clock() + SHARE_S
-        self.loop.call_soon(self._next)
 
     def _next(self) -> None:
         """A new round."""
-        self._begun = False
         waiting = self._waiting
-        if not waiting:
-            return
-        self._begin()
-        while waiting:
-            waiting.popleft()()
-            if self._clock() >= self._until:
-                return
+        self._until = self._clock() + SHARE_S
+        try:
+            while waiting:
+                waiting.popleft()()
+                if self._clock() >= self._until:
+                    return
+        finally:
+            if waiting:
+                self.loop.call_soon(self._next)
 
 
 _present: Rounds | None = None
