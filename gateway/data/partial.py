@@ -27,7 +27,7 @@ from protos.errors import LaminarError, NotFound
 log = logging.getLogger(__name__)
 
 BUFFERED_TOKENS_MAX = 1_000_000
-"""About 12 MB waiting for the disk; beyond it appenders wait, and with them the engines' streams."""
+"""About 16 MB waiting for the disk; beyond it appenders wait, and with them the engines' streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PartialResponsePool:
         self._database = database
         self._flush_interval_s = flush_interval_s
         self._open: dict[TurnId, int] = {}  # turns in flight, with the segments seen of each
-        self._unwritten: dict[TurnId, Unwritten] = {}
+        self._unwritten = Unwritten()
         self._buffered_tokens = 0
         self._dirty = asyncio.Event()
         self._room = asyncio.Event()
@@ -76,7 +76,7 @@ class PartialResponsePool:
         self._raise_failure()
         self._open[request.turn_id] = 0
         begun = (request.turn_id, request.session_id, msgspec.msgpack.encode(request), time.time())
-        self._of(request.turn_id).begun = begun
+        self._unwritten_of(request.turn_id).begun.append(begun)
 
     async def reopen(self, request: TurnRequest) -> None:
         """A turn in flight, or one that came to nothing, goes on where it was."""
@@ -91,24 +91,21 @@ class PartialResponsePool:
         top_logprobs: Sequence[tuple[TopLogprob, ...]] = (),
     ) -> None:
         """Adds tokens that arrived together. Never waits: `drain` afterwards, as with an asyncio stream's write."""
-        unwritten = self._unwritten.get(turn_id) or self._of(turn_id)
-        unwritten.token_ids.extend(token_ids)
-        unwritten.logprobs.extend(logprobs)
-        if top_logprobs:
-            unwritten.top_logprobs.extend(top_logprobs)
+        self._unwritten_of(turn_id).tokens.append((turn_id, token_ids, logprobs, top_logprobs))
         self._buffered_tokens += len(token_ids)
         if self._buffered_tokens > BUFFERED_TOKENS_MAX:
             self._room.clear()
 
     def open_segment(self, turn_id: TurnId, segment: Segment) -> None:
         """The tokens from `segment.start` (counted within the turn's generated ones) on are of this segment."""
-        unwritten = self._of(turn_id)
-        unwritten.segments.append((self._open[turn_id], msgspec.msgpack.encode(segment)))
+        unwritten = self._unwritten_of(turn_id)
+        unwritten.segments.append((turn_id, self._open[turn_id], msgspec.msgpack.encode(segment)))
         self._open[turn_id] += 1
 
     def close_segment(self, turn_id: TurnId, segment: Segment) -> None:
         """The last segment, as it ended: its time, and the version that its engine told."""
-        self._of(turn_id).segments.append((self._open[turn_id] - 1, msgspec.msgpack.encode(segment)))
+        unwritten = self._unwritten_of(turn_id)
+        unwritten.segments.append((turn_id, self._open[turn_id] - 1, msgspec.msgpack.encode(segment)))
 
     @property
     def full(self) -> bool:
@@ -124,7 +121,7 @@ class PartialResponsePool:
 
     async def end(self, turn_id: TurnId, outcome: Outcome) -> None:
         """Closes the turn; its tokens are on disk when this returns, and stay until `forget_session`."""
-        self._of(turn_id).ended = (outcome, time.time())
+        self._unwritten_of(turn_id).ended.append((outcome, time.time(), turn_id))
         await self.flush()
         self._open.pop(turn_id, None)
 
@@ -170,9 +167,9 @@ class PartialResponsePool:
             self._raise_failure()
             if not self._unwritten:
                 return
-            taken, self._unwritten = self._unwritten, {}
-            self._written_tokens += self._buffered_tokens
-            self._buffered_tokens = 0
+            taken, self._unwritten = self._unwritten, Unwritten()
+            num_tokens, self._buffered_tokens = self._buffered_tokens, 0
+            self._written_tokens += num_tokens
             self._dirty.clear()
             try:
                 await self._database.run(lambda connection: store.write(connection, taken))
@@ -182,7 +179,7 @@ class PartialResponsePool:
             finally:
                 self._room.set()
             self._flushes += 1
-            await self._fold_in_time(sum(len(unwritten.token_ids) for unwritten in taken.values()))
+            await self._fold_in_time(num_tokens)
 
     async def _fold_in_time(self, num_tokens: int) -> None:
         self._journal_tokens += num_tokens
@@ -204,14 +201,12 @@ class PartialResponsePool:
             except LaminarError as e:
                 log.error("the partial-response pool can no longer be written: %s", e)
 
-    def _of(self, turn_id: TurnId) -> Unwritten:
-        unwritten = self._unwritten.get(turn_id)
-        if unwritten is None:
-            if turn_id not in self._open:
-                raise NotFound(f"turn {turn_id} is not in flight")
-            unwritten = self._unwritten[turn_id] = Unwritten()
+    def _unwritten_of(self, turn_id: TurnId) -> Unwritten:
+        if turn_id not in self._open:
+            raise NotFound(f"turn {turn_id} is not in flight")
+        if not self._dirty.is_set():
             self._dirty.set()
-        return unwritten
+        return self._unwritten
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sqlite3
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,16 +55,30 @@ Begun = tuple[TurnId, SessionId, bytes, float]
 """A row of `turns`: its request, and when it began."""
 
 
+Appended = tuple[TurnId, Sequence[int], Sequence[float], Sequence[tuple[TopLogprob, ...]]]
+"""A turn's tokens that came together: ids, logprobs, and alternatives where they were asked for."""
+
+
 @dataclass(slots=True)
 class Unwritten:
-    """What one turn has that the disk has not."""
+    """What the disk has not, of all turns, in the order in which it came; made into rows by who writes."""
 
-    begun: Begun | None = None
+    begun: list[Begun] = field(default_factory=list)
+    tokens: list[Appended] = field(default_factory=list)
+    segments: list[tuple[TurnId, int, bytes]] = field(default_factory=list)
+    ended: list[tuple[Outcome, float, TurnId]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.begun or self.segments or self.ended)
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Of one turn."""
+
     token_ids: array[int] = field(default_factory=lambda: array("q"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
     top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
-    segments: list[tuple[int, bytes]] = field(default_factory=list)
-    ended: tuple[Outcome, float] | None = None
 
 
 class _Part(msgspec.Struct, array_like=True):
@@ -98,32 +112,39 @@ def reopen(connection: sqlite3.Connection, turn_id: TurnId) -> int:
     return int(count)
 
 
-def write(connection: sqlite3.Connection, taken: Mapping[TurnId, Unwritten]) -> None:
+def write(connection: sqlite3.Connection, taken: Unwritten) -> None:
     """All that is unwritten. Each statement is a wait for the interpreter: those without rows are left out."""
-    begun = [u.begun for u in taken.values() if u.begun is not None]
-    if begun:
-        connection.executemany("INSERT INTO turns(turn_id, session_id, request, begun_unix_s) VALUES (?,?,?,?)", begun)
-    parts = [
-        _Part(turn_id, u.token_ids.tobytes(), u.logprobs.tobytes(), u.top_logprobs)
-        for turn_id, u in taken.items()
-        if u.token_ids
-    ]
-    if parts:
-        connection.execute("INSERT INTO turn_journal(parts) VALUES (?)", (_encode_parts(parts),))
-    segments = [(turn_id, position, segment) for turn_id, u in taken.items() for position, segment in u.segments]
-    if segments:
-        connection.executemany("INSERT OR REPLACE INTO turn_segments VALUES (?,?,?)", segments)
-    ended = [(*u.ended, turn_id) for turn_id, u in taken.items() if u.ended is not None]
-    if ended:
-        connection.executemany("UPDATE turns SET outcome=?, ended_unix_s=? WHERE turn_id=?", ended)
+    if taken.begun:
+        connection.executemany(
+            "INSERT INTO turns(turn_id, session_id, request, begun_unix_s) VALUES (?,?,?,?)", taken.begun
+        )
+    if taken.tokens:
+        connection.execute("INSERT INTO turn_journal(parts) VALUES (?)", (_encode_parts(_parts(taken.tokens)),))
+    if taken.segments:
+        connection.executemany("INSERT OR REPLACE INTO turn_segments VALUES (?,?,?)", taken.segments)
+    if taken.ended:
+        connection.executemany("UPDATE turns SET outcome=?, ended_unix_s=? WHERE turn_id=?", taken.ended)
+
+
+def _parts(appended: Iterable[Appended]) -> list[_Part]:
+    """One for each turn."""
+    found: dict[TurnId, _Tokens] = {}
+    for turn_id, token_ids, logprobs, top_logprobs in appended:
+        turn = found.get(turn_id)
+        if turn is None:
+            turn = found[turn_id] = _Tokens()
+        turn.token_ids.extend(token_ids)
+        turn.logprobs.extend(logprobs)
+        turn.top_logprobs.extend(top_logprobs)
+    return [_Part(turn_id, t.token_ids.tobytes(), t.logprobs.tobytes(), t.top_logprobs) for turn_id, t in found.items()]
 
 
 def fold(connection: sqlite3.Connection) -> None:
     """The journal's tokens become rows of their turns; those of forgotten turns are dropped."""
-    found: dict[str, Unwritten] = {}
+    found: dict[str, _Tokens] = {}
     for (blob,) in connection.execute("SELECT parts FROM turn_journal ORDER BY flush"):
         for part in _decode_parts(blob):
-            turn = found.setdefault(part.turn_id, Unwritten())
+            turn = found.setdefault(part.turn_id, _Tokens())
             turn.token_ids.frombytes(part.token_ids)
             turn.logprobs.frombytes(part.logprobs)
             turn.top_logprobs += part.top_logprobs
@@ -137,7 +158,7 @@ def fold(connection: sqlite3.Connection) -> None:
     connection.execute("DELETE FROM turn_journal")
 
 
-def _rows(turns: Iterable[tuple[str, Unwritten]]) -> list[tuple[bytes, bytes, bytes | None, str]]:
+def _rows(turns: Iterable[tuple[str, _Tokens]]) -> list[tuple[bytes, bytes, bytes | None, str]]:
     return [
         (
             u.token_ids.tobytes(),
