@@ -190,10 +190,12 @@ class Connection(asyncio.Protocol):
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is None or waiter.done() or self._queued:
+        if waiter is None or waiter.done():
             return
         if self._push is None:
             waiter.set_result(None)
+        elif self._queued:
+            pass  # with what waits already
         elif not self._has_begun or self._rounds.take(self._hand_over_later):
             self._hand_over(waiter, self._push)
         else:
