@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -342,3 +342,42 @@ async def test_who_left_while_its_events_waited_for_a_round_is_given_none_and_ot
 async def _deliver_to(made: Wire, given: list[bytes]) -> None:
     async with made.post("/v1/completions", b"{}") as events:
         await events.deliver(given.extend)
+
+
+class LaterRounds:
+    """Nobody's turn comes before `come`."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def take(self, hand_over: Callable[[], None]) -> bool:
+        self.waiting.append(hand_over)
+        return False
+
+    def come(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
+async def test_a_connection_serves_again_while_its_last_answer_still_waits_for_a_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    later = LaterRounds()
+    monkeypatch.setattr(rounds, "of", lambda loop: later)
+    server = Server(
+        [CHUNKED, *(chunk(b"data: %d\n\n" % at) for at in range(5)), DONE], [CHUNKED + chunk(b"data: 9\n\n"), DONE]
+    )
+    async with wire(server) as made:
+        given: list[bytes] = []
+        leaver = asyncio.create_task(_deliver_to(made, given))
+        await until(lambda: bool(later.waiting) and all(c.over for c in made._busy), "its end waits for a round")
+        leaver.cancel()
+        await asyncio.wait({leaver})
+        assert made.num_idle == 1
+        again: list[bytes] = []
+        stayer = asyncio.create_task(_deliver_to(made, again))
+        await until(lambda: again == [b"9"], "the first event of the next answer is handed over at once")
+        later.come()
+        await asyncio.wait_for(stayer, 10)
+    assert server.connections == 1
+    assert len(given) < 5
