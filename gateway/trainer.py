@@ -48,17 +48,19 @@ class Trainer:
             count(self.staleness.use, version - oldest)
 
     def admission(self) -> Admission:
-        """What runs and waits for it, against what it will use; before it asked for anything, nothing is counted."""
-        bound = self._config.fleet.staleness_max if self._staleness_max is None else self._staleness_max
-        if self._batch is None:
-            return Admission(0, 0, None, bound)
+        """What runs and waits for it, against what it will use. What runs is counted only for one that has asked: with
+        a thousand sessions the count is what a placement costs."""
+        bound = self._staleness_max
         return Admission(
-            sum(1 for s in self._live if s.version is not None and s.spec.train and s.spec.split == "train"),
+            0 if self._batch is None else self._running(),
             self._buffer.statistics().trajectories,
             self._batch,
-            bound,
+            self._config.fleet.staleness_max if bound is None else bound,
             retry_for_a_batch(self._took, time.monotonic()),
         )
+
+    def _running(self) -> int:
+        return sum(1 for s in self._live if s.version is not None and s.spec.train and s.spec.split == "train")
 
 
 def count(histogram: dict[int, int], behind: int, by: int = 1) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,12 @@ def _serve(directory: Path, engine_url: str) -> Gateway:
         [*command, "--disconnect-grace-s=0.2", "--data", str(directory / "data"), "--engine", f"e0=vllm={engine_url}"],
         directory,
     )
-    return Gateway(daemon.ready["url"], daemon, Codec.load(model))
+    gateway = Gateway(daemon.ready["url"], daemon, Codec.load(model))
+    deadline = time.monotonic() + 20
+    while [e["state"] for e in httpx.get(f"{gateway.url}/status", timeout=10).json()["engines"]] != ["serving"]:
+        assert time.monotonic() < deadline, daemon.log()
+        time.sleep(0.02)
+    return gateway
 
 
 @pytest.fixture(scope="module")
