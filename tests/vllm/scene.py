@@ -74,9 +74,7 @@ class Scene:
         self.servers[name] = vllm.ready(self._launch(name, port))
 
     def _start_relay(self, port: int) -> Daemon:
-        pool = f"--pool-dir={self._relays.pools / 'kept'}"
-        # Three ranks on two cores may keep everything else waiting for seconds: that is no death of a master.
-        return self._relays.start("relay", f"--port={port}", pool, "--lease-ttl-s=15")
+        return self._relays.start("relay", f"--port={port}", f"--pool-dir={self._relays.pools / 'kept'}")
 
     def restart_relay(self) -> None:
         """Under its old address, with what the killed one left in shared memory."""
