@@ -63,7 +63,8 @@ async def stream(contender: Contender, body: dict[str, Any], *, streams: int, se
 
 
 async def at_work(contender: Contender, agents: Sequence[Agent], body: dict[str, Any]) -> list[asyncio.Future[Call]]:
-    """Streams that began while as many ran: each agent's first is short, and no two agents' end together."""
+    """Streams that began beside others: each agent's first is short, and no two agents' end together. The first of them
+    begin beside fewer than `agents`, and keep the smaller events that they are given."""
 
     async def agent(number: int, one: Agent) -> asyncio.Future[Call]:
         await one.send(_numbered(contender, {**body, "max_tokens": 1 + number % WARM_TOKENS}, number))
