@@ -74,7 +74,9 @@ class Scene:
         self.servers[name] = vllm.ready(self._launch(name, port))
 
     def _start_relay(self, port: int) -> Daemon:
-        return self._relays.start("relay", f"--port={port}", f"--pool-dir={self._relays.pools / 'kept'}")
+        pool = f"--pool-dir={self._relays.pools / 'kept'}"
+        # Three ranks on two cores may keep everything else waiting for seconds: that is no death of a master.
+        return self._relays.start("relay", f"--port={port}", pool, "--lease-ttl-s=10")
 
     def restart_relay(self) -> None:
         """Under its old address, with what the killed one left in shared memory."""
