@@ -36,6 +36,7 @@ WANTED: dict[str, Any] = {"return_token_ids": True, "return_weight_versions": Tr
 RUNNING_TOKENS = 60
 """Prompt and some: a turn with so many is in mid-stream."""
 SETTLE_S = 0.5
+LOOK_S = 0.02
 PATIENCE_S = 180.0
 """For what needs a server's start, or a few tries of a load."""
 
@@ -57,6 +58,11 @@ class Scene:
             vllm.ready(server)
         self.gateway = self._start_gateway()
         stack.callback(self.gateway.stop)
+        # One client of each kind for all: to make one costs a tenth of a second of a processor that three ranks want.
+        self._http = stack.enter_context(httpx.Client(base_url=self.url, timeout=PATIENCE_S))
+        self._openai = stack.enter_context(
+            openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S)
+        )
         self.publisher = stack.enter_context(Publisher(self.relay.ready["grpc"], "policy"))
         self.version = 0
         self._numbers = itertools.count(100)
@@ -111,15 +117,18 @@ class Scene:
         return str(self.gateway.ready["url"])
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30.0).raise_for_status().json()
-        return status
+        return self._page("/status")
+
+    def _page(self, path: str) -> dict[str, Any]:
+        page: dict[str, Any] = self._http.get(path).raise_for_status().json()
+        return page
 
     def states(self) -> dict[str, tuple[str, int]]:
         return {e["name"]: (e["state"], e["version"]) for e in self.status()["engines"]}
 
     def timeline(self) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
-        while page := httpx.get(f"{self.url}/admin/timeline?after={len(events)}", timeout=30.0).json()["events"]:
+        while page := self._page(f"/admin/timeline?after={len(events)}")["events"]:
             events += page
         return events
 
@@ -162,7 +171,7 @@ class Scene:
 
     def moves(self) -> set[tuple[str, str]]:
         """(source, destination) of every turn that was moved."""
-        receipts = httpx.get(f"{self.url}/admin/receipts", timeout=30.0).json()["receipts"]
+        receipts = self._page("/admin/receipts")["receipts"]
         moves = [move for receipt in receipts for move in receipt["moves"] if move["outcome"] == "moved"]
         return {(move["source"], move["destination"]) for move in moves}
 
@@ -171,10 +180,9 @@ class Scene:
     def ask(self, max_tokens: int, content: str = "What is the sum of 12 and 30?") -> Answer:
         """One greedy turn through the gateway."""
         messages: list[Any] = [{"role": "user", "content": content}]
-        with openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S) as client:
-            choice = client.chat.completions.create(
-                model="policy", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=WANTED
-            ).choices[0]
+        choice = self._openai.chat.completions.create(
+            model="policy", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=WANTED
+        ).choices[0]
         return Answer(choice, max_tokens, content)
 
     def ask_meanwhile(self, max_tokens: int, count: int = 1) -> Asking:
@@ -190,6 +198,7 @@ class Scene:
             while asking.running:
                 if found := caught():
                     return asking, found
+                time.sleep(LOOK_S)
             asking.answers()
         raise AssertionError(f"no turn was caught in the act in {PATIENCE_S} s")
 

@@ -2,11 +2,12 @@
 
 Method. All contenders run at once in front of the same mock engines, and take turns: in every round each gets the same
 load from the same client, and the processor time of all its processes and threads is read from their own clocks. A
-round's ratio is ours over the better router's of that round; the figure is the median of the rounds' ratios.
+round's ratio is ours over the better router's of that round; the figure is the median of the rounds' ratios. Tokens are
+those that the engines sent meanwhile.
 
 - event: streams of one token per event at 50 tokens/s, text to the client. The routers relay; the gateway asks the
   engine for ids and logprobs beside the text, records them on disk, and makes the text from the ids.
-- token: as before, with events of the size that the gateway itself asks engines for while 512 turns run, at the
+- token: as before, with events of the size that the gateway itself asks engines for beside 512 turns, at the
   50 tokens/s of the other figures; and at 8, where what runs whatever streams (looks, flushes) weighs more.
 """
 
@@ -18,7 +19,7 @@ import uvloop
 
 from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.gateway import load
-from tests.bench.gateway.contenders import Contender, contenders, mock_engines
+from tests.bench.gateway.contenders import contenders, mock_engines
 
 NUM_ENGINES = 4
 RUST = ("sglang", "vllm")
@@ -26,7 +27,6 @@ STREAM_S = 3.0
 FEW = (48, 50.0)  # streams, and tokens per second of each
 MANY = (512, 50.0)  # so many that the gateway asks for its largest events; one core carries every contender
 SLOW = (512, 8.0)
-LONG = 30_000  # tokens: a stream that outlasts its measuring
 
 
 def run() -> Iterator[Figure]:
@@ -54,16 +54,12 @@ def _streams(
     with mock_engines(NUM_ENGINES, rate=rate) as engines, contenders(names, engines, gateway=options) as found:
         for _ in range(ROUNDS):
             for name, contender in found.items():
-                rounds[name].append(_us_per_token(contender, streams, rate))
+                under_way = load.stream(contender, engines, "hello", streams=streams, rate=rate, seconds=STREAM_S)
+                rounds[name].append(uvloop.run(under_way).us)
     told = {"us_per_token": load.medians(rounds), "streams": streams}
     yield median(
         key, f"{what}, ours over the better Rust router's", over_better(rounds, "laminar"), bar=bar, details=told
     )
-
-
-def _us_per_token(contender: Contender, streams: int, rate: float) -> float:
-    cost = uvloop.run(load.stream(contender, load.chat("hello", LONG), streams=streams, seconds=STREAM_S))
-    return cost.cpu_s / (streams * rate * STREAM_S) * 1e6
 
 
 def over_better(rounds: dict[str, list[float]], ours: str) -> list[float]:

@@ -9,12 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
+
 from tests.bench.gateway.client import Agent, Call, close, connect, numbered, post
-from tests.bench.gateway.contenders import Contender
+from tests.bench.gateway.contenders import Contender, ContenderFailed
 from tests.bench.gateway.mock_engine import MODEL
 
 SETTLE_S = 0.5
-WARM_TOKENS = 60
+BEGIN_S, END_S = 60.0, 60.0
+"""At most, until all streams have brought an event, and until those whose measuring is over have ended."""
+SPREAD_S = 6.0
+"""By which the last stream has begun, after the first: so much longer each is than its measuring."""
 
 
 def chat(text: str, max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -23,11 +28,15 @@ def chat(text: str, max_tokens: int, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Processor seconds of a contender against what it did meanwhile."""
+    """Processor seconds of a contender, and how many answers or tokens it passed on meanwhile."""
 
     cpu_s: float
-    events: int
-    requests: int
+    num: int
+
+    @property
+    def us(self) -> float:
+        """Of each, in microseconds."""
+        return self.cpu_s / self.num * 1e6
 
 
 async def requests(contender: Contender, body: dict[str, Any], *, num: int, connections: int) -> Cost:
@@ -41,37 +50,60 @@ async def requests(contender: Contender, body: dict[str, Any], *, num: int, conn
 
     before = contender.cpu_s()
     await asyncio.gather(*map(agent, agents))
-    cost = Cost(contender.cpu_s() - before, 0, num // connections * connections)
+    cost = Cost(contender.cpu_s() - before, num // connections * connections)
     close(agents)
     return cost
 
 
-async def stream(contender: Contender, body: dict[str, Any], *, streams: int, seconds: float) -> Cost:
-    """Events of `streams` that run all the while: their beginnings and ends lie outside what is counted."""
+async def stream(
+    contender: Contender, engines: Sequence[str], text: str, *, streams: int, rate: float, seconds: float
+) -> Cost:
+    """Tokens of `streams` that run all the while, as the engines sent them. The streams have ended when this returns: a
+    router need not tell its engines that a client left, and what goes on would be in the next one's way."""
     agents = await connect(contender.url, streams)
-    body = {**body, "stream": True}
-    calls = await at_work(contender, agents, body)
-    await all_begun(agents, calls)
+    body = chat(text, round(rate * (SPREAD_S + SETTLE_S + seconds)), stream=True)
+    calls = await at_work(contender, agents, body, rate)
     await asyncio.sleep(SETTLE_S)
-    before, seen = contender.cpu_s(), sum(agent.call.events for agent in agents)
+    sent, before = await tokens_sent(engines), contender.cpu_s()
     await asyncio.sleep(seconds)
-    cost = Cost(contender.cpu_s() - before, sum(agent.call.events for agent in agents) - seen, 0)
+    cpu_s = contender.cpu_s() - before
+    cost = Cost(cpu_s, await tokens_sent(engines) - sent)
     raise_failure(calls)
+    ended, left = await asyncio.wait(calls, timeout=END_S)
+    if left:
+        raise ContenderFailed(f"{contender.name} leaves {len(left)} of {streams} streams without an end")
+    for call in ended:
+        call.result()
     close(agents)
-    await asyncio.sleep(SETTLE_S)  # they hear that the client left before somebody else is measured
+    await asyncio.sleep(SETTLE_S)
     return cost
 
 
-async def at_work(contender: Contender, agents: Sequence[Agent], body: dict[str, Any]) -> list[asyncio.Future[Call]]:
-    """Streams that began beside others: each agent's first is short, and no two agents' end together. The first of them
-    begin beside fewer than `agents`, and keep the smaller events that they are given."""
+async def tokens_sent(engines: Sequence[str]) -> int:
+    async with httpx.AsyncClient() as client:
+        pages = await asyncio.gather(*(client.get(f"{url}/bench/sent") for url in engines))
+    return sum(int(page.raise_for_status().json()["tokens"]) for page in pages)
+
+
+async def at_work(
+    contender: Contender, agents: Sequence[Agent], body: dict[str, Any], rate: float
+) -> list[asyncio.Future[Call]]:
+    """Streams that all began beside as many others: each agent's first, of one to two seconds, ends while those of the
+    other agents run."""
+    least = max(1, round(rate))
 
     async def agent(number: int, one: Agent) -> asyncio.Future[Call]:
-        await one.send(_numbered(contender, {**body, "max_tokens": 1 + number % WARM_TOKENS}, number))
+        await one.send(_numbered(contender, {**body, "max_tokens": least + number % least}, number))
         return one.send(_numbered(contender, body, number))
 
-    tasks = [asyncio.create_task(agent(number, one)) for number, one in enumerate(agents)]
-    return [await task for task in tasks]
+    try:
+        async with asyncio.timeout(BEGIN_S):
+            calls = await asyncio.gather(*(agent(number, one) for number, one in enumerate(agents)))
+            await all_begun(agents, calls)
+    except TimeoutError:
+        silent = sum(not one.call.events for one in agents)
+        raise ContenderFailed(f"{contender.name} leaves {silent} of {len(agents)} streams without an event") from None
+    return calls
 
 
 async def all_begun(agents: Sequence[Agent], calls: Sequence[asyncio.Future[Call]]) -> None:

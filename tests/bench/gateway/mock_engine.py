@@ -4,9 +4,10 @@
 is prebuilt bytes. A stream sends `stream_interval` tokens per event (the body's; 1 unless told), `--rate` tokens per
 second, and so long a whole answer takes; rate 0 sends all at once.
 
-With `--cache-tokens` and `--tokenizer`, `GET /bench/prefix` tells how many of the prompts' tokens it had seen before. A
-text becomes ids through the chat template, and an answer's text becomes the ids again that it was made from: for who
-sends text and for who sends ids the same blocks are the same.
+`GET /bench/sent` tells how many tokens an engine's timed streams have had. With `--cache-tokens` and `--tokenizer`,
+`GET /bench/prefix` tells how many of the prompts' tokens it had seen before. A text becomes ids through the chat
+template, and an answer's text becomes the ids again that it was made from: for who sends text and for who sends ids the
+same blocks are the same.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class Engine:
         self.rate = rate
         self.codec = codec
         self.running = 0
+        self.tokens_sent = 0
         self.cache = PrefixCache(cache_tokens // BLOCK) if cache_tokens else None
 
     def page(self, path: str) -> bytes | None:
@@ -138,6 +140,7 @@ class Engine:
             "/get_model_info": info,
             "/server_info": info,
             "/get_server_info": info,
+            "/bench/sent": {"tokens": self.tokens_sent},
             "/bench/prefix": {"tokens": self.cache.tokens, "hits": self.cache.hits} if self.cache else {},
         }
         if path == "/metrics":
@@ -242,6 +245,7 @@ class Connection(asyncio.Protocol):
         first = self._sent % NUM_IDS
         self._transport.write(chunk(event(count, first, self._chat, self._tokens, finish, None)))
         self._sent += count
+        self._engine.tokens_sent += count
         if finish is not None:
             self._timer = None
             self._engine.running -= 1

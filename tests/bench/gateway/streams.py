@@ -141,8 +141,7 @@ def _passed_on(url: str) -> int:
 
 async def held(contender: load.Contender, streams: int) -> Held:
     agents = await connect(contender.url, streams)
-    calls = await load.at_work(contender, agents, load.chat("hello", LONG, stream=True))
-    await load.all_begun(agents, calls)
+    calls = await load.at_work(contender, agents, load.chat("hello", LONG, stream=True), RATE)
     await asyncio.sleep(load.SETTLE_S)
     cpu, seen, counts = contender.cpu_s(), await asyncio.to_thread(_passed_on, contender.url), []
     for agent in agents:
