@@ -221,7 +221,7 @@ async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
     from gateway.collecting import collect_regularly
 
     gateway = await start(config)
-    collector = asyncio.create_task(collect_regularly(), name="garbage")
+    collector = asyncio.create_task(collect_regularly(lambda: bool(gateway.sessions.runs)), name="garbage")
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())

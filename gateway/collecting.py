@@ -1,35 +1,43 @@
-"""When the garbage collector looks through everything: by the clock, not by the number of objects.
+"""When the garbage collector looks through everything: while nothing runs, not by the number of objects.
 
-A turn in flight is some 230 objects, and a full pass over a thousand of them held the event loop for 60 to 150 ms (a
-first byte's p99 beside 1,000 streams was that). Python begins such a pass whenever a quarter more objects came to stay;
-what becomes garbage here goes by its reference count, but for a few cycles (tasks that failed). So young objects are
-looked through as ever, and all of them every `FULL_PASS_S`.
+A turn in flight is some 230 objects, one that is kept for a retry some 40, and a full pass over thousands of turns held
+the event loop for 0.1 to 0.7 s. Python begins such a pass whenever a quarter more objects came to stay. What becomes
+garbage here goes by its reference count: a turn that ended leaves no cycle, only one that was cut or failed may. So
+young objects are looked through as ever, and all of them when no turn runs, at the latest after `AT_LATEST_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import time
+from collections.abc import Callable
 
 YOUNG, OLDER = 5_000, 10
 """Objects more before the young ones are looked through, and how often before those that outlived one pass are, too:
 some 3 ms, and 20 to 40 while a thousand turns begin."""
 NEVER = 2**31 - 1
-FULL_PASS_S = 60.0
-"""What ended turns may leave in cycles meanwhile is some 20 KB each."""
+LOOK_S = 60.0
+AT_LATEST_S = 3600.0
+"""What turns that were cut leave in cycles meanwhile is some 20 KB each."""
 
 
-async def collect_regularly(interval_s: float = FULL_PASS_S) -> None:
-    """What exists now stays, and is never looked through again; of what comes, everything is each `interval_s`. Runs
-    until cancelled; then the collector works as before."""
+async def collect_regularly(
+    busy: Callable[[], bool], *, look_s: float = LOOK_S, at_latest_s: float = AT_LATEST_S
+) -> None:
+    """What exists now stays, and is never looked through again; of what comes, everything is each `look_s` unless
+    `busy`, and each `at_latest_s`. Runs until cancelled; then the collector works as before."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, OLDER, NEVER)
+    last = time.monotonic()
     try:
         while True:
-            await asyncio.sleep(interval_s)
-            gc.collect()
+            await asyncio.sleep(look_s)
+            if not busy() or time.monotonic() - last >= at_latest_s:
+                gc.collect()
+                last = time.monotonic()
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()

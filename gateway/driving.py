@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
 from gateway.audience import Audience
 from gateway.core.curves import Gaps
@@ -41,7 +41,7 @@ CUT_BACKOFF_MAX_S = 1.0
 
 
 class Driver:
-    """One turn's. `end`: called once its record has the finish reason, before the finish is shown."""
+    """One turn's."""
 
     def __init__(
         self,
@@ -53,13 +53,12 @@ class Driver:
         pool: PartialResponsePool,
         timeline: Timeline,
         resumed: bool,
-        end: Callable[[], Awaitable[None]],
     ) -> None:
         self._transcript, self._audience = transcript, audience
         self._record, self._request = transcript.record, transcript.request
         self._session: SessionState
         self._counters, self._fleet, self._pool, self._timeline = counters, fleet, pool, timeline
-        self._resumed, self._end = resumed, end
+        self._resumed = resumed
         self._stream: asyncio.Task[None] | None = None
         self._leaving: Leaving | None = None  # asked to leave the engine it streams from
         self._left_for: Leaving | None = None  # has left, and waits for the first token from elsewhere
@@ -90,11 +89,11 @@ class Driver:
         return self._leaving
 
     async def run_to_end(self, session: SessionState) -> None:
-        """Raises what ends the turn otherwise than by its finish."""
+        """Until its record has the finish reason, which is not shown yet. Raises what ends the turn otherwise."""
         self._session = session
         config = self._fleet.config
         if self._transcript.said_all:  # it was cut or suspended between its last token and its end
-            await self._end_here()
+            self._finish_here()
             return
         if self._resumed:
             await self._fleet.looked()  # after a restart: lest it leave its version for the first engine that answers
@@ -125,13 +124,11 @@ class Driver:
                     self._counters.turns_resumed += 1
             if self._transcript.said_all:
                 self._fleet.leave(placement.engine, self._request.turn_id)  # it was expected there
-                await self._end_here()
+                self._finish_here()
                 return
 
-    async def _end_here(self) -> None:
+    def _finish_here(self) -> None:
         self._record.finish_reason = self._transcript.said or ("stop" if self._transcript.stopped else "length")
-        await self._end()
-        self._audience.end()
 
     async def _go_on(self, leaving: Leaving) -> Placement:
         """Where it goes on after leaving an engine: where it was sent, if that still serves its version."""
@@ -170,8 +167,6 @@ class Driver:
         if stream.cancelled():
             raise asyncio.CancelledError
         stream.result()  # raises the cut
-        await self._end()
-        self._audience.end()
 
     def _start_stream(self, placement: Placement, cause: SegmentCause) -> asyncio.Task[None]:
         """The turn counts on the engine, in a segment of its own. StreamCut when the engine left meanwhile."""

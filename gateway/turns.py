@@ -91,7 +91,6 @@ class Run:
             pool=pool,
             timeline=timeline,
             resumed=self._resumed,
-            end=self._end,
         )
         self._task: asyncio.Task[None] | None = None
         self._in_pool = False
@@ -254,6 +253,8 @@ class Run:
             else:
                 self._pool.begin(self.request)
             await self._driver.run_to_end(self.session)
+            await self._end()
+            self.audience.end()
         except LaminarError as e:
             await self._drop("lost", self._told(e))
         except Exception as e:

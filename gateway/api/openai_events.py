@@ -38,19 +38,25 @@ class _KeptAlive:
         self._starting = asyncio.Lock()
         self._sent = False
         self._begun = False
-        self._keeper: asyncio.Task[None] | None = None
+        self._opened_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None  # a handle, no task: thousands of answers wait at once
+        self._filling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._keeper = asyncio.create_task(self._keep_alive(), name="keep-alive")
+        self._arm()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._keeper is not None
-        self._keeper.cancel()
-        await asyncio.wait([self._keeper])
-        failure = None if self._keeper.cancelled() else self._keeper.exception()
+        assert self._timer is not None
+        self._timer.cancel()
+        filling, self._filling = self._filling, None
+        if filling is None:
+            return
+        filling.cancel()
+        await asyncio.wait([filling])
+        failure = None if filling.cancelled() else filling.exception()
         if failure is not None and not isinstance(failure, ConnectionError):  # a client that left is no failure
             raise failure
 
@@ -97,13 +103,23 @@ class _KeptAlive:
         await self.response.write_eof()
         return self.response
 
-    async def _keep_alive(self) -> None:
-        begun_at = time.monotonic()
-        while True:
-            self._sent = False
-            await asyncio.sleep(KEEP_ALIVE_S)
-            if not self._sent and (self._begun or time.monotonic() - begun_at > QUIET_S_MAX):
-                await self.send(self.filler)
+    def _arm(self) -> None:
+        self._sent = False
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._look)
+
+    def _look(self) -> None:
+        """Every `KEEP_ALIVE_S`, until a filler failed: the end tells why."""
+        silent, filling = not self._sent, self._filling
+        if filling is not None and filling.done() and filling.exception() is not None:
+            return
+        self._arm()
+        waits = filling is not None and not filling.done()  # for a client that does not read
+        if silent and not waits and (self._begun or time.monotonic() - self._opened_at > QUIET_S_MAX):
+            self._filling = asyncio.create_task(self._fill(), name="keep-alive")
+
+    async def _fill(self) -> None:
+        await self.send(self.filler)
+        self._sent = False
 
 
 class LateBody(_KeptAlive):

@@ -318,7 +318,9 @@ async def test_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) 
     async with serving(turns, codecs.tiny()) as url, aiohttp.ClientSession() as session:
         body = {"model": "policy", "messages": HELLO, "stream": True}
         async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
-            assert (await asyncio.wait_for(answer.content.readline(), 5)).startswith(b": keep-alive")
+            for _ in range(3):
+                assert (await asyncio.wait_for(answer.content.readline(), 5)).startswith(b": keep-alive")
+                assert await answer.content.readline() == b"\n"
             gate.set()
             rest = await answer.read()
     assert rest.endswith(b"data: [DONE]\n\n")
