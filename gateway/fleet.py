@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import EngineState, FleetState, TurnLoad
 from gateway.core.intake import intake_changes
+from gateway.core.pacing import mean_pace
 from gateway.core.refresh import refresh_decisions
 from gateway.core.relaying import TextDemand
 from gateway.core.scheduler import Admission, Demand, Placement
@@ -189,6 +190,7 @@ class Fleet:
         state = self.state.engines.get(engine)
         if state is not None:
             state.curve.observe(len(state.turns), num_tokens, seconds)
+            self.state.token_s = mean_pace(self.state.token_s, num_tokens, seconds)
 
     def suspect(self, engine: EngineName) -> None:
         """A connection to it broke: it gets no turn before it was looked at, which is now."""

@@ -61,7 +61,8 @@ class Sessions:
         return [ModelInfo(config.model, self._context_tokens(), self._started_unix_s, config.penalties_move, kinds)]
 
     def tokens_per_event(self, *, streamed: bool) -> int:
-        return tokens_per_event(len(self.known.running), streamed=streamed, configured=self.config.tokens_per_event)
+        running, token_s = len(self.known.running), self.fleet.state.token_s
+        return tokens_per_event(running, token_s, streamed=streamed, configured=self.config.tokens_per_event)
 
     def session_of_key(self, api_key: str) -> SessionId | None:
         return self.live.of_key(api_key)

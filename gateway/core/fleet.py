@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.core.curves import DecodeCurve, KvCeiling
+from gateway.core.curves import SECONDS_PER_TOKEN, DecodeCurve, KvCeiling
 from gateway.core.keeping import KeptVersions
 from gateway.core.prefixes import Holding, PrefixIndex
 from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version
@@ -160,6 +160,7 @@ class FleetState:
     newest: Version = NO_VERSION  # newest sealed
     insisted: Mapping[Version, Wanted] = field(default_factory=dict)  # by waiting turns that take no other
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    token_s: float = SECONDS_PER_TOKEN  # of one turn, on the mean of all engines, as learnt
     turn_tokens: float = 256.0  # that a turn typically generates, as learnt; before that, a guess
     prefill_tokens_per_s: float = 1000.0
     kept: KeptVersions = field(init=False)

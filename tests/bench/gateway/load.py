@@ -22,6 +22,10 @@ SPREAD_S = 6.0
 """By which the last stream has begun, after the first: so much longer each is than its measuring."""
 
 
+class StreamOver(Exception):
+    """A stream that should outlast its measuring did not."""
+
+
 def chat(text: str, max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, **more}
 
@@ -62,20 +66,22 @@ async def stream(
     router need not tell its engines that a client left, and what goes on would be in the next one's way."""
     agents = await connect(contender.url, streams)
     body = chat(text, round(rate * (SPREAD_S + SETTLE_S + seconds)), stream=True)
-    calls = await at_work(contender, agents, body, rate)
-    await asyncio.sleep(SETTLE_S)
-    sent, before = await tokens_sent(engines), contender.cpu_s()
-    await asyncio.sleep(seconds)
-    cpu_s = contender.cpu_s() - before
-    cost = Cost(cpu_s, await tokens_sent(engines) - sent)
-    raise_failure(calls)
-    ended, left = await asyncio.wait(calls, timeout=END_S)
-    if left:
-        raise ContenderFailed(f"{contender.name} leaves {len(left)} of {streams} streams without an end")
-    for call in ended:
-        call.result()
-    close(agents)
-    await asyncio.sleep(SETTLE_S)
+    try:
+        calls = await at_work(contender, agents, body, rate)
+        await asyncio.sleep(SETTLE_S)
+        sent, before = await tokens_sent(engines), contender.cpu_s()
+        await asyncio.sleep(seconds)
+        cpu_s = contender.cpu_s() - before
+        cost = Cost(cpu_s, await tokens_sent(engines) - sent)
+        raise_failure(calls)
+        ended, left = await asyncio.wait(calls, timeout=END_S)
+        if left:
+            raise ContenderFailed(f"{contender.name} leaves {len(left)} of {streams} streams without an end")
+        for call in ended:
+            call.result()
+    finally:
+        close(agents)
+        await asyncio.sleep(SETTLE_S)
     return cost
 
 
@@ -100,9 +106,10 @@ async def at_work(
         async with asyncio.timeout(BEGIN_S):
             calls = await asyncio.gather(*(agent(number, one) for number, one in enumerate(agents)))
             await all_begun(agents, calls)
-    except TimeoutError:
+    except (TimeoutError, StreamOver) as e:
         silent = sum(not one.call.events for one in agents)
-        raise ContenderFailed(f"{contender.name} leaves {silent} of {len(agents)} streams without an event") from None
+        why = f"{contender.name} leaves {silent} of {len(agents)} streams without an event"
+        raise ContenderFailed(f"{why} ({e or f'{BEGIN_S:g} s'})") from e
     return calls
 
 
@@ -121,7 +128,7 @@ def raise_failure(calls: Sequence[asyncio.Future[Call]]) -> None:
     for call in calls:
         if call.done():
             call.result()
-            raise AssertionError("a stream ended while it was measured: give it more tokens")
+            raise StreamOver("a stream ended while it was measured: give it more tokens")
 
 
 def medians(rounds: dict[str, list[float]]) -> dict[str, float]:

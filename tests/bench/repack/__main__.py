@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="make bench-repack ARGS=...", description=__doc__)
     parser.add_argument("--scale", type=float, default=6.0, help="seconds of the paper in one of ours")
     parser.add_argument("--measured-s", type=float, default=1000.0, help="of the paper's, for each mode")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES), help="none: the sweep alone")
     parser.add_argument("--no-sweep", action="store_true")
     parser.add_argument("--sim", action="store_true", help="in virtual time: minutes, on any machine")
     parser.add_argument("--add", action="store_true", help="to the modes, and the sweep, that are in the file already")
