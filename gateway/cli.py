@@ -127,7 +127,7 @@ def cli() -> None:
 @click.option(
     "--tokens-per-event",
     type=AT_LEAST_1,
-    help="Tokens that engines gather for one event. Left out: 1 to 16, by the turns that run, and whether one is read.",
+    help="Tokens that engines gather for one event. Left out: 1 to 48, by how many turns run, how fast, and who reads.",
 )
 @click.option("--queue-max", type=AT_LEAST_1, default=1024, help="Turns that may wait at once.")
 @click.option("--session-idle-s", type=SECONDS, default=1800.0, help="Idle sessions are abandoned after this.")

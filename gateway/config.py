@@ -42,7 +42,7 @@ class GatewayConfig:
     recovery_grace_s: float = 60.0  # a turn that outlived the gateway waits so long for its client
     idempotency_window_s: float = 600.0  # a turn that is over can be asked for again so long
     queue_timeout_s: float = 60.0  # a new session waits so long for an intake before 429
-    tokens_per_event: int | None = None  # that engines gather; None: by how many turns run
+    tokens_per_event: int | None = None  # that engines gather; None: by how many turns run, and how fast
     queue_max: int = 1024  # turns that wait for an engine at once
     session_idle_s: float = 1800.0
     reward_window_s: float = 600.0  # rewards may come, or change, so long after a session's finish

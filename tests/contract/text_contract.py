@@ -90,6 +90,7 @@ class TextContract:
             while time.monotonic() < deadline:
                 if await self._running(adapter, 1):
                     return answer, reading
+                await asyncio.sleep(0.02)
             await reading
             answer.close()
         raise AssertionError(f"of {TRIES} turns none was seen to run")

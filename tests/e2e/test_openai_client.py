@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +56,12 @@ def _serve(directory: Path, engine_url: str) -> Gateway:
         directory,
     )
     gateway = Gateway(daemon.ready["url"], daemon, Codec.load(model))
-    deadline = time.monotonic() + 20
-    while [e["state"] for e in httpx.get(f"{gateway.url}/status", timeout=10).json()["engines"]] != ["serving"]:
-        assert time.monotonic() < deadline, daemon.log()
-        time.sleep(0.02)
+    until(lambda: _states(gateway.url) == ["serving"], "a serving engine")
     return gateway
+
+
+def _states(url: str) -> list[str]:
+    return [engine["state"] for engine in httpx.get(f"{url}/status", timeout=10).json()["engines"]]
 
 
 @pytest.fixture(scope="module")
