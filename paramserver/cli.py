@@ -20,6 +20,7 @@ from typing import TypeVar
 import click
 
 from paramserver.config import EngineBeside, RelayConfig, parse_bytes
+from paramserver.core.records import NUMBER_MAX
 from paramserver.membership import LocalEtcd
 from paramserver.relay_client import RelayClient
 from protos.engines import ENGINE_KINDS
@@ -65,7 +66,9 @@ relay_option = click.option(
 )
 
 
-@click.group(context_settings={"auto_envvar_prefix": "PARAMSERVER", "show_default": True})
+@click.group(
+    context_settings={"auto_envvar_prefix": "PARAMSERVER", "show_default": True, "help_option_names": ["-h", "--help"]}
+)
 def cli() -> None:
     """Laminar's parameter service: relays that keep weight versions in host memory and pass them along a chain.
 
@@ -80,8 +83,13 @@ def cli() -> None:
 
 @cli.command()
 @click.option("--name", default=socket.gethostname, show_default="this host's name", help="Unique among relays.")
-@click.option("--etcd", type=HostPort(), help="HOST:PORT of etcd. Without it, one of its own is started on loopback.")
+@click.option(
+    "--etcd",
+    type=HostPort(),
+    help="HOST:PORT of etcd. Without it, one of its own runs on loopback, its data in POOL_DIR.etcd.",
+)
 @click.option("--host", default="127.0.0.1", help="Address to listen on, and to tell the other relays.")
+@click.option("--advertise", default="", help="Address or name to tell the others instead, as with --host 0.0.0.0.")
 @click.option("--port", type=PORT, default=0, help="gRPC port; 0: any free one.")
 @click.option("--data-port", type=PORT, default=0, help="Port for bytes; 0: any free one.")
 @click.option(
@@ -163,9 +171,16 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
     if config.etcd:
         await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
         return
-    async with LocalEtcd() as etcd:
+    # Beside the pool, and kept: versions that began at 1 again would be older than those that engines serve.
+    pool_dir = config.pool_dir.resolve()
+    async with LocalEtcd(data_dir=pool_dir.with_name(f"{pool_dir.name}.etcd")) as etcd:
         config = dataclasses.replace(config, etcd=etcd.endpoint)
-        await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": etcd.endpoint}))
+        keeping = asyncio.create_task(etcd.keep())
+        try:
+            await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
 
 
 @cli.command()
@@ -240,20 +255,48 @@ def drain(relay: str, wait_s: float) -> None:
 
 @cli.command()
 @relay_option
-def adopt(relay: str) -> None:
+@click.option(
+    "--continues", default="", metavar="ID", help="An earlier etcd, whose versions go on in the one there now."
+)
+@click.option("--model", default="", help="With --continues: its next version is above --above.")
+@click.option(
+    "--above", type=click.IntRange(0, NUMBER_MAX), default=0, help="The newest version that anybody knows of."
+)
+def adopt(relay: str, continues: str, model: str, above: int) -> None:
     """Makes a relay join the etcd that is there now, after the one it belonged to was replaced by an empty one.
 
     Until then it serves what it has and takes nothing new: a wiped etcd counts its revisions from the start, so old
     masters would look new. What it holds sealed comes along under the same numbers; the next version's number lies some
     1000 above, so that it is not one that other relays hold already. Run it for every relay.
+
+    Gateways and trainers refuse versions of an etcd that replaced the one they know, and name the id to give as
+    --continues when no relay is left that was there: run that once, on any relay.
     """
 
     async def ask() -> tuple[str, list[str]]:
         async with RelayClient(relay) as client:
-            return await client.adopt()
+            return await client.adopt(continues=continues, model=model, above=above)
 
     store_id, versions = _run(ask())
-    click.echo(f"joined {store_id} with {', '.join(versions) or 'no version'}")
+    click.echo(f"{'goes on in' if continues else 'joined'} {store_id} with {', '.join(versions) or 'no version'}")
+
+
+@cli.command()
+@relay_option
+@click.option("--model", required=True)
+def drop(relay: str, model: str) -> None:
+    """Ends a model: all its versions, on every relay, in memory and on disk.
+
+    Refused while somebody publishes to it. Engines that still map a version keep its bytes until they let go. A model
+    of that name may be published again; its numbers go on where they ended.
+    """
+
+    async def ask() -> list[int]:
+        async with RelayClient(relay) as client:
+            return await client.drop(model)
+
+    held = _run(ask())
+    click.echo(f"dropped {model} with {'versions ' + ', '.join(map(str, held)) if held else 'no version'}")
 
 
 @cli.command()
@@ -298,7 +341,7 @@ def doctor(
 @cli.command()
 @relay_option
 @click.option("--model", required=True)
-@click.option("--version", type=click.IntRange(1), help="Default: the newest that the relay holds.")
+@click.option("--version", type=click.IntRange(1, NUMBER_MAX), help="Default: the newest that the relay holds.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

@@ -27,6 +27,10 @@ def show_status(status: RelayStatus, *, as_json: bool) -> None:
     console.print(
         f"relay {status.relay} (instance {status.instance}), registry {registry}, transport {status.transport}"
     )
+    if status.draining:
+        console.print("draining: it serves what it has and takes no more")
+    if status.trouble:
+        console.print(f"TROUBLE: {status.trouble}", style="red")
     console.print(
         f"pool {show_bytes(status.pool_bytes)}, used {show_bytes(status.used_bytes)}, "
         f"quarantined {show_bytes(status.quarantined_bytes)}"
@@ -53,6 +57,9 @@ def _models(console: Console, status: RelayStatus) -> None:
         if model.hops:
             console.print(f"chain, plan {model.plan} ({model.plan_reason or 'as before'}):", markup=False)
             console.print(_chain(model))
+        for one in model.refused_loads:
+            times = f" {one.times} times" if one.times > 1 else ""
+            console.print(f"engine {one.engine} refused version {one.version}{times}: {one.error}", markup=False)
 
 
 def _chain(model: ModelStatus) -> Table:

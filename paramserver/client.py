@@ -6,6 +6,7 @@ Invariants:
 """
 
 from paramserver.core.layout import DTYPES
+from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import Rank, RegisteredEngine
 from paramserver.core.stage import Stage
 from paramserver.engines import watch_engines
@@ -16,6 +17,7 @@ from paramserver.relay_client import (
     Lease,
     ModelStatus,
     PinStatus,
+    RefusedLoad,
     RelayClient,
     RelayStatus,
     SealedVersion,
@@ -29,9 +31,12 @@ __all__ = [
     "EventKind",
     "HopStatus",
     "Lease",
+    "Lineage",
     "ModelStatus",
+    "Origin",
     "PinStatus",
     "Rank",
+    "RefusedLoad",
     "RegisteredEngine",
     "RelayClient",
     "RelayStatus",

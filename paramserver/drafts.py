@@ -34,6 +34,7 @@ class Draft:
     recording: asyncio.Task[None] | None = None  # the first try to announce it in the registry
     recorded: bool = False
     in_doubt: bool = False  # a sealing transaction was sent and not answered
+    warnings: tuple[str, ...] = ()  # for its publisher
     state: DraftState = "writing"
     reason: str = ""
     root: str = ""
@@ -62,7 +63,7 @@ class Drafts:
     def of(self, model: str, version: int, token: str) -> Draft:
         """Conflict when nobody may write to that version with this token."""
         draft = self._drafts.get((model, version))
-        if draft is None or not secrets.compare_digest(draft.token, token):
+        if draft is None or not secrets.compare_digest(draft.token.encode(), token.encode(errors="replace")):
             raise Conflict(f"nothing may be written to version {version} of {model} with this token")
         return draft
 

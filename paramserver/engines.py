@@ -55,10 +55,14 @@ class EngineView:
 def _read(key: str, value: bytes) -> list[RegisteredEngine]:
     """The engine that an entry tells of; none when nobody can read it, such as a newer relay's."""
     try:
-        return [msgspec.json.decode(value, type=RegisteredEngine)]
-    except msgspec.MsgspecError as error:
+        engine = msgspec.json.decode(value, type=RegisteredEngine)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         log.warning("%s is no engine: %s", key, error)
         return []
+    if keys.engine_key(engine.name) != key:
+        log.warning("%s is no engine: it names another, %r", key, engine.name[:200])
+        return []
+    return [engine]
 
 
 async def watch_engines(registry: Registry) -> AsyncIterator[Engines]:
@@ -75,4 +79,4 @@ async def _store_id(registry: Registry) -> str:
         except Unavailable:
             await asyncio.sleep(RETRY_S)
             continue
-        return next((e.value.decode() for e in entries if e.key == keys.STORE), "")
+        return next((e.value.decode(errors="replace") for e in entries if e.key == keys.STORE), "")

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from paramserver.config import RelayConfig
@@ -26,10 +27,14 @@ from paramserver.data.wire import Greeting
 from paramserver.seat import Seat
 from paramserver.spill import SCHEME, Spill
 from paramserver.store import Snapshot
+from paramserver.troubles import Troubles
 from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
 
+FETCHES_MAX = 256
+"""Versions fetched at once, each with a thread that waits for its stripes. More of them wait for one that ends."""
+FAILED_RETRY_S = 1.0  # before a version is fetched again whose fetch failed for a reason that nobody foresaw
 IDLE_S = 2.0  # a fetch without a byte for this long makes way for a newer sealed version
 
 
@@ -74,6 +79,9 @@ class Fetches:
         self._nixl = NixlDialer(movers, self._dial_tcp) if movers is not None else None
         self._bind_host = bind_host
         self._running: dict[tuple[str, int], _Running] = {}
+        self._troubles = Troubles(log)
+        # Not the event loop's own threads: a few fetches without a byte would keep everything else from running there.
+        self._threads = ThreadPoolExecutor(FETCHES_MAX, "fetch")
 
     def start(self, announced: Announced, snapshot: Snapshot) -> None:
         manifest = announced.manifest
@@ -107,6 +115,10 @@ class Fetches:
         for running in self._running.values():
             running.fetch.cancel()
 
+    def close(self) -> None:
+        """Gives the threads back, once every fetch has ended."""
+        self._threads.shutdown(wait=False)
+
     def idle(self, model: str) -> list[int]:
         """Versions that have been getting no bytes for `IDLE_S`."""
         return [version for (of, version), at in self._running.items() if of == model and at.fetch.idle_s > IDLE_S]
@@ -126,12 +138,17 @@ class Fetches:
         started = time.monotonic()
         fetched = None
         try:
-            if await asyncio.to_thread(fetch.run):
+            if await asyncio.get_running_loop().run_in_executor(self._threads, fetch.run):
                 root = await asyncio.to_thread(snapshot.root)
                 came = Holding(fetch.upstream, fetch.rate_bytes_s, fetch.num_stripes, fetch.rtt_s, fetch.transport)
                 fetched = Fetched(root, came, time.monotonic() - started)
         except LaminarError as error:
             log.warning("%s did not come: %s", snapshot, error)
+        except Exception as error:  # noqa: BLE001  (the version is tried again; it must not be under way for ever)
+            self._troubles.met(f"{snapshot} does not come and is tried again", error)
+            await asyncio.sleep(FAILED_RETRY_S)
+        else:
+            self._troubles.over(f"{snapshot} does not come and is tried again")
         finally:
             del self._running[snapshot.manifest.model, snapshot.manifest.version]
         await self._ended(snapshot, fetched)

@@ -189,7 +189,10 @@ def _orphans(parent: Path) -> list[tuple[Path, int]]:
 
 
 def _held(lock: Path) -> bool:
-    fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # gone meanwhile, or somebody else's: nothing to be cleared from here
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

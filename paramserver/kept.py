@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -18,13 +19,16 @@ from pathlib import Path
 
 import msgspec
 
-from paramserver.core.records import DIGEST_BYTES, ChunkMap, Manifest, version_root
-from protos.errors import Corrupt, NotFound
+from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, Manifest, version_root
+from protos.errors import Corrupt, NotFound, OutOfCapacity
 
 log = logging.getLogger(__name__)
 
 RECORDS = "records"
 SNAPSHOTS = "snapshots"
+SPARES = ".spare"  # among the records; no model has such a name
+NUM_SPARES = 4
+SPARE_BYTES = 64 << 10
 COPY_BYTES = 16 << 20
 
 
@@ -54,22 +58,93 @@ class Kept:
     def files(self) -> list[Path]:
         return [self.directory / file.name for file in self.manifest.files]
 
+    @property
+    def paths(self) -> list[Path]:
+        """All that must stay for it to be found again."""
+        return [*self.files, self.record]
 
-def write_record(base: Path, manifest: Manifest, root_digest: str, digests: Sequence[bytes]) -> None:
-    """Writes the record of a snapshot; durable when this returns, as far as `base` is."""
-    path = base / RECORDS / relative_path(manifest)
+
+def keep_spare_records(base: Path) -> None:
+    """Allocates room for the next records below `base`, as a pool does for the files that they stand beside.
+
+    From now on a version that fits the pool is recorded although others fill the file system: `reserve_record` takes a
+    spare one, and the record of a version that goes becomes one again. OutOfCapacity when there is no room even now.
+    """
+    spares = base / RECORDS / SPARES
+    spares.mkdir(parents=True, exist_ok=True)
+    for at in range(NUM_SPARES):
+        _allocate(spares / f"spare-{at}", SPARE_BYTES, base)
+
+
+def reserve_record(base: Path, manifest: Manifest) -> None:
+    """Room for a snapshot's record, taken before its first byte comes. OutOfCapacity when the file system is full."""
+    path = _partial(base, manifest)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    spare = min((base / RECORDS / SPARES).glob("spare-*"), default=None)
+    if spare is not None:
+        spare.rename(path)
+    head = len(msgspec.json.encode(_Head(manifest, "0" * 2 * DIGEST_BYTES))) + 1
+    _allocate(path, head + DIGEST_BYTES * ChunkMap.of(manifest).num_chunks, base)
+
+
+def _allocate(path: Path, size_bytes: int, base: Path) -> None:
+    """Grows the file to `size_bytes`; it never gives up memory that it has. OutOfCapacity leaves none."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        _discard(base, path)
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OutOfCapacity(f"the file system of {base} is full", hint="make room on it") from error
+    finally:
+        os.close(fd)
+
+
+def write_record(
+    base: Path, manifest: Manifest, root_digest: str, digests: Sequence[bytes], *, durable: bool = False
+) -> None:
+    """Writes the record of a snapshot, into what was reserved for it; durable if so wanted, as far as `base` is."""
+    partial = _partial(base, manifest)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644), "wb") as file:
         file.write(msgspec.json.encode(_Head(manifest, root_digest)) + b"\n")
         file.write(b"".join(digests))
+        file.truncate()
         file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+        if durable:
+            os.fsync(file.fileno())
+    partial.rename(base / RECORDS / relative_path(manifest))
 
 
 def remove_record(base: Path, manifest: Manifest) -> None:
-    (base / RECORDS / relative_path(manifest)).unlink(missing_ok=True)
+    _discard(base, base / RECORDS / relative_path(manifest))
+    _discard(base, _partial(base, manifest))
+
+
+def _discard(base: Path, record: Path) -> None:
+    """The file's memory is for the next record where spare ones are kept; else it is given up."""
+    spares = base / RECORDS / SPARES
+    if not record.exists():
+        return
+    if spares.is_dir() and record.parent != spares and len(list(spares.iterdir())) < NUM_SPARES:
+        record.rename(spares / f"spare-{record.parent.name}-{record.name}")
+    else:
+        record.unlink()
+
+
+def _partial(base: Path, manifest: Manifest) -> Path:
+    return (base / RECORDS / relative_path(manifest)).with_suffix(PARTIAL)
+
+
+def sweep(base: Path) -> None:
+    """Removes what a life that ended while it wrote left below `base`: whatever belongs to no whole record."""
+    for path in (base / RECORDS).glob(f"*/v*{PARTIAL}"):
+        path.unlink()
+    for path in (base / SNAPSHOTS).glob("*/v*"):
+        if path.suffix == PARTIAL or not (base / RECORDS / path.parent.name / path.name).exists():
+            log.info("removing %s: it was never whole", path)
+            shutil.rmtree(path)
 
 
 def find(base: Path) -> list[Kept]:
@@ -99,7 +174,7 @@ def beside(directory: Path) -> Kept:
 
 
 def _read(base: Path, path: Path) -> Iterator[Kept]:
-    if path.suffix == ".partial":
+    if path.suffix == PARTIAL:
         return
     try:
         kept = _parse(base, path.read_bytes())
@@ -140,7 +215,7 @@ def copy_out(files: Sequence[memoryview], kept: Kept, reading: Callable[[], Abst
 
     `reading` holds the snapshot's memory for one piece; it raises when that memory was wanted back meanwhile.
     """
-    partial = kept.directory.with_suffix(".partial")
+    partial = kept.directory.with_suffix(PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -148,10 +223,10 @@ def copy_out(files: Sequence[memoryview], kept: Kept, reading: Callable[[], Abst
             _write(partial / spec.name, view, reading)
         shutil.rmtree(kept.directory, ignore_errors=True)
         partial.rename(kept.directory)
-        write_record(kept.base, kept.manifest, kept.root_digest, kept.digests)
+        write_record(kept.base, kept.manifest, kept.root_digest, kept.digests, durable=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        kept.record.with_suffix(".partial").unlink(missing_ok=True)
+        kept.record.with_suffix(PARTIAL).unlink(missing_ok=True)
         raise
 
 

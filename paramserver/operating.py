@@ -9,11 +9,17 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import re
 
+from paramserver.core.records import NUMBER_MAX, check_model_name
 from paramserver.publishing import Publishing
 from paramserver.relay import Relay
+from paramserver.relay_client import RelayClient
+from protos.errors import Conflict, InvalidRequest, NotFound, UnknownModel
 
 log = logging.getLogger(__name__)
+
+_STORE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 NUMBERS_SKIPPED = 1000
 """Versions that a relay may have missed of its old registry; numbers cost nothing, and the missed ones are in use."""
@@ -31,7 +37,7 @@ class Operating:
         relay = self._relay
         if not relay.seat.member.draining:
             log.info("draining: no new version, no chain, no election")
-            await relay.seat.drain()
+        await relay.seat.drain()
         for model in sorted(relay.view.masters):
             if relay.seat.is_master(model):
                 await self._publishing.presiding.resign(model)
@@ -60,6 +66,47 @@ class Operating:
         pins = [f"pin of {pin.holder} on {pin.model} version {pin.version}" for pin in hard]
         links = [f"peers fetching {snapshot}" for snapshot in relay.store.snapshots() if snapshot.num_links]
         return [*pins, *links]
+
+    async def go_on_with(self, store_id: str, model: str, above: int) -> tuple[str, list[str]]:
+        """Records that versions of an earlier registry go on in this one, the next of `model` above `above`.
+
+        For readers and trainers that know the earlier one, when no relay is left that was there.
+        """
+        seat = self._relay.seat
+        if not _STORE_ID.fullmatch(store_id):
+            raise InvalidRequest(f"{store_id!r} is no registry's id", hint="give the one that the refusal names")
+        if above > NUMBER_MAX:
+            raise InvalidRequest(f"above {above}", hint=f"give at most {NUMBER_MAX}: versions count up from there")
+        if seat.foreign_store:
+            raise Conflict(
+                "this relay does not belong to the registry that is there now",
+                hint="`paramserver adopt` without more first",
+            )
+        if model:
+            check_model_name(model)
+            self._relay.of(model).skip_to(above + 1)
+            await seat.want(model)
+            await seat.skip_numbers(model, above + 1)
+        await seat.go_on_with([store_id])
+        await self._relay.refresh()
+        log.info("versions of the registry %s go on in this one (%s)", store_id, seat.view.store_id)
+        return seat.view.store_id, [f"{model} above version {above}"] if model else []
+
+    async def drop(self, model: str) -> list[int]:
+        """Ends a model and all its versions, wherever its master is; the numbers of those that the master held."""
+        relay = self._relay
+        if model not in relay.view.models:
+            raise UnknownModel(
+                f"no model {model!r} here", hint=f"known: {', '.join(sorted(relay.view.models)) or 'none'}"
+            )
+        master = await self._publishing.locate(model)
+        if relay.seat.is_master(model):
+            return await self._publishing.drop(model)
+        member = relay.view.members.get(master)
+        if member is None:
+            raise NotFound(f"{master}, master of {model}, is not a member now", hint="try again")
+        async with RelayClient(member.grpc_address) as peer:
+            return await peer.drop(model)
 
     async def adopt(self) -> tuple[str, list[str]]:
         """Joins the registry that is there now: its id, and the versions that come along."""

@@ -1,6 +1,7 @@
 """`paramserver pull`: one version from a relay into a directory, resumable, every digest checked.
 
 Invariants:
+- one pull at a time writes into a directory: whatever another put there would count as verified;
 - files are written under names ending in `.partial` and renamed only when the version's root matched the sealed one;
 - the journal holds the digest of every chunk that was verified; on resuming, what is on disk is hashed against it,
   so a torn write costs its chunk and nothing else.
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -21,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from paramserver.config import show_bytes
-from paramserver.core.records import DIGEST_BYTES, ChunkMap, Manifest, digest, version_root
+from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, Manifest, digest, version_root
 from paramserver.data.fetch import Fetch
 from paramserver.data.tcp import TcpLink, dialer
 from paramserver.data.transport import Source
@@ -29,9 +32,10 @@ from paramserver.data.wire import Greeting
 from paramserver.relay_client import Lease, RelayClient
 from protos.errors import Conflict, Corrupt, LaminarError, Unavailable
 
+log = logging.getLogger(__name__)
+
 JOURNAL = ".laminar-pull"
 _ENTRY = struct.Struct(f"!I{DIGEST_BYTES}s")
-PARTIAL = ".partial"
 POLL_S = 0.1
 PIN_TTL_S = 30.0
 
@@ -47,18 +51,22 @@ class PartialFiles:
         self._digests: list[bytes | None] = [None] * self.chunks.num_chunks
         self._maps: list[mmap.mmap | None] = []
         self._journal = -1
+        self._journal_failed = False
 
     def __enter__(self) -> Self:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for spec in self.manifest.files:
-                if (self._directory / spec.name).exists():
-                    raise Conflict(f"{self._directory / spec.name} exists", hint="choose an empty --out directory")
+            self._lock()
+            self._refuse_present()
             self._maps = [self._map(spec.name, spec.size_bytes) for spec in self.manifest.files]
             self._resume()
+        except LaminarError:
+            self._close()
+            raise
         except OSError as error:
+            self._close()
             raise Unavailable(
-                f"cannot write {self.manifest.size_bytes} bytes to {self._directory}: {error.strerror}",
+                f"cannot write {show_bytes(self.manifest.size_bytes)} to {self._directory}: {error.strerror}",
                 hint="choose another --out directory",
             ) from error
         return self
@@ -66,8 +74,12 @@ class PartialFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._journal >= 0:
             os.close(self._journal)
+            self._journal = -1
         self._maps = []
 
     @property
@@ -82,23 +94,32 @@ class PartialFiles:
 
     def present(self, index: int, chunk_digest: bytes) -> None:
         self._digests[index] = chunk_digest
-        os.write(self._journal, _ENTRY.pack(index, chunk_digest))
+        if self._journal_failed:
+            return
+        try:
+            os.write(self._journal, _ENTRY.pack(index, chunk_digest))
+        except OSError as error:  # the files have their room: what this costs is work, if the pull is cut
+            self._journal_failed = True
+            log.warning("%s is written no further: %s", self._directory / JOURNAL, error)
 
     def missing(self) -> list[int]:
         return [index for index, known in enumerate(self._digests) if known is None]
 
     def finish(self) -> None:
-        """Checks the root and gives the files their names. Corrupt when it is not the sealed version."""
+        """Checks the root and gives the files their names. Corrupt when it is not the sealed version; Unavailable."""
         root = version_root(self.manifest, [known for known in self._digests if known is not None])
         if root != self._root_digest:
             raise Corrupt(
                 f"the files have root {root}, version {self.manifest.version} was sealed as {self._root_digest}"
             )
-        for spec, mapping in zip(self.manifest.files, self._maps, strict=True):
-            if mapping is not None:
-                mapping.flush()
-            os.rename(self._directory / (spec.name + PARTIAL), self._directory / spec.name)
-        (self._directory / JOURNAL).unlink()
+        try:
+            for spec, mapping in zip(self.manifest.files, self._maps, strict=True):
+                if mapping is not None:
+                    mapping.flush()
+                os.rename(self._directory / (spec.name + PARTIAL), self._directory / spec.name)
+            (self._directory / JOURNAL).unlink()
+        except OSError as error:
+            raise Unavailable(f"cannot finish the files in {self._directory}: {error}") from error
 
     def _map(self, name: str, size: int) -> mmap.mmap | None:
         fd = os.open(self._directory / (name + PARTIAL), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -110,13 +131,31 @@ class PartialFiles:
         finally:
             os.close(fd)
 
+    def _lock(self) -> None:
+        """Opens the journal for this pull alone. Conflict while another has it."""
+        path = self._directory / JOURNAL
+        self._journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.fstat(self._journal).st_nlink > 0  # else one that ended just now has removed it
+        except BlockingIOError:
+            mine = False
+        if not mine:
+            raise Conflict(f"another pull writes there: {self._directory}", hint="give each its own --out, or wait")
+
+    def _refuse_present(self) -> None:
+        for spec in self.manifest.files:
+            if (self._directory / spec.name).exists():
+                if os.fstat(self._journal).st_size == 0:  # made just now, and nothing was to be resumed
+                    (self._directory / JOURNAL).unlink()
+                raise Conflict(f"{self._directory / spec.name} exists", hint="choose an empty --out directory")
+
     def _resume(self) -> None:
         """The journal begins with the root it belongs to; a journal of another version is started over."""
-        path = self._directory / JOURNAL
-        found = path.read_bytes() if path.exists() else b""
+        found = (self._directory / JOURNAL).read_bytes()
         head = f"{self._root_digest}\n".encode()
         entries = found[len(head) :] if found.startswith(head) else b""
-        self._journal = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._journal, 0)
         os.write(self._journal, head)
         for start in range(0, len(entries) - _ENTRY.size + 1, _ENTRY.size):
             index, chunk_digest = _ENTRY.unpack_from(entries, start)
@@ -130,7 +169,7 @@ class PartialFiles:
 
 async def pull(relay: str, model: str, version: int | None, out: Path, *, num_stripes: int, patience_s: float) -> None:
     """Brings a version into `out`; the pin on it is renewed while it comes."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)  # a path or digest that is broken over lines cannot be copied
     async with RelayClient(relay) as client:
         lease = await client.acquire(model, version, holder=f"pull:{os.getpid()}", ttl_s=PIN_TTL_S)
         try:
@@ -188,4 +227,10 @@ def _progress(console: Console) -> Progress:
 def _ask_manifest(source: Source, greeting: Greeting) -> Manifest:
     link = TcpLink(source, greeting)
     link.close()
-    return link.manifest
+    manifest = link.manifest
+    if (manifest.model, manifest.version) != (greeting.model, greeting.version):
+        raise Corrupt(
+            f"{source.name} was asked for version {greeting.version} of {greeting.model} and answers with version "
+            f"{manifest.version} of {manifest.model}"
+        )
+    return manifest

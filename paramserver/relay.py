@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -18,10 +19,11 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from paramserver.config import RelayConfig, show_bytes
 from paramserver.core.copies import MissingCopies, PinnedVersion
 from paramserver.core.pins import Pin, Pins, keepers
-from paramserver.core.records import Announced, Ended, Holding, Plan, Sealed
+from paramserver.core.records import Announced, Ended, Holding, Manifest, Plan, Sealed
 from paramserver.core.stragglers import Hop, Stragglers
 from paramserver.core.versions import Drop, Effect, Fetch, ModelVersions, Show, Tell
 from paramserver.core.view import (
+    DroppedFact,
     Fact,
     HolderFact,
     MasterFact,
@@ -34,11 +36,15 @@ from paramserver.core.view import (
 from paramserver.data.movers import Movers
 from paramserver.fetches import Fetched, Fetches
 from paramserver.fleet_pins import FleetPins
+from paramserver.memory import Memory
+from paramserver.pool import Stopped
 from paramserver.seat import Seat
 from paramserver.spill import Spill
 from paramserver.store import Snapshot, Store
+from paramserver.troubles import Troubles
 from paramserver.watchers import Watchers
 from protos.errors import (
+    Conflict,
     Corrupt,
     LaminarError,
     NotFound,
@@ -50,6 +56,7 @@ from protos.errors import (
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 0.25
+GIVE_BACK_RETRY_S = 1.0
 VERSIONS_KEPT = 64  # numbers of old versions remembered, for tickets and late questions
 
 
@@ -87,12 +94,16 @@ class Relay:
             movers=movers,
             bind_host=bind_host,
         )
+        self.memory = Memory(store.pool, self.spawn)
+        self._taking: set[str] = set()  # models for whose next version memory is being allocated
         self._came: dict[tuple[str, int], Holding] = {}
         self._stragglers: dict[str, Stragglers] = {}
         self._missing: dict[str, MissingCopies] = {}
+        self._settled: dict[str, int] = {}  # revisions of models' versions at which nothing was left to do
         self._leaving = 0  # snapshots whose memory is on its way back
         self._no_room: set[tuple[str, int]] = set()
         self._background: set[asyncio.Task[None]] = set()
+        self._troubles = Troubles(log)
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -105,22 +116,42 @@ class Relay:
         """Applies what the registry says, for ever."""
         async for facts in self.seat.follow():
             for fact in facts:
-                self.take_fact(fact)
-            for model in list(self.models):
-                self.tidy(model)
+                with self._troubles.contained(f"not applied: {type(fact).__name__} of {_subject(fact)}"):
+                    self.take_fact(fact)
+            self._tidy_all()
             await self._notify()
 
     async def housekeep(self) -> None:
         """Pins that lapse, versions that retire, quarantine that clears, fetches that may go better now."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            for pin in self.pins.expire(time.monotonic()):
-                log.warning("pin of %s on %s version %d lapsed", pin.holder, pin.model, pin.version)
-                self.spawn(self.fleet_pins.end(pin))
-            self.store.pool.sweep()
-            for model in list(self.models):
-                self.tidy(model)
+            with self._troubles.contained("pins that lapsed are not ended"):
+                for pin in self.pins.expire(time.monotonic()):
+                    log.warning("pin of %s on %s version %d lapsed", pin.holder, pin.model, pin.version)
+                    self.spawn(self.fleet_pins.end(pin))
+            with self._troubles.contained("quarantined memory is not looked at"):
+                self.store.pool.sweep()
+            with self._troubles.contained("memory is not cut for the versions to come"):
+                self.memory.cut()
+            with self._troubles.contained("records of versions shown here are not written"):
+                self.store.record_shown()
+            self._tidy_all()
             await self._notify()
+
+    def _tidy_all(self) -> None:
+        self._forget_models()
+        for model in list(self.models):
+            if self._is_settled(model):
+                continue
+            with self._troubles.contained(f"versions of {model} neither come nor go here"):
+                self.tidy(model)
+                if self.models[model].settled:
+                    self._settled[model] = self.models[model].revision
+
+    def _is_settled(self, model: str) -> bool:
+        """Nothing has happened since the last look, and no time that passes makes a difference: most models, mostly."""
+        pinned = bool(self.view.pinned_versions(model)) if self.view.pins else False
+        return not pinned and self._settled.get(model) == self.models[model].revision
 
     async def dismiss(self) -> None:
         """Ends the streams that would otherwise wait for ever: watchers, runs, tickets."""
@@ -132,8 +163,10 @@ class Relay:
         """Ends fetches and what runs in the background, and starts no more of either."""
         self.closing = True
         self._fetches.cancel_all()
+        self.memory.stop()
         while self._background:
             await asyncio.wait(self._background)
+        self._fetches.close()
 
     # ---- readers
 
@@ -156,9 +189,11 @@ class Relay:
         pin = self.pins.add(lease_id, model, wanted, holder, ttl_s, time.monotonic(), copies)
         return pin, shown[wanted]
 
-    def path_of(self, model: str, version: int) -> str:
-        snapshot = self.store.get(model, version)
-        assert snapshot is not None
+    def path_of(self, pin: Pin) -> str:
+        """Where a pinned version lies. NotFound when it went all the same: its bytes turned out bad, or it was lost."""
+        snapshot = self.store.get(pin.model, pin.version)
+        if snapshot is None or not self.pins.holds(pin.lease_id):
+            raise NotFound(f"the pin on version {pin.version} of {pin.model} is not held: it is here no more")
         return str(snapshot.directory)
 
     def watch(self, model: str) -> AsyncIterator[Tell]:
@@ -213,6 +248,7 @@ class Relay:
     def of(self, model: str) -> ModelVersions:
         if model not in self.models:
             self.models[model] = ModelVersions(model, retain=self.config.retain)
+            self.models[model].skip_to(self.view.dropped.get(model, 0))
         return self.models[model]
 
     async def refresh(self) -> None:
@@ -242,6 +278,8 @@ class Relay:
                 self.of(model).spilled(version, relay, present=present)
             case SkippedFact(model, number):
                 self.of(model).skip_to(number)
+            case DroppedFact(model, number):
+                self._end_dropped(model, number)
             case MasterFact(model, seen):
                 log.info("%s: master is %s", model, seen.master.name if seen else "nobody")
             case MemberFact(name, member):
@@ -251,6 +289,8 @@ class Relay:
 
     def record(self, model: str, version: int, record: Announced | Sealed | Ended) -> None:
         """A record of the registry, seen or just written by this relay itself."""
+        if version < self.view.dropped.get(model, 0):  # its deletion is on the way
+            return
         versions = self.of(model)
         match record:
             case Announced():
@@ -277,14 +317,40 @@ class Relay:
         """Retires what retention no longer wants and nobody uses; starts the fetch that is due."""
         if self.closing:
             return
-        versions = self.of(model)
+        versions = self.models.get(model)
+        if versions is None:
+            return
         self.retire(model)
         if not self.seat.is_master(model):  # the master forgets when it deletes the records
-            versions.forget(2 * VERSIONS_KEPT, self.view.pinned_versions(model))
+            versions.forget(versions.forgettable(2 * VERSIONS_KEPT, self.view.pinned_versions(model)))
         self._cancel_overtaken(model)
         if not self.seat.member.draining:
             versions.copy_here(self._copies_due(model))
             self.apply(model, versions.next_fetch())
+
+    def _end_dropped(self, model: str, number: int) -> None:
+        if model in self.models:
+            effects = self.of(model).dropped(number)
+            log.info("%s: versions below %d were dropped", model, number)
+            self.apply(model, effects)
+        self.store.pool.forget(model)
+        if self.spill is not None:
+            self.spill.drop(model, number)
+
+    def _forget_models(self) -> None:
+        """Those of which neither this relay nor the registry has anything: dropped, or never used."""
+        for model in self.view.keyless() | (self.models.keys() - self.view.models):
+            if model not in self.models or self.models[model].empty:
+                self._forget_model(model)
+
+    def _forget_model(self, model: str) -> None:
+        self.view.forget(model)
+        self.models.pop(model, None)
+        self._settled.pop(model, None)
+        self._stragglers.pop(model, None)
+        self._missing.pop(model, None)
+        self._no_room = {one for one in self._no_room if one[0] != model}
+        self.store.pool.forget(model)
 
     def retire(self, model: str, *, need_room: bool = False) -> None:
         """What a peer is fetching, or the fleet wants kept here, stays unless `need_room`: peers can ask others."""
@@ -354,7 +420,7 @@ class Relay:
         self.seat.unhold(model, version)
         for pin in self.pins.dropped(model, version):
             log.warning("pin of %s on %s version %d ends with it: %s", pin.holder, model, version, why)
-            self.fleet_pins.leave(pin)
+            self.spawn(self.fleet_pins.leave(pin))
         fetching = self._fetches.cancel(model, version)
         snapshot = self.store.get(model, version)
         if snapshot is not None:
@@ -373,9 +439,22 @@ class Relay:
         if snapshot.leaving:  # given up here and ended elsewhere at the same time
             return
         snapshot.leaving = True
-        quarantined = await asyncio.to_thread(
-            self.store.remove, snapshot, why, reuse=not (snapshot.written_elsewhere and not snapshot.complete)
-        )
+        try:
+            await self._give_back(snapshot, why)
+        except Conflict as error:
+            log.error("its memory is kept until they leave: %s", error)
+            self.spawn(self._give_back_later(snapshot, why))
+
+    async def _give_back_later(self, snapshot: Snapshot, why: str) -> None:
+        """Somebody is inside who could not be broken off, such as a disk that hangs: it ends some time."""
+        while not self.closing:
+            await asyncio.sleep(GIVE_BACK_RETRY_S)
+            with contextlib.suppress(Conflict):  # it was logged
+                await self._give_back(snapshot, why)
+                return
+
+    async def _give_back(self, snapshot: Snapshot, why: str) -> None:
+        quarantined = await asyncio.to_thread(self.store.remove, snapshot, why)
         log.info("dropped %s (%s), quarantined %s", snapshot, why, show_bytes(quarantined))
         self.tidy(snapshot.manifest.model)
         await self._notify()
@@ -388,8 +467,16 @@ class Relay:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("background work failed", exc_info=task.exception())
+        if task.cancelled():
+            return
+        what = f"background work failed ({getattr(task.get_coro(), '__qualname__', 'unnamed')})"
+        error = task.exception()
+        if isinstance(error, Exception):
+            self._troubles.met(what, error)
+        elif error is not None:
+            log.error(what, exc_info=error)
+        else:
+            self._troubles.over(what)
 
     def wake(self) -> None:
         """Lets those who wait on `changed` look again."""
@@ -398,6 +485,27 @@ class Relay:
     async def _notify(self) -> None:
         async with self.changed:
             self.changed.notify_all()
+
+    async def heed_earlier_registry(self, manifests: Iterable[Manifest]) -> None:
+        """Versions left by an earlier life may be of a registry that was replaced: no number of theirs is given again.
+
+        Called once, before this relay can be elected. Raises Unavailable.
+        """
+        newest: dict[str, Manifest] = {}
+        for manifest in manifests:
+            if manifest.epoch.store_id not in {self.view.store_id, *self.view.continues}:
+                newest[manifest.model] = max(
+                    newest.get(manifest.model, manifest), manifest, key=lambda one: one.version
+                )
+        for model, manifest in sorted(newest.items()):
+            old, number = manifest.epoch.store_id, manifest.version
+            log.error(
+                "the registry was replaced: it is %s, and version %d of %s, left here by an earlier life, is of %s; "
+                "readers refuse this one until `paramserver adopt --continues %s --model %s --above %d`",
+                *(self.view.store_id, number, model, old, old, model, number),
+            )
+            self.of(model).skip_to(number + 1)
+            await self.seat.skip_numbers(model, number + 1)
 
     def offer_again(self, found: Iterable[Snapshot]) -> None:
         """Snapshots left by an earlier life, hashed: those sealed as they are count, the memory of others is free.
@@ -422,19 +530,53 @@ class Relay:
 
     def _start_fetch(self, announced: Announced, *, copy: bool) -> None:
         manifest = announced.manifest
+        if manifest.model in self._taking:
+            return
         try:
             if copy and self.store.pool.statistics().free_bytes < 2 * manifest.size_bytes:
                 raise OutOfCapacity("a copy of it, for the fleet, would take the room of the next version")
-            snapshot = self.store.open(manifest)
+            self.store.check(manifest)
         except (OutOfCapacity, TooLarge) as error:
             self._say_no_room(manifest.model, manifest.version, error)
             if not copy:
                 self.make_room(manifest.model)
             return
+        self._taking.add(manifest.model)
+        self.spawn(self._take_and_fetch(announced, copy=copy))
+
+    async def _take_and_fetch(self, announced: Announced, *, copy: bool) -> None:
+        """Fetches once there is memory, if the version is still wanted then; else it is there for the next one."""
+        manifest = announced.manifest
+        what = f"version {manifest.version} of {manifest.model}"
+        try:
+            allotment = await self.memory.take(manifest.model, [file.size_bytes for file in manifest.files], what)
+        except OutOfCapacity as error:
+            self._say_no_room(manifest.model, manifest.version, error)
+            if not copy:
+                self.make_room(manifest.model)
+            return
+        except Stopped:
+            return
+        finally:
+            self._taking.discard(manifest.model)
+        versions = self.of(manifest.model)
+        if self.closing or versions.next_fetch() != [Fetch(announced, copy)]:
+            self.store.pool.release(allotment)
+            self.tidy(manifest.model)
+            return
+        try:
+            snapshot = self.store.open(manifest, allotment)
+        except OutOfCapacity as error:
+            self.store.pool.release(allotment)
+            self._say_no_room(manifest.model, manifest.version, error)
+            return
+        except BaseException:
+            self.store.pool.release(allotment)
+            raise
         if copy:
             log.info("copying %s, which is pinned for the fleet and has lost a holder", snapshot)
         self._no_room.discard((manifest.model, manifest.version))
-        self.of(manifest.model).opened(announced)
+        versions.opened(announced)
         self._fetches.start(announced, snapshot)
 
     def spill_changed(self) -> None:
@@ -456,7 +598,8 @@ class Relay:
         manifest = snapshot.manifest
         versions = self.of(manifest.model)
         state = versions.get(manifest.version)
-        assert state is not None
+        if state is None:  # dropped meanwhile: who dropped it waits for this and gives its memory back
+            return
         if fetched is not None and state.stage == "filling":
             over = f" over {fetched.came.transport}" if fetched.came.transport else ""
             log.info("%s complete, %s in %.3f s%s", snapshot, show_bytes(manifest.size_bytes), fetched.took_s, over)
@@ -468,3 +611,11 @@ class Relay:
                 versions.gave_up(manifest.version)
         self.tidy(manifest.model)
         await self._notify()
+
+
+def _subject(fact: Fact) -> str:
+    """What a fact is about, in words."""
+    if isinstance(fact, MemberFact):
+        return fact.name
+    version = getattr(fact, "version", None)
+    return fact.model if version is None else f"{fact.model} version {version}"

@@ -8,7 +8,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +20,26 @@ from typing import Literal, Self, TypeVar, cast
 import grpc
 import grpc.aio
 
+from paramserver.core.lineage import UNKNOWN, Lineage, Origin
 from paramserver.core.records import SOLE, Rank
 from paramserver.data.publish import Mappings
 from protos import grpc_errors
 from protos.engines import is_host_port
-from protos.errors import InvalidRequest, StaleEpoch, Unavailable
+from protos.errors import InvalidRequest, LaminarError, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
+FIND_S = 1.5  # for one relay to say who is master while the master may be dead
+OTHERS_MAX = 8
+DROP_TIMEOUT_S = 30.0
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # a minute by default, and it rules over the one before
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
@@ -61,6 +68,7 @@ class VersionEvent:
 
     kind: EventKind
     version: SealedVersion
+    origin: Origin = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,21 @@ class PinStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedLoad:
+    """An engine could not load a version: the last error, and how often it tried."""
+
+    version: int
+    engine: str
+    error: str
+    times: int
+    unix_s: float
+
+    @classmethod
+    def of(cls, message: pb.RefusedLoad) -> RefusedLoad:
+        return cls(message.version, message.engine, message.error, message.times, message.unix_s)
+
+
+@dataclass(frozen=True, slots=True)
 class HopStatus:
     """One relay of the chain: how the newest version came to it, what it holds, and why it is at the tail if it is."""
 
@@ -125,6 +148,7 @@ class ModelStatus:
     newest_sealed: int | None
     plan_reason: str
     hops: tuple[HopStatus, ...]
+    refused_loads: tuple[RefusedLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +168,15 @@ class RelayStatus:
     registry_reachable: bool
     data_address: str
     transport: str = "tcp"
+    draining: bool = False
+    trouble: str = ""
+    store_id: str = ""
+    continues: tuple[str, ...] = ()
+
+    @property
+    def origin(self) -> Origin:
+        """The registry that its versions come from."""
+        return Origin.of(self.store_id, self.continues)
 
     @property
     def held(self) -> dict[str, tuple[int, ...]]:
@@ -161,6 +194,10 @@ class RelayClient:
         self._peers: dict[str, RelayClient] = {}
         self._masters: dict[str, RelayClient] = {}
         self._claims: dict[tuple[str, str], RunHold] = {}
+        self.origin = UNKNOWN  # of the registry that this relay belonged to when it last told of versions
+        self.lineages: dict[str, Lineage] = {}  # of the models published through this client
+        self._others: tuple[str, ...] = ()  # addresses of further relays, to be asked when this one is silent
+        self._id = secrets.token_hex(8)
         self.mappings = Mappings()
 
     async def __aenter__(self) -> Self:
@@ -191,12 +228,18 @@ class RelayClient:
     async def versions(self, model: str) -> list[SealedVersion]:
         """Sealed versions that this relay holds complete, ascending. UnknownModel names those that exist."""
         reply = await self.call(self.stub.Versions(pb.VersionsRequest(model=model), timeout=self.timeout_s))
+        self.origin = Origin.of(reply.store_id, reply.continues)
         return [_sealed(version) for version in reply.versions]
 
     async def newest(self, model: str) -> SealedVersion | None:
         """The newest of `versions`; None while there is none."""
         held = await self.versions(model)
         return held[-1] if held else None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a connection to the relay stands now: False before the first call."""
+        return self._channel is not None and self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def watch(self, model: str) -> AsyncIterator[VersionEvent]:
         """The current state, then every change. Reconnects by itself; the state then comes again, without repeats."""
@@ -206,7 +249,9 @@ class RelayClient:
             try:
                 async for message in self.stub.Watch(pb.WatchRequest(model=model), wait_for_ready=True):
                     attempt = 0
-                    event = VersionEvent(cast(EventKind, message.kind), _sealed(message.version))
+                    origin = Origin.of(message.store_id, message.continues)
+                    event = VersionEvent(cast(EventKind, message.kind), _sealed(message.version), origin)
+                    self.origin = origin
                     if seen.get(event.version.version) != event.kind:
                         seen[event.version.version] = event.kind
                         yield event
@@ -240,16 +285,37 @@ class RelayClient:
         """Ends the pin. NotFound when it had lapsed: what was loaded under it does not count."""
         await self.call(self.stub.Release(pb.LeaseRequest(lease_id=lease.lease_id), timeout=self.timeout_s))
 
+    async def report_load(self, model: str, version: int, engine: str, error: str) -> None:
+        """Says that an engine could not load a version, and why; `error` empty: it has it after all.
+
+        This relay and the model's master keep it for a while, for the ticket of who published the version.
+        """
+        report = pb.LoadReport(model=model, version=version, engine=engine, error=error)
+        await self.call(self.stub.ReportLoad(report, timeout=self.timeout_s))
+        master = await self.master_of(model)
+        if master is not self:
+            await master.call(master.stub.ReportLoad(report, timeout=self.timeout_s))
+
     # ---- for operators
 
     async def drain(self) -> list[str]:
         """Makes the relay take no more; what it is still needed for. Ask again until that is nothing."""
         return list((await self.call(self.stub.Drain(pb.DrainRequest(), timeout=self.timeout_s))).waiting_for)
 
-    async def adopt(self) -> tuple[str, list[str]]:
-        """Makes the relay join a registry that replaced its own: the store's id, and the versions it brings along."""
-        reply = await self.call(self.stub.Adopt(pb.AdoptRequest(), timeout=self.timeout_s))
+    async def adopt(self, *, continues: str = "", model: str = "", above: int = 0) -> tuple[str, list[str]]:
+        """Makes the relay join a registry that replaced its own: the store's id, and the versions it brings along.
+
+        With `continues`, an earlier registry's id, the relay stays where it is, and records that versions of that one
+        go on there, those of `model` above `above`.
+        """
+        request = pb.AdoptRequest(continues=continues, model=model, above=above)
+        reply = await self.call(self.stub.Adopt(request, timeout=self.timeout_s))
         return reply.store_id, list(reply.versions)
+
+    async def drop(self, model: str) -> list[int]:
+        """Ends a model and all its versions on every relay. Conflict while somebody publishes to it."""
+        reply = await self.call(self.stub.Drop(pb.DropRequest(model=model), timeout=DROP_TIMEOUT_S))
+        return list(reply.versions)
 
     # ---- what the publisher and the CLI build on
 
@@ -272,8 +338,20 @@ class RelayClient:
         """A client of the model's master relay; this one, when it is the master itself."""
         timeout_s = max(self.timeout_s, 15.0)  # an election may have to run first
         reply = await self.call(self.stub.Locate(pb.LocateRequest(model=model), timeout=timeout_s))
+        self._others = tuple(reply.others)
         self._masters[model] = self._peer(reply.grpc_address)
         return self._masters[model]
+
+    async def find_master(self, model: str) -> RelayClient | None:
+        """The model's master as this relay says, or another one where this is silent; None when nobody says it soon."""
+        for relay in (self, *map(self._peer, self._others)):
+            with contextlib.suppress(LaminarError):  # whatever it was: it does not say who is master, another may
+                request = pb.LocateRequest(model=model)
+                reply = await relay.call(relay.stub.Locate(request, timeout=min(FIND_S, self.timeout_s)))
+                self._others = tuple({*reply.others, *self._others} - {self.address})[:OTHERS_MAX]
+                self._masters[model] = self._peer(reply.grpc_address)
+                return self._masters[model]
+        return None
 
     async def last_master_of(self, model: str) -> RelayClient:
         """The master as it was when last asked for: it refuses what it is no longer master of."""
@@ -291,7 +369,10 @@ class RelayClient:
         hold = self._claims.get((model, run))
         if hold is not None and hold.alive:
             return
-        self._claims[model, run] = await RunHold.open(self, model, run, publisher, rank)
+        request = pb.HoldRunRequest(
+            model=model, run=run, publisher=publisher, rank=rank.index, num_ranks=rank.count, client=self._id
+        )
+        self._claims[model, run] = await RunHold.open(self, request)
 
     async def release_run(self, model: str, run: str) -> None:
         """Ends the claim, so that the next `hold_run` opens one anew."""
@@ -306,12 +387,12 @@ class RunHold:
         self._task = task
 
     @classmethod
-    async def open(cls, relay: RelayClient, model: str, run: str, publisher: str, rank: Rank) -> RunHold:
-        request = pb.HoldRunRequest(model=model, run=run, publisher=publisher, rank=rank.index, num_ranks=rank.count)
-        call = relay.stub.HoldRun(request)
-        stream = aiter(call)
+    async def open(cls, relay: RelayClient, request: pb.HoldRunRequest) -> RunHold:
+        stream = aiter(relay.stub.HoldRun(request))
         await relay.call(_first(stream, relay.timeout_s))
-        return cls(asyncio.create_task(_drain(stream)))
+        held = asyncio.create_task(_drain(stream))
+        held.add_done_callback(lambda _: relay.mappings.close())
+        return cls(held)
 
     @property
     def alive(self) -> bool:
@@ -371,6 +452,10 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
         registry_reachable=reply.registry_reachable,
         data_address=reply.data_address,
         transport=reply.transport or "tcp",
+        draining=reply.draining,
+        trouble=reply.trouble,
+        store_id=reply.store_id,
+        continues=tuple(reply.continues),
     )
 
 
@@ -388,4 +473,5 @@ def _model_status(model: pb.ModelStatus) -> ModelStatus:
             HopStatus(h.relay, h.upstream, h.rate_bytes_s, tuple(h.versions), h.slow, h.alive, h.transport)
             for h in model.hops
         ),
+        refused_loads=tuple(RefusedLoad.of(one) for one in model.refused_loads),
     )

@@ -22,9 +22,13 @@ from paramserver.drafts import Draft
 from paramserver.membership.registry import Absent, Put
 from paramserver.relay import Relay
 from paramserver.seat import RETRY_S, Seat
-from protos.errors import StaleEpoch, Unavailable
+from paramserver.troubles import Troubles
+from protos.errors import LaminarError, StaleEpoch, Unavailable
 
 log = logging.getLogger(__name__)
+
+UNFORESEEN_RETRY_S = 1.0
+REASON_MAX = 1000  # characters of why a version was given up: the registry keeps them, and everybody is told
 
 
 class Sealing:
@@ -33,6 +37,7 @@ class Sealing:
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._tasks: set[asyncio.Task[None]] = set()
+        self._troubles = Troubles(log)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -60,7 +65,18 @@ class Sealing:
         except StaleEpoch as error:
             log.info("%s", error)
             if draft.state == "writing":  # one that was committed is settled by who seals it
-                self.fail(draft, "another relay became master")
+                self.fail(draft, self._why_stale(draft))
+        except LaminarError as error:  # what the registry refuses now it refuses whenever it is asked
+            self.fail(draft, f"it cannot be announced: {error}")
+        except Exception as error:  # noqa: BLE001  (who seals it tries again)
+            self._troubles.met(f"{draft.snapshot} is announced here only", error)
+
+    def _why_stale(self, draft: Draft) -> str:
+        """Why this relay may not seal the version, as far as it can know."""
+        seen = self._relay.view.masters.get(draft.manifest.model)
+        if seen is not None and not self._relay.seat.is_master(draft.manifest.model):
+            return f"{seen.master.name} became master"
+        return "this relay lost its election: its lease in the registry ran out"
 
     async def _record(self, draft: Draft) -> None:
         """Writes the announcement, after which relays begin to fetch."""
@@ -91,8 +107,14 @@ class Sealing:
             try:
                 await self._try_to_seal(draft)
             except Unavailable as error:
-                log.warning("%s is not sealed yet: %s", draft.snapshot, error)
+                self._troubles.met(f"{draft.snapshot} is not sealed yet", error)
                 await asyncio.sleep(RETRY_S)
+            except LaminarError as error:
+                self.fail(draft, f"it cannot be sealed: {error}")
+            except Exception as error:  # noqa: BLE001  (its ticket is in doubt, not lost; it is tried again)
+                self._troubles.met(f"{draft.snapshot} is not sealed yet", error)
+                await asyncio.sleep(UNFORESEEN_RETRY_S)
+        self._troubles.over(f"{draft.snapshot} is not sealed yet")
 
     async def _try_to_seal(self, draft: Draft) -> None:
         try:
@@ -144,6 +166,7 @@ class Sealing:
         """Ends a version that was never sealed, here and (when this relay may still say so) for everybody."""
         if draft.state in ("sealed", "failed"):
             return
+        reason = reason[:REASON_MAX]
         draft.state, draft.reason = "failed", reason
         manifest = draft.manifest
         log.warning("%s is given up: %s", draft.snapshot, reason)

@@ -36,7 +36,9 @@ from paramserver.membership.registry import (
     Removed,
     State,
     Write,
+    parts,
 )
+from paramserver.troubles import Troubles
 from protos.errors import Conflict, StaleEpoch, Unavailable
 
 log = logging.getLogger(__name__)
@@ -54,12 +56,16 @@ class Seat:
         self.view = View()
         self.reachable = True
         self.foreign_store = ""
+        self._taken_by = ""  # who has this relay's name, in words
+        self._away = ""  # why the registry cannot be reached
         self._store_id = ""
         self._mark = Created("", 0)  # a key that only this store has
         self._listed = self._seen = 0  # revision of the list in the view; the newest that came by list or by watch
         self._lease = 0
         self._held: dict[str, bytes] = {}  # keys that say what this relay has, on its lease
-        self._written: set[str] = set()
+        self._written: dict[str, bytes] = {}  # of those, what the registry has on this lease
+        self._unreadable: set[str] = set()  # keys that were logged
+        self._troubles = Troubles(log)
         self._holders_changed = asyncio.Event()
         self._vacant_since: dict[str, float] = {}
         self._adopted = asyncio.Event()
@@ -67,6 +73,23 @@ class Seat:
     @property
     def registry(self) -> Registry:
         return self._registry
+
+    @property
+    def name_taken(self) -> bool:
+        """Whether another process has this relay's name: then this one is no member."""
+        return bool(self._taken_by)
+
+    @property
+    def trouble(self) -> str:
+        """Why this relay has no seat in the registry, in words for people; empty when it has one."""
+        if self.foreign_store:
+            return (
+                f"the registry is another store ({self.foreign_store}) than this relay's ({self._store_id}): "
+                "it takes nothing new until `paramserver adopt`"
+            )
+        if self._taken_by:
+            return f"{self._taken_by}: this one is no member, and takes and seals nothing; give it another --name"
+        return "" if self.reachable else f"the registry is away: {self._away}"
 
     # ---- taking and leaving the seat
 
@@ -132,19 +155,30 @@ class Seat:
 
     async def adopt(self) -> str:
         """Joins the store that is there now, under the same name; returns its id. Conflict when it is the same one."""
-        before = self._store_id
+        before, earlier = self._store_id, self.view.continues | {self._store_id}
         await self.check_store(adopting=True)
         if self._store_id == before and await self._registry.keep_alive(self._lease):
             raise Conflict(f"etcd is the store that {self.member.name} belongs to ({before})", hint="nothing to adopt")
+        await self.go_on_with(earlier - {self._store_id})
         self._adopted.set()
         await self._take_name()
+        self.reachable = True
         return self._store_id
 
+    async def go_on_with(self, earlier: Collection[str]) -> None:
+        """Records that the versions of those earlier stores go on in this one."""
+        for part in parts([Put(keys.continues_key(store_id), b"") for store_id in sorted(earlier)]):
+            await self._registry.transact([self._mark], part)
+
     async def drain(self) -> None:
-        """Tells everybody that this relay takes no more: no chain, no election, no new version."""
+        """Tells everybody that this relay takes no more: no chain, no election, no new version.
+
+        Called again it tells it again only if the registry has not heard of it.
+        """
         self.member = msgspec.structs.replace(self.member, draining=True, publish_host=False)
-        key = keys.member_key(self.member.name)
-        await self._registry.transact([], [Put(key, msgspec.json.encode(self.member), self._lease)])
+        if self.view.members.get(self.member.name) != self.member:
+            key = keys.member_key(self.member.name)
+            await self._registry.transact([], [Put(key, msgspec.json.encode(self.member), self._lease)])
 
     # ---- tasks
 
@@ -152,25 +186,52 @@ class Seat:
         """Keeps the lease; takes the seat again when it was lost."""
         while True:
             await asyncio.sleep(self._ttl_s / 4)
-            try:
-                if not await self._registry.keep_alive(self._lease):
+            with self._troubles.contained("the lease in the registry is not kept"):
+                try:
+                    await self._keep_once()
+                    self.reachable = True
+                except Unavailable as error:
                     if self.reachable:
-                        log.warning("the lease was lost; registering again")
-                    await self.check_store()
-                    await self._register()
-                self.reachable = True
-            except Unavailable as error:
-                if self.reachable:
-                    log.warning("going on with the last view: %s", error)
-                self.reachable = False
+                        log.warning("going on with the last view: %s", error)
+                    self.reachable, self._away = False, str(error)
+
+    async def _keep_once(self) -> None:
+        if await self._registry.keep_alive(self._lease):
+            self._taken_by = ""
+            return
+        if self.reachable and not self._taken_by:
+            log.warning("the lease was lost; registering again")
+        await self.check_store()
+        if await self._register():
+            self._taken_by = ""
+        else:
+            await self._note_taken()
+
+    async def _note_taken(self) -> None:
+        """Another process registered under this name: said once, and again when it is yet another."""
+        found = await self._registry.list(keys.member_key(self.member.name))
+        other = next((e.value for e in found.entries if e.key == keys.member_key(self.member.name)), None)
+        if other is None:  # gone again: the next try takes the name
+            return
+        try:
+            address = msgspec.json.decode(other, type=Member).grpc_address
+        except msgspec.MsgspecError:
+            address = "an unknown address"
+        taken_by = f"the name {self.member.name} was taken by another relay, at {address}, while this one had no lease"
+        if taken_by != self._taken_by:
+            log.error("%s; this one is no member until that one ends", taken_by)
+        self._taken_by = taken_by
 
     async def follow(self) -> AsyncIterator[list[Fact]]:
         """The registry's state and changes as facts, in order, for ever."""
         while True:
             self._adopted.clear()
             events = self._registry.watch(keys.ROOT)
-            while (event := await self._next(events)) is not None:
-                yield [] if self._is_foreign(event) else self._facts(event)
+            with self._troubles.contained("the watch on the registry ended and begins anew"):
+                while (event := await self._next(events)) is not None:
+                    yield [] if self._is_foreign(event) else self._facts(event)
+                continue
+            await asyncio.sleep(RETRY_S)
 
     async def _next(self, events: AsyncIterator[Event]) -> Event | None:
         """The next event; None when another store was adopted: the watch must begin anew there."""
@@ -191,14 +252,23 @@ class Seat:
                 return []
             case Changed(entry, revision):
                 self._seen = max(self._seen, revision)
-                return self.view.put(entry.key, entry.value, entry.created)
+                facts = self.view.put(entry.key, entry.value, entry.created)
+                self._note_unreadable()
+                return facts
             case Removed(key, revision):
                 self._seen = max(self._seen, revision)
                 return self.view.remove(key)
 
     def _replace(self, state: State) -> list[Fact]:
         self._listed = self._seen = state.revision
-        return self.view.replace([(e.key, e.value, e.created) for e in state.entries])
+        facts = self.view.replace([(e.key, e.value, e.created) for e in state.entries])
+        self._note_unreadable()
+        return facts
+
+    def _note_unreadable(self) -> None:
+        for key in sorted(self.view.unreadable.keys() - self._unreadable):
+            log.warning("left alone: %r in the registry cannot be read: %s", key[:200], self.view.unreadable[key][:500])
+        self._unreadable = set(self.view.unreadable)
 
     def _is_foreign(self, event: Event) -> bool:
         """Whether the watch speaks for another store. A state without a store id is one that was wiped."""
@@ -213,20 +283,35 @@ class Seat:
         self.foreign_store = found
 
     async def tell_holdings(self) -> None:
-        """Writes which versions this relay holds, as they come and go."""
+        """Writes what this relay has, as it comes and goes."""
         while True:
             await self._holders_changed.wait()
             self._holders_changed.clear()
-            held, written = set(self._held), set(self._written)
-            writes: list[Write] = [Put(key, self._held[key], self._lease) for key in sorted(held - written)]
-            writes += [Delete(key) for key in sorted(written - held)]
-            try:
-                if writes:
-                    await self._registry.transact([], writes)
-                self._written = held
-            except Unavailable:
+            what = "the registry does not know all that is held here"
+            with self._troubles.contained(what):
+                await self._write_holdings()
+            if self._troubles.is_known(what):
                 self._holders_changed.set()
                 await asyncio.sleep(RETRY_S)
+
+    async def _write_holdings(self) -> None:
+        """In parts, since after a lost lease all of it is written again; the newest versions first."""
+        lease = self._lease
+        writes: list[Write] = [
+            Put(key, value, lease)
+            for key, value in sorted(self._held.items(), reverse=True)
+            if self._written.get(key) != value
+        ]
+        writes += [Delete(key) for key in sorted(self._written.keys() - self._held.keys())]
+        for part in parts(writes):
+            await self._registry.transact([], part)
+            if self._lease != lease:  # registered anew meanwhile, which asks for all of it again
+                return
+            for write in part:
+                if isinstance(write, Put):
+                    self._written[write.key] = write.value
+                else:
+                    self._written.pop(write.key, None)
 
     def hold(self, model: str, version: int, holding: Holding) -> None:
         """This relay holds the version complete, verified and sealed."""
@@ -278,21 +363,25 @@ class Seat:
 
     async def stand(self, newest_holders: dict[str, set[str]], now: float) -> list[str]:
         """Stands for master of each known model that has none, when it is this relay's turn. Returns those won."""
-        won: list[str] = []
         if self.member.draining:
-            return won
+            return []
+        won = []
         for model in sorted(self.view.models):
-            if model in self.view.masters:
-                self._vacant_since.pop(model, None)
-                continue
-            since = self._vacant_since.setdefault(model, now)
-            delay_s, reason = candidacy(
-                self.member.name, list(self.view.members.values()), newest_holders.get(model, set())
-            )
-            if now - since >= delay_s and await self.campaign(model):
-                log.info("elected master of %s (%s)", model, reason)
-                won.append(model)
+            with self._troubles.contained(f"this relay does not stand for master of {model}"):
+                if await self._stand(model, newest_holders.get(model, set()), now):
+                    won.append(model)
         return won
+
+    async def _stand(self, model: str, newest_holders: Collection[str], now: float) -> bool:
+        if model in self.view.masters:
+            self._vacant_since.pop(model, None)
+            return False
+        since = self._vacant_since.setdefault(model, now)
+        delay_s, reason = candidacy(self.member.name, list(self.view.members.values()), newest_holders)
+        if now - since < delay_s or not await self.campaign(model):
+            return False
+        log.info("elected master of %s (%s)", model, reason)
+        return True
 
     async def campaign(self, model: str) -> bool:
         """Tries to become master at once. False when somebody else is."""

@@ -42,11 +42,13 @@ from protos.process import cannot_listen
 log = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
+HEALTH_S = 1.0
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port that is taken must be refused, not shared
     ("grpc.max_receive_message_length", 64 << 20),  # an announcement names every tensor
     ("grpc.keepalive_time_ms", 10_000),  # a publisher whose host vanished must not hold its run for ever
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # a minute by default, and it rules over the one before
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # the clients' keepalive on idle watches is welcome
     ("grpc.http2.max_ping_strikes", 0),
 ]
@@ -105,6 +107,8 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         data = DataServer(provider, max_rate=config.max_rate, movers=movers)
         stack.push_async_callback(asyncio.to_thread, data.close)
         data_address = data.listen_tcp(data_host, config.data_port)
+        if not config.bind_interface:
+            data_address = f"{config.reached_by}:{data_address.rpartition(':')[2]}"
         socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir)
         if socket_path is not None:
             data.listen_unix(socket_path)
@@ -117,6 +121,8 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         bind_host = data_host if config.bind_interface else ""
         relay = _make_relay(config, seat, store, stack, bind_host=bind_host, movers=movers)
         await relay.refresh()
+        spilled = relay.spill.manifests() if relay.spill is not None else []
+        await relay.heed_earlier_registry([*(snapshot.manifest for snapshot in found), *spilled])
         relay.offer_again(found)
         publishing = Publishing(relay)
         provider.relay, provider.publishing = relay, publishing
@@ -124,7 +130,9 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         stack.push_async_callback(_end, life, relay, publishing)
 
         service = RelayService(relay, publishing, data_address=data_address, publish_socket=socket_path)
-        await _add_services(server, service)
+        checks = await _add_services(server, service)
+        tell = asyncio.ensure_future(_tell_health(checks, seat))
+        stack.push_async_callback(_cancel, tell)
         addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
         if config.metrics_port is not None:
             addresses["metrics"], stop_metrics = serve_metrics(
@@ -140,8 +148,8 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
 async def _open_store(config: RelayConfig, stack: contextlib.AsyncExitStack) -> tuple[Store, list[Snapshot]]:
     """The pool, touched, and what an earlier life left whole in it."""
     left = kept.find(config.pool_dir)
-    pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.files])
-    store = Store(pool)
+    pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.paths])
+    store = Store(pool, left)
     stack.callback(store.close)
     found = await asyncio.to_thread(_find_again, store, left)
     await asyncio.to_thread(pool.preallocate)
@@ -231,15 +239,29 @@ def _bind(server: grpc.aio.Server, config: RelayConfig) -> str:
         raise Conflict(f"cannot listen on {wanted}", hint="choose another --port, or 0 for any free one") from error
     if port == 0:
         raise Conflict(f"cannot listen on {wanted}", hint="choose another --port, or 0 for any free one")
-    return f"{config.host}:{port}"
+    return f"{config.reached_by}:{port}"
 
 
-async def _add_services(server: grpc.aio.Server, service: RelayService) -> None:
+async def _add_services(server: grpc.aio.Server, service: RelayService) -> health.aio.HealthServicer:
     relay_pb2_grpc.add_RelayServicer_to_server(service, server)
     checks = health.aio.HealthServicer()
     await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return checks
+
+
+async def _tell_health(checks: health.aio.HealthServicer, seat: Seat) -> None:
+    """A relay whose name another one has is no member, however well it serves what it held: others should be asked."""
+    while True:
+        found = health_pb2.HealthCheckResponse
+        await checks.set(SERVICE, found.NOT_SERVING if seat.name_taken else found.SERVING)
+        await asyncio.sleep(HEALTH_S)
+
+
+async def _cancel(task: asyncio.Future[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _socket_path(pool_dir: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -14,18 +15,24 @@ import grpc
 import grpc.aio
 
 from paramserver.core.layout import TensorSpec
-from paramserver.core.records import Epoch, Rank, Sealed
+from paramserver.core.records import Epoch, Rank, Sealed, check_model_name
 from paramserver.core.stage import Asked, GivenUp, tell
 from paramserver.core.versions import ModelVersions
 from paramserver.operating import Operating
 from paramserver.publishing import Publishing
 from paramserver.relay import Relay
+from paramserver.troubles import Troubles
 from protos import grpc_errors
 from protos.errors import InvalidRequest, LaminarError, NotFound, UnsupportedField
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 
+log = logging.getLogger(__name__)
+
 STAGE_WAIT_MAX_S = 60.0
+OTHERS_MAX = 8  # further relays that a client is told of
+
+_troubles = Troubles(logging.getLogger(__name__))
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Reply = TypeVar("Reply")
@@ -37,9 +44,12 @@ def _unary(
     @functools.wraps(method)
     async def call(self: RelayService, request: Any, context: Context) -> Reply:
         try:
+            _check_names(request)
             return await method(self, request, context)
         except LaminarError as error:
             await grpc_errors.abort(context, error)
+        except Exception as error:  # noqa: BLE001  (it costs this call)
+            await grpc_errors.abort(context, _unforeseen(method.__name__, error))
 
     return call
 
@@ -50,12 +60,28 @@ def _stream(
     @functools.wraps(method)
     async def call(self: RelayService, request: Any, context: Context) -> AsyncIterator[Reply]:
         try:
+            _check_names(request)
             async for reply in method(self, request, context):
                 yield reply
         except LaminarError as error:
             await grpc_errors.abort(context, error)
+        except Exception as error:  # noqa: BLE001  (it costs this call)
+            await grpc_errors.abort(context, _unforeseen(method.__name__, error))
 
     return call
+
+
+def _unforeseen(method: str, error: Exception) -> LaminarError:
+    _troubles.met(f"{method} failed", error)
+    return LaminarError(f"{method} failed: {type(error).__name__}: {error}", hint="the relay's log says where")
+
+
+def _check_names(request: Any) -> None:
+    """Whatever names a model is looked at here, once for all calls."""
+    model = getattr(request, "model", None)
+    may_be_absent = isinstance(request, pb.AdoptRequest)  # of a registry with all its models
+    if model is not None and not (may_be_absent and not model):
+        check_model_name(model)
 
 
 class RelayService(pb_grpc.RelayServicer):
@@ -96,6 +122,10 @@ class RelayService(pb_grpc.RelayServicer):
             registry_reachable=relay.seat.reachable,
             data_address=self._data_address,
             transport=relay.config.transport,
+            draining=relay.seat.member.draining,
+            trouble=relay.seat.trouble,
+            store_id=relay.view.store_id,
+            continues=sorted(relay.view.continues),
         )
 
     def _model_status(self, model: str) -> pb.ModelStatus:
@@ -112,6 +142,7 @@ class RelayService(pb_grpc.RelayServicer):
             newest_sealed=versions.newest_sealed if versions else None,
             plan_reason=plan.reason if plan else "",
             hops=self._hops(model, plan.order if plan else (), versions),
+            refused_loads=self._refused_loads(model),
         )
 
     def _hops(self, model: str, order: Sequence[str], versions: ModelVersions | None) -> list[pb.HopStatus]:
@@ -138,13 +169,24 @@ class RelayService(pb_grpc.RelayServicer):
 
     @_unary
     async def Versions(self, request: pb.VersionsRequest, context: Context) -> pb.VersionsReply:  # noqa: N802
-        return pb.VersionsReply(versions=[_sealed(record) for record in self._relay.versions(request.model)])
+        view = self._relay.view
+        return pb.VersionsReply(
+            versions=[_sealed(record) for record in self._relay.versions(request.model)],
+            store_id=view.store_id,
+            continues=sorted(view.continues),
+        )
 
     @_stream
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.VersionEvent]:  # noqa: N802
         await context.send_initial_metadata(())
         async for event in self._relay.watch(request.model):
-            yield pb.VersionEvent(kind=event.kind, version=_sealed(event.sealed))
+            view = self._relay.view
+            yield pb.VersionEvent(
+                kind=event.kind,
+                version=_sealed(event.sealed),
+                store_id=view.store_id,
+                continues=sorted(view.continues),
+            )
 
     @_unary
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.Lease:  # noqa: N802
@@ -157,7 +199,7 @@ class RelayService(pb_grpc.RelayServicer):
             lease_id=pin.lease_id,
             model=pin.model,
             version=pin.version,
-            path=self._relay.path_of(pin.model, pin.version),
+            path=self._relay.path_of(pin),
             root_digest=sealed.root_digest,
             step=sealed.step,
             ttl_s=pin.ttl_s,
@@ -183,21 +225,30 @@ class RelayService(pb_grpc.RelayServicer):
         member = self._relay.view.members.get(master)
         if member is None:
             raise NotFound(f"{master}, master of {request.model}, is not a member now", hint="try again")
+        others = [m.grpc_address for name, m in sorted(self._relay.view.members.items()) if name != master]
         return pb.LocateReply(
-            master=master, grpc_address=member.grpc_address, epoch=_epoch(self._relay.view.epoch(request.model))
+            master=master,
+            grpc_address=member.grpc_address,
+            epoch=_epoch(self._relay.view.epoch(request.model)),
+            others=others[:OTHERS_MAX],
         )
 
     @_stream
     async def HoldRun(self, request: pb.HoldRunRequest, context: Context) -> AsyncIterator[pb.HoldRunReply]:  # noqa: N802
-        claim = self._publishing.claim(request.model, request.run, request.publisher, _rank(request))
+        publishing, model = self._publishing, request.model
+        claim = publishing.claim(model, request.run, request.publisher, _rank(request), client=request.client)
         try:
-            yield pb.HoldRunReply(epoch=_epoch(self._relay.seat.epoch(request.model)))
+            yield pb.HoldRunReply(epoch=_epoch(self._relay.seat.epoch(model)))
             async with self._relay.changed:
                 await self._relay.changed.wait_for(
-                    lambda: self._relay.closing or not self._relay.seat.is_master(request.model)
+                    lambda: (
+                        self._relay.closing
+                        or not self._relay.seat.is_master(model)
+                        or not publishing.is_claimed_by(model, claim)
+                    )
                 )
         finally:
-            self._publishing.unclaim(request.model, claim)
+            publishing.unclaim(model, claim)
 
     @_unary
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceReply:  # noqa: N802
@@ -212,6 +263,7 @@ class RelayService(pb_grpc.RelayServicer):
             metadata=dict(request.metadata) or None,
             wait_room_s=request.wait_room_s,
             rank=_rank(request),
+            refuse_change=request.refuse_change,
         )
         manifest = draft.manifest
         return pb.AnnounceReply(
@@ -223,6 +275,8 @@ class RelayService(pb_grpc.RelayServicer):
             publish_socket=str(self._publish_socket or ""),
             data_address=self._data_address,
             owners=draft.owners,
+            continues=sorted(self._relay.view.continues),
+            warnings=draft.warnings,
         )
 
     @_unary
@@ -252,6 +306,20 @@ class RelayService(pb_grpc.RelayServicer):
         reply.reached = _reached(reply, request)
         return reply
 
+    @_unary
+    async def ReportLoad(self, request: pb.LoadReport, context: Context) -> pb.LoadReportReply:  # noqa: N802
+        versions = self._relay.models.get(request.model)
+        if versions is None or versions.get(request.version) is None:
+            raise NotFound(f"version {request.version} of {request.model} is not known to {self._relay.config.name}")
+        refused = self._publishing.refused_loads
+        if request.error:
+            one = refused.refused(request.model, request.version, request.engine, request.error, time.time())
+            if one.times == 1:
+                log.warning("engine %r refused version %d of %s: %r", one.engine, one.version, request.model, one.error)
+        else:
+            refused.loaded(request.model, request.version, request.engine)
+        return pb.LoadReportReply()
+
     # ---- operators
 
     @_unary
@@ -260,8 +328,15 @@ class RelayService(pb_grpc.RelayServicer):
 
     @_unary
     async def Adopt(self, request: pb.AdoptRequest, context: Context) -> pb.AdoptReply:  # noqa: N802
-        store_id, versions = await self._operating.adopt()
+        if request.continues:
+            store_id, versions = await self._operating.go_on_with(request.continues, request.model, request.above)
+        else:
+            store_id, versions = await self._operating.adopt()
         return pb.AdoptReply(store_id=store_id, versions=versions)
+
+    @_unary
+    async def Drop(self, request: pb.DropRequest, context: Context) -> pb.DropReply:  # noqa: N802
+        return pb.DropReply(versions=await self._operating.drop(request.model))
 
     def _stage(self, request: pb.StageRequest) -> pb.StageReply:
         relay, draft = self._relay, self._publishing.draft(request.model, request.version)
@@ -276,7 +351,19 @@ class RelayService(pb_grpc.RelayServicer):
         )
         if told is None:
             raise NotFound(f"version {request.version} of {request.model} is not known to {relay.config.name}")
-        return pb.StageReply(stage=told.stage, reason=told.reason, holders=told.holders, chain=told.chain)
+        return pb.StageReply(
+            stage=told.stage,
+            reason=told.reason,
+            holders=told.holders,
+            chain=told.chain,
+            refused_loads=self._refused_loads(request.model, request.version),
+        )
+
+    def _refused_loads(self, model: str, version: int | None = None) -> list[pb.RefusedLoad]:
+        return [
+            pb.RefusedLoad(version=one.version, engine=one.engine, error=one.error, times=one.times, unix_s=one.unix_s)
+            for one in self._publishing.refused_loads.of(model, version)
+        ]
 
 
 def _reached(reply: pb.StageReply, request: pb.StageRequest) -> bool:

@@ -3,6 +3,7 @@
 Invariants:
 - a chunk counts as present only with its digest known and matching; waiters wake then, never before;
 - a snapshot's directory appears under its published path by one rename, when it is shown, and leaves it by one;
+- what an earlier life left stays where it is until it is offered again: a start that fails leaves it to the next;
 - bytes are served only to those who hold a reader's count, and a snapshot with readers is not given back.
 """
 
@@ -12,18 +13,21 @@ import logging
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from paramserver.config import show_bytes
 from paramserver.core.records import ChunkMap, Manifest, digest, version_root
-from paramserver.kept import Kept, relative_path, remove_record, write_record
-from paramserver.pool import Pool, PoolFile
-from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
+from paramserver.kept import Kept, keep_spare_records, relative_path, remove_record, reserve_record, write_record
+from paramserver.kept import remove as remove_kept
+from paramserver.pool import Allotment, Pool, PoolFile
+from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge, Unavailable
 
 log = logging.getLogger(__name__)
 
+GRACE_S = 5.0  # readers of a version that goes may finish the chunk they are at; then their connections are ended
 WRITER_WAIT_S = 5.0  # a publisher that connects again may find its broken connection still at a chunk
 
 
@@ -36,13 +40,14 @@ class Snapshot:
         self.files = files
         self.directory = directory
         self.written_elsewhere = False  # a publisher got the descriptors
+        self.record_failed = False
         self.leaving = False  # somebody is giving its memory back
         self.num_links = 0  # peers connected to fetch it
         self._late: Counter[str] = Counter()  # links of each late joiner
         self._digests: list[bytes | None] = [None] * self.chunks.num_chunks
         self._num_present = 0
         self._bytes_present = 0
-        self._num_readers = 0
+        self._readers: dict[object, Callable[[], None]] = {}  # who is inside, and what makes it leave
         self._writers: set[int] = set()  # chunks that a publisher is sending
         self._closed: str | None = None
         self._changed = threading.Condition()
@@ -84,6 +89,12 @@ class Snapshot:
                 raise NotFound(f"{self} is gone: {self._closed}")
             return self._digests[index]
 
+    def check_open(self) -> None:
+        """NotFound when it is closed, and why."""
+        with self._changed:
+            if self._closed is not None:
+                raise NotFound(f"{self} is gone: {self._closed}")
+
     def missing(self) -> list[int]:
         with self._changed:
             return [index for index, known in enumerate(self._digests) if known is None]
@@ -116,16 +127,18 @@ class Snapshot:
                 self._changed.notify_all()
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, break_off: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Holds the memory. `break_off` makes whoever is inside leave soon; any thread may call it."""
+        reader = object()
         with self._changed:
             if self._closed is not None:
                 raise NotFound(f"{self} is gone: {self._closed}")
-            self._num_readers += 1
+            self._readers[reader] = break_off
         try:
             yield
         finally:
             with self._changed:
-                self._num_readers -= 1
+                del self._readers[reader]
                 self._changed.notify_all()
 
     @contextmanager
@@ -149,12 +162,19 @@ class Snapshot:
                 self._late -= Counter([late_joiner])
 
     def close(self, why: str, timeout_s: float = 30.0) -> None:
-        """Turns new readers away and waits until those inside are out (they look at it between chunks)."""
+        """Turns new readers away and waits until those inside are out; who is slow at it is broken off.
+
+        Conflict when somebody is inside still after `timeout_s`: its memory must not be given back then.
+        """
         with self._changed:
             self._closed = why
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._num_readers == 0, timeout_s):
-                raise Conflict(f"{self} still has {self._num_readers} readers after {timeout_s} s")
+            if self._changed.wait_for(lambda: not self._readers, min(GRACE_S, timeout_s)):
+                return
+            for break_off in self._readers.values():
+                break_off()
+            if not self._changed.wait_for(lambda: not self._readers, timeout_s):
+                raise Conflict(f"{self} still has {len(self._readers)} readers after {timeout_s} s")
 
     def __str__(self) -> str:
         return f"version {self.manifest.version} of {self.manifest.model}"
@@ -167,27 +187,39 @@ class Key:
 
 
 class Store:
-    """The snapshots of one relay."""
+    """The snapshots of one relay. `left`: those of an earlier life, for `find_again`."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, left: Sequence[Kept] = ()) -> None:
         self.pool = pool
         self._snapshots: dict[Key, Snapshot] = {}
+        self._left = {Key(one.manifest.model, one.manifest.version): one for one in left}  # and not yet offered again
+        self._unrecorded: dict[Key, Snapshot] = {}  # shown, and their records not yet written
         self._changed = threading.Condition()
         for name in ("filling", "snapshots"):
             (pool.directory / name).mkdir(exist_ok=True)
+        keep_spare_records(pool.directory)
 
-    def open(self, manifest: Manifest) -> Snapshot:
-        """Takes memory for a version. TooLarge when it can never fit, OutOfCapacity when it does not fit now."""
-        if manifest.size_bytes > self.pool.pool_bytes:
+    def check_size(self, what: str, size_bytes: int) -> None:
+        """TooLarge when `what` can never fit."""
+        if size_bytes > self.pool.pool_bytes:
             raise TooLarge(
-                f"version {manifest.version} of {manifest.model} takes {manifest.size_bytes} bytes, "
-                f"the pool has {self.pool.pool_bytes}",
-                hint=f"start the relay with --pool-bytes of at least {4 * manifest.size_bytes}",
+                f"{what} takes {show_bytes(size_bytes)}, the pool has {show_bytes(self.pool.pool_bytes)}",
+                hint=f"start the relay with --pool-bytes of at least {show_bytes(4 * size_bytes)}",
             )
-        directory = self._directory("filling", manifest)
-        if directory.exists() or self.get(manifest.model, manifest.version) is not None:
+
+    def check(self, manifest: Manifest) -> None:
+        """TooLarge when the version can never fit, OutOfCapacity while another of its number is on its way out."""
+        self.check_size(f"version {manifest.version} of {manifest.model}", manifest.size_bytes)
+        if self._directory("filling", manifest).exists() or self.get(manifest.model, manifest.version) is not None:
             raise OutOfCapacity(f"another version {manifest.version} of {manifest.model} is still on its way out")
-        files = self.pool.take([file.size_bytes for file in manifest.files])
+
+    def open(self, manifest: Manifest, allotment: Allotment | None = None) -> Snapshot:
+        """Begins a version in the memory of `allotment`, filled; without one takes memory here, which may block."""
+        self.check(manifest)
+        reserve_record(self.pool.directory, manifest)
+        sizes = [file.size_bytes for file in manifest.files]
+        files = self.pool.take(sizes) if allotment is None else self.pool.claim(allotment)
+        directory = self._directory("filling", manifest)
         directory.mkdir(parents=True)
         for file, spec in zip(files, manifest.files, strict=True):
             file.move(directory / spec.name)
@@ -198,17 +230,21 @@ class Store:
         return snapshot
 
     def find_again(self, kept: Kept) -> Snapshot:
-        """A snapshot that an earlier life left, every chunk hashed again. Corrupt when it is damaged: it is gone then.
+        """A snapshot that an earlier life left, every chunk hashed again.
+
+        Corrupt when it is damaged, OutOfCapacity when the pool is smaller now: it is gone then. Else Unavailable.
 
         It is not among the snapshots before `open_again`.
         """
-        directory = self._directory("filling", kept.manifest)
-        files = self.pool.adopt(kept.files)
-        directory.mkdir(parents=True)
-        for file, spec in zip(files, kept.manifest.files, strict=True):
-            file.move(directory / spec.name)
-        shutil.rmtree(kept.directory)
-        snapshot = Snapshot(kept.manifest, files, directory)
+        try:
+            files = self.pool.adopt(kept.files)
+        except OutOfCapacity:
+            del self._left[Key(kept.manifest.model, kept.manifest.version)]
+            remove_kept(kept)
+            raise
+        except OSError as error:
+            raise Unavailable(f"{kept.directory}, left by an earlier life, cannot be read: {error.strerror}") from error
+        snapshot = Snapshot(kept.manifest, files, kept.directory)
         for index, expected in enumerate(kept.digests):
             if digest(snapshot.place(index)) != expected:
                 self.remove(snapshot, "damaged")
@@ -218,8 +254,10 @@ class Store:
 
     def open_again(self, snapshot: Snapshot) -> None:
         """What was found is a version like any other from now on."""
+        key = Key(snapshot.manifest.model, snapshot.manifest.version)
+        self._left.pop(key, None)
         with self._changed:
-            self._snapshots[Key(snapshot.manifest.model, snapshot.manifest.version)] = snapshot
+            self._snapshots[key] = snapshot
             self._changed.notify_all()
 
     def get(self, model: str, version: int) -> Snapshot | None:
@@ -242,17 +280,38 @@ class Store:
         snapshot.directory = path
         for file, spec in zip(snapshot.files, snapshot.manifest.files, strict=True):
             file.path = path / spec.name
-        try:
-            write_record(self.pool.directory, snapshot.manifest, snapshot.root(), snapshot.digests())
-        except OSError as error:  # others may have filled the tmpfs: readers are served all the same
-            log.warning("%s would not be found again after a crash: %s", snapshot, error)
+        self._unrecorded[Key(snapshot.manifest.model, snapshot.manifest.version)] = snapshot
+        self.record_shown()
         return path
 
-    def remove(self, snapshot: Snapshot, why: str, *, reuse: bool = True) -> int:
-        """Gives the memory back after the reuse check; returns the bytes that had to be quarantined."""
+    def record_shown(self) -> None:
+        """Writes the records of what is shown; what could not be written is tried again by the next call."""
+        for key, snapshot in list(self._unrecorded.items()):
+            try:
+                write_record(self.pool.directory, snapshot.manifest, snapshot.root(), snapshot.digests())
+            except OSError as error:
+                if not snapshot.record_failed:
+                    log.error("the record of %s cannot be written, so no engine can prove it: %s", snapshot, error)
+                snapshot.record_failed = True
+            else:
+                del self._unrecorded[key]
+                if snapshot.record_failed:
+                    log.info("the record of %s is written now", snapshot)
+
+    def remove(self, snapshot: Snapshot, why: str) -> int:
+        """Gives the memory back after the reuse check; returns the bytes that had to be quarantined.
+
+        Conflict while somebody is still inside: then it is to be called again. What a publisher may still be writing
+        through descriptors of its own is destroyed instead of reused.
+        """
+        key = Key(snapshot.manifest.model, snapshot.manifest.version)
         with self._changed:
-            self._snapshots.pop(Key(snapshot.manifest.model, snapshot.manifest.version), None)
+            if self._snapshots.get(key) is snapshot:
+                del self._snapshots[key]
+        self._left.pop(key, None)
+        self._unrecorded.pop(key, None)
         snapshot.close(why)
+        reuse = snapshot.complete or not snapshot.written_elsewhere  # nobody gets descriptors once it is closed
         remove_record(self.pool.directory, snapshot.manifest)
         quarantined = self.pool.give_back(snapshot.files, reuse=reuse)
         shutil.rmtree(snapshot.directory)
@@ -261,7 +320,7 @@ class Store:
     def close(self) -> None:
         for snapshot in list(self._snapshots.values()):
             snapshot.close("the relay ends")
-        self.pool.close()
+        self.pool.close(keep=[path for kept in self._left.values() for path in kept.paths])
 
     def _directory(self, kind: str, manifest: Manifest) -> Path:
         return self.pool.directory / kind / relative_path(manifest)

@@ -99,6 +99,12 @@ class Unavailable(LaminarError):
     grpc_status = "UNAVAILABLE"
 
 
+class Preparing(Unavailable):
+    """What is asked for is being made ready, and goes on though this call ends; the message says how far it is."""
+
+    code = "preparing"
+
+
 class TurnLost(Unavailable):
     """A turn that had begun came to nothing; the message says why. Sent again, its request begins anew or goes on."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 from typing import NoReturn
 
@@ -10,12 +11,14 @@ import grpc.aio
 
 from protos.errors import BY_CODE, LaminarError, OutOfCapacity, Unavailable
 
+ENCODED_MAX = 3000  # bytes of a message, and of a hint: gRPC drops the trailers of more than 8 KiB
+_LAST_ERROR = re.compile(r"last error: \w+: ipv[46]:\S+: (?:.*: )?([^:]+)$")
 _CODE, _HINT, _RETRY = "laminar-code", "laminar-hint", "laminar-retry-after-s"
 
 
 def trailers(error: LaminarError) -> tuple[tuple[str, str], ...]:
     """Metadata values are ASCII: the hint is percent-encoded."""
-    found = [(_CODE, error.code), (_HINT, urllib.parse.quote(error.hint))]
+    found = [(_CODE, error.code), (_HINT, urllib.parse.quote(_cut(error.hint)))]
     if isinstance(error, OutOfCapacity):
         found.append((_RETRY, f"{error.retry_after_s:g}"))
     return tuple(found)
@@ -26,7 +29,27 @@ def status_of(error: LaminarError) -> grpc.StatusCode:
 
 
 async def abort(context: grpc.aio.ServicerContext[object, object], error: LaminarError) -> NoReturn:
-    await context.abort(status_of(error), error.message, trailers(error))
+    await context.abort(status_of(error), _cut(error.message), trailers(error))
+
+
+def _cut(text: str) -> str:
+    """As much of a text as may travel, percent-encoded, in trailers."""
+    if len(urllib.parse.quote(text[:ENCODED_MAX])) <= ENCODED_MAX and len(text) <= ENCODED_MAX:
+        return text
+    size = 0
+    for length, character in enumerate(text):
+        size += len(urllib.parse.quote(character, errors="replace"))
+        if size > ENCODED_MAX - 3:
+            return text[:length] + "..."
+    return text
+
+
+def _cause(details: str) -> str:
+    """Why no connection came about, in words that stay the same whichever of a host's addresses was tried last."""
+    last = _LAST_ERROR.search(details)
+    if last is None:
+        return details
+    return "what listens there speaks no gRPC" if "HTTP/2" in last[1] else last[1]
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> LaminarError:
@@ -40,7 +63,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> LaminarError:
         return found
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return Unavailable(
-            f"no relay answers at {address}: {error.details()}", hint="check the address, and that the relay runs"
+            f"no relay answers at {address}: {_cause(error.details() or '')}",
+            hint="check the address, and that the relay runs",
         )
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return Unavailable(f"{address} speaks gRPC but is not a relay", hint="give the relay's gRPC HOST:PORT")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import click
 
 from protos.engines import is_host_port
@@ -28,6 +30,16 @@ class Name(click.ParamType[str]):
         if not str(value).strip():
             self.fail("it is empty", param, context)
         return str(value)
+
+
+class Number(click.FloatRange):
+    """A number in a range: `nan` is in none, though it is neither below nor above it."""
+
+    def convert(self, value: float, param: click.Parameter | None, context: click.Context | None) -> float:
+        number = float(super().convert(value, param, context))
+        if math.isnan(number):
+            self.fail(f"{value} is no number", param, context)
+        return number
 
 
 LOG_LEVEL = click.Choice(LOG_LEVELS)

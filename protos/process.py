@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,9 @@ TIED = str(Path(__file__).with_name("tied.py"))
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+
+LINE_CHARS_MAX = 8192
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 REPEATS_AFTER_S = 60.0
 """A library that tries again every second says so every second: once a minute is enough to see it."""
@@ -47,12 +51,27 @@ class Seldom(logging.Filter):
         return True
 
 
+class OneLine(logging.Formatter):
+    """One line for each message, and a bounded one: what others say of themselves cannot forge lines, nor fill the log.
+
+    A traceback that belongs to a message follows it as it is.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class calls it so
+        words = record.message
+        if len(words) > LINE_CHARS_MAX:
+            words = f"{words[:LINE_CHARS_MAX]} ... ({len(words)} characters)"
+        record.message = _CONTROL.sub(lambda found: repr(found[0])[1:-1], words)
+        return super().formatMessage(record)
+
+
 def setup_logging(level: str = "info") -> None:
     """Sends log lines to stderr in the one format of all daemons."""
     logging.basicConfig(
         stream=sys.stderr, level=level.upper(), format=LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S", force=True
     )
     for handler in logging.getLogger().handlers:
+        handler.setFormatter(OneLine(LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S"))
         handler.addFilter(Seldom("etcd3aio"))
 
 
@@ -80,3 +99,17 @@ def cannot_listen(host: str, port: int, error: OSError) -> Conflict:
         f"cannot listen on {host}:{port}: {why}",
         hint="choose another --port, or 0 for any free one" if taken else "choose another --host or --port",
     )
+
+
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Of a container: microseconds of processor time, or "max", in so many of wall time."""
+
+
+def usable_cores(quota: Path = CPU_QUOTA) -> int:
+    """Cores that this process may run on at once: those it is bound to, or what its container's share comes to."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        share, _, period = quota.read_text().partition(" ")
+        return cores if share == "max" else max(1, min(cores, round(int(share) / int(period))))
+    except (OSError, ValueError):  # no container, or one of another kind
+        return cores

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ DTYPES: dict[str, int] = {
 
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit: readers refuse a longer header
+DIMENSIONS_MAX = 64  # numpy's and torch's own limit
+INT64_MAX = (1 << 63) - 1  # what a message's field holds
 RELAY = -1
 """Owner of a file that the master relay writes by itself."""
 INDEX_NAME = "model.safetensors.index.json"
@@ -78,11 +81,15 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank publishes of a version. `metadata` goes into the headers of its files."""
+    """What one rank publishes of a version. `metadata` goes into the headers of its files.
+
+    `refuse_change`: the version is refused when it has another architecture than the one before.
+    """
 
     tensors: Sequence[TensorSpec]
     file_bytes_max: int = 4 << 30
     metadata: Mapping[str, str] | None = None
+    refuse_change: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,25 @@ class Layout:
 
     files: tuple[FileLayout, ...]
     owners: tuple[int, ...]
+
+
+def check_text(what: str, text: str) -> None:
+    """InvalidRequest for a text that no UTF-8 can say: Python lets half a surrogate pair stand in a string."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{what} is {text!r}, which is not valid Unicode", hint="leave out surrogates") from error
+
+
+def check_step(step: int) -> int:
+    """The trainer's step, a label that travels in 64 bits."""
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise InvalidRequest(f"step is {step!r}", hint="give a whole number") from error
+    if not -INT64_MAX <= number <= INT64_MAX:
+        raise InvalidRequest(f"step is {number}", hint="give a number of at most 63 bits")
+    return number
 
 
 def plan_layout(
@@ -144,12 +170,19 @@ def _check(tensors: Sequence[TensorSpec], file_bytes_max: int) -> None:
                 f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which is not supported",
                 hint=f"use one of {', '.join(DTYPES)}",
             )
-        if any(size < 0 for size in tensor.shape):
-            raise InvalidRequest(f"tensor {tensor.name!r} has the shape {list(tensor.shape)}", hint="no size below 0")
+        if len(tensor.shape) > DIMENSIONS_MAX:
+            raise InvalidRequest(
+                f"tensor {tensor.name!r} has {len(tensor.shape)} dimensions", hint=f"at most {DIMENSIONS_MAX} are taken"
+            )
+        if any(not 0 <= size <= INT64_MAX for size in tensor.shape):
+            raise InvalidRequest(
+                f"tensor {tensor.name!r} has the shape {list(tensor.shape)}", hint="no size below 0, none above 64 bits"
+            )
         if tensor.name in seen:
             raise InvalidRequest(f"tensor {tensor.name!r} was announced twice", hint="give each tensor its own name")
         if tensor.name in ("", "__metadata__"):
             raise InvalidRequest(f"{tensor.name!r} cannot name a tensor", hint="safetensors reserves it")
+        check_text("a tensor's name", tensor.name)
         seen.add(tensor.name)
 
 
@@ -169,6 +202,9 @@ def _lay_out(name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, st
     ordered = sorted(tensors, key=lambda tensor: (_RANK[tensor.dtype], tensor.name.encode()))
     entries: dict[str, object] = {}
     if metadata is not None:
+        for key, value in metadata.items():
+            check_text("a key of the metadata", key)
+            check_text(f"the metadata's {key!r}", value)
         entries["__metadata__"] = dict(sorted(metadata.items()))
     offset = 0
     for tensor in ordered:

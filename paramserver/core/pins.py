@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from paramserver.core.records import check_words
 from protos.errors import InvalidRequest, NotFound, OutOfCapacity
 
 TTL_MAX_S = 3600.0
@@ -45,8 +46,7 @@ class Pins:
             raise InvalidRequest(f"ttl_s is {ttl_s}", hint=f"give more than 0 and at most {TTL_MAX_S:g} seconds")
         if not 0 <= copies <= COPIES_MAX:
             raise InvalidRequest(f"copies is {copies}", hint=f"give 0 to {COPIES_MAX}")
-        if not holder:
-            raise InvalidRequest("a pin without a holder", hint="say who acquires, as status pages show it")
+        check_words("the holder of a pin", holder)
         if len(self._pins) >= PINS_MAX:
             raise OutOfCapacity(f"{PINS_MAX} pins are held on this relay", hint="release what is no longer used")
         pin = Pin(lease_id, model, version, holder, ttl_s, now + ttl_s, copies)
@@ -62,6 +62,9 @@ class Pins:
         pin = self._live(lease_id, now)
         del self._pins[lease_id]
         return pin
+
+    def holds(self, lease_id: str) -> bool:
+        return lease_id in self._pins
 
     def _live(self, lease_id: str, now: float) -> Pin:
         pin = self._pins.get(lease_id)

@@ -19,7 +19,19 @@ from protos.errors import InvalidRequest
 
 DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
+CHUNKS_MAX = 1 << 26  # of one version: whoever holds it keeps a digest for each, and their numbers fit into a frame's
+RANKS_MAX = 1 << 16
+NUMBER_MAX = 10**14  # of a version that somebody names: more of them fit in a message's 63 bits and a key's 16 digits
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+WORDS_MAX = 256  # characters of what somebody is called for people to read: a run, a publisher, the holder of a pin
+_PEER_NAME = re.compile(r"[\x21-\x7e]{1,200}")
+PARTIAL = ".partial"
+"""Ends the names of files that are not yet whole; no file of a version ends so."""
+
+
+class BadRecord(InvalidRequest, ValueError):
+    """A record that nobody may act on. Decoders report it as a damaged message, since it is a ValueError."""
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True):
@@ -38,6 +50,15 @@ class FileSpec(msgspec.Struct, frozen=True):
     name: str
     size_bytes: int
 
+    def __post_init__(self) -> None:
+        """Names come from other hosts and become paths here: nothing but a plain name is one."""
+        if not _FILE_NAME.fullmatch(self.name) or self.name.endswith(PARTIAL):
+            raise BadRecord(
+                f"{self.name[:200]!r} cannot name a file of a version", hint="letters, digits, '.', '_', '-'"
+            )
+        if self.size_bytes < 0:
+            raise BadRecord(f"file {self.name} of {self.size_bytes} bytes", hint="no size below 0")
+
 
 class Manifest(msgspec.Struct, frozen=True):
     """What everybody must agree on before the first byte of a version moves."""
@@ -49,6 +70,19 @@ class Manifest(msgspec.Struct, frozen=True):
     epoch: Epoch
     files: tuple[FileSpec, ...]
     chunk_bytes: int = CHUNK_BYTES
+
+    def __post_init__(self) -> None:
+        if not _MODEL_NAME.fullmatch(self.model):
+            raise BadRecord(f"{self.model[:200]!r} cannot name a model")
+        if self.version < 1 or self.chunk_bytes < 1:
+            raise BadRecord(f"version {self.version} in chunks of {self.chunk_bytes} bytes", hint="count from 1")
+        if len({file.name for file in self.files}) < len(self.files):
+            raise BadRecord(f"version {self.version} of {self.model} has two files of one name")
+        if sum(-(-file.size_bytes // self.chunk_bytes) for file in self.files) > CHUNKS_MAX:
+            raise BadRecord(
+                f"version {self.version} of {self.model} has more than {CHUNKS_MAX} chunks of {self.chunk_bytes} bytes",
+                hint="use a larger --chunk-bytes",
+            )
 
     @property
     def size_bytes(self) -> int:
@@ -65,6 +99,8 @@ class Rank:
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
             raise InvalidRequest(f"rank {self.index} of {self.count}", hint="count ranks from 0")
+        if self.count > RANKS_MAX:
+            raise InvalidRequest(f"{self.count} ranks of one trainer", hint=f"at most {RANKS_MAX} write one version")
 
 
 SOLE = Rank()
@@ -227,7 +263,22 @@ def part_root(digests: Iterable[bytes]) -> str:
 def check_model_name(model: str) -> str:
     if not _MODEL_NAME.fullmatch(model):
         raise InvalidRequest(
-            f"{model!r} cannot name a model",
+            f"{model[:200]!r} cannot name a model",
             hint="use 1 to 64 letters, digits, '.', '_' or '-', not starting with a sign",
         )
     return model
+
+
+def check_words(what: str, words: str) -> None:
+    """Names for people are kept, logged and shown to everybody: they are not empty, and few words."""
+    if not 0 < len(words) <= WORDS_MAX:
+        raise InvalidRequest(f"{what} is named in {len(words)} characters", hint=f"use 1 to {WORDS_MAX}")
+
+
+def check_peer_name(name: str) -> str:
+    """Who greets: a relay's name, or "host:pid". It is logged, so it stays on one line, and on a short one."""
+    if not _PEER_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{name[:200]!r} cannot name who greets", hint="up to 200 printable ASCII characters, no space"
+        )
+    return name

@@ -91,6 +91,8 @@ class ModelVersions:
         self.retain = retain
         self._versions: dict[int, VersionState] = {}
         self._skip_to = 0
+        self.revision = 0  # grows with every change
+        self._newest: tuple[int, int | None] = (-1, None)  # the newest sealed, as of a revision
 
     def get(self, version: int) -> VersionState | None:
         return self._versions.get(version)
@@ -114,7 +116,17 @@ class ModelVersions:
 
     @property
     def newest_sealed(self) -> int | None:
-        return max((v for v, s in self._versions.items() if s.sealed and not s.ended), default=None)
+        revision, newest = self._newest
+        if revision != self.revision:
+            newest = max((v for v, s in self._versions.items() if s.sealed and not s.ended), default=None)
+            self._newest = (self.revision, newest)
+        return newest
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing comes or goes before the next event: nobody need look until `revision` has changed."""
+        stages = [state.stage for state in self._versions.values() if state.stage != "known" or state.announced]
+        return stages.count("shown") <= self.retain and not {"known", "filling", "complete"} & set(stages)
 
     def shown(self) -> list[Sealed]:
         """What may be acquired here, ascending."""
@@ -158,13 +170,35 @@ class ModelVersions:
 
     def holder(self, version: int, relay: str, *, present: bool) -> None:
         """Another relay (or this one) is known to hold the version, or no longer is."""
-        state = self._state(version)
-        (state.holders.add if present else state.holders.discard)(relay)
+        state = self._state(version) if present else self._versions.get(version)
+        if state is not None:
+            (state.holders.add if present else state.holders.discard)(relay)
 
     def spilled(self, version: int, relay: str, *, present: bool) -> None:
         """A relay has the version on disk, or no longer does."""
-        state = self._state(version)
-        (state.spilled.add if present else state.spilled.discard)(relay)
+        state = self._state(version) if present else self._versions.get(version)
+        if state is not None:
+            (state.spilled.add if present else state.spilled.discard)(relay)
+
+    def dropped(self, below: int) -> list[Effect]:
+        """An operator ended all versions below this number: nothing of them is kept or known any more."""
+        effects: list[Effect] = []
+        for version, state in self.items():
+            if version >= below:
+                continue
+            if state.stage in ("filling", "complete", "shown"):
+                effects.append(Drop(version, "its model was dropped"))
+            if state.stage == "shown" and state.sealed:
+                effects.append(Tell("lost", state.sealed))
+            del self._versions[version]
+        self.revision += 1
+        self.skip_to(below)
+        return effects
+
+    @property
+    def empty(self) -> bool:
+        """Whether no version is known."""
+        return not self._versions
 
     # ---- events from this relay
 
@@ -212,16 +246,20 @@ class ModelVersions:
             if state.copied and state.stage in ("skipped", "retired"):
                 self._move(state, "known")
 
-    def forget(self, keep: int, pinned: Collection[int] = ()) -> list[int]:
-        """Forgets all but the newest `keep` numbers, as far as nothing of them is left here; returns the forgotten.
+    def forgettable(self, keep: int, pinned: Collection[int] = ()) -> list[int]:
+        """All but the newest `keep` numbers, as far as nothing of them is left here.
 
         `pinned`: for the fleet, by whom a copy may be wanted.
         """
+        if len(self._versions) <= keep:
+            return []
         gone = ("known", "skipped", "retired", "ended")
-        old = [v for v, state in self.items()[:-keep] if state.stage in gone and v not in pinned]
-        for version in old:
-            del self._versions[version]
-        return old
+        return [v for v, state in self.items()[:-keep] if state.stage in gone and v not in pinned]
+
+    def forget(self, versions: Collection[int]) -> None:
+        """Forgets those, of `forgettable`."""
+        for version in versions:
+            self._versions.pop(version, None)
 
     # ---- decisions
 
@@ -247,10 +285,12 @@ class ModelVersions:
         return newest is not None and newest > version
 
     def _state(self, version: int) -> VersionState:
+        self.revision += 1  # whoever asks for a state is about to change it
         return self._versions.setdefault(version, VersionState())
 
     def _move(self, state: VersionState, stage: Stage) -> None:
         assert stage in TRANSITIONS[state.stage], f"{self.model}: {state.stage} -> {stage}"
+        self.revision += 1
         state.stage = stage
 
     def _show(self, version: int) -> list[Effect]:

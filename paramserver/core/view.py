@@ -2,11 +2,13 @@
 
 Invariants:
 - every key of the registry is built and read in this module only;
-- without the registry the last view stays: it is used, not trusted for new decisions of the master.
+- without the registry the last view stays: it is used, not trusted for new decisions of the master;
+- a key that cannot be read costs itself alone: it is listed in `unreadable`, and what was known before stays.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,7 +16,18 @@ from typing import Literal
 import msgspec
 
 from paramserver.core.chain import Place
-from paramserver.core.records import Announced, Ended, Epoch, FleetPin, Holding, Master, Member, Plan, Sealed
+from paramserver.core.records import (
+    Announced,
+    Ended,
+    Epoch,
+    FleetPin,
+    Holding,
+    Master,
+    Member,
+    Plan,
+    Sealed,
+    check_model_name,
+)
 
 ROOT = "/laminar/"
 STORE = ROOT + "store"
@@ -23,6 +36,8 @@ _MODELS = ROOT + "models/"
 _HOLDERS = ROOT + "holders/"
 _SPILLED = ROOT + "spilled/"
 _PINS = ROOT + "pins/"
+_DROPPED = ROOT + "dropped/"
+_CONTINUES = ROOT + "continues/"
 ENGINES = ROOT + "engines/"
 """Written by relays, read by gateways: no relay needs to know of another's engines."""
 
@@ -34,6 +49,11 @@ def member_key(name: str) -> str:
 def store_mark(store_id: str) -> str:
     """A guard on this key holds in that store only, whatever the revisions of another have come to."""
     return f"{STORE}/{store_id}"
+
+
+def continues_key(store_id: str) -> str:
+    """The versions of that earlier store go on in this one: an operator adopted it."""
+    return _CONTINUES + store_id
 
 
 def wanted_key(model: str) -> str:
@@ -70,6 +90,11 @@ def spilled_key(model: str, version: int, relay: str) -> str:
 def pin_key(model: str, version: int, lease_id: str) -> str:
     """On a lease of its own: it outlives the relay that wrote it, for its holder has to pin elsewhere first."""
     return f"{_PINS}{model}/{version:016d}/{lease_id}"
+
+
+def dropped_key(model: str) -> str:
+    """The first number that an operator did not drop. It outlives the model: its numbers are never given again."""
+    return _DROPPED + model
 
 
 def engine_key(name: str) -> str:
@@ -135,6 +160,14 @@ class SkippedFact:
 
 
 @dataclass(frozen=True, slots=True)
+class DroppedFact:
+    """An operator dropped all versions below this number."""
+
+    model: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class MasterFact:
     """A model's master changed (None: there is none)."""
 
@@ -150,7 +183,7 @@ class MemberFact:
     member: Member | None
 
 
-Fact = VersionFact | HolderFact | SpilledFact | SkippedFact | MasterFact | MemberFact
+Fact = VersionFact | HolderFact | SpilledFact | SkippedFact | DroppedFact | MasterFact | MemberFact
 
 
 @dataclass
@@ -163,7 +196,11 @@ class View:
     plans: dict[str, Plan] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
     pins: dict[tuple[str, int], dict[str, FleetPin]] = field(default_factory=dict)  # for the fleet; by lease id
+    continues: set[str] = field(default_factory=set)  # ids of earlier stores whose versions go on in this one
+    unreadable: dict[str, str] = field(default_factory=dict)  # why, by key
+    dropped: dict[str, int] = field(default_factory=dict)  # by model: the first number that was not
     _raw: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    _num_keys: Counter[str] = field(default_factory=Counter)  # of each model
 
     def places(self) -> dict[str, Place]:
         """Every live relay that stays, and where it is."""
@@ -184,6 +221,10 @@ class View:
         """Whether the registry has the key, as far as this relay has seen."""
         return key in self._raw
 
+    def keys_of(self, model: str) -> list[str]:
+        """All that the registry has below a model's name."""
+        return sorted(key for key in self._raw if key.startswith(f"{_MODELS}{model}/"))
+
     def epoch(self, model: str) -> Epoch | None:
         seen = self.masters.get(model)
         return Epoch(self.store_id, seen.revision) if seen is not None else None
@@ -201,19 +242,54 @@ class View:
     def put(self, key: str, value: bytes, created: int) -> list[Fact]:
         if self._raw.get(key) == (value, created):
             return []
+        if key not in self._raw and key.startswith(_MODELS):
+            self._num_keys[_model_of(key)] += 1
         self._raw[key] = (value, created)
-        return list(self._parse_put(key, value, created))
+        try:
+            facts = list(self._parse_put(key, value, created))
+        except Exception as error:  # noqa: BLE001  (anybody may write to a registry, and a newer relay writes more)
+            self.unreadable[key] = f"{type(error).__name__}: {error}"
+            return []
+        self.unreadable.pop(key, None)
+        return facts
 
     def remove(self, key: str) -> list[Fact]:
         if self._raw.pop(key, None) is None:
             return []
-        return list(self._parse_remove(key))
+        was_unreadable = self.unreadable.pop(key, None) is not None
+        try:
+            facts = list(self._parse_remove(key))
+            self._forget_key(key)
+            return facts
+        except Exception:
+            if was_unreadable:
+                return []
+            raise
+
+    def _forget_key(self, key: str) -> None:
+        if key.startswith(_MODELS):
+            model = _model_of(key)
+            self._num_keys[model] -= 1
+            if not self._num_keys[model]:
+                del self._num_keys[model]
+
+    def keyless(self) -> set[str]:
+        """Models of which the registry knows nothing any more; they stay known here until forgotten."""
+        return self.models - self._num_keys.keys()
+
+    def forget(self, model: str) -> None:
+        """Nothing of a keyless model is left."""
+        self.models.discard(model)
+        self.plans.pop(model, None)
 
     def _parse_put(self, key: str, value: bytes, created: int) -> Iterator[Fact]:
         if key == STORE:
             self.store_id = value.decode()
+        elif key.startswith(_CONTINUES):
+            self.continues.add(key.removeprefix(_CONTINUES))
         elif key.startswith(_MEMBERS):
             member = msgspec.json.decode(value, type=Member)
+            _demand(member.name == key.removeprefix(_MEMBERS), f"it is of {member.name!r}")
             self.members[member.name] = member
             yield MemberFact(member.name, member)
         elif key.startswith(_HOLDERS):
@@ -225,10 +301,14 @@ class View:
         elif key.startswith(_PINS):
             model, version, lease_id = key.removeprefix(_PINS).split("/")
             self.pins.setdefault((model, int(version)), {})[lease_id] = msgspec.json.decode(value, type=FleetPin)
+        elif key.startswith(_DROPPED):
+            model, number = check_model_name(key.removeprefix(_DROPPED)), int(value)
+            self.dropped[model] = number
+            yield DroppedFact(model, number)
         elif key.startswith(_MODELS):
             model, *rest = key.removeprefix(_MODELS).split("/")
+            yield from self._parse_model(check_model_name(model), rest, value, created)
             self.models.add(model)
-            yield from self._parse_model(model, rest, value, created)
 
     def _parse_model(self, model: str, rest: list[str], value: bytes, created: int) -> Iterator[Fact]:
         match rest:
@@ -242,10 +322,13 @@ class View:
                 yield SkippedFact(model, int(value))
             case ["versions", version, what] if what in _RECORDS:
                 record = msgspec.json.decode(value, type=_RECORDS[what])
+                _check_record(model, int(version), record)
                 yield VersionFact(model, int(version), record)
 
     def _parse_remove(self, key: str) -> Iterator[Fact]:
-        if key.startswith(_MEMBERS):
+        if key.startswith(_CONTINUES):
+            self.continues.discard(key.removeprefix(_CONTINUES))
+        elif key.startswith(_MEMBERS):
             name = key.removeprefix(_MEMBERS)
             self.members.pop(name, None)
             yield MemberFact(name, None)
@@ -257,15 +340,42 @@ class View:
             yield SpilledFact(model, int(version), relay, present=False)
         elif key.startswith(_PINS):
             model, version, lease_id = key.removeprefix(_PINS).split("/")
-            of = self.pins[model, int(version)]
-            del of[lease_id]
+            of = self.pins.get((model, int(version)), {})
+            of.pop(lease_id, None)
             if not of:
-                del self.pins[model, int(version)]
+                self.pins.pop((model, int(version)), None)
+        elif key.startswith(_DROPPED):
+            self.dropped.pop(key.removeprefix(_DROPPED), None)
         elif key.startswith(_MODELS) and key.endswith("/master"):
             model = key.removeprefix(_MODELS).split("/")[0]
             self.masters.pop(model, None)
             yield MasterFact(model, None)
 
 
+def _model_of(key: str) -> str:
+    return key.removeprefix(_MODELS).partition("/")[0]
+
+
 def _holding(value: bytes) -> Holding:
     return msgspec.json.decode(value, type=Holding) if value else Holding()
+
+
+def _check_record(model: str, version: int, record: Record) -> None:
+    """ValueError when a version's record is not of the version that its key names, or names bytes that cannot be."""
+    match record:
+        case Announced(manifest, plan):
+            _demand(
+                (manifest.model, manifest.version) == (model, version), f"it is of {manifest.model} {manifest.version}"
+            )
+            _demand(manifest.chunk_bytes > 0, f"its chunks are of {manifest.chunk_bytes} bytes")
+            _demand(all(file.size_bytes >= 0 for file in manifest.files), "a file is of less than no bytes")
+            _demand(plan.number >= 0, f"its plan is number {plan.number}")
+        case Sealed():
+            _demand((record.model, record.version) == (model, version), f"it is of {record.model} {record.version}")
+            _demand(record.size_bytes >= 0, f"it is of {record.size_bytes} bytes")
+    _demand(version > 0, "versions are positive")
+
+
+def _demand(right: bool, otherwise: str) -> None:
+    if not right:
+        raise ValueError(otherwise)

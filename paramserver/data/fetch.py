@@ -114,10 +114,17 @@ class Fetch:
         num_stripes = min(max(self.num_stripes, len(tiers[0]) if tiers else 0), STRIPES_MAX)
         self.num_stripes = min(num_stripes, max(1, self._sink.chunks.num_chunks))
         stripes = [threading.Thread(target=self._guarded, args=(n,), daemon=True) for n in range(self.num_stripes)]
-        for thread in stripes:
-            thread.start()
-        for thread in stripes:
-            thread.join()
+        started = []
+        try:
+            for thread in stripes:
+                thread.start()
+                started.append(thread)
+        except BaseException:  # no thread to be had: the others may not go on writing to what is given back now
+            self.cancel()
+            raise
+        finally:
+            for thread in started:
+                thread.join()
         if self._failure is not None:
             raise self._failure
         return self._state.complete
@@ -125,11 +132,9 @@ class Fetch:
     def _guarded(self, number: int) -> None:
         try:
             self._stripe(number)
-        except BaseException as error:
-            self._failure = error
+        except BaseException as error:  # noqa: BLE001
+            self._failure = error  # `run` raises it, in the thread that waits for this one
             self.cancel()
-            if not isinstance(error, LaminarError):
-                raise
 
     def _over(self) -> bool:
         return self._state.complete or self._cancelled.is_set()
@@ -149,12 +154,21 @@ class Fetch:
                 self._bypass(source, stripe, error)
 
     def _use(self, source: Source, stripe: str) -> None:
-        link = self._dial(source, self._greeting)
+        link = self._link(source)
         self.upstream, self.rtt_s, self.transport = source.name, link.rtt_s, link.transport
         try:
             self._pull(link, stripe)
         finally:
             link.close()
+
+    def _link(self, source: Source) -> Link:
+        """A link to the source. What goes wrong in making it, foreseen or not, costs this source alone."""
+        try:
+            return self._dial(source, self._greeting)
+        except LaminarError:
+            raise
+        except Exception as error:
+            raise Unavailable(f"no link to {source.name}: {type(error).__name__}: {error}") from error
 
     def _pull(self, link: Link, stripe: str) -> None:
         """Keeps up to WINDOW requests on the link until nothing is wanted any more."""

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -96,7 +97,7 @@ class Lending:
         if index in self._lent or len(self._lent) >= LENT_MAX:
             raise LinkBroken(f"chunk {index} asked for with {len(self._lent)} lent")
         with ExitStack() as held:
-            held.enter_context(self._snapshot.reading())
+            held.enter_context(self._snapshot.reading(self._break_off))
             chunk_digest = self._await_chunk(index, from_byte, suspect)
             length = self._snapshot.chunks.chunk(index).length - from_byte
             self._pause(length)
@@ -112,6 +113,10 @@ class Lending:
         held.close()
         if not self._lent:
             self._mover.lend(False)
+
+    def _break_off(self) -> None:
+        with contextlib.suppress(OSError):  # it is down already
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _alive(self) -> None:
         wire.send_all(self._sock, Header(Kind.ALIVE).pack())

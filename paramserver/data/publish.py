@@ -4,12 +4,14 @@ Invariants:
 - every byte is copied once; each chunk is hashed before it is copied, in blocks that stay in the cache;
 - several threads copy, each a chunk at a time, in the order in which the chain wants them;
 - a tensor's `read` is called when its first byte is due; of the views that it gave the last used VIEWS_KEPT are kept,
-  so that threads at work on one tensor share one.
+  so that threads at work on one tensor share one;
+- a `read` may take as long as it likes: the relay gets signs of life meanwhile, and the log names the tensor.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 import mmap
 import os
 import socket
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import xxhash
@@ -28,7 +31,9 @@ from paramserver.core.layout import FileLayout
 from paramserver.core.records import Chunk, ChunkMap
 from paramserver.data import wire
 from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
-from protos.errors import Corrupt, InvalidRequest, Unavailable
+from protos.errors import Conflict, Corrupt, InvalidRequest, LaminarError, NotFound, Unavailable
+
+log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20  # hashed, then copied out of the cache: 1.0 x a memcpy on two threads; 256 KiB 1.4, 8 MiB 1.1
 PUBLISH_STALL_S = 30.0
@@ -36,6 +41,9 @@ MAPPINGS_MAX = 64
 COPY_THREADS_MAX = 4
 CHUNKS_PER_THREAD_MIN = 4
 TELL_S = 0.001  # told at once, 256 chunks took 14 ms of processor time from the 80 in which two cores copied them
+ALIVE_S = 1.0  # a relay takes a publisher that says nothing for some seconds to be hung
+REFUSAL_S = 1.0  # it was sent before the connection ended
+SLOW_READ_S = 10.0  # said then, and whenever it has taken twice as long as when it was said last
 VIEWS_KEPT = 2 * COPY_THREADS_MAX  # tensors being copied: each thread may be at another one
 
 Read = Callable[[], memoryview]
@@ -64,6 +72,7 @@ class Image:
         self._offsets = {n: [segment.offset for segment in segments] for n, segments in self._segments.items()}
         self._views: OrderedDict[_Segment, memoryview] = OrderedDict()
         self._loading = threading.Lock()
+        self.reading: tuple[str, float] | None = None  # the tensor whose `read` was called and has not returned, since
 
     def blocks(self, chunk: Chunk) -> Iterator[tuple[int, memoryview]]:
         """(offset within the chunk, bytes) pieces of at most BLOCK_BYTES that cover the chunk."""
@@ -94,7 +103,11 @@ class Image:
             if view is not None:
                 self._views.move_to_end(segment)
             else:
-                view = segment.read().cast("B")
+                self.reading = (segment.what, time.monotonic())
+                try:
+                    view = segment.read().cast("B")
+                finally:
+                    self.reading = None
                 if len(view) != segment.size_bytes:
                     raise InvalidRequest(
                         f"tensor {segment.what!r} gave {len(view)} bytes, its shape and dtype say {segment.size_bytes}",
@@ -117,6 +130,7 @@ class Mappings:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], tuple[int, mmap.mmap]] = {}
+        self._mutex = threading.Lock()  # a thread maps, and the event loop finds the relay gone
 
     @property
     def num_kept(self) -> int:
@@ -124,14 +138,15 @@ class Mappings:
 
     def map(self, fd: int) -> memoryview:
         """A writable view of the file behind `fd`, which this object owns from now on."""
-        self._prune()
-        status = os.fstat(fd)
-        key = (status.st_dev, status.st_ino)
-        if key in self._kept:
-            os.close(fd)
-        else:
-            self._kept[key] = (fd, mmap.mmap(fd, status.st_size))
-        return memoryview(self._kept[key][1])
+        with self._mutex:
+            self._prune()
+            status = os.fstat(fd)
+            key = (status.st_dev, status.st_ino)
+            if key in self._kept:
+                os.close(fd)
+            else:
+                self._kept[key] = (fd, mmap.mmap(fd, status.st_size))
+            return memoryview(self._kept[key][1])
 
     def _prune(self) -> None:
         """Drops what the relay has destroyed or resized: holding it would hold memory outside the pool."""
@@ -147,8 +162,10 @@ class Mappings:
         os.close(fd)
 
     def close(self) -> None:
-        for key in list(self._kept):
-            self._drop(key)
+        """Lets go of all: the relay is gone, whose next life needs the memory, or the publisher is done with it."""
+        with self._mutex:
+            for key in list(self._kept):
+                self._drop(key)
 
 
 def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mappings) -> list[bytes]:
@@ -161,8 +178,12 @@ def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mapping
             mappings.map(fd) if size else memoryview(b"")
             for fd, size in zip(_receive_fds(sock, len(sizes)), sizes, strict=True)
         ]
-        digests = _copy(image, views, sock)
-        _finish(sock)
+        try:
+            with _Line(sock, image) as line:
+                digests = _copy(image, views, line)
+            _finish(sock)
+        except LinkBroken as error:
+            raise _why(sock, error) from error
         return digests
 
 
@@ -171,33 +192,90 @@ def num_copy_threads(num_chunks: int = 1 << 30) -> int:
     return max(1, min(COPY_THREADS_MAX, len(os.sched_getaffinity(0)), num_chunks // CHUNKS_PER_THREAD_MIN))
 
 
-class _Told:
-    """Tells the relay of chunks, those of TELL_S at once: each telling takes processor time from those who copy.
+class _Line:
+    """The connection to the relay while a version is copied: `with _Line(...)` says that the publisher lives.
 
-    What was copied just before a tensor that is slow to read is told with that tensor's first chunk.
+    What is copied is told those of TELL_S at once: each telling takes processor time from those who copy.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, image: Image) -> None:
         self._sock = sock
+        self._image = image
+        self._mutex = threading.Lock()
         self._frames: list[bytes] = []
-        self._flushed_at = 0.0
+        self._sent_at = time.monotonic()
+        self._broken: LinkBroken | None = None  # found by the thread that says we live: told to who sends next
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="publish-alive", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()  # it sends nothing after DONE: the relay reads no further than that
 
     def present(self, header: Header) -> None:
-        self._frames.append(header.pack())
-        if time.monotonic() - self._flushed_at > TELL_S:
-            self.flush()
+        with self._mutex:
+            self._frames.append(header.pack())
+            if time.monotonic() - self._sent_at > TELL_S:
+                self._flush()
+
+    def send(self, header: Header, content: memoryview) -> None:
+        with self._mutex:
+            self._send(header.pack(), socket.MSG_MORE)
+            self._send(content)
 
     def flush(self) -> None:
+        with self._mutex:
+            self._flush()
+
+    def _flush(self) -> None:
         if self._frames:
-            wire.send_all(self._sock, b"".join(self._frames))
+            self._send(b"".join(self._frames))
         self._frames.clear()
-        self._flushed_at = time.monotonic()
+
+    def _send(self, data: bytes | memoryview, flags: int = 0) -> None:
+        if self._broken is not None:
+            raise self._broken
+        wire.send_all(self._sock, data, flags)
+        self._sent_at = time.monotonic()
+
+    def _live(self) -> None:
+        said: tuple[float, float] = (0.0, 0.0)  # of the read that was said to be slow: since when it runs, said after
+        while not self._over.wait(ALIVE_S):
+            said = self._say_slow(said)
+            if not self._mutex.acquire(blocking=False):
+                continue  # somebody sends
+            try:
+                if time.monotonic() - self._sent_at > ALIVE_S / 2:
+                    self._frames.append(Header(Kind.ALIVE).pack())
+                    self._flush()
+            except LinkBroken as error:
+                self._broken = error
+                reading = self._image.reading
+                where = f" while tensor {reading[0]!r} is read" if reading is not None else ""
+                log.warning("the relay left%s: the publish ends when that returns", where)
+                return
+            finally:
+                self._mutex.release()
+
+    def _say_slow(self, said: tuple[float, float]) -> tuple[float, float]:
+        reading = self._image.reading
+        if reading is None:
+            return said
+        name, since = reading
+        took_s = time.monotonic() - since
+        if took_s < max(SLOW_READ_S, 2 * said[1] if said[0] == since else 0.0):
+            return said
+        log.warning("tensor %r has been read for %.1f s: the publish goes on when its read() returns", name, took_s)
+        return since, took_s
 
 
-def _copy(image: Image, views: Sequence[memoryview], sock: socket.socket) -> list[bytes]:
+def _copy(image: Image, views: Sequence[memoryview], line: _Line) -> list[bytes]:
     """Copies and hashes every chunk, and tells the relay of each; digests in the order of `image.indices`."""
     digests: dict[int, bytes] = {}
-    told = _Told(sock)
     work = iter(image.indices)
     mutex = threading.Lock()
     failed = threading.Event()
@@ -211,9 +289,8 @@ def _copy(image: Image, views: Sequence[memoryview], sock: socket.socket) -> lis
                     return
                 chunk = image.chunks.chunk(index)
                 chunk_digest = image.fill(chunk, views[chunk.file][chunk.offset : chunk.offset + chunk.length])
-                with mutex:
-                    digests[index] = chunk_digest
-                    told.present(Header(Kind.PRESENT, index, 0, chunk.length, chunk_digest))
+                digests[index] = chunk_digest
+                line.present(Header(Kind.PRESENT, index, 0, chunk.length, chunk_digest))
         except BaseException:
             failed.set()
             raise
@@ -225,7 +302,7 @@ def _copy(image: Image, views: Sequence[memoryview], sock: socket.socket) -> lis
         with ThreadPoolExecutor(num_threads, "publish-copy") as threads:
             for one in [threads.submit(copy) for _ in range(num_threads)]:
                 one.result()
-    told.flush()
+    line.flush()
     return [digests[index] for index in image.indices]
 
 
@@ -248,14 +325,30 @@ def _stream(address: str, greeting: Greeting, image: Image, digests: dict[int, b
         welcome = wire.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
         buffer = memoryview(bytearray(image.chunks.chunk_bytes))
         missing = {index for first, end in welcome.missing for index in range(first, end)}
-        for index in image.indices:
-            if index in missing:
-                chunk = image.chunks.chunk(index)
-                digests[index] = image.fill(chunk, buffer)
-                header = Header(Kind.DATA, index, 0, chunk.length, digests[index])
-                wire.send_all(sock, header.pack(), socket.MSG_MORE)
-                wire.send_all(sock, buffer[: chunk.length])
-        _finish(sock)
+        try:
+            with _Line(sock, image) as line:
+                for index in image.indices:
+                    if index in missing:
+                        chunk = image.chunks.chunk(index)
+                        digests[index] = image.fill(chunk, buffer)
+                        line.send(Header(Kind.DATA, index, 0, chunk.length, digests[index]), buffer[: chunk.length])
+            _finish(sock)
+        except LinkBroken as error:
+            raise _why(sock, error) from error
+
+
+def _why(sock: socket.socket, broken: LinkBroken) -> LaminarError:
+    """What the relay said before it ended the connection, if it did: that is read only after sending has failed."""
+    try:
+        sock.settimeout(REFUSAL_S)
+        header = wire.receive_header(sock)
+        if header.kind is not Kind.REFUSED:
+            return broken
+        refusal = wire.receive_refusal(sock, header)
+    except (LinkBroken, OSError) as error:
+        log.debug("the relay left without a word: %s", error)
+        return broken
+    return LinkBroken(str(refusal)) if isinstance(refusal, Conflict | NotFound) else refusal
 
 
 def _finish(sock: socket.socket) -> None:

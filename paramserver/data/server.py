@@ -1,14 +1,14 @@
 """The data port: answers "model, version, file, chunk, from this byte" and takes what publishers write.
 
 Invariants:
-- one thread per connection, at most `connections_max`; each touches a snapshot's memory only inside `reading()`;
+- one thread per connection, at most CONNECTIONS_MAX of each kind, and not all of them for one host; who has not yet
+  said what it is entitled to makes way for who comes; each touches a snapshot's memory only inside `reading()`;
 - bytes leave only with a verified digest before them; a chunk not yet here is answered by ALIVE, then by the chunk;
 - a peer that makes no progress for `STALL_S` loses its connection, so no thread waits for ever.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 import threading
@@ -23,17 +23,19 @@ from paramserver.data.lending import Lending
 from paramserver.data.movers import Movers
 from paramserver.data.wire import Greeting, Header, Kind, LinkBroken, TransportFailed
 from paramserver.store import Snapshot
+from paramserver.troubles import Troubles
 from protos.errors import Conflict, Corrupt, LaminarError, NotFound, OutOfCapacity, StaleEpoch
 
 log = logging.getLogger(__name__)
 
 STALL_S = 10.0
+PUBLISHER_SILENCE_S = 60.0  # of one on this host: its end is seen, and a call may let none of its threads run
 OPEN_WAIT_S = 5.0  # a neighbour may hear of a version a moment before this relay has opened it
 CONNECTIONS_MAX = 256
+CONNECTIONS_PER_HOST_MAX = 192
 LATE_JOINERS_MAX = 2  # at once per version: many that join together wait for the first, who then serve them too
 ACCEPT_RETRY_S = 0.1
 _PACED_BYTES = 64 << 10
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 
 
 class Provider(Protocol):
@@ -66,6 +68,60 @@ class Pacer:
         time.sleep(max(0.0, free_at - time.monotonic()))
 
 
+class Admission:
+    """Who is connected to one listener. Called from the threads of the port."""
+
+    def __init__(self, connections_max: int, per_host_max: int) -> None:
+        self._connections_max, self._per_host_max = connections_max, per_host_max
+        self._hosts: dict[socket.socket, str] = {}  # in the order in which they came
+        self._strangers: set[socket.socket] = set()  # those that have not been told welcome
+        self._mutex = threading.Lock()
+
+    def admit(self, sock: socket.socket) -> None:
+        """OutOfCapacity when there are too many of this host, or of all, and no stranger among them that is ended."""
+        host = _host_of(sock)
+        with self._mutex:
+            of_host = [other for other, at in self._hosts.items() if at == host]
+            if len(of_host) >= self._per_host_max:
+                self._end_one(of_host, f"more than {self._per_host_max} data connections from one host")
+            elif len(self._hosts) >= self._connections_max:
+                self._end_one(list(self._hosts), f"more than {self._connections_max} data connections")
+            self._hosts[sock] = host
+            self._strangers.add(sock)
+
+    def _end_one(self, among: list[socket.socket], otherwise: str) -> None:
+        stranger = next((sock for sock in among if sock in self._strangers), None)
+        if stranger is None:
+            raise OutOfCapacity(otherwise)
+        self._forget(stranger)
+        _shut(stranger)
+
+    def welcome(self, sock: socket.socket) -> None:
+        """It asked for something that is here, or had the right token."""
+        with self._mutex:
+            self._strangers.discard(sock)
+
+    def left(self, sock: socket.socket) -> None:
+        with self._mutex:
+            self._forget(sock)
+
+    def _forget(self, sock: socket.socket) -> None:
+        self._hosts.pop(sock, None)
+        self._strangers.discard(sock)
+
+    def connected(self) -> list[socket.socket]:
+        with self._mutex:
+            return list(self._hosts)
+
+
+def _host_of(sock: socket.socket) -> str:
+    try:
+        name = sock.getpeername()
+    except OSError:  # gone already
+        return ""
+    return str(name[0]) if isinstance(name, tuple) else "here"
+
+
 class DataServer:
     """Listens on TCP, and on a unix socket that passes descriptors to publishers on this host."""
 
@@ -74,10 +130,12 @@ class DataServer:
         self._movers = movers  # None: this relay speaks tcp only
         self._pacer = Pacer(max_rate)
         self._listeners: list[socket.socket] = []
-        self._connections: set[socket.socket] = set()
+        self._by_tcp = Admission(CONNECTIONS_MAX, CONNECTIONS_PER_HOST_MAX)
+        self._by_unix = Admission(CONNECTIONS_MAX, CONNECTIONS_MAX)  # strangers elsewhere keep no publisher here out
         self._threads: set[threading.Thread] = set()
         self._mutex = threading.Lock()
         self._closing = False
+        self._troubles = Troubles(log)
         self.bytes_sent = 0
 
     def listen_tcp(self, host: str, port: int) -> str:
@@ -88,7 +146,7 @@ class DataServer:
             raise Conflict(
                 f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --data-port"
             ) from error
-        self._accept_on(listener, self._serve_tcp)
+        self._accept_on(listener, self._by_tcp, self._serve_tcp)
         return f"{host}:{listener.getsockname()[1]}"
 
     def listen_unix(self, path: Path) -> None:
@@ -97,22 +155,22 @@ class DataServer:
         listener.bind(str(path))
         path.chmod(0o600)
         listener.listen(16)
-        self._accept_on(listener, self._serve_unix)
+        self._accept_on(listener, self._by_unix, self._serve_unix)
 
     def close(self) -> None:
         """Stops accepting, ends every connection, and waits for the threads."""
         with self._mutex:
             self._closing = True
-            connections = [*self._listeners, *self._connections]
+            connections = [*self._listeners, *self._by_tcp.connected(), *self._by_unix.connected()]
             threads = list(self._threads)
         for sock in connections:
             _shut(sock)
         for thread in threads:
             thread.join(STALL_S)
 
-    def _accept_on(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    def _accept_on(self, listener: socket.socket, admission: Admission, serve: Callable[[socket.socket], None]) -> None:
         self._listeners.append(listener)
-        self._start(lambda: self._accept_loop(listener, serve), f"accept-{listener.family.name}")
+        self._start(lambda: self._accept_loop(listener, admission, serve), f"accept-{listener.family.name}")
 
     def _start(self, work: Callable[[], None], name: str) -> None:
         def run() -> None:
@@ -125,33 +183,44 @@ class DataServer:
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._mutex:
             self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            with self._mutex:
+                self._threads.discard(thread)
+            raise
 
-    def _accept_loop(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    def _accept_loop(
+        self, listener: socket.socket, admission: Admission, serve: Callable[[socket.socket], None]
+    ) -> None:
+        what = f"connections to the data port ({listener.family.name}) are not accepted"
         with listener:
             while not self._closing:
                 try:
-                    sock, _ = listener.accept()
-                except OSError as error:
+                    self._accept(listener, admission, serve)
+                except (OSError, RuntimeError) as error:  # no descriptor, memory or thread to be had
                     if self._closing:
                         return
-                    if error.errno not in _PASSING:
-                        raise
-                    log.warning("a data connection could not be accepted: %s", error)
+                    self._troubles.met(what, error)
                     time.sleep(ACCEPT_RETRY_S)
-                    continue
-                self._start(lambda sock=sock: self._connection(sock, serve), "data-connection")  # type: ignore[misc]
+                else:
+                    self._troubles.over(what)
 
-    def _connection(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-        with self._mutex:
-            refused = self._closing or len(self._connections) >= CONNECTIONS_MAX
-            if not refused:
-                self._connections.add(sock)
+    def _accept(self, listener: socket.socket, admission: Admission, serve: Callable[[socket.socket], None]) -> None:
+        sock, _ = listener.accept()
+        try:
+            self._start(lambda: self._connection(sock, admission, serve), "data-connection")
+        except BaseException:
+            sock.close()
+            raise
+
+    def _connection(self, sock: socket.socket, admission: Admission, serve: Callable[[socket.socket], None]) -> None:
         with sock:
             try:
                 sock.settimeout(STALL_S)
-                if refused:
-                    raise OutOfCapacity(f"more than {CONNECTIONS_MAX} data connections")
+                admission.admit(sock)
+                if self._closing:  # this one may have come too late to be ended with the others
+                    return
                 serve(sock)
             except TransportFailed as error:
                 _refuse(sock, error)
@@ -159,9 +228,11 @@ class DataServer:
                 log.debug("data connection ended: %s", error)
             except LaminarError as error:
                 _refuse(sock, error)
+            except Exception as error:  # noqa: BLE001  (whatever a peer sends costs its own connection)
+                self._troubles.met("a data connection was ended", error)
+                _refuse(sock, LaminarError(f"an error that nobody foresaw: {type(error).__name__}"))
             finally:
-                with self._mutex:
-                    self._connections.discard(sock)
+                admission.left(sock)
 
     def _serve_tcp(self, sock: socket.socket) -> None:
         wire.tune(sock)
@@ -178,6 +249,7 @@ class DataServer:
     def _serve_fetch(self, sock: socket.socket, greeting: Greeting) -> None:
         snapshot = self._find(sock, greeting)
         _check_epoch(snapshot, greeting.epoch)
+        self._by_tcp.welcome(sock)
         with snapshot.linked(greeting.name if greeting.late else "", LATE_JOINERS_MAX):
             self._lend(sock, greeting, snapshot)
             wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
@@ -215,7 +287,7 @@ class DataServer:
     def _serve_request(self, sock: socket.socket, snapshot: Snapshot) -> None:
         kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(sock, wire.REQUEST.size))
         if kind == Kind.GET:
-            with snapshot.reading():
+            with snapshot.reading(lambda: _shut(sock)):
                 self._answer(sock, snapshot, index, from_byte, suspect=bool(flags & wire.FLAG_SUSPECT))
         elif kind != Kind.ALIVE:
             raise LinkBroken(f"the peer sent a request of unknown kind {kind}")
@@ -267,13 +339,16 @@ class DataServer:
 
     def _serve_write(self, sock: socket.socket, greeting: Greeting) -> None:
         snapshot = self._provider.writable(greeting.model, greeting.version, greeting.token)
+        self._by_tcp.welcome(sock)
         missing = wire.ranges(snapshot.missing())
         wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, missing))
         while (header := wire.receive_header(sock)).kind is not Kind.DONE:
             if header.kind is Kind.DATA:
-                with snapshot.reading():
+                with snapshot.reading(lambda: _shut(sock)):
                     _take_chunk(sock, snapshot, header)
-            elif header.kind is not Kind.ALIVE:
+            elif header.kind is Kind.ALIVE:
+                snapshot.check_open()  # one that reads a slow tensor for a version given up hears it now
+            else:
                 raise LinkBroken(f"unexpected {header.kind.name} from a publisher")
         wire.send_all(sock, Header(Kind.DONE).pack())
 
@@ -282,17 +357,21 @@ class DataServer:
         if greeting.purpose != "map":
             raise Conflict(f"purpose {greeting.purpose!r} on the unix socket", hint="use the data port")
         snapshot = self._provider.writable(greeting.model, greeting.version, greeting.token)
-        snapshot.written_elsewhere = True
+        self._by_unix.welcome(sock)
         wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
-        with snapshot.reading():
+        with snapshot.reading(lambda: _shut(sock)):
+            snapshot.written_elsewhere = True  # before the first descriptor leaves, and while it cannot be given back
             fds = [file.fd for file in snapshot.files]
             for start in range(0, len(fds), wire.FDS_PER_MESSAGE):
                 socket.send_fds(sock, [b"F"], fds[start : start + wire.FDS_PER_MESSAGE])
+        sock.settimeout(PUBLISHER_SILENCE_S)
         while (header := wire.receive_header(sock)).kind is not Kind.DONE:
             if header.kind is Kind.PRESENT:
                 snapshot.chunks.chunk(header.index)  # refuses a number out of range
                 snapshot.present(header.index, header.digest)
-            elif header.kind is not Kind.ALIVE:
+            elif header.kind is Kind.ALIVE:
+                snapshot.check_open()  # one that reads a slow tensor for a version given up hears it now
+            else:
                 raise LinkBroken(f"unexpected {header.kind.name} from a publisher")
         wire.send_all(sock, Header(Kind.DONE).pack())
 

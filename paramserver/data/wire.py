@@ -22,7 +22,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from paramserver.core.records import DIGEST_BYTES, Epoch, Manifest
+from paramserver.config import show_bytes
+from paramserver.core.records import DIGEST_BYTES, Epoch, Manifest, check_model_name, check_peer_name
 from protos.errors import BY_CODE, LaminarError, Unavailable
 
 MAGIC = b"LMN1"
@@ -31,6 +32,8 @@ REQUEST = struct.Struct("!BBII")  # kind, flags, chunk, from byte
 HEADER = struct.Struct(f"!BIII{DIGEST_BYTES}s")  # kind, chunk, from byte, length, digest
 FLAG_SUSPECT = 1
 JSON_BYTES_MAX = 64 << 20
+GREETING_S = 5.0
+GREETING_BYTES_MAX = 16 << 10  # names and a token: from strangers no more is taken in
 FDS_PER_MESSAGE = 128  # the kernel takes at most 253
 NO_DIGEST = bytes(DIGEST_BYTES)
 
@@ -66,6 +69,10 @@ class Greeting(msgspec.Struct, frozen=True):
     token: str = ""
     late: bool = False  # a relay that joined after the version began; a holder serves few of these at a time
     transports: list[str] = []  # ways of moving bytes that the asker knows besides this connection
+
+    def __post_init__(self) -> None:
+        check_model_name(self.model)
+        check_peer_name(self.name)
 
 
 class Lent(msgspec.Struct, frozen=True):
@@ -138,11 +145,13 @@ def send_all(sock: socket.socket, data: bytes | memoryview, flags: int = 0) -> N
         raise LinkBroken(f"sending failed: {error}") from error
 
 
-def receive_exactly(sock: socket.socket, into: memoryview) -> None:
-    """Fills `into`; the socket's timeout bounds each piece of progress."""
+def receive_exactly(sock: socket.socket, into: memoryview, by: float | None = None) -> None:
+    """Fills `into`; the socket's timeout bounds each piece of progress, the monotonic clock's `by` the whole."""
     filled = 0
     try:
         while filled < len(into):
+            if by is not None:
+                sock.settimeout(max(0.001, by - time.monotonic()))
             num = sock.recv_into(into[filled:])
             if num == 0:
                 raise LinkBroken("the peer closed the connection")
@@ -151,9 +160,9 @@ def receive_exactly(sock: socket.socket, into: memoryview) -> None:
         raise LinkBroken(f"receiving failed: {error}") from error
 
 
-def receive_bytes(sock: socket.socket, num: int) -> bytes:
+def receive_bytes(sock: socket.socket, num: int, by: float | None = None) -> bytes:
     buffer = bytearray(num)
-    receive_exactly(sock, memoryview(buffer))
+    receive_exactly(sock, memoryview(buffer), by)
     return bytes(buffer)
 
 
@@ -175,10 +184,14 @@ def send_greeting(sock: socket.socket, greeting: Greeting) -> None:
 
 
 def receive_greeting(sock: socket.socket) -> Greeting:
-    magic, length = _OPENING.unpack(receive_bytes(sock, _OPENING.size))
+    """Who connects must say who it is within GREETING_S, however many bytes it sends at a time."""
+    usual_s, by = sock.gettimeout(), time.monotonic() + GREETING_S
+    magic, length = _OPENING.unpack(receive_bytes(sock, _OPENING.size, by))
     if magic != MAGIC:
         raise LinkBroken("the peer does not speak the data protocol")
-    return _decode(sock, length, Greeting)
+    greeting = _decode(sock, length, Greeting, GREETING_BYTES_MAX, by)
+    sock.settimeout(usual_s)
+    return greeting
 
 
 def send_message(sock: socket.socket, kind: Kind, message: Welcome | Refusal) -> None:
@@ -205,12 +218,18 @@ def receive_refusal(sock: socket.socket, header: Header) -> LaminarError:
     return _decode(sock, header.length, Refusal).error()
 
 
-def _decode(sock: socket.socket, length: int, kind: type[_Message]) -> _Message:
-    if length > JSON_BYTES_MAX:
-        raise LinkBroken(f"a message of {length} bytes announced")
+def _decode(
+    sock: socket.socket,
+    length: int,
+    kind: type[_Message],
+    bytes_max: int = JSON_BYTES_MAX,
+    by: float | None = None,
+) -> _Message:
+    if length > bytes_max:
+        raise LinkBroken(f"a message of {show_bytes(length)} announced")
     try:
-        return msgspec.json.decode(receive_bytes(sock, length), type=kind)
-    except msgspec.MsgspecError as error:
+        return msgspec.json.decode(receive_bytes(sock, length, by), type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # nested too deep, it is the last of these
         raise LinkBroken(f"a malformed message: {error}") from error
 
 

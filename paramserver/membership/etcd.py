@@ -2,7 +2,8 @@
 
 Traps of the client that this module covers: a call without a timeout may wait for ever; a compacted watch skips
 what it missed without a word; so does one that reconnects while it is catching up (it goes on after the store's
-revision, not after the last event); the client's own keepalive reports life through an outage.
+revision, not after the last event); the client's own keepalive reports life through an outage; a message of more
+than gRPC's limit fails whole, so lists come in pages of one revision; keys may be any bytes.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from paramserver.membership.registry import (
     Removed,
     State,
     Write,
+    check_size,
 )
-from protos.errors import Unavailable
+from protos.errors import InvalidRequest, LaminarError, TooLarge, Unavailable
 
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.3
 RECONNECT_MAX_S = 1.0  # an etcd that is back is found within this, however long it was away
+PAGE_KEYS = 256  # of a list in one answer; fewer when their values are too large for one message
+MESSAGE_BYTES_MAX = 16 << 20  # an answer; gRPC's default of 4 MiB is less than one watch may bring after an outage
 _EVENT_DELETE = 1
 
 T = TypeVar("T")
@@ -51,6 +55,7 @@ class EtcdRegistry:
         self._client._manager.grpc_options += [  # else the channel looks again only every two minutes in the end
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", round(RECONNECT_MAX_S * 1000)),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ]
         self._client._manager.target = f"dns:///{endpoint}"  # it makes "ipv4:" targets, to which names are no address
 
@@ -70,13 +75,33 @@ class EtcdRegistry:
         return registry
 
     async def list(self, prefix: str) -> State:
-        reply = await self._call(
-            self._kv.get(prefix, range_end=prefix_range_end(prefix), timeout=self._timeout_s), "list"
-        )
-        entries = tuple(Entry(kv.key.decode(), kv.value, kv.create_revision) for kv in reply.kvs)
-        return State(entries, reply.header.revision)
+        """Everything below `prefix` at one revision, in as many pages as it takes."""
+        while True:
+            try:
+                return await self._list(prefix.encode(), prefix_range_end(prefix))
+            except _CompactedMeanwhile:
+                log.info("the list of %s was compacted before its last page; listing again", prefix)
+
+    async def _list(self, key: bytes, range_end: bytes) -> State:
+        entries: list[Entry] = []
+        revision, limit = 0, PAGE_KEYS
+        while True:
+            get = self._kv.get(key, range_end, revision=revision, limit=limit, timeout=self._timeout_s)
+            try:
+                reply = await self._call(get, "list")
+            except _MessageTooLarge:
+                if limit == 1:
+                    raise
+                limit //= 2
+                continue
+            revision = revision or reply.header.revision
+            entries += [Entry(_text(kv.key), kv.value, kv.create_revision) for kv in reply.kvs]
+            if not reply.more:
+                return State(tuple(entries), revision)
+            key = reply.kvs[-1].key + b"\0"
 
     async def transact(self, guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        check_size(guards, writes)
         compare = [
             KVService.txn_compare_create_revision(g.key, 0 if isinstance(g, Absent) else g.revision) for g in guards
         ]
@@ -137,7 +162,7 @@ class EtcdRegistry:
                 for event in reply.events:
                     yield _event(event)
         except (EtcdError, grpc.aio.AioRpcError) as error:
-            log.warning("the watch on %s broke (%s); listing again", prefix, error)
+            log.warning("the watch on %s broke (%s); listing again", prefix, _cause(error))
             await asyncio.sleep(RETRY_S)
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
@@ -153,12 +178,51 @@ class EtcdRegistry:
     async def _call(self, call: Awaitable[T], what: str) -> T:
         try:
             return await call
-        except (EtcdError, TimeoutError, grpc.aio.AioRpcError) as error:
-            raise Unavailable(f"etcd at {self.endpoint} did not answer {what}: {error}") from error
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error.code(), error.details() or error.code().name, what) from error
+        except TimeoutError as error:
+            raise Unavailable(f"etcd at {self.endpoint} did not answer {what} within {self._timeout_s:g} s") from error
+        except EtcdError as error:
+            raise Unavailable(f"etcd at {self.endpoint} did not answer {what}: {_cause(error)}") from error
+
+    def _error(self, code: grpc.StatusCode, details: str, what: str) -> LaminarError:
+        """Unavailable when it may be done by another try; what etcd refuses whenever it is asked is no outage."""
+        refused = f"etcd at {self.endpoint} refuses {what}: {details}"
+        match code:
+            case grpc.StatusCode.OUT_OF_RANGE:
+                return _CompactedMeanwhile(refused)
+            case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
+                return _MessageTooLarge(refused)
+            case grpc.StatusCode.INVALID_ARGUMENT if "too large" in details or "too many" in details:
+                return TooLarge(refused)
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                return InvalidRequest(refused)
+        return Unavailable(f"etcd at {self.endpoint} did not answer {what}: {details}")
+
+
+class _CompactedMeanwhile(Unavailable):
+    """The revision of a list's first page is gone before its last one."""
+
+
+class _MessageTooLarge(TooLarge):
+    """An answer, or a request, is larger than one message may be."""
+
+
+def _cause(error: EtcdError | grpc.aio.AioRpcError) -> str:
+    """In words: gRPC's own form of an error has many lines."""
+    cause = error if isinstance(error, grpc.aio.AioRpcError) else error.__cause__
+    if isinstance(cause, grpc.aio.AioRpcError):
+        return cause.details() or cause.code().name
+    return str(error)
+
+
+def _text(key: bytes) -> str:
+    """A key; what is not UTF-8 in it stands in escapes, since whoever wrote it must not keep others from reading."""
+    return key.decode(errors="backslashreplace")
 
 
 def _event(event: object) -> Event:
     kv = event.kv  # type: ignore[attr-defined]
     if event.type == _EVENT_DELETE:  # type: ignore[attr-defined]
-        return Removed(kv.key.decode(), kv.mod_revision)
-    return Changed(Entry(kv.key.decode(), kv.value, kv.create_revision), kv.mod_revision)
+        return Removed(_text(kv.key), kv.mod_revision)
+    return Changed(Entry(_text(kv.key), kv.value, kv.create_revision), kv.mod_revision)

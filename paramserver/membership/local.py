@@ -1,10 +1,20 @@
-"""An etcd of one's own on loopback: for the quick start and for tests. Not for production."""
+"""An etcd of one's own on loopback: for the quick start and for tests. Not for production.
+
+Invariants:
+- one whose data is kept comes back with it under the same address, so that versions go on where they were;
+- its data and its port have one process at a time;
+- one that dies while it is kept (`keep`) is started again on the same address, with its data.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import importlib.util
+import json
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -14,12 +24,16 @@ from types import TracebackType
 from typing import Self
 
 from paramserver.membership.etcd import EtcdRegistry
-from protos.errors import Unavailable
+from protos.errors import Conflict, Unavailable
+from protos.options import PORT_MAX
 from protos.process import TIED
 
 log = logging.getLogger(__name__)
 
+PORT_FILE = "port"
 START_TIMEOUT_S = 20.0
+AGAIN_S = (0.2, 1.0, 5.0)  # before it is started again; the last of them for ever
+WORDS_BYTES = 32 << 10  # of what it said last: a panic's message stands before its stack
 _ATTEMPTS = 3
 
 
@@ -40,14 +54,18 @@ def find_etcd() -> Path:
 
 
 class LocalEtcd:
-    """`async with LocalEtcd() as etcd: etcd.endpoint` runs a real etcd with its data in a temporary directory."""
+    """`async with LocalEtcd() as etcd: etcd.endpoint` runs a real etcd with its data in a temporary directory.
+
+    In `data_dir` it is kept, and with `port` 0 the port of its last life too.
+    """
 
     def __init__(self, *, data_dir: Path | None = None, port: int = 0) -> None:
         self._keep = data_dir
         self._port = port
+        self._lock_fd: int | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._peer_port = 0
+        self._saying: asyncio.Task[bytes] | None = None
         self.endpoint = ""
 
     @property
@@ -58,9 +76,12 @@ class LocalEtcd:
     async def __aenter__(self) -> Self:
         if self._keep is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="laminar-etcd-")
+        else:
+            self._claim(self._keep)
         for attempt in range(1, _ATTEMPTS + 1):  # a free port may be taken between asking and binding
             try:
                 await self.start()
+                self._remember_port()
                 return self
             except Unavailable:
                 await self._end()
@@ -78,9 +99,9 @@ class LocalEtcd:
     async def start(self) -> None:
         """Starts the process; after `kill`, again on the same ports and data."""
         if not self.endpoint:
-            self.endpoint, self._peer_port = f"127.0.0.1:{self._port or free_port()}", free_port()
+            self.endpoint = f"127.0.0.1:{self._port or free_port()}"
             self._refuse_taken()
-        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{free_port()}"
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", TIED, str(find_etcd())),
             f"--data-dir={self.directory / 'etcd'}",
@@ -90,12 +111,36 @@ class LocalEtcd:
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=local={peer}",
+            "--auto-compaction-mode=periodic",
+            "--auto-compaction-retention=1h",  # else it keeps every change that there ever was
+            "--max-wals=1",  # of 64 MiB each, which may be in shared memory: what is older than its snapshot goes
+            "--max-snapshots=1",
             "--log-level=error",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for its starter, which has something to tell it before it ends
         )
+        assert self._process.stderr is not None
+        self._saying = asyncio.ensure_future(_last_words(self._process.stderr))
         await self._wait_ready()
+
+    async def keep(self) -> None:
+        """Starts it again whenever it ends by itself, for ever, where it was."""
+        endpoint, failures = self.endpoint, 0
+        while True:
+            if self._process is None or self._process.returncode is None:
+                status = await self.wait()
+                log.error("etcd at %s ended with %d and is started again: %s", endpoint, status, await self._words())
+            await asyncio.sleep(AGAIN_S[min(failures, len(AGAIN_S) - 1)])
+            try:
+                self.endpoint = endpoint
+                await self.start()
+                failures = 0
+            except Unavailable as error:
+                failures += 1
+                log.error("etcd at %s does not come back: %s", endpoint, error)
+                await self._end()
 
     @property
     def directory(self) -> Path:
@@ -103,6 +148,35 @@ class LocalEtcd:
             return self._keep
         assert self._scratch is not None
         return Path(self._scratch.name)
+
+    def _claim(self, directory: Path) -> None:
+        """Locks the directory and reads the port of the last life. Conflict when another process is there."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise Unavailable(
+                f"etcd cannot keep its data in {directory}: {error.strerror}",
+                hint="`paramserver etcd` takes it as --data-dir; a relay's own is beside its --pool-dir",
+            ) from error
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._clean()
+            raise Conflict(
+                f"the etcd with its data in {directory} runs already",
+                hint="a relay of this --name runs on this host without --etcd: end it, give another --name, or --etcd; "
+                "`paramserver etcd`: give another --data-dir",
+            ) from error
+        with contextlib.suppress(FileNotFoundError, ValueError):  # its first life
+            told = int((directory / PORT_FILE).read_text())
+            self._port = self._port or (told if 0 < told <= PORT_MAX else 0)
+
+    def _remember_port(self) -> None:
+        if self._keep is not None:
+            partial = self._keep / f"{PORT_FILE}.partial"
+            partial.write_text(self.endpoint.rpartition(":")[2])
+            partial.rename(self._keep / PORT_FILE)
 
     async def kill(self) -> None:
         """kill -9, for tests; `start` brings it back with its data."""
@@ -122,7 +196,13 @@ class LocalEtcd:
             socket.create_server((host, int(port))).close()
         except OSError as error:
             endpoint, self.endpoint = self.endpoint, ""
-            raise Unavailable(f"cannot listen on {endpoint}: {error.strerror}", hint="choose another --port") from error
+            hint = "choose another --port"
+            if self._keep is not None and (self._keep / PORT_FILE).exists():
+                remembered = self._keep / PORT_FILE
+                hint = (
+                    f"end what listens there: others know this etcd by that port; for another one remove {remembered}"
+                )
+            raise Unavailable(f"cannot listen on {endpoint}: {error.strerror}", hint=hint) from error
 
     async def _wait_ready(self) -> None:
         assert self._process is not None
@@ -131,8 +211,9 @@ class LocalEtcd:
             if self._process.returncode is not None:
                 endpoint, self.endpoint = self.endpoint, ""
                 raise Unavailable(
-                    f"etcd ended with {self._process.returncode} at start on {endpoint}, data in {self.directory}",
-                    hint="give it a free --port and a --data-dir that it may write",
+                    f"etcd ended with {self._process.returncode} at start on {endpoint}: {await self._words()}",
+                    hint=f"its data is in {self.directory}: does it fit there, and may it be written? Versions are "
+                    "counted in it: if it is damaged, remove it and go on with `paramserver adopt --continues`",
                 )
             try:
                 registry = await EtcdRegistry.connect(self.endpoint, timeout_s=1.0)
@@ -143,6 +224,11 @@ class LocalEtcd:
             log.info("etcd serves on %s", self.endpoint)
             return
         raise Unavailable(f"etcd did not serve on {self.endpoint} within {START_TIMEOUT_S} s")
+
+    async def _words(self) -> str:
+        """Why it ended, as it said itself."""
+        assert self._saying is not None
+        return _cause(await self._saying)
 
     async def _end(self) -> None:
         if self._process is None or self._process.returncode is not None:
@@ -158,6 +244,28 @@ class LocalEtcd:
     def _clean(self) -> None:
         if self._scratch is not None:
             self._scratch.cleanup()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+async def _last_words(stream: asyncio.StreamReader) -> bytes:
+    """What came last of all that a process says, once it has ended."""
+    words = b""
+    while piece := await stream.read(WORDS_BYTES):
+        words = (words + piece)[-WORDS_BYTES:]
+    return words
+
+
+def _cause(words: bytes) -> str:
+    """Of etcd's lines of JSON the last one that names an error; else its last line."""
+    lines = words.decode(errors="replace").split("\n")
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, AttributeError):
+            said = json.loads(line)
+            if said.get("error"):
+                return f"{said.get('msg', '')}: {said['error']}"
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it did not say why")[:500]
 
 
 def free_port() -> int:

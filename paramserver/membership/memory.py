@@ -18,6 +18,7 @@ from paramserver.membership.registry import (
     Removed,
     State,
     Write,
+    check_size,
 )
 from protos.errors import Unavailable
 
@@ -90,6 +91,7 @@ class MemoryRegistry:
         return State(tuple(Entry(name, key.value, key.created) for name, key in found), store.revision)
 
     async def transact(self, guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        check_size(guards, writes)
         store = self._open()
         if not all(_holds(store, guard) for guard in guards):
             return Outcome(False, store.revision)

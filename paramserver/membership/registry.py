@@ -3,15 +3,25 @@
 Invariants that every implementation keeps (the contract suite checks them):
 - a transaction applies all of its writes or none, at one revision; revisions only grow;
 - keys under a lease vanish together, when it is revoked or not kept alive for its TTL;
+- a transaction of more than `OPERATIONS_MAX` guards or writes is refused (TooLarge), as etcd refuses it: who writes
+  more writes it in `parts`, each of which stands for itself;
 - a watch begins with the state and then gives every change in revision order; when it cannot (compaction,
   a wiped store) it gives the state again and says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from protos.errors import TooLarge
+
+OPERATIONS_MAX = 128
+"""Guards, and writes, in one transaction: etcd's default (`--max-txn-ops`)."""
+
+PART_BYTES_MAX = 1 << 20
+"""Keys and values in one of several `parts`; etcd takes 1.5 MiB in a request (`--max-request-bytes`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,28 @@ class Removed:
 Guard = Absent | Created
 Write = Put | Delete
 Event = State | Changed | Removed
+
+
+def parts(writes: Sequence[Write]) -> Iterator[list[Write]]:
+    """Writes that need not happen together, in order, as transactions that the registry takes."""
+    part: list[Write] = []
+    num_bytes = 0
+    for write in writes:
+        size = len(write.key) + (len(write.value) if isinstance(write, Put) else 0)
+        if part and (len(part) == OPERATIONS_MAX or num_bytes + size > PART_BYTES_MAX):
+            yield part
+            part, num_bytes = [], 0
+        part.append(write)
+        num_bytes += size
+    if part:
+        yield part
+
+
+def check_size(guards: Sequence[Guard], writes: Sequence[Write]) -> None:
+    """TooLarge when no registry takes the transaction."""
+    most = max(len(guards), len(writes))
+    if most > OPERATIONS_MAX:
+        raise TooLarge(f"a transaction of {most} operations", hint=f"write at most {OPERATIONS_MAX} at once")
 
 
 class Registry(Protocol):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from paramserver.plugins.snapshot import Tensors, prove
+from paramserver.plugins.snapshot import Tensors, check_tied, prove
 from protos.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def load_snapshot(model: Loads, named_tensors: Iterable[tuple[str, torch.Tensor]
     manifest = _manifest(list(named_tensors))
     directory = Path(manifest.path)
     prove(directory, manifest.digest)
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        check_tied(directory)
     with Tensors(directory) as tensors:
         model.load_weights(iter(tensors))
 

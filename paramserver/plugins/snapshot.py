@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.core.records import ChunkMap, digest
 from paramserver.kept import beside
-from protos.errors import Corrupt, NotFound, Unavailable
+from protos.errors import Corrupt, InvalidRequest, NotFound, Unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,21 @@ def prove(directory: Path, root_digest: str, share: Share = ALL) -> None:
             raise Corrupt(
                 f"chunk {index} of {directory} does not match its digest", hint="let the relay fetch the version again"
             )
+
+
+def check_tied(directory: Path) -> None:
+    """InvalidRequest when a head of its own contradicts the embeddings, of a model that computes with these alone.
+
+    For models whose config.json says `tie_word_embeddings`: engines leave such a head out without a word.
+    """
+    with Tensors(directory) as tensors:
+        for head in tensors.named("lm_head.weight"):
+            for embeddings in tensors.named("embed_tokens.weight"):
+                if not tensors[head].equal(tensors[embeddings]):
+                    raise InvalidRequest(
+                        f"{head} differs from {embeddings}, which this model uses in its place",
+                        hint="its config.json has tie_word_embeddings: tie them in the trainer too",
+                    )
 
 
 def layer_order(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -86,9 +101,17 @@ class Tensors:
         self._file_of.clear()
         self._stack.close()
 
+    def named(self, ending: str) -> list[str]:
+        """The names that end so, whatever the model is a part of."""
+        return sorted(name for name in self._file_of if f".{name}".endswith(f".{ending}"))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in sorted(self._file_of, key=layer_order):
-            yield name, self._file_of[name].get_tensor(name)
+            yield name, self[name]
 
 
 def _map(path: Path) -> memoryview:

@@ -7,7 +7,7 @@
     POST /finish_weight_update {"weight_version"}                                     refused unless all of it landed
 
 Invariants:
-- no weight is touched before every chunk of the snapshot matched its digest;
+- no weight is touched before every chunk of the snapshot matched its digest, and a tied head its embeddings;
 - `landed` is set only when every rank loaded every parameter: a snapshot that lacks a tensor fails, where vLLM by
   itself would keep the old layer;
 - ranks agree on an outcome, and only the last one raises it, outside of an update session. vLLM's executor reads the
@@ -34,7 +34,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from paramserver.plugins.snapshot import Share, Tensors, prove
+from paramserver.plugins.snapshot import Share, Tensors, check_tied, prove
 from protos.errors import Conflict, InvalidRequest
 
 log = logging.getLogger("vllm.laminar")
@@ -108,7 +108,10 @@ class SnapshotTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def _prove(self, path: str, root_digest: str) -> None:
         self._proven = ("", "")
         config = self.parallel_config
-        prove(Path(path), root_digest, Share(config.rank % config.local_world_size, config.local_world_size))
+        mine = config.rank % config.local_world_size
+        prove(Path(path), root_digest, Share(mine, config.local_world_size))
+        if mine == 0 and getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            check_tied(Path(path))
         self._proven = (path, root_digest)
 
     def _load(self, update: UpdateInfo) -> None:

@@ -19,6 +19,82 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class LoadReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    version: _builtins.int
+    engine: _builtins.str
+    error: _builtins.str
+    """why it was refused; empty: it is loaded"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version: _builtins.int = ...,
+        engine: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "error", b"error", "model", b"model", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class LoadReportReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadReportReply: _TypeAlias = LoadReportReply  # noqa: Y015
+
+@_typing.final
+class RefusedLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    UNIX_S_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    engine: _builtins.str
+    error: _builtins.str
+    """the last one"""
+    times: _builtins.int
+    unix_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        engine: _builtins.str = ...,
+        error: _builtins.str = ...,
+        times: _builtins.int = ...,
+        unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "error", b"error", "times", b"times", "unix_s", b"unix_s", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedLoad: _TypeAlias = RefusedLoad  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -57,12 +133,24 @@ Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
 class AdoptRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ABOVE_FIELD_NUMBER: _builtins.int
+    continues: _builtins.str
+    """Absent: join the registry that is there now. Else: versions of this earlier registry go on in the one that is there."""
+    model: _builtins.str
+    """whose next version is above `above`"""
+    above: _builtins.int
     def __init__(
         self,
+        *,
+        continues: _builtins.str = ...,
+        model: _builtins.str = ...,
+        above: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["above", b"above", "continues", b"continues", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -92,6 +180,47 @@ class AdoptReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdoptReply: _TypeAlias = AdoptReply  # noqa: Y015
+
+@_typing.final
+class DropRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropRequest: _TypeAlias = DropRequest  # noqa: Y015
+
+@_typing.final
+class DropReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """that the master held and gives up"""
+
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropReply: _TypeAlias = DropReply  # noqa: Y015
 
 @_typing.final
 class Epoch(_message.Message):
@@ -186,6 +315,10 @@ class StatusReply(_message.Message):
     REGISTRY_REACHABLE_FIELD_NUMBER: _builtins.int
     DATA_ADDRESS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     relay: _builtins.str
     instance: _builtins.str
     pool_bytes: _builtins.int
@@ -195,6 +328,11 @@ class StatusReply(_message.Message):
     data_address: _builtins.str
     transport: _builtins.str
     """what it moves bytes with where the other side does too: "tcp", "nixl" """
+    draining: _builtins.bool
+    trouble: _builtins.str
+    """why it has no seat in the registry; empty: it has one"""
+    store_id: _builtins.str
+    """of the registry that it belongs to"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -205,6 +343,10 @@ class StatusReply(_message.Message):
     def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinStatus]: ...
     @_builtins.property
     def cut_off(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def continues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of earlier registries whose versions this one continues"""
+
     def __init__(
         self,
         *,
@@ -221,10 +363,14 @@ class StatusReply(_message.Message):
         registry_reachable: _builtins.bool = ...,
         data_address: _builtins.str = ...,
         transport: _builtins.str = ...,
+        draining: _builtins.bool = ...,
+        trouble: _builtins.str = ...,
+        store_id: _builtins.str = ...,
+        continues: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_off", b"cut_off", "data_address", b"data_address", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "transfers", b"transfers", "transport", b"transport", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,6 +389,7 @@ class ModelStatus(_message.Message):
     NEWEST_SEALED_FIELD_NUMBER: _builtins.int
     PLAN_REASON_FIELD_NUMBER: _builtins.int
     HOPS_FIELD_NUMBER: _builtins.int
+    REFUSED_LOADS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     master: _builtins.str
     plan: _builtins.int
@@ -259,6 +406,10 @@ class ModelStatus(_message.Message):
     def hops(self) -> _containers.RepeatedCompositeFieldContainer[Global___HopStatus]:
         """in the order of the chain, then holders that are not in it"""
 
+    @_builtins.property
+    def refused_loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedLoad]:
+        """that this relay was told of; the master is told of all"""
+
     def __init__(
         self,
         *,
@@ -271,10 +422,11 @@ class ModelStatus(_message.Message):
         newest_sealed: _builtins.int | None = ...,
         plan_reason: _builtins.str = ...,
         hops: _abc.Iterable[Global___HopStatus] | None = ...,
+        refused_loads: _abc.Iterable[Global___RefusedLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "epoch", b"epoch", "newest_sealed", b"newest_sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "chain", b"chain", "epoch", b"epoch", "hops", b"hops", "master", b"master", "model", b"model", "newest_sealed", b"newest_sealed", "plan", b"plan", "plan_reason", b"plan_reason", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "chain", b"chain", "epoch", b"epoch", "hops", b"hops", "master", b"master", "model", b"model", "newest_sealed", b"newest_sealed", "plan", b"plan", "plan_reason", b"plan_reason", "refused_loads", b"refused_loads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newest_sealed: _TypeAlias = _typing.Literal["newest_sealed"]  # noqa: Y015
     _WhichOneofArgType__newest_sealed: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed"]  # noqa: Y015
@@ -417,16 +569,26 @@ class VersionsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSIONS_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    store_id: _builtins.str
+    """of the registry that the relay belongs to"""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedVersion]: ...
+    @_builtins.property
+    def continues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of earlier registries whose versions that one continues"""
+
     def __init__(
         self,
         *,
         versions: _abc.Iterable[Global___SealedVersion] | None = ...,
+        store_id: _builtins.str = ...,
+        continues: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "store_id", b"store_id", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -457,19 +619,29 @@ class VersionEvent(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"sealed", "available", "retired", "lost" """
+    store_id: _builtins.str
+    """of the registry that the relay belongs to"""
     @_builtins.property
     def version(self) -> Global___SealedVersion: ...
+    @_builtins.property
+    def continues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of earlier registries whose versions that one continues"""
+
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         version: Global___SealedVersion | None = ...,
+        store_id: _builtins.str = ...,
+        continues: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "kind", b"kind", "store_id", b"store_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,20 +796,26 @@ class LocateReply(_message.Message):
     MASTER_FIELD_NUMBER: _builtins.int
     GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     master: _builtins.str
     grpc_address: _builtins.str
     @_builtins.property
     def epoch(self) -> Global___Epoch: ...
+    @_builtins.property
+    def others(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """gRPC addresses of further live relays, to ask when this one falls silent"""
+
     def __init__(
         self,
         *,
         master: _builtins.str = ...,
         grpc_address: _builtins.str = ...,
         epoch: Global___Epoch | None = ...,
+        others: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "grpc_address", b"grpc_address", "master", b"master"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "grpc_address", b"grpc_address", "master", b"master", "others", b"others"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -652,6 +830,7 @@ class HoldRunRequest(_message.Message):
     PUBLISHER_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     run: _builtins.str
     publisher: _builtins.str
@@ -659,6 +838,8 @@ class HoldRunRequest(_message.Message):
     rank: _builtins.int
     num_ranks: _builtins.int
     """0 and 1: the only one"""
+    client: _builtins.str
+    """an id of the connection's owner: it may take its own claim over when the old stream broke unheard"""
     def __init__(
         self,
         *,
@@ -667,10 +848,11 @@ class HoldRunRequest(_message.Message):
         publisher: _builtins.str = ...,
         rank: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_ranks", b"num_ranks", "publisher", b"publisher", "rank", b"rank", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "model", b"model", "num_ranks", b"num_ranks", "publisher", b"publisher", "rank", b"rank", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,6 +938,7 @@ class AnnounceRequest(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    REFUSE_CHANGE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     run: _builtins.str
     step: _builtins.int
@@ -767,6 +950,8 @@ class AnnounceRequest(_message.Message):
     rank: _builtins.int
     """of those that write one version together, each its own tensors"""
     num_ranks: _builtins.int
+    refuse_change: _builtins.bool
+    """refuse other names, shapes or kinds of dtype than the version before has"""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
@@ -784,10 +969,11 @@ class AnnounceRequest(_message.Message):
         base_version: _builtins.int | None = ...,
         rank: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
+        refuse_change: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "file_bytes_max", b"file_bytes_max", "metadata", b"metadata", "model", b"model", "num_ranks", b"num_ranks", "rank", b"rank", "run", b"run", "step", b"step", "tensors", b"tensors", "wait_room_s", b"wait_room_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "file_bytes_max", b"file_bytes_max", "metadata", b"metadata", "model", b"model", "num_ranks", b"num_ranks", "rank", b"rank", "refuse_change", b"refuse_change", "run", b"run", "step", b"step", "tensors", b"tensors", "wait_room_s", b"wait_room_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
@@ -829,6 +1015,8 @@ class AnnounceReply(_message.Message):
     PUBLISH_SOCKET_FIELD_NUMBER: _builtins.int
     DATA_ADDRESS_FIELD_NUMBER: _builtins.int
     OWNERS_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     chunk_bytes: _builtins.int
     token: _builtins.str
@@ -844,6 +1032,14 @@ class AnnounceReply(_message.Message):
     def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """per file: the rank that writes it; -1: the relay does"""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """how it differs from the version before, and which engines refused that"""
+
+    @_builtins.property
+    def continues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of earlier registries whose versions this one's continue"""
+
     def __init__(
         self,
         *,
@@ -855,10 +1051,12 @@ class AnnounceReply(_message.Message):
         publish_socket: _builtins.str = ...,
         data_address: _builtins.str = ...,
         owners: _abc.Iterable[_builtins.int] | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
+        continues: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "data_address", b"data_address", "epoch", b"epoch", "files", b"files", "owners", b"owners", "publish_socket", b"publish_socket", "token", b"token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "continues", b"continues", "data_address", b"data_address", "epoch", b"epoch", "files", b"files", "owners", b"owners", "publish_socket", b"publish_socket", "token", b"token", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1004,6 +1202,7 @@ class StageReply(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     REACHED_FIELD_NUMBER: _builtins.int
+    REFUSED_LOADS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """"copied", "sealed", "k_relays", "all", "lost" """
     reason: _builtins.str
@@ -1012,6 +1211,8 @@ class StageReply(_message.Message):
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def chain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def refused_loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedLoad]: ...
     def __init__(
         self,
         *,
@@ -1020,10 +1221,11 @@ class StageReply(_message.Message):
         chain: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
         reached: _builtins.bool = ...,
+        refused_loads: _abc.Iterable[Global___RefusedLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "holders", b"holders", "reached", b"reached", "reason", b"reason", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "holders", b"holders", "reached", b"reached", "reason", b"reason", "refused_loads", b"refused_loads", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

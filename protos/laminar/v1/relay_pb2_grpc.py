@@ -94,6 +94,11 @@ class RelayStub:
                 request_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.StageRequest.SerializeToString,
                 response_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.StageReply.FromString,
                 _registered_method=True)
+        self.ReportLoad = channel.unary_unary(
+                '/laminar.v1.Relay/ReportLoad',
+                request_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.LoadReport.SerializeToString,
+                response_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.LoadReportReply.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/laminar.v1.Relay/Drain',
                 request_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DrainRequest.SerializeToString,
@@ -103,6 +108,11 @@ class RelayStub:
                 '/laminar.v1.Relay/Adopt',
                 request_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptRequest.SerializeToString,
                 response_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptReply.FromString,
+                _registered_method=True)
+        self.Drop = channel.unary_unary(
+                '/laminar.v1.Relay/Drop',
+                request_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DropRequest.SerializeToString,
+                response_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DropReply.FromString,
                 _registered_method=True)
 
 
@@ -186,6 +196,13 @@ class RelayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportLoad(self, request, context):
+        """An engine could not load a version, or has it after all: for the ticket of who published it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """For operators. Begins to drain, and tells what this relay is still needed for; ask again until it is nothing.
         """
@@ -195,6 +212,13 @@ class RelayServicer:
 
     def Adopt(self, request, context):
         """Joins the registry that is there now, after the one this relay belonged to was replaced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drop(self, request, context):
+        """Ends a model and all its versions, on every relay; refused while somebody publishes to it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -263,6 +287,11 @@ def add_RelayServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.StageRequest.FromString,
                     response_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.StageReply.SerializeToString,
             ),
+            'ReportLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportLoad,
+                    request_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.LoadReport.FromString,
+                    response_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.LoadReportReply.SerializeToString,
+            ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DrainRequest.FromString,
@@ -272,6 +301,11 @@ def add_RelayServicer_to_server(servicer, server):
                     servicer.Adopt,
                     request_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptRequest.FromString,
                     response_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptReply.SerializeToString,
+            ),
+            'Drop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drop,
+                    request_deserializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DropRequest.FromString,
+                    response_serializer=protos_dot_laminar_dot_v1_dot_relay__pb2.DropReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -609,6 +643,33 @@ class Relay:
             _registered_method=True)
 
     @staticmethod
+    def ReportLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/laminar.v1.Relay/ReportLoad',
+            protos_dot_laminar_dot_v1_dot_relay__pb2.LoadReport.SerializeToString,
+            protos_dot_laminar_dot_v1_dot_relay__pb2.LoadReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Drain(request,
             target,
             options=(),
@@ -652,6 +713,33 @@ class Relay:
             '/laminar.v1.Relay/Adopt',
             protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptRequest.SerializeToString,
             protos_dot_laminar_dot_v1_dot_relay__pb2.AdoptReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/laminar.v1.Relay/Drop',
+            protos_dot_laminar_dot_v1_dot_relay__pb2.DropRequest.SerializeToString,
+            protos_dot_laminar_dot_v1_dot_relay__pb2.DropReply.FromString,
             options,
             channel_credentials,
             insecure,

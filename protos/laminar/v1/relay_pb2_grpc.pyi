@@ -48,10 +48,14 @@ class RelayStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_relay_pb2.AbortRequest, _relay_pb2.AbortReply]
     Stage: _grpc.UnaryUnaryMultiCallable[_relay_pb2.StageRequest, _relay_pb2.StageReply]
     """What became of a published version; waits until `want` is reached or `wait_s` is over."""
+    ReportLoad: _grpc.UnaryUnaryMultiCallable[_relay_pb2.LoadReport, _relay_pb2.LoadReportReply]
+    """An engine could not load a version, or has it after all: for the ticket of who published it."""
     Drain: _grpc.UnaryUnaryMultiCallable[_relay_pb2.DrainRequest, _relay_pb2.DrainReply]
     """For operators. Begins to drain, and tells what this relay is still needed for; ask again until it is nothing."""
     Adopt: _grpc.UnaryUnaryMultiCallable[_relay_pb2.AdoptRequest, _relay_pb2.AdoptReply]
     """Joins the registry that is there now, after the one this relay belonged to was replaced."""
+    Drop: _grpc.UnaryUnaryMultiCallable[_relay_pb2.DropRequest, _relay_pb2.DropReply]
+    """Ends a model and all its versions, on every relay; refused while somebody publishes to it."""
 
 @_typing.type_check_only
 class RelayAsyncStub(RelayStub):
@@ -73,10 +77,14 @@ class RelayAsyncStub(RelayStub):
     Abort: _aio.UnaryUnaryMultiCallable[_relay_pb2.AbortRequest, _relay_pb2.AbortReply]  # type: ignore[assignment]
     Stage: _aio.UnaryUnaryMultiCallable[_relay_pb2.StageRequest, _relay_pb2.StageReply]  # type: ignore[assignment]
     """What became of a published version; waits until `want` is reached or `wait_s` is over."""
+    ReportLoad: _aio.UnaryUnaryMultiCallable[_relay_pb2.LoadReport, _relay_pb2.LoadReportReply]  # type: ignore[assignment]
+    """An engine could not load a version, or has it after all: for the ticket of who published it."""
     Drain: _aio.UnaryUnaryMultiCallable[_relay_pb2.DrainRequest, _relay_pb2.DrainReply]  # type: ignore[assignment]
     """For operators. Begins to drain, and tells what this relay is still needed for; ask again until it is nothing."""
     Adopt: _aio.UnaryUnaryMultiCallable[_relay_pb2.AdoptRequest, _relay_pb2.AdoptReply]  # type: ignore[assignment]
     """Joins the registry that is there now, after the one this relay belonged to was replaced."""
+    Drop: _aio.UnaryUnaryMultiCallable[_relay_pb2.DropRequest, _relay_pb2.DropReply]  # type: ignore[assignment]
+    """Ends a model and all its versions, on every relay; refused while somebody publishes to it."""
 
 class RelayServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -169,6 +177,14 @@ class RelayServicer(metaclass=_abc_1.ABCMeta):
         """What became of a published version; waits until `want` is reached or `wait_s` is over."""
 
     @_abc_1.abstractmethod
+    def ReportLoad(
+        self,
+        request: _relay_pb2.LoadReport,
+        context: _ServicerContext,
+    ) -> _typing.Union[_relay_pb2.LoadReportReply, _abc.Awaitable[_relay_pb2.LoadReportReply]]:
+        """An engine could not load a version, or has it after all: for the ticket of who published it."""
+
+    @_abc_1.abstractmethod
     def Drain(
         self,
         request: _relay_pb2.DrainRequest,
@@ -183,5 +199,13 @@ class RelayServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_relay_pb2.AdoptReply, _abc.Awaitable[_relay_pb2.AdoptReply]]:
         """Joins the registry that is there now, after the one this relay belonged to was replaced."""
+
+    @_abc_1.abstractmethod
+    def Drop(
+        self,
+        request: _relay_pb2.DropRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_relay_pb2.DropReply, _abc.Awaitable[_relay_pb2.DropReply]]:
+        """Ends a model and all its versions, on every relay; refused while somebody publishes to it."""
 
 def add_RelayServicer_to_server(servicer: RelayServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,64 @@
+"""Which registry versions come from, and whether another one may go on with their numbers.
+
+Invariants:
+- the numbers of a model mean something within one lineage of registries: the first, and those that an operator adopted
+  in the place of the one before;
+- a registry of another lineage is refused however high its numbers are, and so is a number that goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a version comes from: the registry's id ("": an older relay does not say), and those that it continues."""
+
+    store_id: str = ""
+    continues: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, store_id: str, continues: Collection[str]) -> Origin:
+        return cls(store_id, frozenset(continues))
+
+
+UNKNOWN = Origin()
+"""Of a relay from before registries' ids were told."""
+
+
+@dataclass
+class Lineage:
+    """What one reader or publisher of a model has seen."""
+
+    store_id: str = ""
+    newest: int = 0  # that was seen, whether or not it was sealed
+    sealed: int = 0  # that is known to be sealed: no master of the lineage gives its number again
+
+    def refuses(self, origin: Origin, number: int | None = None) -> str:
+        """Why nothing of that registry is believed, in words; empty when it is the same, or goes on with it.
+
+        `number` was given to a new version there.
+        """
+        if origin.store_id and self.store_id and self.store_id not in {origin.store_id, *origin.continues}:
+            return (
+                f"the registry was replaced: it is {origin.store_id}, "
+                f"and versions up to {self.newest} are of {self.store_id}"
+            )
+        if number is not None and number <= self.sealed:
+            return f"the registry went back: it gives number {number}, and version {self.sealed} was sealed"
+        return ""
+
+    def saw(self, origin: Origin, version: int) -> bool:
+        """A version that was not refused was seen. Whether that is news."""
+        before = (self.store_id, self.newest)
+        self.store_id, self.newest = origin.store_id or self.store_id, max(self.newest, version)
+        return before != (self.store_id, self.newest)
+
+    def remedy(self, model: str, relay: str = "HOST:PORT") -> str:
+        """What an operator runs, for one relay of it, to go on with the registry that is there now."""
+        return (
+            f"bring registry {self.store_id} back (its etcd's data), or go on with this one by "
+            f"`paramserver adopt --relay {relay} --continues {self.store_id} --model {model} --above {self.newest}`"
+        )
