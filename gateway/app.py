@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.api.admin import add_admin_routes
+from gateway.api.door import BACKLOG, Runner, bodies_in_time
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
 from gateway.api.groups import add_group_routes
 from gateway.api.openai_errors import answer_errors
@@ -24,6 +25,8 @@ from gateway.core.types import TurnId
 from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.groups import GroupStore
 from gateway.data.layout import claim
+from gateway.data.lineage import LineageStore
+from gateway.data.readers import ReaderStore
 from gateway.data.sessions import SessionStore
 from gateway.endings import Endings
 from gateway.fleet import Fleet
@@ -34,6 +37,7 @@ from gateway.registered import Registered
 from gateway.relaying import TextRelay
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
+from gateway.standing import StandingTasks
 from gateway.status import GatewayStatus
 from gateway.tokens import Codec
 from gateway.trainer import Trainer
@@ -57,7 +61,7 @@ class Gateway:
     status: GatewayStatus
     relay: TextRelay | None
     _runner: web.AppRunner
-    _tasks: list[asyncio.Task[None]]
+    _standing: StandingTasks
     _stack: AsyncExitStack
 
     async def close(self, drain_timeout_s: float = DRAIN_TIMEOUT_S, hurry: asyncio.Event | None = None) -> None:
@@ -66,9 +70,7 @@ class Gateway:
         await self._drain(drain_timeout_s, hurry or asyncio.Event())
         await self._runner.cleanup()
         # 2. Nobody decides any more.
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
+        await self._standing.close()
         self.status.close()
         # 3. Engines and relays are let go, what is known goes to disk, the disk is closed: the reverse of `start`.
         await self._stack.aclose()
@@ -107,8 +109,15 @@ async def start(config: GatewayConfig) -> Gateway:
         parts = _assemble(config, codec, kept)
         await recover(parts.sessions, kept.sessions, kept.pool)
         await parts.fleet.__aenter__()
-        for let_go in (parts.fleet.close, parts.sessions.suspend, parts.endings.close, parts.repacker.close):
+        for let_go in (
+            parts.fleet.close,
+            parts.sessions.suspend,
+            parts.groups.close,
+            parts.endings.close,
+            parts.repacker.close,
+        ):
             stack.push_async_callback(let_go)  # in the reverse order
+        stack.callback(kept.database.hurry)  # a full disk holds up no end
         await parts.groups.restore()
         status = GatewayStatus(
             config,
@@ -120,11 +129,12 @@ async def start(config: GatewayConfig) -> Gateway:
             pool=kept.pool,
             timeline=kept.timeline,
             relay=parts.relay,
+            database=kept.database,
         )
         runner = await _listen(config, _routes(config, codec, parts, kept.buffer, status))
         url = f"http://{config.host}:{runner.addresses[0][1]}"
-        tasks = _standing_tasks(config, parts, registry)
-        return Gateway(url, parts.sessions, parts.fleet, status, parts.relay, runner, tasks, stack.pop_all())
+        standing = _standing_tasks(config, parts, registry)
+        return Gateway(url, parts.sessions, parts.fleet, status, parts.relay, runner, standing, stack.pop_all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +146,9 @@ class _Kept:
     timeline: Timeline
     sessions: SessionStore
     groups: GroupStore
+    lineage: LineageStore
+    reader: ReaderStore
+    database: Database
 
 
 async def _open(config: GatewayConfig, codec: Codec, stack: AsyncExitStack) -> _Kept:
@@ -148,12 +161,16 @@ async def _open(config: GatewayConfig, codec: Codec, stack: AsyncExitStack) -> _
         Timeline(database),
         SessionStore(database),
         GroupStore(database),
+        LineageStore(database),
+        ReaderStore(database),
+        database,
     )
     for part in (kept.pool, kept.timeline):
         await part.open()
         stack.push_async_callback(part.close)
-    for tables in (kept.buffer, kept.sessions, kept.groups):
+    for tables in (kept.buffer, kept.sessions, kept.groups, kept.lineage, kept.reader):
         await tables.open()
+    stack.push_async_callback(kept.buffer.close)
     return kept
 
 
@@ -175,8 +192,8 @@ def _assemble(config: GatewayConfig, codec: Codec, kept: _Kept) -> _Parts:
     timeline = kept.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
     live = LiveSessions(config, state, kept.sessions, timeline)
-    trainer = Trainer(config, live, kept.buffer)
-    fleet = Fleet(config, state, timeline, trainer.admission)
+    trainer = Trainer(config, live, kept.buffer, kept.reader)
+    fleet = Fleet(config, state, timeline, trainer.admission, kept.lineage, codec.encode)
     sessions = Sessions(
         config,
         live,
@@ -187,6 +204,7 @@ def _assemble(config: GatewayConfig, codec: Codec, kept: _Kept) -> _Parts:
         timeline=timeline,
         context_tokens=lambda: _context(fleet),
         eos_ids=codec.eos_ids,
+        vocab_size=codec.vocab_size,
     )
     endings = Endings(sessions, trainer, pool=kept.pool, buffer=kept.buffer, store=kept.sessions, timeline=timeline)
     groups = Groups(live, endings, kept.buffer, kept.groups)
@@ -204,7 +222,7 @@ def _assemble(config: GatewayConfig, codec: Codec, kept: _Kept) -> _Parts:
 def _routes(
     config: GatewayConfig, codec: Codec, parts: _Parts, buffer: ExperienceBuffer, status: GatewayStatus
 ) -> web.Application:
-    app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors])
+    app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, bodies_in_time])
     from_user = config.session_from_user
     text = None
     if parts.relay is not None:
@@ -219,36 +237,45 @@ def _routes(
 
 
 async def _listen(config: GatewayConfig, app: web.Application) -> web.AppRunner:
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
+    runner = Runner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
+        await web.TCPSite(runner, config.host, config.port, backlog=BACKLOG).start()
     except OSError as error:
         await runner.cleanup()
         raise cannot_listen(config.host, config.port, error) from error
     return runner
 
 
-def _standing_tasks(config: GatewayConfig, parts: _Parts, registry: EtcdRegistry | None) -> list[asyncio.Task[None]]:
-    tasks = [asyncio.create_task(parts.endings.expire(), name="session-expiry")]
+def _standing_tasks(config: GatewayConfig, parts: _Parts, registry: EtcdRegistry | None) -> StandingTasks:
+    standing = StandingTasks()
+    standing.keep(parts.endings.expire, "session-expiry")
     if parts.relay is not None:
-        tasks.append(asyncio.create_task(parts.relay.watch(), name="relay-watch"))
+        standing.keep(parts.relay.watch, "relay-watch")
     if registry is not None:
-        tasks.append(asyncio.create_task(Registered(registry, parts.fleet).run(), name="registered-engines"))
+        standing.keep(Registered(registry, parts.fleet).run, "registered-engines")
     if config.fleet.mode == "repack":
-        tasks.append(asyncio.create_task(parts.repacker.run(), name="repack"))
-    return tasks
+        standing.keep(parts.repacker.run, "repack")
+    return standing
 
 
 def _context(fleet: Fleet) -> int:
-    """The smallest context of the engines that told theirs, since a turn may have to go on at any of them."""
-    return min((e.context_tokens for e in fleet.state.engines.values() if e.context_tokens), default=0)
+    """The largest context of an engine that told its own, dead ones included: they may come back. A turn is placed only
+    where all of it fits."""
+    return max((e.context_tokens for e in fleet.state.engines.values()), default=0)
 
 
 def _experience(config: GatewayConfig, trainer: Trainer, fleet: Fleet, buffer: ExperienceBuffer) -> ExperienceDeps:
     def asked(wanted: SampleRequest) -> None:
         batch = wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0)
-        trainer.asked(batch, wanted.trainer_version, wanted.staleness_max)
+        trainer.asked(
+            batch,
+            wanted.trainer_version,
+            wanted.staleness_max,
+            reader=wanted.reader,
+            group_size=wanted.group_size if wanted.groups is not None else None,
+            waits=wanted.wait_s > 0,
+        )
         fleet.changed()
 
     return ExperienceDeps(
@@ -256,4 +283,5 @@ def _experience(config: GatewayConfig, trainer: Trainer, fleet: Fleet, buffer: E
         config.fleet.staleness_max,
         asked=asked,
         used=lambda wanted, trajectories: trainer.took(wanted.trainer_version, trajectories),
+        newest=lambda: fleet.state.newest,
     )

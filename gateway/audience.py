@@ -5,13 +5,17 @@ Invariants:
 - a delta never crosses segments; the finish is shown once, with or after the last token;
 - a reader that has caught up is given what comes at once, by who shows it: no task is woken in between. What a reader
   raises is its own, and never reaches the turn;
-- while somebody reads along, the engine's stream is never more than `UNREAD_TOKENS_MAX` tokens ahead of the slowest of
-  them; who reads at the end holds nobody up.
+- a turn counts as read for each client by itself: from its claim until it attaches, while it is attached, and from its
+  last token until it leaves. What one client does ends no other's part in it;
+- while somebody reads along, the engine's stream waits at `UNREAD_TOKENS_MAX` tokens ahead of the slowest of them, for
+  `PATIENCE_S` at most: after that the turn goes on into its record without that reader, who may read on whenever it
+  likes; who reads at the end holds nobody up.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -20,6 +24,12 @@ from gateway.core.types import EngineName, TokenDelta, TurnRecord, Version
 
 UNREAD_TOKENS_MAX = 1024
 """Tokens that wait for a slow client before its engine's stream is held back."""
+PATIENCE_S = 2.0
+"""For a client that has not read on: an engine's place is others', too."""
+
+CLAIM_S = 5.0
+"""For a client that joins a turn until it attaches: mostly some rounds of the event loop. One that was cancelled in
+between never attaches, and is given up for gone."""
 
 TakeDelta = Callable[[TokenDelta], Awaitable[object] | None]
 """Is given a delta; returns what to wait for before the next one, or None."""
@@ -31,6 +41,7 @@ class _Reader:
 
     take: TakeDelta
     at_end: bool = False  # is given nothing before the turn is over, then all of it
+    left_behind: bool = False  # it was waited for long enough: the turn goes on without it
     position: int = 0
     segment: int = 0
     over: bool = False  # it has read the finish
@@ -42,6 +53,8 @@ class Audience:
         self._record = record
         self._attention = attention
         self._attached = 0
+        self._claims: deque[float] = deque()  # until when each client that joined is waited for; the last is the latest
+        self._num_answering = 0  # who have read all of it and have not left
         self._readers: list[_Reader] = []
         self._shown = self._slowest = len(record.token_ids)
         self._over = record.finish_reason is not None  # a turn in flight has none
@@ -90,13 +103,22 @@ class Audience:
     def lags(self) -> bool:
         """Whether a reader was too far behind when something was last shown, and still is."""
         far = self._shown - UNREAD_TOKENS_MAX
-        return self._slowest <= far and any(reader.position <= far and not reader.at_end for reader in self._readers)
+        return self._slowest <= far and any(self._holds_up(reader, far) for reader in self._readers)
+
+    @staticmethod
+    def _holds_up(reader: _Reader, far: int) -> bool:
+        return reader.position <= far and not (reader.at_end or reader.left_behind)
 
     async def keep_up(self) -> None:
-        """Until no reader is too far behind: it has read on, or left."""
-        while self.lags:
-            self._taken.clear()
-            await self._taken.wait()
+        """Until no reader is too far behind: it has read on, left, or was waited for long enough."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while self.lags:
+                    self._taken.clear()
+                    await self._taken.wait()
+        except TimeoutError:
+            for reader in self._readers:
+                reader.left_behind |= self._holds_up(reader, self._shown - UNREAD_TOKENS_MAX)
 
     # -- the clients' side
 
@@ -106,9 +128,34 @@ class Audience:
 
     @property
     def attention(self) -> Attention:
-        return "read" if self._attached else self._attention
+        return "read" if self._attached or self.claimed or self._num_answering else self._attention
+
+    def claim(self) -> None:
+        """A client is about to attach: until it has, or `CLAIM_S` are over, the turn is as good as read."""
+        now = asyncio.get_running_loop().time()
+        while self._claims and self._claims[0] <= now:
+            self._claims.popleft()
+        self._claims.append(now + CLAIM_S)
+
+    @property
+    def claimed(self) -> bool:
+        return bool(self._claims) and asyncio.get_running_loop().time() < self._claims[-1]
+
+    def answering(self) -> None:
+        """A client has read all of it, and is about to have the whole answer: a sibling must not take it for unread.
+
+        However long that takes: the last bytes to a slow client take their time, and its request always says `left`.
+        """
+        self._num_answering += 1
+
+    def left(self) -> None:
+        """One that was about to have it has it, or is gone. Others may still be about to."""
+        assert self._num_answering, "nobody has read all of it"
+        self._num_answering -= 1
 
     def attach(self) -> None:
+        if self._claims:
+            self._claims.popleft()
         self._attached += 1
 
     def detach(self) -> None:

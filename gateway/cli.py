@@ -18,18 +18,24 @@ from gateway.config import GatewayConfig, parse_engine
 from gateway.core.fleet import FleetConfig, Mode
 from protos.engines import ENGINE_KINDS
 from protos.errors import LaminarError
-from protos.options import LOG_LEVEL, PORT, HostPort, Name
+from protos.options import LOG_LEVEL, PORT, HostPort, Name, Number
 from protos.process import setup_logging, write_ready_file
 
 log = logging.getLogger("gateway")
 
 AT_LEAST_1 = click.IntRange(min=1)
-SECONDS = click.FloatRange(min=0)
-POSITIVE = click.FloatRange(min=0, min_open=True)
-SHARE = click.FloatRange(0, 1, min_open=True)
+SECONDS = Number(min=0)
+POSITIVE = Number(min=0, min_open=True)
+INTERVAL = Number(min=0.01)
+"""Of looks at engines, and of plans: more often than that they would be all that is done."""
+SHARE = Number(0, 1, min_open=True)
 
 LAZY = {
     "engine": ("gateway.engines.embedded.cli", "The embedded inference engine (needs torch)."),
+    "engine-dtype": (
+        "gateway.engines.embedded.cli",
+        "Which dtype the embedded engine is fastest in here (needs torch).",
+    ),
     "faultkit": ("gateway.faultkit.cli", "Scripted engines that die, hang, repeat, shorten, abort."),
 }
 
@@ -44,7 +50,7 @@ class LazyGroup(click.Group):
         if cmd_name not in LAZY:
             return super().get_command(ctx, cmd_name)
         module, _ = LAZY[cmd_name]
-        command = getattr(importlib.import_module(module), cmd_name)
+        command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 
@@ -59,7 +65,7 @@ def cli() -> None:
     \b
     Start one engine and the gateway:
       gateway engine --model DIR --served-model-name policy --port 8000
-      gateway serve --model policy --tokenizer DIR --engine e0=vllm=http://127.0.0.1:8000 --port 8080
+      gateway serve --model policy --tokenizer DIR --engine e0=embedded=http://127.0.0.1:8000 --port 8080
     Then point an OpenAI client at http://127.0.0.1:8080/v1.
     """
 
@@ -81,7 +87,11 @@ def cli() -> None:
 )
 @click.option("--etcd", type=HostPort(), help="Where relays register engines (`paramserver serve --engine`).")
 @click.option("--relay", type=HostPort(), help="Relay of engines that name none: where they load versions from.")
-@click.option("--data", type=click.Path(file_okay=False, path_type=Path), help="Where to keep state; none: in memory.")
+@click.option(
+    "--data",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where to keep sessions and trajectories for the next start. Without it they are in memory, and lost at exit.",
+)
 @click.option(
     "--mode",
     type=click.Choice(get_args(Mode)),
@@ -89,48 +99,102 @@ def cli() -> None:
     help="repack: the long tail is packed onto few engines; drain: engines empty by themselves; "
     "inflight: turns pause while their engine loads, and go on mixed; barrier: all engines wait for the last turn.",
 )
-@click.option("--host", default="127.0.0.1")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=PORT, default=8080, help="0: any free port.")
-@click.option("--max-running", type=AT_LEAST_1, default=64, help="B: turns of one engine at once.")
-@click.option("--kv-max", type=SHARE, default=0.9, help="C_max: share of KV that admission and plans fill.")
-@click.option("--intake-batch", type=AT_LEAST_1, default=64, help="Sessions admitted before an intake closes.")
-@click.option("--intake-age-s", type=SECONDS, default=600.0, help="Age at which an intake closes.")
+@click.option("--max-running", type=AT_LEAST_1, default=64, help="Turns that one engine runs at once.")
+@click.option("--kv-max", type=SHARE, default=0.9, help="Share of an engine's KV cache that turns may fill.")
+@click.option(
+    "--intake-batch",
+    type=AT_LEAST_1,
+    default=64,
+    help="New sessions that an engine takes on one version; then its intake closes.",
+)
+@click.option("--intake-age-s", type=SECONDS, default=600.0, help="An engine's intake closes so long after it opened.")
 @click.option(
     "--intake-min-batch",
     type=AT_LEAST_1,
     default=1,
-    help="Sessions before a newer version closes it.",
+    help="With a newer version at its relay, an engine's intake closes only after so many sessions.",
 )
-@click.option("--version-hold-s", type=SECONDS, default=120.0, help="How long a version's last engine waits.")
+@click.option(
+    "--version-hold-s",
+    type=SECONDS,
+    default=120.0,
+    help="How long the last engine on a version stays on it for the version's sessions; less while turns wait.",
+)
 @click.option(
     "--pinned-versions-max",
     type=click.IntRange(min=0),
     default=4,
-    help="Versions that relays keep for sessions which insist on them (strict); beyond it none may begin on another.",
+    help="Versions that relays keep for sessions with on_version_loss=strict. At the limit, a strict session on a "
+    "further version gets 429.",
 )
-@click.option("--drain-max-s", type=SECONDS, default=60.0, help="How long few stragglers may hold an engine.")
-@click.option("--min-util", type=SHARE, default=0.25, help="Share of --max-running below which they are few.")
+@click.option(
+    "--drain-max-s",
+    type=SECONDS,
+    default=60.0,
+    help="How long few remaining turns may keep an engine from loading a newer version.",
+)
+@click.option(
+    "--min-util", type=SHARE, default=0.25, help="Turns of an engine are few below this share of --max-running."
+)
 @click.option(
     "--staleness-max",
     type=click.IntRange(min=0),
     default=4,
-    help="Versions a trajectory may be behind at use.",
+    help="How many versions a trajectory may be behind the trainer when it is sampled.",
 )
-@click.option("--repack-interval-s", type=POSITIVE, default=5.0)
-@click.option("--prefill-tokens-per-s", type=POSITIVE, default=1000.0, help="Prices moves.")
-@click.option("--poll-interval-s", type=POSITIVE, default=1.0, help="How often engines are looked at.")
-@click.option("--stall-timeout-s", type=POSITIVE, default=60.0, help="Silence that counts as a cut.")
-@click.option("--disconnect-grace-s", type=SECONDS, default=5.0, help="A turn whose client left goes on so long.")
-@click.option("--recovery-grace-s", type=SECONDS, default=60.0, help="The same for turns that outlived the gateway.")
-@click.option("--idempotency-window-s", type=SECONDS, default=600.0, help="A turn can be asked for again so long.")
-@click.option("--queue-timeout-s", type=SECONDS, default=60.0, help="Wait for an engine before 429.")
+@click.option("--repack-interval-s", type=INTERVAL, default=5.0, help="Time between two plans for packing turns.")
+@click.option(
+    "--prefill-tokens-per-s",
+    type=POSITIVE,
+    default=1000.0,
+    help="Prefill speed of an engine: the planner's price of a move.",
+)
+@click.option(
+    "--poll-interval-s",
+    type=INTERVAL,
+    default=1.0,
+    help="Time between two requests for an engine's health and metrics.",
+)
+@click.option(
+    "--stall-timeout-s",
+    type=POSITIVE,
+    default=60.0,
+    help="An engine that sends nothing of a turn for so long has lost it: the turn goes on elsewhere.",
+)
+@click.option(
+    "--disconnect-grace-s", type=SECONDS, default=5.0, help="How long a turn runs on after its client disconnected."
+)
+@click.option(
+    "--recovery-grace-s",
+    type=SECONDS,
+    default=60.0,
+    help="How long a turn that a restart resumed waits for its client.",
+)
+@click.option(
+    "--idempotency-window-s",
+    type=SECONDS,
+    default=600.0,
+    help="How long the answer of a turn is kept for a client that sends the request again.",
+)
+@click.option(
+    "--queue-timeout-s", type=SECONDS, default=60.0, help="How long a turn waits for an engine before it gets 429."
+)
 @click.option(
     "--tokens-per-event",
     type=AT_LEAST_1,
-    help="Tokens that engines gather for one event. Left out: 1 to 48, by how many turns run, how fast, and who reads.",
+    help="Tokens that an engine sends in one event. Default: 1 to 48, by the turns' number, speed and clients.",
 )
-@click.option("--queue-max", type=AT_LEAST_1, default=1024, help="Turns that may wait at once.")
-@click.option("--session-idle-s", type=SECONDS, default=1800.0, help="Idle sessions are abandoned after this.")
+@click.option(
+    "--queue-max",
+    type=AT_LEAST_1,
+    default=1024,
+    help="Turns that may wait for an engine at once; further ones get 429.",
+)
+@click.option(
+    "--session-idle-s", type=SECONDS, default=1800.0, help="A session without a request for so long is abandoned."
+)
 @click.option(
     "--logprobs-kind",
     type=click.Choice(["processed", "raw"]),
@@ -140,7 +204,7 @@ def cli() -> None:
 @click.option(
     "--penalties-move",
     is_flag=True,
-    help="Turns with penalties may be moved and resumed; another engine starts to count them anew.",
+    help="Turns with penalties may move to another engine, which counts tokens anew: their distribution changes.",
 )
 @click.option(
     "--session-from-user/--no-session-from-user",
@@ -152,15 +216,16 @@ def cli() -> None:
     "--relay-text",
     is_flag=True,
     help="Calls that name no session and ask for no token ids are passed to an engine's own text API as they are: "
-    "many times cheaper. Given up for them: no record, token ids or versions of spans; what breaks off is not "
-    "resumed; retries are not joined; no keep-alive while an engine is silent; fields are checked by the engine alone.",
+    "many times cheaper. These calls have no record, token ids or versions of spans; a call that breaks off is not "
+    "resumed; retries are not joined; the engine alone checks the fields. Engines of kind embedded take only "
+    "/v1/completions.",
 )
 @click.option(
     "--probe/--no-probe",
     default=True,
-    help="Ask each engine for one token before and after a load: whether it computes with the new weights.",
+    help="Ask each engine for one token before and after a load, to see whether it computes with the new weights.",
 )
-@click.option("--seed", default=0, help="Breaks ties of the planner.")
+@click.option("--seed", default=0, help="Of the planner's random choice between equal plans.")
 @click.option("--log-level", type=LOG_LEVEL, default="info")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")
 def serve(model: str, tokenizer: Path, engines: tuple[str, ...], relay: str | None, **options: Any) -> None:
@@ -184,11 +249,11 @@ def serve(model: str, tokenizer: Path, engines: tuple[str, ...], relay: str | No
 
 
 @cli.command()
-@click.option("--url", default="http://127.0.0.1:8080", help="A running gateway.")
-@click.option("--dry-run", is_flag=True, help="Only say what would move now, and why; nothing moves.")
-@click.option("--json", "as_json", is_flag=True, help="The answer as the gateway gave it.")
+@click.option("--url", default="http://127.0.0.1:8080", help="Address of a running gateway.")
+@click.option("--dry-run", is_flag=True, help="Show what would move now, and why; nothing moves.")
+@click.option("--json", "as_json", is_flag=True, help="The gateway's answer as JSON.")
 def repack(url: str, dry_run: bool, as_json: bool) -> None:
-    """Packs the long tail of a running gateway now, or says what it would do."""
+    """Packs the long tail of a running gateway now, or shows the plan."""
     from gateway.cli_repack import ask, told
 
     try:
@@ -199,15 +264,22 @@ def repack(url: str, dry_run: bool, as_json: bool) -> None:
 
 
 @cli.command()
-@click.option("--url", default="http://127.0.0.1:8080", help="A running gateway.")
-@click.option("--json", "as_json", is_flag=True, help="All of it, as `/status` answers.")
-def status(url: str, as_json: bool) -> None:
-    """Tells how a running gateway and its engines are."""
-    from gateway.cli_repack import call
+@click.option("--url", default="http://127.0.0.1:8080", help="Address of a running gateway.")
+@click.option("--json", "as_json", is_flag=True, help="All fields, as `GET /status` answers.")
+@click.option(
+    "--wait-s",
+    type=SECONDS,
+    default=0.0,
+    show_default=True,
+    help="Wait so long for the gateway to answer and for an engine to serve; exit status 1 if none does by then.",
+)
+def status(url: str, as_json: bool, wait_s: float) -> None:
+    """Shows the engines, turns, buffer and faults of a running gateway."""
+    from gateway.cli_repack import call, wait_for_engine
     from gateway.cli_status import show
 
     try:
-        answer = asyncio.run(call("GET", url, "/status"))
+        answer = asyncio.run(wait_for_engine(url, wait_s) if wait_s else call("GET", url, "/status"))
     except LaminarError as e:
         raise click.ClickException(str(e)) from e
     if as_json:
@@ -227,6 +299,10 @@ async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     log.info("%s", config)
     log.info("serving %s at %s/v1 with %d engines", config.model, gateway.url, len(config.engines))
+    if not config.engines and config.etcd is None:
+        log.warning(
+            "no engine yet: name one with --engine, or send it to POST /admin/engines; until then turns get 429"
+        )
     try:
         write_ready_file(ready_file, {"url": gateway.url})
     except LaminarError:

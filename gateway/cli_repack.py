@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +13,32 @@ from protos.engines import is_address
 from protos.errors import InvalidRequest, Unavailable
 
 DEADLINE_S = 10.0
+LOOK_S = 0.5
+"""How often a gateway is asked that does not serve yet."""
 
 
 async def ask(url: str, *, dry_run: bool) -> dict[str, Any]:
     """The plans, as `/admin/repack` gives them. Raises Unavailable."""
     return await call("GET" if dry_run else "POST", url, "/admin/repack")
+
+
+async def wait_for_engine(url: str, wait_s: float) -> dict[str, Any]:
+    """The gateway's status once one of its engines serves. Raises Unavailable when `wait_s` pass before that."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            answer = await call("GET", url, "/status")
+        except Unavailable:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            states = {engine["name"]: engine["state"] for engine in answer["engines"]}
+            if "serving" in states.values():
+                return answer
+            if time.monotonic() > deadline:
+                seen = ", ".join(f"{name} is {state}" for name, state in sorted(states.items())) or "it has none"
+                raise Unavailable(f"no engine of {url} serves after {wait_s:g} s: {seen}", hint="see the engine's log")
+        await asyncio.sleep(LOOK_S)
 
 
 async def call(method: str, url: str, path: str) -> dict[str, Any]:
@@ -33,9 +55,16 @@ async def call(method: str, url: str, path: str) -> dict[str, Any]:
             answer: dict[str, Any] = await response.json()
             return answer
     except (aiohttp.ClientResponseError, ValueError) as e:
-        raise Unavailable(f"what answers at {url} is no gateway: {e}", hint="name one with --url") from e
+        raise Unavailable(f"what answers at {url} is no gateway: {_cause(e)}", hint="name one with --url") from e
     except (aiohttp.ClientError, TimeoutError) as e:
         raise Unavailable(f"no gateway answers at {url}: {e or type(e).__name__}", hint="name one with --url") from e
+
+
+def _cause(error: aiohttp.ClientResponseError | ValueError) -> str:
+    """In one line: a server that speaks no HTTP is quoted byte by byte."""
+    if isinstance(error, aiohttp.ClientResponseError) and "\n" in error.message:
+        return error.message.partition("\n")[0].rstrip(":")
+    return str(error)
 
 
 def told(answer: Mapping[str, Any], *, dry_run: bool) -> str:

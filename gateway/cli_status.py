@@ -10,7 +10,7 @@ from rich.table import Table
 
 PIPE_COLUMNS = 10_000
 """Where it is no terminal: lines are not broken for a pipe."""
-ENGINE_COLUMNS = ("engine", "kind", "state", "version", "intake", "admitted", "running", "waiting", "KV used")
+ENGINE_COLUMNS = ("engine", "kind", "state", "version", "intake", "admitted", "running", "waiting", "KV used", "dtype")
 
 
 def show(status: Mapping[str, Any], console: Console | None = None) -> None:
@@ -42,7 +42,9 @@ def _engines(engines: Sequence[Mapping[str, Any]]) -> Table:
     for e in engines:
         behind = f" of {e['available']}" if e["available"] > e["version"] else ""
         numbers = (str(e["admitted"]), str(e["running"]), str(e["waiting"]), f"{e['kv_usage']:.0%}")
-        table.add_row(e["name"], e["kind"], e["state"], f"{e['version']}{behind}", e["intake"], *numbers)
+        table.add_row(
+            e["name"], e["kind"], e["state"], f"{e['version']}{behind}", e["intake"], *numbers, e["dtype"] or "?"
+        )
     return table
 
 
@@ -50,13 +52,51 @@ def _ails(engine: Mapping[str, Any]) -> bool:
     return bool(engine["state"] != "serving" or engine["available"] > engine["version"])
 
 
+def _holders(engine: Mapping[str, Any]) -> Sequence[str]:
+    return [
+        f"{engine['name']} is held on version {engine['version']} by session {held['session_id']} "
+        f"(on_version_loss {held['on_version_loss']})"
+        + ("" if held["idle_s"] is None else f", idle for {held['idle_s']:.0f} s")
+        for held in engine["held_by"]
+    ]
+
+
 def _warnings(status: Mapping[str, Any]) -> Sequence[str]:
     """What an operator should look at, with what would be right."""
-    found = [f"{e['name']}, last error: {e['last_error']}" for e in status["engines"] if e["last_error"] and _ails(e)]
-    if not any(e["state"] == "serving" for e in status["engines"]):
+    engines = status["engines"]
+    why = {e["name"]: "" if e["reason"] == e["last_error"] else e["reason"] for e in engines}
+    found = [f"{e['name']} {why[e['name']]}" for e in engines if why[e["name"]]]
+    untold = [e for e in engines if e["last_error"] and _ails(e) and e["last_error"] not in why[e["name"]]]
+    found += [f"{e['name']}, last error: {e['last_error']}" for e in untold]
+    found += [line for e in status["engines"] for line in _holders(e)]
+    found += [f"{count} turns wait: {reason}" for reason, count in status["sessions"]["waiting_for"].items()]
+    admission = status["admission"]
+    if admission["full"]:
+        found.append(
+            f"no new sessions: {admission['running']} running and {admission['buffered']} buffered trajectories wait "
+            f"for reader {admission['reader']!r}, who takes {admission['batch']} at once (bound {admission['bound']})"
+        )
+    found += admission["waiting_groups"]
+    if status["store_failure"]:
+        found.append(f"the store cannot be written, and no turn begins: {status['store_failure']}")
+    found += [
+        f"versions of relay {address} are refused: {why}" for address, why in status.get("refused_relays", {}).items()
+    ]
+    found += [
+        f"relay {address} does not answer: its engines keep the version they hold (start it, or check its address)"
+        for address in status.get("unreachable_relays", ())
+    ]
+    if not any(e["state"] in ("serving", "draining") for e in status["engines"]):
         found.append("no engine serves: new turns wait, then get 429")
+    elif not any(e["intake"] == "open" for e in status["engines"]):
+        found.append("no engine takes new sessions: their turns wait, then get 429")
     if status["counters"]["version_mismatches"]:
         found.append(f"{status['counters']['version_mismatches']} turns were contradicted by their engines' versions")
+    if len(dtypes := sorted({e["dtype"] for e in engines if e["dtype"]})) > 1:
+        each = ", ".join(f"{e['name']} in {e['dtype']}" for e in engines if e["dtype"])
+        found.append(f"engines compute in {' and '.join(dtypes)} ({each}): greedy turns that move between them change")
     if failures := status["counters"]["refresh_failures"]:
-        found.append(f"{failures} loads of a version failed: see each engine's last error, and the log")
+        seen = any(e["last_error"] for e in status["engines"])
+        where = "see each engine's last error, and the log" if seen else "all of them were made good since; see the log"
+        found.append(f"{failures} loads of a version failed: {where}")
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import LogprobsKind
-from protos.engines import check_kind, is_address, is_host_port
+from protos.engines import base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
 
 
@@ -65,5 +65,7 @@ def parse_engine(text: str, default_relay: str | None) -> EngineSpec:
             f"--engine {text!r} is not NAME=KIND=URL[@RELAY]",
             hint="such as e0=vllm=http://127.0.0.1:8000@127.0.0.1:7070",
         )
+    if hint := base_url_hint(url):
+        raise InvalidRequest(f"--engine {text!r}: not the engine's own address", hint=hint)
     check_kind(kind, f"--engine {text!r}")
     return EngineSpec(name, kind, url, relay or default_relay)

@@ -20,7 +20,7 @@ from gateway.audience import Audience
 from gateway.core.curves import Gaps
 from gateway.core.fleet import TurnLoad
 from gateway.core.prefixes import chain
-from gateway.core.sampling import kinds_for, segment_sampling, tied_by
+from gateway.core.sampling import kinds_for, segment_sampling, tied_by, truncating
 from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SegmentCause
@@ -80,6 +80,8 @@ class Driver:
         """None when it is not streaming now, has been asked already, or has to end where it began."""
         if self._stream is None or self._transcript.said or self._leaving or self._request.sampling.in_place:
             return None
+        if destination is not None and not self._fits(destination):
+            return None
         self._stream.cancel()
         arrived = asyncio.get_running_loop().create_future()
         self._leaving = Leaving(destination, time.monotonic(), arrived)
@@ -87,6 +89,11 @@ class Driver:
             assert self._load is not None
             self._fleet.enter(destination, self._load)
         return self._leaving
+
+    def _fits(self, engine: EngineName) -> bool:
+        state = self._fleet.state.engines.get(engine)
+        most = 0 if state is None else state.context_tokens
+        return not most or self._load is None or self._load.tokens_max <= most
 
     async def run_to_end(self, session: SessionState) -> None:
         """Until its record has the finish reason, which is not shown yet. Raises what ends the turn otherwise."""
@@ -150,8 +157,17 @@ class Driver:
         own = self._fleet.state.engines.get(self._session.engine) if self._session.engine is not None else None
         held = own is not None and own.status == "serving" and own.version == self._session.version
         prefix = () if held else chain(self._request.prompt_ids)
-        kinds = kinds_for(constrained=self._request.sampling.constrained)
-        return Demand(self._session, tokens, turn_id=self._request.turn_id, prefix=prefix, kinds=kinds)
+        sampling, spec = self._request.sampling, self._session.spec
+        exact = spec.trains and bool(truncating(sampling))
+        kinds = kinds_for(constrained=sampling.constrained, truncated=exact)
+        return Demand(
+            self._session,
+            tokens,
+            turn_id=self._request.turn_id,
+            prefix=prefix,
+            kinds=kinds,
+            tokens_max=tokens + self._transcript.left,
+        )
 
     async def _stay(self, placement: Placement, cause: SegmentCause) -> None:
         """Streams on one engine until the turn's end, a cut (StreamCut) or until it is asked to leave (Left)."""
@@ -178,7 +194,8 @@ class Driver:
         self._load = TurnLoad(self._request.turn_id, self._request.session_id, tokens, tokens + self._transcript.left)
         self._fleet.enter(placement.engine, self._load)
         self._engine = placement.engine
-        self._transcript.open_segment(placement.engine, member.state.version, member.state.incarnation, cause)
+        state = member.state
+        self._transcript.open_segment(state, cause)
         self._leaving = None
         stream_name = f"stream-{self._request.turn_id}"
         self._stream = asyncio.create_task(self._consume(member.adapter, placement.engine), name=stream_name)
@@ -232,6 +249,11 @@ class Driver:
         if chunk.versions:
             self._transcript.check_first(chunk)
         if chunk.token_ids:
+            if len(chunk.token_ids) > self._transcript.left:
+                raise StreamCut(
+                    "protocol", f"engine {engine} says more than the {self._transcript.left} tokens left to it"
+                )
+            self._transcript.check_ids(chunk)
             self._note_pace(engine, len(chunk.token_ids))
             self._transcript.take(chunk)
             assert self._load is not None

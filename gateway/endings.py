@@ -4,7 +4,8 @@ Invariants:
 - a trajectory is in the experience buffer, on disk, before its session's finish is told; what an engine contradicts,
   an evaluation, and what is not for training never enter it;
 - a session ends once, and only with its turns ended: a running turn of an abandoned one is aborted first;
-- an end that began comes to its end whether or not its caller stays; a finish asked again is told again;
+- an end, or a reward, that began comes to its end whether or not its caller stays; a finish asked again is told again;
+- what was told (an end, a reward) survives a power cut; what the disk refused has had no effect;
 - children end with their parent, before its end is told.
 """
 
@@ -13,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
+from gateway.clock import unix_s
 from gateway.core.endings import Ended, Finish, Finished, How, Status, Unrewarded
 from gateway.core.expiry import why_over
 from gateway.core.rewards import Given, note, revised, turn_of
@@ -26,6 +27,7 @@ from gateway.core.types import GroupId, SessionId, Trajectory
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.data.sessions import SessionStore
 from gateway.live import environment
+from gateway.orders import Orders
 from gateway.sessions import Sessions
 from gateway.trainer import Trainer, count
 from protos.errors import Conflict, LaminarError
@@ -58,7 +60,7 @@ class Endings:
         self._sessions, self._live, self._fleet, self._config = sessions, sessions.live, sessions.fleet, sessions.config
         self._trainer, self._counters = trainer, sessions.counters
         self._pool, self._buffer, self._store, self._timeline = pool, buffer, store, timeline
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._orders = Orders()
         self._finishing: dict[SessionId, tuple[Finish, asyncio.Task[Finished | None]]] = {}
         self._groups_done: OrderedDict[GroupId, int] = OrderedDict()
         self._durations_s: deque[float] = deque(maxlen=DURATIONS_MAX)
@@ -77,35 +79,27 @@ class Endings:
         """
         ended = self._live.ended(session_id)
         if ended is not None and ended.told is not None and ended.asked == asked:
+            await self._store.synced()
             return ended.told
+        return await self._once(session_id, asked)
+
+    async def _once(self, session_id: SessionId, asked: Finish) -> Finished | None:
         before, task = self._finishing.get(session_id, (asked, None))
         if before != asked:
             raise Conflict(f"session {session_id} is being finished with {_said(before)}, not with {_said(asked)}")
         if task is None:
-            task = self._begin(self._finish_as(session_id, asked), f"finish-{session_id}")
+            task = self._orders.begin(self._finish_as(session_id, asked), f"finish-{session_id}")
             self._finishing[session_id] = (asked, task)
             task.add_done_callback(lambda _: self._finishing.pop(session_id))
         return await asyncio.shield(task)
 
-    def _begin(self, work: Coroutine[None, None, T], name: str) -> asyncio.Task[T]:
-        """Of what comes to its end whoever still waits for it."""
-        task = asyncio.create_task(work, name=name)
-        self._under_way.add(task)
-        task.add_done_callback(self._over)
-        return task
-
-    def _over(self, task: asyncio.Task[T]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled():
-            task.exception()  # told to whoever still waits
-
     async def close(self) -> None:
         """Ends that are under way come to their end."""
-        while self._under_way:
-            await asyncio.wait(self._under_way)
+        await self._orders.done()
 
     async def _finish_as(self, session_id: SessionId, asked: Finish) -> Finished | None:
         state = self._live.get(session_id)
+        await self._sessions.conclude(session_id)
         if asked.reward is None:
             await self.finish_unrewarded(session_id, asked)
             return None
@@ -115,10 +109,19 @@ class Endings:
         return None if ended is None else ended.told
 
     async def _note(self, state: SessionState, given: Given) -> None:
+        names = {turn_of(name) for name in (*given.turns, *given.leaves)}
+        before = [
+            (t, t.reward, t.leaf_reward) for name in sorted(names) if (t := state.tree.turns.get(name)) is not None
+        ]
         note(state, given)
-        if given.turns or given.leaves:
-            turns = [state.tree.turns[turn_of(name)] for name in {**given.turns, **given.leaves}]
-            await self._store.rewarded(state.session_id, turns)
+        if not before:
+            return
+        try:
+            await self._store.rewarded(state.session_id, [turn for turn, _, _ in before])
+        except LaminarError:
+            for turn, reward, leaf_reward in before:
+                turn.reward, turn.leaf_reward = reward, leaf_reward
+            raise
 
     async def finish(
         self,
@@ -135,24 +138,30 @@ class Endings:
             self._end(state)
         else:
             status, metrics = state.unrewarded.asked.status, {**state.unrewarded.asked.metrics, **metrics}
-        await self._vouch(state)
-        trajectories = state.trajectories(reward, status, metrics, time.time())
-        stored = state.vouched and state.spec.train and state.spec.split == "train"
-        if not state.vouched:
-            log.error("session %s is not trained on: engines contradict its versions", session_id)
-        elif stored:
-            try:
-                await self._buffer.add(*trajectories)
-            except LaminarError:
-                if state.unrewarded is None:
-                    state.phase = "live"  # no place, or no disk: it can be finished again
-                raise
+        try:
+            await self._vouch(state)
+            trajectories = state.trajectories(reward, status, metrics, unix_s())
+            stored = await self._stored(state, trajectories)
+        except Exception:
+            if state.unrewarded is None:
+                state.phase = "live"  # no place, no disk, or whatever it was: it can be finished again
+            raise
         ended = Ended("finished", asked, _finished(state, reward, status, trajectories, stored=stored))
         self._close(state, ended, reward=reward)
         self._counters.trajectories_finished += 1
         self._durations_s.append(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
         await self._after(state, ended)
         return trajectories
+
+    async def _stored(self, state: SessionState, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether they are in the experience buffer now: not those of a session that is not for training."""
+        if not state.vouched:
+            log.error("session %s is not trained on: engines contradict its versions", state.session_id)
+            return False
+        if not state.spec.trains:
+            return False
+        await self._buffer.add(*trajectories)
+        return True
 
     async def finish_unrewarded(self, session_id: SessionId, asked: Finish) -> None:
         """Ends the session; its trajectories wait `reward_window_s` for their reward, also over a restart."""
@@ -166,8 +175,13 @@ class Endings:
             )
         await self._note(state, Given(None, asked.turns, asked.leaves))
         self._end(state)
-        state.unrewarded = Unrewarded(asked, time.time() + self._config.reward_window_s)
-        await self._store.unrewarded(session_id, state.unrewarded)
+        state.unrewarded = Unrewarded(asked, unix_s() + self._config.reward_window_s)
+        try:
+            await self._store.unrewarded(session_id, state.unrewarded)
+        except LaminarError:
+            state.phase, state.unrewarded = "live", None
+            raise
+        await self._store.synced()
         await self._part(state)
 
     async def _vouch(self, state: SessionState) -> None:
@@ -183,7 +197,18 @@ class Endings:
         state.end("finished")
 
     async def reward(self, session_id: SessionId, given: Given) -> str:
-        """Rewards of its turns and leaves, also after its finish. Returns how the session stands."""
+        """Rewards of its turns and leaves, also after its finish, and when who gave them is gone.
+
+        Returns how the session stands."""
+        state = self._live.find(session_id)
+        if given.session is None or state is None:
+            return await self._orders.carry_out(self._reward(session_id, given), f"reward-{session_id}")
+        if state.unrewarded is None:
+            raise Conflict(f"session {session_id} is live", hint="give its reward with POST /sessions/{id}/finish")
+        await self._once(session_id, Finish(given.session, dict(given.turns), dict(given.leaves)))
+        return "finished"
+
+    async def _reward(self, session_id: SessionId, given: Given) -> str:
         state = self._live.find(session_id)
         if state is None:
             ended = self._live.ended(session_id)
@@ -191,16 +216,12 @@ class Endings:
                 self._live.get(session_id)  # says why not
             await self._buffer.revise(session_id, lambda leaves: self._revised(leaves, given))
             return "finished"
-        if given.session is not None and state.unrewarded is None:
-            raise Conflict(f"session {session_id} is live", hint="give its reward with POST /sessions/{id}/finish")
         await self._note(state, given)
-        if given.session is None:
-            return "live" if state.unrewarded is None else "unrewarded"
-        await self.finish(session_id, given.session, "completed", {})
-        return "finished"
+        await self._store.synced()
+        return "live" if state.unrewarded is None else "unrewarded"
 
     def _revised(self, leaves: list[Trajectory], given: Given) -> list[Trajectory]:
-        late_s = time.time() - leaves[0].finished_unix_s - self._config.reward_window_s
+        late_s = unix_s() - leaves[0].finished_unix_s - self._config.reward_window_s
         if late_s > 0:
             raise Conflict(f"the window for rewards of {leaves[0].session_id} ended {late_s:.0f} s ago")
         return revised(leaves, given)
@@ -209,10 +230,12 @@ class Endings:
 
     async def abandon(self, session_id: SessionId, reason: str) -> None:
         """Ends the session without a trajectory, also when who asked is gone; a running turn of it is aborted."""
-        await asyncio.shield(self._begin(self._abandon(session_id, reason), f"abandon-{session_id}"))
+        await self._orders.carry_out(self._abandon(session_id, reason), f"abandon-{session_id}")
 
     async def _abandon(self, session_id: SessionId, reason: str) -> None:
         state = self._live.get(session_id)
+        if session_id in self._finishing:
+            raise Conflict(f"session {session_id} is being finished with {_said(self._finishing[session_id][0])}")
         if state.unrewarded is not None:
             state.unrewarded, state.phase = None, "live"
         state.end("abandoned")
@@ -235,7 +258,7 @@ class Endings:
         if not self._why_over(state):
             return
         try:
-            await asyncio.shield(self._begin(self._abandon_over(state), f"expire-{state.session_id}"))
+            await self._orders.carry_out(self._abandon_over(state), f"expire-{state.session_id}")
         except LaminarError as e:  # looked at again with the next round
             log.error("session %s is over, and cannot be ended: %s", state.session_id, e)
 
@@ -249,7 +272,7 @@ class Endings:
             return ""
         return why_over(
             state,
-            time.time(),
+            unix_s(),
             idle_s=self._config.session_idle_s,
             reward_window_s=self._config.reward_window_s,
             finishing=state.session_id in self._finishing,
@@ -268,6 +291,7 @@ class Endings:
     async def _after(self, state: SessionState, ended: Ended) -> None:
         # The session first: turns without one are taken away at the next start.
         await self._store.end(state.session_id, ended)
+        await self._store.synced()
         await self._pool.forget_session(state.session_id)
         await self._part(state)
         self._fleet.changed()

@@ -8,20 +8,22 @@ Owner of `FleetState`: everything runs on one event loop, and state changes only
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import EngineState, FleetState, TurnLoad
 from gateway.core.intake import intake_changes
 from gateway.core.pacing import mean_pace
+from gateway.core.reasons import closed_reason
 from gateway.core.refresh import refresh_decisions
 from gateway.core.relaying import TextDemand
 from gateway.core.scheduler import Admission, Demand, Placement
 from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
 from gateway.data import Timeline
+from gateway.data.lineage import LineageStore
 from gateway.engines.base import EngineFailed
 from gateway.engines.kinds import connect
 from gateway.members import Member
@@ -29,9 +31,12 @@ from gateway.pinning import Pinning
 from gateway.places import Places
 from gateway.refreshing import Refreshing
 from gateway.relays import Relays
+from gateway.standing import StandingTasks
 from gateway.vouching import Vouching
-from gateway.watching import Watching
+from gateway.watching import Tokenize, Watching
 from protos.errors import Conflict, NotFound, Unavailable
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 """How late an age or a hold that runs out by the clock may be noticed."""
@@ -43,15 +48,24 @@ class FleetStatistics:
     refresh_failures: int
     refreshes_unchanged: int
     queued: int
+    waiting_for: Mapping[str, int]
 
 
 class Fleet:
     """`async with Fleet(...)`. `place` and `leave` frame every turn's stay on an engine."""
 
     def __init__(
-        self, config: GatewayConfig, state: FleetState, timeline: Timeline, admission: Callable[[], Admission]
+        self,
+        config: GatewayConfig,
+        state: FleetState,
+        timeline: Timeline,
+        admission: Callable[[], Admission],
+        lineage: LineageStore | None = None,
+        tokenize: Tokenize | None = None,
     ) -> None:
+        self._lineage = lineage
         self.config = config
+        self._tokenize = tokenize
         self.state = state
         self.members: dict[EngineName, Member] = {}
         self.interrupt: Callable[[TurnId], object] = lambda turn_id: None  # asks a turn to leave its engine
@@ -63,14 +77,19 @@ class Fleet:
         self._places = Places(self.state, admission, left=self._left, changed=self.changed, queue_max=config.queue_max)
         self._watching: Watching
         self._refreshing: Refreshing
-        self._stack = AsyncExitStack()
-        self._tasks: asyncio.TaskGroup
+        self._tasks = StandingTasks()
 
     async def __aenter__(self) -> Fleet:
-        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        self.relays = Relays(self.config.model, self._tasks, self._available)
-        self.pinning = Pinning(self.config.model, self.state.kept, self.relays, self._timeline)
-        self._watching = Watching(self.config, self.state, self.relays, self.changed)
+        kept = self._lineage
+        self.relays = Relays(
+            self.config.model,
+            self._tasks,
+            self._available,
+            lineage=kept.lineage if kept else None,
+            saw=kept.keep if kept else lambda: None,
+        )
+        self.pinning = Pinning(self.config.model, self.state.kept, self.relays, self._timeline, self.state.fallbacks)
+        self._watching = Watching(self.config, self.state, self.relays, self.changed, self._tokenize)
         self._refreshing = Refreshing(
             self.config.model,
             self.relays,
@@ -80,8 +99,8 @@ class Fleet:
             probes=self.config.probe,
         )
         self._standing = [
-            self._tasks.create_task(self._tick(), name="fleet-tick"),
-            self._tasks.create_task(self.pinning.run(), name="version-pins"),
+            self._tasks.keep(self._tick, "fleet-tick"),
+            self._tasks.keep(self.pinning.run, "version-pins"),
         ]
         try:
             for spec in self.config.engines:
@@ -98,7 +117,7 @@ class Fleet:
             task.cancel()
         for name in list(self.members):
             await self.remove(name)
-        await self._stack.aclose()
+        await self._tasks.close()
 
     # -- members
 
@@ -107,15 +126,18 @@ class Fleet:
         name = EngineName(spec.name)
         self._check_free(spec)
         adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
-        state = EngineState(name, spec.kind, spec.url)
+        state = EngineState(name, spec.kind, spec.url, spec.relay or "")
         if spec.relay is not None:
             self.relays.follow(spec.relay)
             state.available = self.relays.newest(spec.relay) or NO_VERSION
             state.loadable = self.relays.held(spec.relay)
         member = self.members[name] = Member(spec, adapter, state, self._timeline)
         self.state.engines[name] = state
-        member.watcher = self._tasks.create_task(self._watching.watch(member), name=f"watch-{name}")
-        member.tether = self._tasks.create_task(self._watching.hold_tether(member), name=f"tether-{name}")
+        watching = self._watching
+        member.watcher = self._tasks.keep(
+            lambda: watching.watch(member), f"watch-{name}", lambda error: watching.failed(member, error)
+        )
+        member.tether = self._tasks.keep(lambda: watching.hold_tether(member), f"tether-{name}")
 
     def _check_free(self, spec: EngineSpec) -> None:
         if spec.name in self.members:
@@ -206,15 +228,26 @@ class Fleet:
         for change in intake_changes(self.state, now):
             state = "intake open" if change.open else "intake closed"
             self._timeline.add("engine", engine=change.engine, state=state, reason=change.reason)
-        self.state.insisted = self._places.wanted()
+        self.state.insisted, self.state.waiting_since = self._places.wanted(), self._places.waiting_since()
         self._start_refreshes(now)
+        self._note_holds(now)
         self._places.serve()
 
     def _start_refreshes(self, now: float) -> None:
         for decision in refresh_decisions(self.state, now):
             member = self.members[decision.engine]
             refresh = self._refreshing.refresh(member, decision)
-            member.refresher = self._tasks.create_task(refresh, name=f"refresh-{decision.engine}")
+            member.refresher = self._tasks.start(refresh, f"refresh-{decision.engine}")
+
+    def _note_holds(self, now: float) -> None:
+        """Says once whenever an engine begins to stay on its version for sessions."""
+        for member in self.members.values():
+            held = member.state.held_since is not None
+            if held and not member.held:
+                reason = closed_reason(self.state, member.state, now)
+                log.info("engine %s %s; %d turns wait", member.state.name, reason, self._places.queued)
+                self._timeline.add("engine", engine=member.state.name, state="held", reason=reason)
+            member.held = held
 
     def _available(self, address: str, version: Version) -> None:
         if version > self.state.newest:
@@ -240,5 +273,9 @@ class Fleet:
 
     def statistics(self) -> FleetStatistics:
         return FleetStatistics(
-            self._refreshing.refreshes, self._refreshing.failures, self._refreshing.unchanged, self._places.queued
+            self._refreshing.refreshes,
+            self._refreshing.failures,
+            self._refreshing.unchanged,
+            self._places.queued,
+            self._places.reasons(),
         )

@@ -1,7 +1,8 @@
 """The groups of this gateway: made whole, failed members sampled again, closed short or given up with all they have.
 
 Owner of every `GroupState`. Sessions tell it how they end; it makes and abandons sessions, and tells the experience
-buffer which groups are whole with fewer members than were asked for.
+buffer which groups are whole with fewer members than were asked for. An order to make or abandon a group comes to its
+end when who gave it is gone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gateway.data import ExperienceBuffer
 from gateway.data.groups import Group, GroupStore
 from gateway.endings import Endings
 from gateway.live import LiveSessions
+from gateway.orders import Orders
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
 
 log = logging.getLogger(__name__)
@@ -32,12 +34,24 @@ class Groups:
     def __init__(self, live: LiveSessions, endings: Endings, buffer: ExperienceBuffer, store: GroupStore) -> None:
         self._live, self._endings, self._buffer, self._store = live, endings, buffer, store
         self._groups: OrderedDict[GroupId, Group] = OrderedDict()
+        self._orders = Orders()
         endings.on_end = self.session_ended
 
     async def create(self, spec: SessionSpec, *, group_min: int, resample_max: int) -> Group:
         """`spec` is that of each member but for its id and index. All of them are made, or none is."""
+        return await self._orders.carry_out(self._create(spec, group_min, resample_max), f"group-{spec.group_id}")
+
+    async def close(self) -> None:
+        """What was begun comes to its end."""
+        await self._orders.done()
+
+    async def _create(self, spec: SessionSpec, group_min: int, resample_max: int) -> Group:
         if spec.group_id in self._groups:
-            raise Conflict(f"there is already a group {spec.group_id!r}", hint="leave group_id out to get a new one")
+            phase = self._groups[spec.group_id].state.phase
+            ended = "" if phase == "open" else f" ({phase}): trajectories are known by it, so that a name is used once"
+            raise Conflict(
+                f"there was already a group {spec.group_id!r}{ended}", hint="leave group_id out to get a new one"
+            )
         await self._make_room()
         state = GroupState(spec.group_id, spec.group_size, group_min, resample_max)
         group = Group(state, spec)
@@ -76,6 +90,9 @@ class Groups:
         return name, group.keys[name]
 
     async def abandon(self, group_id: GroupId, reason: str) -> None:
+        await self._orders.carry_out(self._abandon(group_id, reason), f"abandon-{group_id}")
+
+    async def _abandon(self, group_id: GroupId, reason: str) -> None:
         group = self.get(group_id)
         group.state.abandon()
         await self._abort(group, reason)
@@ -93,13 +110,26 @@ class Groups:
             group.state.resample_max = group.state.resampled  # no more children can be made
         outcome = group.state.ended(session_id, how)
         group.keys.pop(session_id, None)
+        if group.state.phase == "abandoned" and how == "finished":
+            await self._buffer.drop_group(group.state.group_id)  # it was being finished as the group was given up
         if isinstance(outcome, Resample):
-            group.replaced[session_id] = self._sample(group, outcome.sample_index)
-        elif isinstance(outcome, Close) and outcome.members < group.state.size:
+            if self._live.draining:
+                return  # nothing new begins: the next start finds the place empty, and samples it again
+            outcome = self._sample_again(group, session_id, outcome.sample_index)
+        if isinstance(outcome, Close) and outcome.members < group.state.size:
             await self._buffer.close_group(group.state.group_id, outcome.members)
         elif isinstance(outcome, GiveUp):
             await self._abort(group, outcome.reason)
         await self._store.save(group)
+
+    def _sample_again(self, group: Group, session_id: SessionId, index: int) -> Close | GiveUp | None:
+        """The place of a failed member. Where nobody can be made for it, it is given up: the others go on."""
+        try:
+            group.replaced[session_id] = self._sample(group, index)
+        except LaminarError as e:
+            log.error("group %s: nobody takes the place of %s: %s", group.state.group_id, session_id, e)
+            return group.state.without_place()
+        return None
 
     def _sample(self, group: Group, index: int) -> SessionId:
         name = SessionId(f"s-{secrets.token_hex(8)}")
@@ -109,10 +139,13 @@ class Groups:
         return name
 
     async def _abort(self, group: Group, reason: str) -> None:
+        """Member by member: one that cannot be ended now keeps no other, and ends by itself."""
         log.info("group %s is given up: %s", group.state.group_id, reason)
         for session_id in list(group.state.live):
-            await self._endings.abandon(session_id, f"its group is given up: {reason}")
-        group.state.live.clear()
+            try:
+                await self._endings.abandon(session_id, f"its group is given up: {reason}")
+            except LaminarError as e:
+                log.warning("group %s: member %s is not abandoned: %s", group.state.group_id, session_id, e)
         await self._buffer.drop_group(group.state.group_id)
 
     async def _make_room(self) -> None:

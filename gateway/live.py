@@ -7,23 +7,20 @@ Owner of every `SessionState`; one event loop, no locks.
 
 from __future__ import annotations
 
-import re
 import secrets
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 
+from gateway.clock import unix_s
 from gateway.config import GatewayConfig
 from gateway.core.endings import Ended
 from gateway.core.fleet import FleetState
-from gateway.core.sessions import SessionSpec, SessionState
+from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
 from gateway.core.types import GroupId, SessionId
 from gateway.data import Timeline
 from gateway.data.sessions import ENDED_MAX, SessionStore
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable, UnsupportedField
-
-SESSION_NAME = re.compile(r"[^\s/]{1,256}")
 
 
 class LiveSessions:
@@ -78,10 +75,12 @@ class LiveSessions:
         return state.unrewarded is not None
 
     def unblock(self, state: SessionState) -> None:
-        """It has ended: a parent that waited for it is idle from now on."""
+        """It has ended: no engine is held for it any more, and a parent that waited for it is idle from now on."""
+        self._fleet.forget_session(state.session_id)
+        self._fleet.kept.note(state.session_id, None)
         parent = None if state.spec.parent_session_id is None else self._live.get(state.spec.parent_session_id)
         if parent is not None and state.spec.blocks_parent:
-            parent.touched_unix_s = time.time()
+            parent.touched_unix_s = unix_s()
 
     def named_by(self, identity: SessionIdentity) -> SessionState:
         """The session that a request names; made when it is new, or names none."""
@@ -98,7 +97,7 @@ class LiveSessions:
         It is on disk once `saved` returns, and before any turn of it.
         """
         self._check(spec)
-        now = time.time()
+        now = unix_s()
         state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
         self._note_parent(spec)
         self._fleet.kept.note(state.session_id, spec.version)
@@ -112,16 +111,18 @@ class LiveSessions:
         return state, key
 
     def _check(self, spec: SessionSpec) -> None:
-        if not SESSION_NAME.fullmatch(spec.session_id):
-            raise InvalidRequest(
-                f"{spec.session_id[:40]!r} is no session id", hint="1 to 256 characters without spaces and slashes"
-            )
+        if not names_a_session(spec.session_id):
+            raise InvalidRequest(f"{spec.session_id[:40]!r} is no session id", hint=SESSION_NAME_HINT)
         self._check_parent(spec)
+        self._store.check()
         if self.draining:
             raise Unavailable("the gateway is shutting down", hint="ask again soon")
         if spec.session_id in self._live or spec.session_id in self._ended:
+            how = f" ({self._ended[spec.session_id]})" if spec.session_id in self._ended else ""
             raise Conflict(
-                f"there was already a session {spec.session_id!r}", hint="leave session_id out to get a new one"
+                f"there was already a session {spec.session_id!r}{how}: trajectories are known by it, so that a "
+                "name is used once",
+                hint="leave session_id out to get a new one",
             )
         insists = spec.version is not None or spec.max_version is not None or spec.on_version_loss != "segment"
         if self._config.fleet.mode == "inflight" and insists:
@@ -161,7 +162,7 @@ class LiveSessions:
 
     def restore(self, spec: SessionSpec, api_key: str = "", created_unix_s: float | None = None) -> SessionState:
         """A session of an earlier life; its turns come after it."""
-        now = time.time()
+        now = unix_s()
         state = SessionState(spec, now if created_unix_s is None else created_unix_s, now, version=spec.version)
         if not spec.ephemeral:
             self._live[spec.session_id] = state
@@ -196,7 +197,7 @@ class LiveSessions:
             if not self._children[parent]:
                 del self._children[parent]
         self._fleet.kept.note(state.session_id, None)
-        self._fleet.session_versions.pop(state.session_id, None)
+        self._fleet.forget_session(state.session_id)
         key = self._key_of.pop(state.session_id, None)
         if key is not None:
             del self._keys[key]

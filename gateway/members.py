@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from gateway.config import EngineSpec
 from gateway.core.fleet import EngineState, EngineStatus
+from gateway.core.types import Version
 from gateway.data import Timeline
 from gateway.engines.base import EngineAdapter
 from gateway.probing import Probe
@@ -27,8 +28,11 @@ class Member:
     left: asyncio.Event = field(default_factory=asyncio.Event)  # a turn left
     looked: asyncio.Event = field(default_factory=asyncio.Event)  # once, whatever was seen
     failed_polls: int = 0
+    dtype_asks: int = 0  # of this incarnation
     refresh_failures: int = 0
+    held: bool = False  # it stays on its version for sessions, which was said
     probe: Probe | None = None  # the last, after its last load
+    reported: set[Version] = field(default_factory=set)  # as refused, to a relay, since its last load that counted
     watcher: asyncio.Task[None] | None = None
     tether: asyncio.Task[None] | None = None
     refresher: asyncio.Task[None] | None = None

@@ -63,11 +63,15 @@ class Mover:
     async def _empty(self, receipt: Receipt) -> None:
         moves = [m.move for m in receipt.moves]
         runs = [r for m in moves if m.turn_id is not None and (r := self._sessions.runs.get(m.turn_id)) is not None]
+        under_way = [asyncio.create_task(self._carry_out(receipt, m), name=f"move-{m.key}") for m in moves]
         try:
-            async with asyncio.TaskGroup() as group:
-                for move in moves:
-                    group.create_task(self._carry_out(receipt, move), name=f"move-{move.key}")
+            if under_way:
+                await asyncio.wait(under_way)  # each for itself: one that fails leaves the others on their way
         finally:
+            for task in under_way:
+                task.cancel()
+            if under_way:
+                await asyncio.wait(under_way)
             for move in moves:
                 self.inbound.pop(move.key, None)
             source = self._fleet.state.engines.get(receipt.engine)
@@ -82,13 +86,19 @@ class Mover:
         self.book.ended(receipt, time.monotonic())
 
     async def _carry_out(self, receipt: Receipt, move: Move) -> None:
-        if move.turn_id is None:
-            outcome, pause_s = self._lead_over(move), None
-        else:
-            async with self._doors[move.destination]:
-                outcome, pause_s = await self._move(self._sessions.runs.get(move.turn_id), move)
-        self.inbound.pop(move.key, None)
-        self.book.settle(receipt, move, outcome, pause_s)
+        outcome: Outcome = "failed"
+        pause_s: float | None = None
+        try:
+            if move.turn_id is None:
+                outcome = self._lead_over(move)
+            else:
+                async with self._doors[move.destination]:
+                    outcome, pause_s = await self._move(self._sessions.runs.get(move.turn_id), move)
+        except Exception:
+            log.exception("the move of %s to engine %s failed", move.key, move.destination)
+        finally:
+            self.inbound.pop(move.key, None)
+            self.book.settle(receipt, move, outcome, pause_s)
 
     def _lead_over(self, move: Move) -> Outcome:
         """A session that waits for a tool: its next turn will look for its prefix at the destination."""

@@ -2,8 +2,11 @@
 
 Invariants:
 - a place counts on its engine from when it is given, not from when the turn's task comes to run;
-- turns that were cut are served before new ones, those of sessions with a higher priority before others, and then in
-  the order in which they came;
+- turns that were cut are served first, then those of sessions that have begun, then new sessions; among them those of
+  sessions with a higher priority before others, and then in the order in which they came;
+- new sessions have a bound of their own in the queue: they push out nobody who has begun;
+- who has waited for room for `RESERVE_AFTER_S` gets what comes free on one engine: no later turn of its kind or of a
+  lesser one is given a place there before it;
 - whoever stops waiting gives back a place that was given to it meanwhile.
 """
 
@@ -11,29 +14,61 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from gateway.core.fleet import FleetState, TurnLoad, Wanted
+from gateway.core.reasons import closed_reasons
 from gateway.core.relaying import TextDemand, Unable, admit_text, place_text
-from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
+from gateway.core.scheduler import (
+    Admission,
+    Demand,
+    Lost,
+    Placement,
+    Refusals,
+    Wait,
+    admit,
+    place,
+    reservable,
+    wanted_versions,
+)
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.core.waiting import Pace, retry_for_a_place
 from protos.errors import LaminarError, OutOfCapacity, Unavailable, VersionLost
 
+REASONS_MAX = 8
+"""Different ones that are told of the queue."""
+
 Outcome = Placement | Wait | Lost | Unable
+
+
+RESERVE_AFTER_S = 5.0
+"""A long prompt waits for more room than short ones: so long they may go before it."""
+
+NOT_ASKED = Admission(0, 0, None, 0)
+"""For a session that has begun: the trainer holds up new ones alone."""
+
+Standing = Literal[0, 1, 2]
+"""A turn's, in the queue: it was cut and its client has waited already; its session has begun; its session is new."""
+
+
+def _standing(demand: Demand | TextDemand, *, resumed: bool) -> Standing:
+    if resumed:
+        return 0
+    return 1 if isinstance(demand, Demand) and demand.session.engine is not None else 2
 
 
 @dataclass(slots=True)
 class _Waiter:
-    """A turn in the queue. `resumed` ones are served before new ones: their clients have waited already."""
+    """A turn in the queue."""
 
     demand: Demand | TextDemand
-    resumed: bool
+    standing: Standing
     placed: asyncio.Future[Placement]
-    reason: str = ""
-    retry_after_s: float | None = None
+    since: float
+    wait: Wait | None = None  # as it was last told
 
 
 class Places:
@@ -62,6 +97,15 @@ class Places:
         waiting = (w.demand for w in self._queue if not w.placed.done())
         return wanted_versions((d for d in waiting if isinstance(d, Demand)), self._state)
 
+    def waiting_since(self) -> list[float]:
+        """When turns began to wait that any engine with room would take."""
+        return [w.since for w in self._queue if w.wait is not None and w.wait.cause == "room" and not w.placed.done()]
+
+    def reasons(self) -> Mapping[str, int]:
+        """Why turns wait, and how many for each reason; the most frequent ones."""
+        told = Counter(w.wait.reason for w in self._queue if w.wait is not None and not w.placed.done())
+        return dict(told.most_common(REASONS_MAX))
+
     def close(self) -> None:
         """Fails whoever still waits."""
         for waiter in self._queue:
@@ -71,18 +115,20 @@ class Places:
 
     async def place(self, demand: Demand | TextDemand, *, resumed: bool, timeout_s: float) -> Placement:
         """An engine for the turn, booked. Waits in the queue; OutOfCapacity when it is full or the wait too long."""
-        if not self._queue or resumed:
+        standing = _standing(demand, resumed=resumed)
+        if not any(waiter.standing <= standing for waiter in self._queue) or resumed:
             outcome = self._decide(demand)
             if isinstance(outcome, Placement):
                 self._book(outcome, demand)
                 return outcome
             if not isinstance(outcome, Wait):
                 raise _never(outcome, demand)
-        if len(self._queue) >= self._queue_max and not resumed:
-            waiting = len(self._queue)
+        waiting = sum(waiter.standing == standing for waiter in self._queue)
+        if waiting >= self._queue_max and not resumed:
             after_s = retry_for_a_place(waiting, self._left, time.monotonic())
-            raise OutOfCapacity(f"{waiting} turns wait for an engine already", retry_after_s=after_s)
-        waiter = _Waiter(demand, resumed, asyncio.get_running_loop().create_future())
+            what = "turns" if standing == 2 else "turns of sessions that have begun"
+            raise OutOfCapacity(f"{waiting} {what} wait for an engine already", retry_after_s=after_s)
+        waiter = _Waiter(demand, standing, asyncio.get_running_loop().create_future(), time.monotonic())
         self._queue.append(waiter)
         self._changed()
         try:
@@ -101,14 +147,18 @@ class Places:
     def _decide(self, demand: Demand | TextDemand, admission: Admission | None = None) -> Outcome:
         if isinstance(demand, TextDemand):
             return place_text(demand, self._state)
-        return place(demand, self._state, admission or self._admission())
+        if admission is None:
+            admission = self._admission() if demand.session.version is None else NOT_ASKED
+        return place(demand, self._state, admission)
 
     def _too_late(self, waiter: _Waiter, timeout_s: float) -> OutOfCapacity:
-        retry_after_s = waiter.retry_after_s
+        wait, now = waiter.wait or Wait("it was not its turn"), time.monotonic()
+        retry_after_s = wait.retry_after_s
         if retry_after_s is None:
-            retry_after_s = retry_for_a_place(len(self._queue) - 1, self._left, time.monotonic())
+            retry_after_s = retry_for_a_place(len(self._queue) - 1, self._left, now)
+        hint = closed_reasons(self._state, now) if wait.cause == "room" else ""
         return OutOfCapacity(
-            f"no engine took the turn within {timeout_s:g} s: {waiter.reason}", retry_after_s=retry_after_s
+            f"no engine took the turn within {timeout_s:g} s: {wait.reason}", hint=hint, retry_after_s=retry_after_s
         )
 
     def _unbook(self, waiter: _Waiter) -> None:
@@ -129,15 +179,22 @@ class Places:
 
     def serve(self) -> None:
         """Gives places to all who wait and can have one now."""
-        admission, refusals = self._admission(), Refusals()
+        if not self._queue:
+            return
+        admission, refusals, now = self._admission(), Refusals(), time.monotonic()
+        reserved: dict[EngineName, Standing] = {}
         for waiter in sorted(self._queue, key=_rank):
             if waiter.placed.done():
                 continue
             demand = waiter.demand
+            if reserved:
+                others = frozenset(name for name, standing in reserved.items() if standing <= waiter.standing)
+                demand = replace(demand, reserved=others)
             told = refusals.told(demand, self._state) if isinstance(demand, Demand) else None
             outcome = told or self._decide(demand, admission)
             if isinstance(outcome, Wait):
-                waiter.reason, waiter.retry_after_s = outcome.reason, outcome.retry_after_s
+                waiter.wait = outcome
+                self._reserve(waiter, demand, reserved, now)
                 if isinstance(demand, Demand):
                     refusals.note(demand, self._state, outcome)
                 continue
@@ -148,6 +205,15 @@ class Places:
             admission = self._admission()  # one more runs
             waiter.placed.set_result(outcome)
             self._queue.remove(waiter)
+
+    def _reserve(
+        self, waiter: _Waiter, demand: Demand | TextDemand, reserved: dict[EngineName, Standing], now: float
+    ) -> None:
+        long = waiter.wait is not None and waiter.wait.cause == "room" and now - waiter.since >= RESERVE_AFTER_S
+        if long and isinstance(demand, Demand):
+            engine = reservable(demand, self._state)
+            if engine is not None:
+                reserved[engine.name] = waiter.standing
 
     def _book(self, placement: Placement, demand: Demand | TextDemand) -> None:
         if isinstance(demand, TextDemand):
@@ -160,9 +226,9 @@ class Places:
             self.enter(placement.engine, load)
 
 
-def _rank(waiter: _Waiter) -> tuple[bool, int]:
+def _rank(waiter: _Waiter) -> tuple[int, int]:
     priority = waiter.demand.session.spec.priority if isinstance(waiter.demand, Demand) else 0
-    return not waiter.resumed, -priority
+    return waiter.standing, -priority
 
 
 def _never(outcome: Lost | Unable, demand: Demand | TextDemand) -> LaminarError:

@@ -82,6 +82,19 @@ class TurnRun(Protocol):
     @property
     def request(self) -> TurnRequest: ...
 
+    async def give_up(self, why: str) -> None:
+        """Ends the turn at once if nobody reads it: no retry will ask for it again."""
+        ...
+
+    def sent(self, num_tokens: int) -> None:
+        """So many of its generated tokens were sent to a client; none yet, of an answer that is sent whole."""
+        ...
+
+    def left(self) -> None:
+        """A client that has read all of it is gone: unless the answer was delivered, whoever asks the same again may
+        join the turn. Once for each that has read it to its end."""
+        ...
+
     def delivered(self) -> None:
         """The client has the whole answer: from now on only a marked retry, or its key, joins the turn."""
         ...
@@ -114,15 +127,20 @@ class Turns(Protocol):
         """The session whose key this is; None for any other key."""
         ...
 
-    async def open_session(self, identity: SessionIdentity) -> SessionView:
-        """Gets or makes the session. Raises Conflict when it has ended."""
+    async def open_session(self, identity: SessionIdentity, turns: int = 1) -> SessionView:
+        """Gets or makes the session. Raises Conflict when it has ended, or has no room for so many turns more."""
         ...
 
-    async def join(self, call: Call, choices: int) -> Sequence[TurnRun] | None:
+    async def join(self, call: Call, choices: int, *, again: bool = False) -> Sequence[TurnRun] | None:
         """The turns, one a choice, that this request asks for again; None: it is a new one.
 
-        Raises Conflict when its key was used for another.
+        `again`: it was new a moment ago, and others may have come since. Raises Conflict when its key was used for
+        another.
         """
+        ...
+
+    def refused(self, call: Call) -> None:
+        """The request was refused before it had a turn, and may be sent again."""
         ...
 
     def start(self, request: TurnRequest) -> TurnRun:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gateway.core.types import SamplingParams, Version
-from gateway.engines.base import EngineAdapter, EngineFailed, RequestRefused, StreamCut
+from gateway.engines.base import EngineAdapter, EngineFailed, NoLogprob, RequestRefused, StreamCut
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,22 @@ async def probe(adapter: EngineAdapter, incarnation: str, version: Version) -> P
     except RequestRefused as e:
         log.warning("an engine takes no probe: %s", e)
         return None
+    except NoLogprob as e:
+        raise _computes_nan(version) from e
     except (StreamCut, TimeoutError) as e:
         raise EngineFailed(f"it gave no token after its load: {e or f'silent for {TIMEOUT_S:g} s'}") from e
+    if any(math.isnan(logprob) for _, logprob in found):
+        raise _computes_nan(version)
     if len(found) != 1 or not math.isfinite(found[0][1]):
         raise EngineFailed(f"it answered a probe of one token with {found}", hint="its weights are not what they were")
     return Probe(incarnation, version, *found[0])
+
+
+def _computes_nan(version: Version) -> EngineFailed:
+    return EngineFailed(
+        f"version {version} computes NaN: its weights hold NaN, or numbers so large that they lead to it",
+        hint="look at the loss and the gradients of the training step that made it",
+    )
 
 
 def compare(before: Probe | None, after: Probe | None) -> Finding:

@@ -3,6 +3,7 @@
 Invariants:
 - a session's tree is built from the turns on disk, in the order in which they ended: nothing else is its record;
 - before the first request is heard, every turn that a client may ask for again can be joined;
+- a session of which something cannot be read is named, and over; its rows stay as they are. The others go on;
 - a turn in flight waits `recovery_grace_s` for its client, who has to notice that the gateway is back; what nobody asks
   for again is then given up, as with any client that left.
 """
@@ -11,13 +12,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
+from gateway.core.fleet import FleetState
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, TurnId
 from gateway.data import PartialResponsePool
 from gateway.data.partial_store import KeptTurn
 from gateway.data.sessions import KeptSession, SessionStore
 from gateway.sessions import Sessions
+from protos.errors import Corrupt
 
 log = logging.getLogger(__name__)
 
@@ -25,23 +29,49 @@ log = logging.getLogger(__name__)
 async def recover(sessions: Sessions, store: SessionStore, pool: PartialResponsePool) -> None:
     """To be called before the fleet looks at its engines: which versions are wanted depends on live sessions."""
     sessions.live.restore_ended(await store.ended())
-    named = {kept.spec.session_id: kept for kept in await store.load()}
+    named = dict(await store.load())
     gone: list[SessionId] = []
     turns = 0
     for kept in named.values():
-        sessions.live.restore(kept.spec, kept.api_key, kept.created_unix_s)
+        if kept is not None:
+            sessions.live.restore(kept.spec, kept.api_key, kept.created_unix_s)
     for session_id in await pool.sessions():
-        found = sorted(await pool.kept_turns(session_id), key=lambda turn: turn.ended_unix_s or float("inf"))
-        state = _state(sessions, session_id, named.get(session_id), found)
-        if state is None:
-            gone.append(session_id)
-            continue
-        turns += sum(_restore_turn(sessions, state, named.get(session_id), turn) for turn in found)
-        if session_id in named:
-            _restore_rewards(state, named[session_id])
+        kept = named.get(session_id)
+        try:
+            if session_id in named and kept is None:
+                raise Corrupt("its own row is damaged")
+            found = _parents_first(await pool.kept_turns(session_id))
+            state = _state(sessions, session_id, kept, found)
+            if state is None:
+                gone.append(session_id)
+                continue
+            turns += _restore_turns(sessions, state, kept, found)
+        except (Corrupt, ValueError) as e:
+            log.error(
+                "session %s cannot go on: %s; it counts as abandoned, and its rows stay as they are", session_id, e
+            )
+            sessions.give_up(session_id)
+    for session_id, kept in named.items():
+        if kept is None:
+            sessions.give_up(session_id)
     await pool.forget_sessions(gone)
     if named or turns:
-        log.info("recovered %d sessions; %d turns in flight go on", len(named), turns)
+        log.info("recovered %d sessions; %d turns in flight go on", len(sessions.live), turns)
+
+
+def _parents_first(turns: Sequence[KeptTurn]) -> list[KeptTurn]:
+    """In the order in which they ended, but for what cannot be: ends were told by a clock once, and clocks go back."""
+    known = {turn.record.request.turn_id for turn in turns}
+    placed: dict[TurnId, KeptTurn] = {}
+    waiting = list(turns)
+    while waiting:
+        ready = (t for t in waiting if (parent := t.record.request.parent) not in known or parent in placed)
+        turn = next(ready, None)
+        if turn is None:
+            raise Corrupt(f"{len(waiting)} of its turns extend each other in a ring")
+        placed[turn.record.request.turn_id] = turn
+        waiting.remove(turn)
+    return list(placed.values())
 
 
 def _state(
@@ -56,20 +86,38 @@ def _state(
     return sessions.live.restore(SessionSpec(session_id, GroupId(session_id), ephemeral=True, train=False))
 
 
-def _restore_turn(sessions: Sessions, state: SessionState, kept: KeptSession | None, turn: KeptTurn) -> bool:
-    """Whether the turn is in flight."""
+def _restore_turns(sessions: Sessions, state: SessionState, kept: KeptSession | None, turns: Sequence[KeptTurn]) -> int:
+    """How many are in flight. First what may turn out to be wrong, then what cannot be taken back."""
+    for turn in turns:
+        _restore_record(state, kept, turn)
+    for turn in turns:
+        parent = turn.record.request.parent
+        if turn.outcome is None and parent is not None and parent not in state.tree:
+            raise Corrupt(f"turn {turn.record.request.turn_id} goes on from {parent}, which is not there")
+    in_flight = [_restore_run(sessions, state, turn) for turn in turns]
+    if kept is not None:
+        _restore_rewards(sessions.fleet.state, state, kept)
+    return sum(in_flight)
+
+
+def _restore_record(state: SessionState, kept: KeptSession | None, turn: KeptTurn) -> None:
     if turn.outcome in ("stop", "length"):
         state.restore_turn(turn.record)
+        state.seen(turn.record.request.turn_id, turn.seen)
         if kept is not None and (told := kept.messages.get(turn.record.request.turn_id)) is not None:
             state.tell(turn.record.request.turn_id, *told)
-    if turn.ended_unix_s is not None:
-        sessions.keep(state, turn.record, turn.ended_unix_s)
-        return False
-    sessions.resume(state, turn.record)
-    return True
 
 
-def _restore_rewards(state: SessionState, kept: KeptSession) -> None:
+def _restore_run(sessions: Sessions, state: SessionState, turn: KeptTurn) -> bool:
+    """Whether the turn is in flight."""
+    if turn.outcome is None:
+        sessions.resume(state, turn.record)
+        return True
+    sessions.keep(state, turn.record, turn.ended_unix_s or time.time())
+    return False
+
+
+def _restore_rewards(fleet: FleetState, state: SessionState, kept: KeptSession) -> None:
     for turn_id, (own, leaf) in kept.rewards.items():
         turn = state.tree.turns.get(TurnId(turn_id))
         if turn is not None:
@@ -77,3 +125,4 @@ def _restore_rewards(state: SessionState, kept: KeptSession) -> None:
     if kept.unrewarded is not None:
         state.end("finished")
         state.unrewarded = kept.unrewarded
+        fleet.forget_session(state.session_id)

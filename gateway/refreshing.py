@@ -4,6 +4,7 @@ Invariants:
 - the order is acquire, fence, load, verify, label, unfence, release, probe; a load counts only if its pin was held to
   the end;
 - on any error after the fence the engine stays fenced: it may hold half a version, or compute nothing of use;
+- whatever goes wrong in a load is that engine's state: it never stays `refreshing`, and is tried again;
 - turns are asked to leave before the load; one that has not left in time is cut by it, and resumes like any other.
 """
 
@@ -14,12 +15,15 @@ import logging
 import time
 from collections.abc import Callable
 
+from gateway.core.fleet import EngineState
 from gateway.core.refresh import RefreshDecision, load_failed
 from gateway.core.types import TurnId, Version
 from gateway.engines.base import EngineFailed, SnapshotRefused
+from gateway.load_reports import LoadReports
 from gateway.members import Member
 from gateway.probing import Finding, compare, probe
 from gateway.relays import Relays
+from gateway.standing import own
 from gateway.vouching import Vouching
 from paramserver.client import Lease, RelayClient
 from protos.errors import LaminarError, NotFound, VersionLost
@@ -59,24 +63,23 @@ class Refreshing:
         self.unchanged = 0  # loads of another version after which an engine computed exactly what it did before
         self._probes = probes
         self._model, self._relays, self._vouching = model, relays, vouching
+        self._reports = LoadReports(model, relays)
         self._interrupt, self._changed = interrupt, changed
 
     async def refresh(self, member: Member, decision: RefreshDecision) -> None:
         state, before = member.state, member.state.version
         started = time.monotonic()
-        await self._make_leave(member, decision)
-        if decision.served:
-            await self._vouching.prove(state.name)
         try:
-            if decision.served and member.probe is None:
-                await self._probe(member, before)
-            version, fenced_s = await self._load(member, decision)
-            finding = await self._probe(member, version)
+            version, fenced_s, finding = await own(self._refresh(member, decision))
         except _NotAcquired as e:
             self._not_reloaded(member, decision, e)
             return
         except LaminarError as e:
             self._failed(member, decision, e)
+            return
+        except Exception as e:
+            log.exception("the load of version %d into engine %s failed", decision.to_version, state.name)
+            self._failed(member, decision, EngineFailed(f"its load failed as nobody foresaw: {e!r}"))
             return
         state.loaded(version)
         member.refresh_failures = 0
@@ -98,6 +101,19 @@ class Refreshing:
             else:
                 state.open_intake(time.monotonic())
         self._changed()
+
+    async def _refresh(self, member: Member, decision: RefreshDecision) -> tuple[Version, float, Finding]:
+        """What was loaded, how long the engine was fenced for it, and whether it computes otherwise now."""
+        await self._make_leave(member, decision)
+        if decision.served:
+            await self._vouching.prove(member.state.name)
+            if member.probe is None:
+                await self._probe(member, member.state.version)
+        version, fenced_s = await self._load(member, decision)
+        async with self._reports.refusing(member, version):
+            finding = await self._probe(member, version)
+        await self._reports.loaded(member, version)
+        return version, fenced_s, finding
 
     async def _probe(self, member: Member, version: Version) -> Finding:
         if not self._probes:
@@ -124,33 +140,35 @@ class Refreshing:
     async def _load(self, member: Member, decision: RefreshDecision) -> tuple[Version, float]:
         assert member.spec.relay is not None
         relay = self._relays.client(member.spec.relay)
-        lease = await self._acquire(relay, f"gateway/{member.spec.name}", decision)
+        lease = await self._acquire(relay, member.state, decision)
         renewing = asyncio.create_task(_keep(relay, lease), name=f"renew-{member.spec.name}")
         try:
-            fenced_s = await member.adapter.load(lease.path, lease.version, lease.root_digest)
+            async with self._reports.refusing(member, Version(lease.version)):
+                fenced_s = await member.adapter.load(lease.path, lease.version, lease.root_digest)
         finally:
             renewing.cancel()
             await asyncio.wait([renewing])
             await relay.release(lease)  # a pin that lapsed raises: then the load does not count
         return Version(lease.version), fenced_s
 
-    async def _acquire(self, relay: RelayClient, holder: str, decision: RefreshDecision) -> Lease:
+    async def _acquire(self, relay: RelayClient, state: EngineState, decision: RefreshDecision) -> Lease:
         """What was decided; the newest, which may be newer by now, unless it was an older one."""
+        holder = f"gateway/{state.name}"
         if decision.again:
             try:
                 return await relay.acquire(self._model, decision.to_version, holder=holder, ttl_s=LEASE_TTL_S)
             except LaminarError as e:
                 raise _NotAcquired(e) from e
-        wanted = await self._before(relay, decision.to_version) if decision.before else None
+        wanted = await self._before(relay, state, decision.to_version) if decision.before else None
         return await relay.acquire(self._model, wanted, holder=holder, ttl_s=LEASE_TTL_S)
 
-    async def _before(self, relay: RelayClient, version: Version) -> int:
-        older = [v.version for v in await relay.versions(self._model) if v.version < version]
-        if not older:
+    async def _before(self, relay: RelayClient, state: EngineState, version: Version) -> int:
+        found = state.before(version, [v.version for v in await relay.versions(self._model)])
+        if found is None:
             raise NotFound(
                 f"{relay.address} holds nothing before version {version}", hint="publish a version that loads"
             )
-        return older[-1]
+        return found
 
     def _not_reloaded(self, member: Member, decision: RefreshDecision, error: _NotAcquired) -> None:
         """Nothing was done to the engine: it serves on."""
@@ -164,6 +182,8 @@ class Refreshing:
         self._changed()
 
     def _failed(self, member: Member, decision: RefreshDecision, error: LaminarError) -> None:
+        if member.state.tried != decision.to_version:
+            member.refresh_failures = 0
         member.refresh_failures += 1
         self.failures += 1
         wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** (member.refresh_failures - 1))

@@ -7,6 +7,8 @@ Invariants:
 - a relayed request is a running turn of its engine from when it was placed to when it has left it, however it ends;
 - a client that hears nothing for `KEEP_ALIVE_S` of an engine that has its request is told that it has it, and under
   which version; from then on it is asked of engines of that version only;
+- a client that does not read its answer for `UNREAD_MAX_S` loses it: nothing is recorded that it could read later, and
+  an engine's place is others', too;
 - an engine that is to load, that died, was restarted or taken out keeps no relayed request: who reads gets the cut.
 
 Owner of the requests under way.
@@ -36,6 +38,8 @@ ANSWER_BYTES_MAX = 64 << 20
 """Of an answer that is not streamed, which is held until it is whole; as much as a request's body may have."""
 TAIL_BYTES = 16
 """Of a stream: enough for its `[DONE]`, without which it was cut."""
+UNREAD_MAX_S = 30.0
+"""An engine that is held back so long, since its client takes nothing, is given up by it."""
 WHOLE_TIMEOUT_S = 3600.0
 """An answer that is not streamed is silent until it is whole. Engines that die or hang are noticed by looks at them."""
 
@@ -60,6 +64,10 @@ class Client(Protocol):
         """Shows that an engine of `version` works on the answer. Waits for nothing, not for a slow client either."""
         ...
 
+    def hang_up(self) -> None:
+        """It does not read: its connection is closed."""
+        ...
+
 
 @dataclass(slots=True)
 class _UnderWay:
@@ -72,6 +80,7 @@ class _UnderWay:
     answer: PassedAnswer | None = None
     kept_at: float = 0.0
     cut: StreamCut | None = None  # it is to leave
+    unread_since: float | None = None  # the engine is held back, for its client takes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +228,21 @@ class TextRelay:
                 state = self._fleet.state.engines.get(under_way.engine)
                 if state is None or state.status in ("dead", "joining") or state.incarnation != under_way.incarnation:
                     self._leave(under_way, f"engine {under_way.engine} died")
-                await self._keep_alive(under_way, now)
+                try:
+                    self._check_read(under_way, now)
+                    await self._keep_alive(under_way, now)
+                except Exception as e:
+                    log.exception("a client that waits for engine %s cannot be kept alive", under_way.engine)
+                    self._leave(under_way, f"its client cannot be told that it is under way: {e!r}")
+
+    def _check_read(self, under_way: _UnderWay, now: float) -> None:
+        if under_way.answer is None or not under_way.answer.paused:
+            under_way.unread_since = None
+        elif under_way.unread_since is None:
+            under_way.unread_since = now
+        elif now - under_way.unread_since >= UNREAD_MAX_S and under_way.cut is None:
+            self._leave(under_way, f"its client read nothing for {UNREAD_MAX_S:g} s")
+            under_way.client.hang_up()
 
     async def _keep_alive(self, under_way: _UnderWay, now: float) -> None:
         if under_way.answer is None or under_way.cut is not None:

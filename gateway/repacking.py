@@ -40,18 +40,15 @@ class Repacker:
         return self._mover.book
 
     async def run(self) -> None:
-        """Until cancelled."""
-        try:
-            while True:
-                try:
-                    async with asyncio.timeout(self._config.repack_interval_s):
-                        await self._fleet.version_available.wait()
-                except TimeoutError:
-                    pass  # the periodic check
-                self._fleet.version_available.clear()
-                self.repack()
-        finally:
-            await self.close()
+        """Until cancelled; moves that are under way then go on, up to `close`."""
+        while True:
+            try:
+                async with asyncio.timeout(self._config.repack_interval_s):
+                    await self._fleet.version_available.wait()
+            except TimeoutError:
+                pass  # the periodic check
+            self._fleet.version_available.clear()
+            self.repack()
 
     async def close(self) -> None:
         await self._mover.close()
@@ -122,14 +119,17 @@ class Repacker:
         each_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
         back_s = self._endings.typical_duration_s / 2
         runs = [(load, self._sessions.runs.get(load.turn_id)) for load in engine.turns.values()]
-        running = [self._running(load, run, each_s, back_s) for load, run in runs if run is not None]
+        serving = self._fleet.state.serving(engine.version)
+        smallest = min((e.context_tokens for e in serving if e.context_tokens), default=0)
+        running = [self._running(load, run, each_s, back_s, smallest) for load, run in runs if run is not None]
         relayed = [
             SessionLoad(t.session_id, t.turn_id, t.tokens, stays=True) for t in engine.turns.values() if t.relayed
         ]
         waiting = (self._waiting(s, back_s) for s in self._sessions.waiting_at(engine.name, engine.version))
         return [*running, *relayed, *waiting]
 
-    def _running(self, load: TurnLoad, run: Run, each_s: float, back_s: float) -> SessionLoad:
+    def _running(self, load: TurnLoad, run: Run, each_s: float, back_s: float, smallest: int) -> SessionLoad:
+        """`smallest`: context of the version's engines; what may outgrow it stays where it is."""
         return turn_load(
             load,
             generated=len(run.record.token_ids),
@@ -138,7 +138,7 @@ class Repacker:
             lengths=self._sessions.lengths,
             each_s=each_s,
             back_s=back_s,
-            stays=run.request.sampling.in_place,
+            stays=run.request.sampling.in_place or 0 < smallest < load.tokens_max,
             expected=run.session.spec.expected_output_tokens,
         )
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from gateway.clock import unix_s
 from gateway.config import GatewayConfig
 from gateway.core.endings import Ended
 from gateway.core.fleet import staleness_histogram
-from gateway.core.joining import Attention, Call
+from gateway.core.joining import Attention, Call, attempt_of
 from gateway.core.lengths import TurnLengths
 from gateway.core.pacing import tokens_per_event
 from gateway.core.sessions import SessionState
@@ -27,7 +28,10 @@ from gateway.live import LiveSessions
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.trainer import Trainer, count
 from gateway.turns import Run
-from protos.errors import Unavailable
+from protos.errors import LaminarError, Unavailable
+
+CONCLUDE_PATIENCE_S = 1.0
+"""For a client that has left, or is just being answered, when its session is finished."""
 
 
 class Sessions:
@@ -43,10 +47,11 @@ class Sessions:
         timeline: Timeline,
         context_tokens: Callable[[], int],
         eos_ids: frozenset[int] = frozenset(),
+        vocab_size: int = 1 << 31,
     ) -> None:
         self.config, self.live, self.fleet = config, live, fleet
         self.counters = Counters()
-        self.eos_ids = eos_ids
+        self.eos_ids, self.vocab_size = eos_ids, vocab_size
         self.known = KnownTurns(config.idempotency_window_s)
         self.lengths = TurnLengths()
         self._trainer, self._pool, self._store, self._timeline = trainer, pool, store, timeline
@@ -67,18 +72,18 @@ class Sessions:
     def session_of_key(self, api_key: str) -> SessionId | None:
         return self.live.of_key(api_key)
 
-    async def open_session(self, identity: SessionIdentity) -> SessionView:
+    async def open_session(self, identity: SessionIdentity, turns: int = 1) -> SessionView:
         if self.live.draining:
             raise Unavailable("the gateway is shutting down", hint="ask again soon")
         state = self.live.named_by(identity)
-        state.check_open()
+        state.check_open(turns)
         spec = state.spec
         return SessionView(
             state.session_id,
             state.tree,
             spec.ephemeral,
             spec.history,
-            trains=spec.train and spec.split == "train",
+            trains=spec.trains,
             logprobs_kind=self.config.logprobs_kind,
             max_context_tokens=spec.max_context_tokens,
         )
@@ -86,18 +91,43 @@ class Sessions:
     def start(self, request: TurnRequest) -> Run:
         return Run(request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline)
 
-    async def join(self, call: Call, choices: int) -> Sequence[Run] | None:
-        """All or none: what is left of a request's choices would be another sample than the one it asks for."""
-        found = [self.known.find(call, choice) for choice in range(choices)]
-        runs = [run for run in found if run is not None]
-        if len(runs) < choices or any(run.came_to_nothing and run.request.sampling.in_place for run in runs):
+    async def join(self, call: Call, choices: int, *, again: bool = False) -> Sequence[Run] | None:
+        """All or none: what is left of a request's choices would be another sample than the one it asks for.
+
+        What was found is looked for again after every wait: another request may have joined it meanwhile, or taken it
+        up again. Between the last look and the claim nothing waits, so no two requests claim one turn.
+        """
+        while True:
+            found = self.known.find(call, choices)
+            ending = [run for run in found or () if run.ending]
+            if not ending:
+                break
+            await ending[0].settled()
+        if found is None or any(run.came_to_nothing and run.request.sampling.in_place for run in found):
+            if not again:
+                self.known.came_again(call)
             return None
-        joined: list[Run] = []
-        for run in runs:
-            await run.settled()
-            joined.append(self._revived(run) if run.came_to_nothing else run)
+        joined = self._taken_up(found)
+        for run in joined:
+            run.claim(attempt_of(call))
         self.counters.turns_joined += choices
         return joined
+
+    def _taken_up(self, runs: Sequence[Run]) -> list[Run]:
+        """Those that came to nothing go on, all of them or none."""
+        taken: list[Run] = []
+        try:
+            for run in runs:
+                taken.append(self._revived(run) if run.came_to_nothing else run)  # noqa: PERF401 (kept if one fails)
+        except LaminarError:
+            for run in taken:
+                if run not in runs:
+                    run.orphan(self.config.disconnect_grace_s)
+            raise
+        return taken
+
+    def refused(self, call: Call) -> None:
+        self.known.refused(call)
 
     def _revived(self, run: Run) -> Run:
         """A turn that came to nothing, under way again with the tokens it had. Raises Conflict as a new turn would."""
@@ -106,6 +136,7 @@ class Sessions:
         again = Run(
             run.request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline, record=run.record
         )
+        again.attempt = run.attempt
         again.begin()
         return again
 
@@ -121,7 +152,17 @@ class Sessions:
         """A turn that was over before: nobody knows whether its client got the answer."""
         self._want_version(state)
         run = self._restored_run(state, record, "unknown")
-        self.known.end(run, ended_unix_s)
+        age_s = max(0.0, time.time() - ended_unix_s)
+        self.known.end(run, time.monotonic() - age_s)
+
+    def give_up(self, session_id: SessionId) -> None:
+        """A session of an earlier life that cannot be restored: its name is used, and nothing goes on."""
+        ended = Ended("abandoned")
+        state = self.live.find(session_id)
+        if state is None:
+            self.live.restore_ended([(session_id, ended)])
+        else:
+            self.forget(state, ended)
 
     def resume(self, state: SessionState, record: TurnRecord) -> None:
         """A turn in flight goes on, without a client yet."""
@@ -131,6 +172,7 @@ class Sessions:
         self._want_version(state)
         self.counters.turns_recovered += 1
         run = self._restored_run(state, record, "unread")
+        run.sent(0)  # as far as is known now: its client has not seen its end
         run.begin()
         run.orphan(self.config.recovery_grace_s)
 
@@ -150,7 +192,7 @@ class Sessions:
 
     def _want_version(self, state: SessionState) -> None:
         if state.version is not None and not state.spec.ephemeral:
-            self.fleet.state.session_versions[state.session_id] = state.version
+            self.fleet.state.note_session(state.session_id, state.version, state.spec.on_version_loss)
             self.fleet.state.group_versions.setdefault(state.spec.group_id, state.version)
             self.fleet.state.kept.note(state.session_id, state.version if state.insists else None)
 
@@ -158,21 +200,22 @@ class Sessions:
 
     def turn_began(self, run: Run) -> SessionState:
         state = self.live.get(run.request.session_id)
-        state.begin_turn(run.request, time.time())
+        state.begin_turn(run.request, unix_s())
         run.session = state
         self.known.begin(run)
         self.counters.turns_started += 1
         return state
 
     def turn_ended(self, run: Run) -> None:
-        self.known.end(run, time.time())
-        run.session.end_turn(run.record, time.time())
+        self.known.end(run, time.monotonic())
+        run.session.end_turn(run.record, unix_s())
         self.counters.turns_completed += 1
         self.lengths.ended(len(run.record.token_ids))
         if self.lengths.known:
             self.fleet.state.turn_tokens = self.lengths.mean
-        versions = {segment.version for segment in run.record.segments if segment.end > segment.start}
-        self.counters.turns_mixed_version += len(versions) > 1
+        sampled = [segment for segment in run.record.segments if segment.end > segment.start]
+        self.counters.turns_mixed_version += len({segment.version for segment in sampled}) > 1
+        self.counters.turns_mixed_dtype += len({segment.dtype for segment in sampled if segment.dtype}) > 1
         newest = self.fleet.state.newest
         for segment in run.record.segments:
             count(self._trainer.staleness.generation, newest - segment.version, segment.end - segment.start)
@@ -180,11 +223,16 @@ class Sessions:
             self.forget(run.session)
 
     def turn_dropped(self, run: Run, why: Exception) -> None:
-        self.known.end(run, time.time())
-        run.session.drop_turn(run.request.turn_id, time.time())
+        self.known.end(run, time.monotonic())
+        run.session.drop_turn(run.request.turn_id, unix_s())
         run.session.last_dropped = f"turn {run.request.turn_index}: {why}; {len(run.record.token_ids)} tokens kept"
         if run.session.spec.ephemeral and not run.session.running:
             self.forget(run.session)
+
+    async def conclude(self, session_id: SessionId) -> None:
+        """Its turns that nobody reads any more are over when this returns."""
+        for run in [run for run in self.runs.values() if run.request.session_id == session_id]:
+            await run.conclude(CONCLUDE_PATIENCE_S)
 
     async def suspend(self) -> None:
         """Leaves turns under way to the next life of this gateway."""
@@ -202,9 +250,11 @@ class Sessions:
             self.known.forget_session(state.session_id)
 
     async def sweep(self) -> None:
-        """Turns that nobody may ask for any more are forgotten, those of calls without a session on disk, too."""
-        gone = [run.session for run in self.known.sweep(time.time())]
-        await self._pool.forget_sessions([s.session_id for s in gone if s.spec.ephemeral])
+        """Turns that nobody may ask for any more are forgotten, those of calls without a session on disk, too, with the
+        last of their request's."""
+        gone = [run.session for run in self.known.sweep(time.monotonic())]
+        calls = {s.session_id for s in gone if s.spec.ephemeral}
+        await self._pool.forget_sessions(sorted(calls))
 
     # -- what others ask
 

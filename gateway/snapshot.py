@@ -9,17 +9,26 @@ from typing import Literal
 import msgspec
 
 from gateway.core.fleet import EngineStatus, Mode
-from gateway.core.types import Version
+from gateway.core.types import Version, VersionPolicy
 from gateway.counters import Counters
 from gateway.data.experience import BufferStatistics
 from gateway.data.partial import PoolStatistics
 from gateway.relaying import RelayStatistics
-from gateway.trainer import Staleness
+from gateway.trainer import AdmissionStatus, Staleness
+
+
+class HeldBy(msgspec.Struct, frozen=True):
+    """A session that keeps an engine on its version. `idle_s`: since its last turn; null if it is not known here."""
+
+    session_id: str
+    on_version_loss: VersionPolicy
+    idle_s: float | None
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """`available`: the newest version that its host's relay holds. `running` and `kv_tokens` are the gateway's own
-    count, `waiting` and `kv_usage` (0..1) the engine's word. `last_error`: what stands against it now."""
+    count, `waiting` and `kv_usage` (0..1) the engine's word. `last_error`: what stands against it now. `reason`: why it
+    takes no new sessions. `held_by`: sessions for which it stays on its version though a newer one is there."""
 
     name: str
     url: str
@@ -35,7 +44,10 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     kv_capacity_tokens: int
     incarnation: str
+    dtype: str
     last_error: str
+    reason: str
+    held_by: Sequence[HeldBy]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,9 +60,12 @@ class AllCounters(Counters):
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
+    """`waiting_for`: why turns are queued, and how many for each reason."""
+
     live: int
     running_turns: int
     queued: int
+    waiting_for: Mapping[str, int]
 
 
 class PlanSummary(msgspec.Struct, frozen=True):
@@ -65,17 +80,26 @@ class LastPlans(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """`pinned_versions`: by version, the relay that has its pin. `sessions_behind`: sessions by how many versions."""
+    """`pinned_versions`: by version, the relay that has its pin. `fallback_versions`: by relay, the version that is
+    pinned there for its engines to go back to. `sessions_behind`: sessions by how many versions. `store_failure`: why
+    what is kept cannot be written now; empty while it can. `refused_relays`: by address, why nothing of a relay whose
+    registry replaced the one that versions came from is believed. `unreachable_relays`: addresses of relays that do
+    not answer now; engines beside them keep the version that they hold."""
 
     model: str
     mode: Mode
     newest_version: int
     trainer_version: int
     pinned_versions: Mapping[Version, str]
+    fallback_versions: Mapping[str, Version]
     engines: Sequence[EngineSnapshot]
     sessions: SessionCounts
     buffer: BufferStatistics
+    admission: AdmissionStatus
     partial_response_pool: PoolStatistics
+    store_failure: str
+    refused_relays: Mapping[str, str]
+    unreachable_relays: Sequence[str]
     counters: AllCounters
     relayed_text: RelayStatistics | None
     tokens_per_s: float

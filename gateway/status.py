@@ -13,18 +13,24 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from gateway.clock import unix_s
 from gateway.config import GatewayConfig
 from gateway.core.fleet import EngineState, EngineStatus
+from gateway.core.hold import hold
+from gateway.core.reasons import closed_reason
 from gateway.core.repack import Plan
-from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.core.types import SessionId
+from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
 from gateway.fleet import Fleet
 from gateway.relaying import TextRelay
 from gateway.repacking import Repacker
 from gateway.sessions import Sessions
-from gateway.snapshot import AllCounters, EngineSnapshot, LastPlans, PlanSummary, SessionCounts, Snapshot
+from gateway.snapshot import AllCounters, EngineSnapshot, HeldBy, LastPlans, PlanSummary, SessionCounts, Snapshot
 from gateway.trainer import Trainer
 
 RATE_WINDOW_S = 10.0
+HELD_BY_MAX = 16
+"""Sessions that are named where they hold an engine."""
 
 
 class GatewayStatus:
@@ -42,11 +48,13 @@ class GatewayStatus:
         pool: PartialResponsePool,
         timeline: Timeline,
         relay: TextRelay | None = None,
+        database: Database,
     ) -> None:
         self.config, self.fleet, self.sessions, self.repacker = config, fleet, sessions, repacker
         self.trainer = trainer
         self.buffer, self.pool, self.timeline = buffer, pool, timeline
         self.relay = relay
+        self.database = database
         self.started = time.monotonic()
         self.registry: CollectorRegistry = REGISTRY
         self._rate: deque[tuple[float, int]] = deque(maxlen=256)
@@ -64,10 +72,15 @@ class GatewayStatus:
             newest_version=fleet.state.newest,
             trainer_version=self.trainer.version,
             pinned_versions=fleet.pinning.pinned,
-            engines=[_engine(engine) for engine in fleet.state.sorted_engines()],
-            sessions=SessionCounts(len(sessions.live), len(sessions.runs), told.queued),
+            fallback_versions=fleet.pinning.fallbacks,
+            engines=[self._engine(engine, time.monotonic()) for engine in fleet.state.sorted_engines()],
+            sessions=SessionCounts(len(sessions.live), len(sessions.runs), told.queued, told.waiting_for),
             buffer=self.buffer.statistics(),
+            admission=self.trainer.status(),
             partial_response_pool=self.pool.statistics(),
+            store_failure=self.database.failure,
+            refused_relays=fleet.relays.refused(),
+            unreachable_relays=fleet.relays.unreachable(),
             counters=AllCounters(
                 **asdict(sessions.counters),
                 refreshes=told.refreshes,
@@ -88,6 +101,34 @@ class GatewayStatus:
             self._rate.popleft()
         then, before = self._rate[0]
         return (total - before) / (now - then) if now > then else 0.0
+
+    def _engine(self, engine: EngineState, now: float) -> EngineSnapshot:
+        held = hold(self.fleet.state, engine, now)
+        return EngineSnapshot(
+            name=engine.name,
+            url=engine.url,
+            kind=engine.kind,
+            version=engine.version,
+            available=engine.available,
+            state=_state(engine),
+            intake="open" if engine.intake_open else "closed",
+            admitted=engine.admitted,
+            running=len(engine.turns),
+            waiting=engine.waiting_reported,
+            kv_usage=engine.kv_usage,
+            kv_tokens=engine.tokens,
+            kv_capacity_tokens=engine.kv_capacity_tokens,
+            incarnation=engine.incarnation,
+            dtype=engine.dtype,
+            last_error=engine.last_error,
+            reason=closed_reason(self.fleet.state, engine, now),
+            held_by=[] if held is None else [self._held_by(s) for s in held.sessions[:HELD_BY_MAX]],
+        )
+
+    def _held_by(self, session_id: SessionId) -> HeldBy:
+        session = self.sessions.live.find(session_id)
+        policy = self.fleet.state.policies.get(session_id, "segment")
+        return HeldBy(session_id, policy, None if session is None else max(0.0, unix_s() - session.touched_unix_s))
 
     # -- metrics
 
@@ -120,6 +161,7 @@ class GatewayStatus:
         meter.create_observable_gauge(
             "laminar_gateway_engine_serving", [self._per_engine(lambda e: int(e.status == "serving"))]
         )
+        meter.create_observable_gauge("laminar_gateway_store_failed", [_observe(lambda: bool(self.database.failure))])
         meter.create_observable_gauge("laminar_gateway_newest_version", [_observe(lambda: self.fleet.state.newest)])
         meter.create_observable_gauge(
             "laminar_gateway_queued_turns", [_observe(lambda: self.fleet.statistics().queued)]
@@ -140,26 +182,6 @@ class GatewayStatus:
             return [Observation(read(e), {"engine": e.name}) for e in self.fleet.state.sorted_engines()]
 
         return observe
-
-
-def _engine(engine: EngineState) -> EngineSnapshot:
-    return EngineSnapshot(
-        name=engine.name,
-        url=engine.url,
-        kind=engine.kind,
-        version=engine.version,
-        available=engine.available,
-        state=_state(engine),
-        intake="open" if engine.intake_open else "closed",
-        admitted=engine.admitted,
-        running=len(engine.turns),
-        waiting=engine.waiting_reported,
-        kv_usage=engine.kv_usage,
-        kv_tokens=engine.tokens,
-        kv_capacity_tokens=engine.kv_capacity_tokens,
-        incarnation=engine.incarnation,
-        last_error=engine.last_error,
-    )
 
 
 def _summary(plan: Plan) -> PlanSummary:

@@ -8,13 +8,13 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import time
 
 import msgspec
 
+from gateway.clock import unix_s
+from gateway.core.fleet import EngineState
 from gateway.core.sampling import sampled_with, segment_sampling
 from gateway.core.types import (
-    EngineName,
     Evidence,
     FinishReason,
     LogprobsKind,
@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class Transcript:
-    """One turn's. `eos_ids`: tokens that end it, unless its sampling says otherwise."""
+    """One turn's. `eos_ids`: tokens that end it, unless its sampling says otherwise.
+
+    `vocab_size`: ids that the tokenizer knows, and its model's embedding beyond that, are below it.
+    """
 
     def __init__(
         self,
@@ -42,22 +45,33 @@ class Transcript:
         timeline: Timeline,
         counters: Counters,
         eos_ids: frozenset[int],
+        vocab_size: int,
         logprobs_kind: LogprobsKind,
     ) -> None:
         self.record, self.request = record, record.request
         self._pool, self._timeline, self._counters = pool, timeline, counters
-        self._eos_ids, self._logprobs_kind = eos_ids, logprobs_kind
+        self._eos_ids, self._vocab_size, self._logprobs_kind = eos_ids, vocab_size, logprobs_kind
         self.said: FinishReason | None = None  # what the engine ended with; its stream is about to be over
+
+    def check_ids(self, chunk: EngineChunk) -> None:
+        """Ids of another vocabulary are no answer of this model: they are neither recorded nor shown."""
+        for token_id in chunk.token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                known = f"the vocabulary has {self._vocab_size}"
+                raise StreamCut("protocol", f"an engine sampled token id {token_id}, and {known}")
 
     def take(self, chunk: EngineChunk) -> None:
         record, token_ids, logprobs = self.record, chunk.token_ids, chunk.logprobs
-        record.token_ids += token_ids
-        record.logprobs += logprobs
         top: tuple[tuple[TopLogprob, ...], ...] = ()
         if self.request.sampling.top_logprobs:
             top = chunk.top_logprobs or ((),) * len(token_ids)
-            record.top_logprobs += top
-        self._pool.append(self.request.turn_id, token_ids, logprobs, top)
+        try:
+            self._pool.append(self.request.turn_id, token_ids, logprobs, top)
+        except OverflowError as e:
+            raise StreamCut("protocol", f"told an id that no tokenizer has: {e}") from e
+        record.token_ids += token_ids
+        record.logprobs += logprobs
+        record.top_logprobs += top
         self._counters.tokens_generated += len(token_ids)
 
     @property
@@ -68,27 +82,28 @@ class Transcript:
     def last_segment(self) -> int:
         return len(self.record.segments) - 1
 
-    def open_segment(self, engine: EngineName, version: Version, incarnation: str, cause: SegmentCause) -> None:
-        now, at = time.time(), len(self.record.token_ids)
+    def open_segment(self, engine: EngineState, cause: SegmentCause) -> None:
+        now, at = unix_s(), len(self.record.token_ids)
         segment = Segment(
             turn=self.request.turn_index,
-            engine=engine,
-            incarnation=incarnation,
-            version=version,
+            engine=engine.name,
+            incarnation=engine.incarnation,
+            version=engine.version,
             start=at,
             end=at,
             cause=cause,
             started_unix_s=now,
             ended_unix_s=now,
             seed=segment_sampling(self.request, at).seed,
-            sampled_with=sampled_with(self.request.sampling, self._logprobs_kind),
+            sampled_with=sampled_with(self.request.sampling, self._logprobs_kind, engine.kind),
+            dtype=engine.dtype,
         )
         self.record.segments.append(segment)
         self._pool.open_segment(self.request.turn_id, segment)
 
     def close_segment(self, end: str, group_id: str) -> None:
         segment = msgspec.structs.replace(
-            self.record.segments[-1], end=len(self.record.token_ids), ended_unix_s=time.time()
+            self.record.segments[-1], end=len(self.record.token_ids), ended_unix_s=unix_s()
         )
         self.record.segments[-1] = segment
         self._pool.close_segment(self.request.turn_id, segment)
@@ -99,6 +114,7 @@ class Transcript:
             turn=self.request.turn_index,
             engine=segment.engine,
             version=segment.version,
+            dtype=segment.dtype,
             started_unix_s=segment.started_unix_s,
             ended_unix_s=segment.ended_unix_s,
             tokens=segment.end - segment.start,

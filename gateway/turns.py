@@ -12,14 +12,15 @@ go. What it said so far is in its transcript (`gateway.transcript`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
 import msgspec
 
-from gateway.audience import Audience, TakeDelta
+from gateway.audience import CLAIM_S, Audience, TakeDelta
 from gateway.core.joining import Attention
 from gateway.core.sessions import SessionState
 from gateway.core.types import (
@@ -34,6 +35,7 @@ from gateway.data import PartialResponsePool, Timeline
 from gateway.driving import Driver
 from gateway.engines.base import RequestRefused
 from gateway.fleet import Fleet
+from gateway.orders import Orders
 from gateway.transcript import Transcript
 from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable, VersionLost
 
@@ -45,6 +47,7 @@ class TurnOwner(Protocol):
 
     counters: Counters
     eos_ids: frozenset[int]
+    vocab_size: int
 
     def turn_began(self, run: Run) -> SessionState: ...
 
@@ -81,6 +84,7 @@ class Run:
             timeline=timeline,
             counters=owner.counters,
             eos_ids=owner.eos_ids,
+            vocab_size=owner.vocab_size,
             logprobs_kind=fleet.config.logprobs_kind,
         )
         self._driver = Driver(
@@ -93,10 +97,15 @@ class Run:
             resumed=self._resumed,
         )
         self._task: asyncio.Task[None] | None = None
+        self._orders = Orders()
         self._in_pool = False
         self._ended = over
+        self._sent: int | None = None  # so many of its tokens, to a client; None: nobody said
+        self.attempt = 0.0  # the highest that asked for it: see `core.joining`
         self._grace: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.Task[None] | None = None
+        self._ends_under_way = 0
+        self._settled = asyncio.Event()
 
     # -- the clients' side
 
@@ -124,6 +133,10 @@ class Run:
 
     async def read(self, take: TakeDelta, *, at_end: bool = False) -> None:
         await self.audience.read(take, at_end=at_end)
+        self.audience.answering()
+
+    def left(self) -> None:
+        self.audience.left()
 
     def _attach(self) -> None:
         self.audience.attach()
@@ -133,12 +146,14 @@ class Run:
 
     async def _detach(self) -> None:
         self.audience.detach()
+        self._note_seen()
         if self._ended:
             if self._task is not None:
                 await asyncio.wait({self._task})
         elif not self.audience.attached:
             self.orphan(self._fleet.config.disconnect_grace_s)
-            await self.settled()
+            if self._giving_up is not None:
+                await asyncio.wait({self._giving_up})
 
     def orphan(self, grace_s: float) -> None:
         """Nobody reads it: unless somebody comes within `grace_s`, it is given up."""
@@ -148,26 +163,77 @@ class Run:
         else:
             self._grace = asyncio.get_running_loop().call_later(grace_s, self._grace_over, grace_s)
 
+    def claim(self, attempt: float) -> None:
+        """A client joins it, and is about to read: until then nobody else joins it, and it is not given up."""
+        self.attempt = max(self.attempt, attempt)  # one that was not numbered may be anybody's, whoever comes after it
+        self.audience.claim()
+        if not self._ended and not self.audience.attached and self._grace is None:
+            self._grace = asyncio.get_running_loop().call_later(CLAIM_S, self._grace_over, CLAIM_S)
+
     def _grace_over(self, grace_s: float) -> None:
+        self._grace = None
+        if self._ended or self.audience.attached:
+            return
+        if self.audience.claimed:
+            self._grace = asyncio.get_running_loop().call_later(CLAIM_S, self._grace_over, grace_s)
+            return
         self._giving_up = asyncio.create_task(self._give_up_orphan(grace_s), name=f"orphan-{self.request.turn_id}")
 
     async def _give_up_orphan(self, grace_s: float) -> None:
-        if not self.audience.attached:
+        if not self.audience.attached and not self.audience.claimed:
             await self.abort(f"its client left, and nobody asked for it again within {grace_s:g} s")
 
+    @property
+    def ending(self) -> bool:
+        """An end of it is under way: nobody can say yet whether it goes on, and nothing new may begin on its record."""
+        return self._ends_under_way > 0
+
     async def settled(self) -> None:
-        """Returns at once, unless the turn is being given up just now."""
-        if self._giving_up is not None:
-            await asyncio.wait({self._giving_up})
+        """Returns at once, unless the turn is being ended or given up just now."""
+        while self.ending:
+            self._settled.clear()
+            await self._settled.wait()
+
+    @contextlib.contextmanager
+    def _an_end(self) -> Iterator[None]:
+        self._ends_under_way += 1
+        try:
+            yield
+        finally:
+            self._ends_under_way -= 1
+            self._settled.set()
 
     @property
     def came_to_nothing(self) -> bool:
         return self._ended and self.record.finish_reason is None
 
+    async def give_up(self, why: str) -> None:
+        if self._task is not None and not self.audience.attached:
+            await self.abort(why)
+
+    def sent(self, num_tokens: int) -> None:
+        self._sent = max(self._sent or 0, num_tokens)
+
     def delivered(self) -> None:
         self.audience.answered()
+        self._note_seen()
+
+    def _note_seen(self) -> None:
+        """What no client was sent of an answer is not trained on, unless one asks for it again."""
+        if self._ended and self.record.finish_reason is not None:
+            seen = self._sent if self.audience.attention == "unread" else None
+            if self.session.seen(self.request.turn_id, seen) and self.session.spec.trains:
+                self._pool.note_seen(self.request.turn_id, seen)
 
     async def finish_early(self, num_tokens: int) -> None:
+        """Also when its client leaves meanwhile: record, session, disk and other readers end at the same token."""
+        await self._orders.carry_out(self._finish_early(num_tokens), f"finish-early-{self.request.turn_id}")
+
+    async def _finish_early(self, num_tokens: int) -> None:
+        with self._an_end():
+            await self._end_at(num_tokens)
+
+    async def _end_at(self, num_tokens: int) -> None:
         await self._stop_driver()
         record = self.record
         if self._ended and len(record.token_ids) <= num_tokens:
@@ -179,21 +245,43 @@ class Run:
             if segment.start < num_tokens
         ]
         record.finish_reason = "stop"
-        if self._ended:  # the engine was faster than the reader: the session has the whole answer
-            kept = self.session.shorten_turn(self.request.turn_id, num_tokens)
-        else:
-            await self._end()
-            kept = True
-        if kept:
-            await self._pool.shorten(self.request.turn_id, num_tokens)
+        try:
+            if self._ended:  # the engine was faster than the reader: the session has the whole answer
+                kept = self.session.shorten_turn(self.request.turn_id, num_tokens)
+            else:
+                await self._end()
+                kept = True
+            if kept:
+                await self._pool.shorten(self.request.turn_id, num_tokens)
+        except LaminarError as e:
+            await self._fail(e)  # its other readers wait for an end, too
+            raise
         self.audience.end()
+
+    async def conclude(self, patience_s: float) -> None:
+        """For a session that is to end: once nobody reads it, the turn ends with what its client was sent.
+
+        It waits so long for clients to leave, who may have left already without its being known here.
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                await self.audience.gone()
+        except TimeoutError:
+            return  # somebody reads it
+        if self._ended:
+            await self.told()
+        elif self._sent:
+            await self.finish_early(self._sent)
+        else:
+            await self.abort("its client left, and its session ends")
 
     async def abort(self, why: str) -> None:
         """Ends the turn upstream and here; who reads it gets Conflict. Its tokens stay in the pool."""
-        await self._stop_driver()
-        if not self._ended:
-            self._owner.counters.turns_aborted += 1
-            await self._drop("aborted", Conflict(f"turn {self.request.turn_id} was aborted: {why}"))
+        with self._an_end():
+            await self._stop_driver()
+            if not self._ended:
+                self._owner.counters.turns_aborted += 1
+                await self._drop("aborted", Conflict(f"turn {self.request.turn_id} was aborted: {why}"))
 
     async def suspend(self) -> None:
         """Leaves the turn to the next life of this gateway: it stays in flight in the pool."""
@@ -247,22 +335,30 @@ class Run:
 
     async def _drive(self) -> None:
         try:
-            self._in_pool = True
             if self._resumed:
+                self._in_pool = True
                 await self._pool.reopen(self.request)
             else:
                 self._pool.begin(self.request)
+                self._in_pool = True
             await self._driver.run_to_end(self.session)
             await self._end()
             self.audience.end()
         except LaminarError as e:
-            await self._drop("lost", self._told(e))
+            await self._fail(self._told(e))
         except Exception as e:
             self._owner.counters.turns_lost += 1
-            await self._drop("lost", e)
+            await self._fail(e)
             raise
         finally:
             self._driver.over()
+
+    async def _fail(self, error: Exception) -> None:
+        """What ended the turn; or, once its session has it, what kept its end from the disk."""
+        if self._ended:
+            self.audience.end(error)
+        else:
+            await self._drop("lost", error)
 
     def _told(self, error: LaminarError) -> LaminarError:
         """What readers are told of an error that ended the turn: once it has begun, it is lost, whatever the reason."""
@@ -282,7 +378,9 @@ class Run:
         assert reason is not None
         self._ended = True
         self._owner.turn_ended(self)
-        await self._pool.end(self.request.turn_id, reason)
+        self._note_seen()
+        with self._an_end():
+            await self._pool.end(self.request.turn_id, reason, len(self.record.token_ids))
 
     async def _stop_driver(self) -> None:
         """A driver that has found the turn's end brings it to its end; any other is cancelled."""
@@ -297,7 +395,8 @@ class Run:
         self._owner.turn_dropped(self, failure)
         try:
             if self._in_pool:
-                await self._pool.end(self.request.turn_id, outcome)
+                with self._an_end():
+                    await self._pool.end(self.request.turn_id, outcome, len(self.record.token_ids))
         except LaminarError as e:
             log.error("the end of turn %s is not on disk: %s", self.request.turn_id, e)
         finally:

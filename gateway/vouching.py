@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
+from gateway.clock import unix_s
 from gateway.core.fleet import EngineState
 from gateway.core.types import EngineName, Segment
 from gateway.engines.base import EngineAdapter, EngineFailed, version_of
@@ -62,7 +62,7 @@ class Vouching:
         """Looks now: the engine is about to change."""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                await self._look_after(name, time.time())
+                await self._look_after(name, unix_s())
         except TimeoutError:
             log.warning("engine %s did not tell its version before its refresh", name)
 
@@ -75,7 +75,7 @@ class Vouching:
             key = (name, state.incarnation, int(state.version))
             if self._proved_until.get(key, 0.0) >= moment:
                 return  # somebody looked meanwhile
-            began = time.time()
+            began = unix_s()
             try:
                 report, label = await member.adapter.report(), await member.adapter.weight_version()
             except EngineFailed as e:

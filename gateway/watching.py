@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
@@ -21,15 +22,33 @@ from gateway.relays import Relays
 
 log = logging.getLogger(__name__)
 
+DTYPE_ASKS_MAX = 3
+"""How often an incarnation is asked for its dtype: one that is slow the first time may be quick the next."""
+PROBE_TEXT = 'The quick brown fox: def f(x): return x**2 + 0x1F, "naïve café", 12345.678 東京 Привет\n\t{"a": [1, 2]}'
+"""Words, code, numbers and other scripts."""
+SAME_SHARE = 0.5
+"""Of its ids that two tokenizers make alike if they are one: libraries differ at a text's first space, and the like."""
 LOOK_AGAIN_S = 0.2
 """After a look that failed: until `dead_after_polls` of them have, nobody knows."""
+
+
+Tokenize = Callable[[str], Sequence[int]]
+"""The gateway's own tokenizer, without special tokens added."""
 
 
 class Watching:
     """`changed` is called when turns may be placed otherwise than before."""
 
-    def __init__(self, config: GatewayConfig, state: FleetState, relays: Relays, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        state: FleetState,
+        relays: Relays,
+        changed: Callable[[], None],
+        tokenize: Tokenize | None = None,
+    ) -> None:
         self._config, self._state, self._relays, self._changed = config, state, relays, changed
+        self._probe_ids = None if tokenize is None else tuple(tokenize(PROBE_TEXT))
 
     async def watch(self, member: Member) -> None:
         """Until cancelled."""
@@ -48,6 +67,11 @@ class Watching:
             except TimeoutError:
                 continue
 
+    def failed(self, member: Member, error: Exception) -> None:
+        """The look itself failed, as nobody foresaw: nothing is known of the engine."""
+        self._unreachable(member, EngineFailed(f"looking at it failed: {error!r}"))
+        member.looked.set()
+
     async def hold_tether(self, member: Member) -> None:
         """Until cancelled."""
         while True:
@@ -62,6 +86,9 @@ class Watching:
         state.waiting_reported = report.waiting
         self._state.kv_ceiling(state).observe(report.kv_usage, report.running, report.waiting)
         restarted = state.incarnation != report.incarnation
+        if restarted:
+            state.dtype, member.dtype_asks = "", 0
+        await self._learn_dtype(member)
         if state.status != "dead" and not (restarted or state.must_load or state.suspected):
             return
         limits = await member.adapter.limits()
@@ -75,8 +102,37 @@ class Watching:
             what = "it was restarted" if restarted else f"it says {limits.weight_version!r}, not {state.version}"
             member.to("dead", what)
         if restarted:
+            await self._check_tokenizer(member)
             state.begin_anew()
         self._meet(member, report, limits)
+
+    async def _learn_dtype(self, member: Member) -> None:
+        """It need not tell: then records say that nobody knows it."""
+        if member.state.dtype or member.dtype_asks >= DTYPE_ASKS_MAX:
+            return
+        member.dtype_asks += 1
+        try:
+            member.state.dtype = await member.adapter.dtype()
+        except EngineFailed as e:
+            if member.dtype_asks == DTYPE_ASKS_MAX:
+                log.info("engine %s does not tell what it computes in: %s", member.state.name, e)
+
+    async def _check_tokenizer(self, member: Member) -> None:
+        """EngineFailed when it makes other ids of the same text. An engine that does not tell is believed.
+
+        With another tokenizer, though of the same size, every answer would be noise, and nothing else would show it.
+        """
+        told = None if self._probe_ids is None else await member.adapter.tokenize(PROBE_TEXT)
+        if told is None or self._probe_ids is None or told == self._probe_ids:
+            return
+        common = (Counter(told) & Counter(self._probe_ids)).total()
+        if common >= SAME_SHARE * max(len(told), len(self._probe_ids)):
+            log.warning("engine %s makes other ids of some text than the gateway: %s", member.state.name, PROBE_TEXT)
+            return
+        raise EngineFailed(
+            f"its tokenizer is not the gateway's: of a text's {len(self._probe_ids)} tokens it makes {common} alike",
+            hint=f"start it with the model whose tokenizer is in {self._config.tokenizer}, or the gateway with its own",
+        )
 
     def _meet(self, member: Member, report: EngineReport, limits: EngineLimits) -> None:
         """Takes it for what it says it is."""
@@ -88,6 +144,8 @@ class Watching:
         if state.status == "dead":
             what = "fenced: it must load before it serves" if limits.fenced else f"holds version {state.version}"
             member.to("joining", f"answers; {what}")
+        if not state.must_load:
+            state.good = max(state.good, state.version)
         self.settle(member)
 
     def _trust(self, member: Member) -> None:

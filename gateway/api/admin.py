@@ -20,8 +20,9 @@ from gateway.core.receipts import Outcome, Receipt
 from gateway.core.repack import Freed, Move, Plan
 from gateway.core.types import EngineName
 from gateway.data.timeline import READ_MAX
+from gateway.orders import Orders
 from gateway.status import GatewayStatus
-from protos.engines import check_kind, is_address, is_host_port
+from protos.engines import base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
 
 DIGITS_MAX = 15
@@ -37,8 +38,11 @@ class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Health(msgspec.Struct):
+    """`reasons`: why it is not well; empty while it is."""
+
     serving_engines: Sequence[str]
     uptime_s: float
+    reasons: Sequence[str] = ()
 
 
 class Events(msgspec.Struct):
@@ -118,6 +122,7 @@ def add_admin_routes(app: web.Application, status: GatewayStatus) -> None:
     handlers = _Handlers(status)
     app.router.add_get("/status", handlers.status)
     app.router.add_get("/healthz", handlers.healthz)
+    app.router.add_get("/health", handlers.healthz)  # as engines have it
     app.router.add_get("/metrics", handlers.metrics)
     app.router.add_get("/admin/timeline", handlers.timeline)
     app.router.add_post("/admin/engines", handlers.add_engine)
@@ -130,14 +135,19 @@ def add_admin_routes(app: web.Application, status: GatewayStatus) -> None:
 class _Handlers:
     def __init__(self, status: GatewayStatus) -> None:
         self._of = status
+        self._orders = Orders()
 
     async def status(self, request: web.Request) -> web.Response:
         return answer_json(self._of.snapshot())
 
     async def healthz(self, request: web.Request) -> web.Response:
-        """200 while at least one engine serves; 503 tells load balancers to look elsewhere."""
+        """200 while an engine serves and the store can be written; 503 tells load balancers to look elsewhere."""
         serving = [e.name for e in self._of.fleet.state.sorted_engines() if e.status == "serving"]
-        return answer_json(Health(serving, time.monotonic() - self._of.started), 200 if serving else 503)
+        reasons = [] if serving else ["no engine serves"]
+        if failure := self._of.database.failure:
+            reasons.append(f"the store cannot be written: {failure}")
+        health = Health(serving, time.monotonic() - self._of.started, reasons)
+        return answer_json(health, 503 if reasons else 200)
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._of.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -151,6 +161,8 @@ class _Handlers:
         wanted = decode(_add, await request.read())
         if not is_address(wanted.url):
             raise BadField("url", f"{wanted.url!r} is no engine's address", hint="such as http://127.0.0.1:8000")
+        if hint := base_url_hint(wanted.url):
+            raise BadField("url", f"{wanted.url!r} is not the engine's own address", hint=hint)
         if wanted.relay and not is_host_port(wanted.relay):
             raise BadField("relay", f"{wanted.relay!r} is not HOST:PORT", hint="such as 127.0.0.1:7070")
         check_kind(wanted.kind, "`kind`")
@@ -162,7 +174,7 @@ class _Handlers:
 
     async def remove_engine(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        await self._of.fleet.remove(EngineName(name))
+        await self._orders.carry_out(self._of.fleet.remove(EngineName(name)), f"remove-{name}")
         return answer_json(EngineRemoved(name))
 
     async def plan(self, request: web.Request) -> web.Response:

@@ -1,5 +1,7 @@
 """Where trainers read: `POST /experience/sample` leases finished trajectories, `POST /experience/ack` uses them up.
 
+`POST /experience/release` gives them back unused: else that happens when the lease ends.
+
 Trajectories go out as msgpack where the client accepts it (`application/msgpack`), else as JSON.
 """
 
@@ -18,18 +20,22 @@ from gateway.api.numbers import Count
 from gateway.api.openai_errors import BadField
 from gateway.api.openai_requests import decode
 from gateway.core.types import Trajectory
-from gateway.data.experience import LEASE_S, WAIT_S_MAX, ExperienceBuffer
+from gateway.data.experience import LEASE_S, WAIT_S_MAX, ExperienceBuffer, check_wanted
 
 MSGPACK = "application/msgpack"
 TRAJECTORIES_MAX = 4096
 """In one answer: at a few KB to a few MB each, more would be better read in pieces."""
+VERSIONS_AHEAD_MAX = 1000
+"""A trainer may know of versions before the gateway does, but not of so many."""
+READER_MAX = 256
+"""Characters of a reader's name."""
 Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
 
 
 class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Either `trajectories`, or `groups` of `group_size`. `trainer_version`: the newest that the trainer published."""
 
-    reader: Annotated[str, Meta(min_length=1)]
+    reader: Annotated[str, Meta(min_length=1, max_length=READER_MAX)]
     trainer_version: Count
     trajectories: Some | None = None
     groups: Some | None = None
@@ -53,6 +59,10 @@ class AckAnswer(msgspec.Struct):
     acknowledged: int
 
 
+class ReleaseAnswer(msgspec.Struct):
+    returned: int
+
+
 Used = Callable[[SampleRequest, Sequence[Trajectory]], None]
 
 
@@ -60,19 +70,22 @@ Used = Callable[[SampleRequest, Sequence[Trajectory]], None]
 class ExperienceDeps:
     """`asked` hears of every request before it waits; `used` of what was given out, to measure staleness at use.
 
-    `staleness_max` is the gateway's bound, for readers that name none.
+    `staleness_max` is the gateway's bound, for readers that name none. `newest`: the newest version that relays told;
+    0: none has.
     """
 
     buffer: ExperienceBuffer
     staleness_max: int | None = None
     asked: Callable[[SampleRequest], None] | None = None
     used: Used | None = None
+    newest: Callable[[], int] = lambda: 0
 
 
 def add_experience_routes(app: web.Application, deps: ExperienceDeps) -> None:
     handlers = _Handlers(deps)
     app.router.add_post("/experience/sample", handlers.sample)
     app.router.add_post("/experience/ack", handlers.ack)
+    app.router.add_post("/experience/release", handlers.release)
 
 
 class _Handlers:
@@ -80,7 +93,7 @@ class _Handlers:
         self._deps = deps
 
     async def sample(self, request: web.Request) -> web.Response:
-        wanted = _checked(decode(_sample, await request.read()))
+        wanted = _checked(decode(_sample, await request.read()), self._deps.newest())
         if self._deps.asked is not None:
             self._deps.asked(wanted)
         bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
@@ -106,12 +119,25 @@ class _Handlers:
         used = await self._deps.buffer.ack(decode(_ack, await request.read()).lease_id)
         return answer_json(AckAnswer(used))
 
+    async def release(self, request: web.Request) -> web.Response:
+        returned = await self._deps.buffer.release(decode(_ack, await request.read()).lease_id)
+        return answer_json(ReleaseAnswer(returned))
+
 
 _sample = msgspec.json.Decoder(SampleRequest)
 _ack = msgspec.json.Decoder(AckRequest)
 
 
-def _checked(wanted: SampleRequest) -> SampleRequest:
+def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
+    """All of it, before anybody hears of the request: what is refused is no reader's batch, and makes nothing stale."""
+    if newest and wanted.trainer_version > newest + VERSIONS_AHEAD_MAX:
+        raise BadField(
+            "trainer_version",
+            f"`trainer_version` is {wanted.trainer_version}, and the newest version here is {newest}: all trajectories "
+            "would be too stale",
+            hint="pass the version that `publish` returned, not a step",
+        )
+    check_wanted(wanted.trajectories, wanted.groups, wanted.group_size)
     groups, size = wanted.groups or 0, wanted.group_size or 0
     if groups * size > TRAJECTORIES_MAX:
         raise BadField(

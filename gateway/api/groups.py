@@ -13,8 +13,9 @@ from msgspec import Meta
 
 from gateway.api.answers import answer_json
 from gateway.api.numbers import Count
+from gateway.api.openai_errors import BadField
 from gateway.api.openai_requests import decode, in_range
-from gateway.api.sessions import AbandonRequest, CreateRequest, session_spec
+from gateway.api.sessions import AbandonRequest, CreateRequest, base_url, session_spec
 from gateway.core.groups import GroupPhase
 from gateway.core.types import GroupId
 from gateway.data.groups import Group
@@ -26,7 +27,11 @@ GROUP_SIZE_MAX = 4096
 class CreateGroupRequest(msgspec.Struct, forbid_unknown_fields=True):
     """`session` says what every member is, as `POST /sessions` takes it."""
 
-    size: Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)]
+    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] | None = None
+    size: Annotated[
+        Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] | None,
+        Meta(description="The older word for `group_size`, which it must equal."),
+    ] = None
     group_id: str | None = None
     group_min: Annotated[int, Meta(ge=1)] | None = None  # None: all of them
     resample_max: Count = 0  # members that fail are sampled again, so often altogether
@@ -47,7 +52,8 @@ class GroupAnswer(msgspec.Struct, kw_only=True):
 
     group_id: str
     state: GroupPhase
-    size: int
+    group_size: int
+    size: int  # the same, by its older word
     group_min: int
     resampled: int
     finished: Sequence[str]
@@ -73,10 +79,11 @@ class _Handlers:
 
     async def create(self, request: web.Request) -> web.Response:
         wanted = decode(_create, await request.read())
-        in_range("group_min", wanted.group_min, 1, wanted.size)
+        size = _size(wanted)
+        in_range("group_min", wanted.group_min, 1, size)
         name = GroupId(wanted.group_id or f"g-{secrets.token_hex(8)}")
-        spec = dataclasses.replace(session_spec(wanted.session), group_id=name, group_size=wanted.size)
-        least = wanted.size if wanted.group_min is None else wanted.group_min
+        spec = dataclasses.replace(session_spec(wanted.session), group_id=name, group_size=size)
+        least = size if wanted.group_min is None else wanted.group_min
         group = await self._groups.create(spec, group_min=least, resample_max=wanted.resample_max)
         return answer_json(_told(request, group))
 
@@ -90,15 +97,25 @@ class _Handlers:
         return answer_json(_told(request, self._groups.get(_group_id(request))))
 
 
+def _size(wanted: CreateGroupRequest) -> int:
+    size = wanted.size if wanted.group_size is None else wanted.group_size
+    if size is None:
+        raise BadField("group_size", "`group_size` is missing", hint="how many sessions the group has, such as 8")
+    if wanted.size not in (None, size):
+        raise BadField("size", f"`size` is {wanted.size} and `group_size` {size}", hint="leave `size` out")
+    return size
+
+
 def _group_id(request: web.Request) -> GroupId:
     return GroupId(request.match_info["gid"])
 
 
 def _told(request: web.Request, group: Group) -> GroupAnswer:
-    state, base = group.state, f"{request.scheme}://{request.host}"
+    state = group.state
     return GroupAnswer(
         group_id=state.group_id,
         state=state.phase,
+        group_size=state.size,
         size=state.size,
         group_min=state.group_min,
         resampled=state.resampled,
@@ -106,7 +123,7 @@ def _told(request: web.Request, group: Group) -> GroupAnswer:
         versions=state.versions,
         mixed=state.mixed,
         sessions=[
-            Member(name, index, f"{base}/sessions/{name}/v1", group.keys[name])
+            Member(name, index, base_url(request, name), group.keys[name])
             for name, index in sorted(state.live.items(), key=lambda item: item[1])
         ],
     )

@@ -15,17 +15,18 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from gateway.api import openai_shapes as shapes
-from gateway.api.openai_errors import error_body
+from gateway.api.openai_errors import error_bytes, error_headers, unforeseen
 from gateway.api.openai_events import EventStream, LateBody
 from gateway.api.openai_history import Prompt
+from gateway.api.openai_relay import VERSION_HEADER
 from gateway.api.openai_shapes import AnswerHead
 from gateway.api.openai_turn import Answer, Piece, Reader
 from gateway.ports import IdentitySource, Message, TurnRun, Turns
 from gateway.tokens import Codec
+from gateway.tokens.bridge import content_text
 from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Choice:
     run: TurnRun
     reader: Reader
     answer: Answer = field(default_factory=Answer)
+    read: bool = False  # to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Asked:
     choices: Sequence[Choice]
     named_by: IdentitySource  # "none": it is a session of its own
     joined: bool
+    continued: bool = False  # the answer goes on with the last message of the request
 
     @property
     def ephemeral(self) -> bool:
@@ -59,20 +62,35 @@ class Asked:
         for choice in self.choices:
             choice.run.delivered()
 
+    def left(self) -> None:
+        """Its client has the whole answer, or is gone. Of what it has not read to the end others may be readers."""
+        for choice in self.choices:
+            if choice.read:
+                choice.run.left()
+
 
 class Answering:
     def __init__(self, turns: Turns, codec: Codec) -> None:
         self._turns, self._codec = turns, codec
 
     async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
-        if asked.head.shape.stream:
-            return await self._stream(request, asked)
-        return await self._whole(request, asked)
+        try:
+            if asked.head.shape.stream:
+                return await self._stream(request, asked)
+            return await self._whole(request, asked)
+        except LaminarError as e:
+            if len(asked.choices) > 1 and error_headers(e)["x-should-retry"] == "false":
+                for choice in asked.choices:
+                    await choice.run.give_up(f"another answer to its request came to nothing: {e.message}")
+            raise
+        finally:
+            asked.left()
 
     async def _whole(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         async with LateBody(request, _headers(asked)) as late:
             try:
                 answered = await _side_by_side([self._read(late, asked, choice) for choice in asked.choices])
+                late.set_header(VERSION_HEADER, _versions(answered))
                 response = await late.answer(shapes.body(self._codec, asked.head, answered))
                 asked.delivered()
                 return response
@@ -83,11 +101,18 @@ class Answering:
                     raise
                 log.warning("%s %s: cut after its first byte: %s", request.method, request.path, e)
                 return late.cut()
+            except Exception as e:
+                if not late.started:
+                    raise
+                unforeseen(request, e)
+                return late.cut()
 
     async def _read(self, late: LateBody, asked: Asked, choice: Choice) -> Answer:
         async with choice.run:
             late.begin()
+            choice.run.sent(0)
             await choice.reader.read(choice.run, choice.answer, None)
+            choice.read = True
         await self._record(asked, choice)
         return choice.answer
 
@@ -104,8 +129,11 @@ class Answering:
             except LaminarError as e:
                 if not events.started:
                     raise
-                await events.send(b"data: " + msgspec.json.encode(error_body(e)) + b"\n\n")
-                return await events.end()
+                return await _end_with(events, e)
+            except Exception as e:
+                if not events.started:
+                    raise
+                return await _end_with(events, unforeseen(request, e))
 
     async def _send(self, events: EventStream, asked: Asked, choice: Choice) -> None:
         """One choice's chunks, up to its finish."""
@@ -116,12 +144,17 @@ class Answering:
             nonlocal first
             event = chunks.piece(piece)
             if first:
+                events.set_header(VERSION_HEADER, _versions([choice.answer]))
                 first, event = b"", first + event
             return events.send_soon(event) if event else None
 
         async with choice.run:
             events.begin()
-            await choice.reader.read(choice.run, choice.answer, show)
+            try:
+                await choice.reader.read(choice.run, choice.answer, show)
+                choice.read = True
+            finally:
+                choice.run.sent(len(choice.answer.token_ids))
         await self._record(asked, choice)
         await events.send(chunks.last(choice.answer))
 
@@ -130,7 +163,20 @@ class Answering:
         if asked.ephemeral:
             return
         said = [*asked.prompt.added, choice.answer.message()] if asked.head.api == "chat" else []
+        if asked.continued:  # both are one message to who sends it back
+            *before, begun, answer = said
+            text = content_text(begun.get("content")) + content_text(answer.get("content"))
+            said = [*before, {**answer, "content": text}]
         await self._turns.record_turn(choice.run.request, asked.record_head, said)
+
+
+async def _end_with(events: EventStream, error: LaminarError) -> web.StreamResponse:
+    """The error is the stream's last event, and no end mark follows it."""
+    try:
+        await events.send(b"data: " + error_bytes(error) + b"\n\n")
+        return await events.end()
+    except ConnectionError:  # the client is gone: there is nobody to tell
+        return events.response
 
 
 R = TypeVar("R")
@@ -143,9 +189,17 @@ async def _side_by_side(choices: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(choice) for choice in choices]
-    except* (LaminarError, ConnectionError) as failed:
-        raise failed.exceptions[0] from None
+    except* Exception as failed:  # noqa: BLE001 (raised again, without its group)
+        first, *others = failed.exceptions
+        for other in others:
+            log.warning("a second choice of the same request failed: %r", other)
+        raise first from None
     return [task.result() for task in tasks]
+
+
+def _versions(answers: Sequence[Answer]) -> str:
+    """The weight versions that sampled what there is of these answers, in ascending order: "27", or "27, 28"."""
+    return ", ".join(map(str, sorted({int(span["version"]) for answer in answers for span in answer.spans})))
 
 
 def _headers(asked: Asked) -> dict[str, str]:

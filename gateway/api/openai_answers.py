@@ -23,6 +23,7 @@ class Model(msgspec.Struct):
     created: int
     owned_by: str
     max_model_len: int
+    root: str  # as vLLM has it; here the name again
 
 
 class Models(msgspec.Struct):
@@ -114,6 +115,7 @@ class ChatChoice(Choice, kw_only=True):
 
 class CompletionChoice(Choice, kw_only=True):
     text: str
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
     logprobs: CompletionLogprobs | None
 
 

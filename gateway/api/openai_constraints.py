@@ -51,8 +51,9 @@ def constraint(body: ChatRequest | CompletionRequest, model: ModelInfo, form: To
 def _asked(body: ChatRequest | CompletionRequest, form: ToolFormat) -> dict[str, Constraint]:
     """By field."""
     found = {"structured_outputs": _structured(body)}
+    found["response_format"] = Constraint(response_schema(body))
     if isinstance(body, ChatRequest):
-        found |= {"response_format": Constraint(response_schema(body)), "tool_choice": forced_call(body, form)}
+        found["tool_choice"] = forced_call(body, form)
     return found
 
 
@@ -70,12 +71,12 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
         return _json(schema)
     try:
         msgspec.json.decode(schema, type=dict[str, Any])
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise BadField("structured_outputs.json", f"a JSON schema is an object: {e}") from e
     return schema
 
 
-def response_schema(body: ChatRequest) -> str:
+def response_schema(body: ChatRequest | CompletionRequest) -> str:
     """The JSON schema that constrains the answer, as text; empty for none."""
     wanted = body.response_format
     if wanted is None or wanted == {"type": "text"}:

@@ -7,14 +7,16 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from protos.errors import InvalidRequest, LaminarError, NotFound, OutOfCapacity, UnsupportedField
+from protos.errors import InvalidRequest, LaminarError, NotFound, OutOfCapacity, TooLarge, UnsupportedField
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,33 @@ class RefusedField(UnsupportedField):
     def __init__(self, param: str, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.param = param
+
+
+class TooSlow(InvalidRequest):
+    """A request that did not arrive in its time."""
+
+    code = "request_timeout"
+    http_status = 408
+
+
+class Internal(LaminarError):
+    """A fault of the gateway's own, which its log tells of."""
+
+
+class ContextExceeded(TooLarge):
+    """A prompt that leaves no room in the model's context, in the words that clients of OpenAI's look for."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, param: str, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+def no_http(told: str) -> LaminarError:
+    """`told`: what a parser says, over several lines; the bytes that it met stay out."""
+    what = " ".join(told.split(":")[0].split())[:200]
+    return InvalidRequest(f"the request is no HTTP: {what or 'it does not parse'}", hint="send HTTP/1.1")
 
 
 def error_type(status: int) -> str:
@@ -62,13 +91,17 @@ def error_headers(error: LaminarError) -> dict[str, str]:
     return {"x-should-retry": "true" if error.http_status >= 500 else "false"}
 
 
+def error_bytes(error: LaminarError) -> bytes:
+    return json.dumps(error_body(error)).encode()
+
+
 def error_response(error: LaminarError) -> web.Response:
     return web.json_response(error_body(error), status=error.http_status, headers=error_headers(error))
 
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns LaminarErrors, unknown routes and bodies over the size limit into error answers."""
+    """Turns every error into an error answer: those of the vocabulary, of HTTP, and what nobody foresaw."""
     try:
         return await handler(request)
     except LaminarError as e:
@@ -82,6 +115,24 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return _refused(405, f"{request.path} takes {allowed}, not {request.method}", "method_not_allowed", e.headers)
     except web.HTTPRequestEntityTooLarge as e:
         return _refused(413, e.text or "the body is too large", "too_large", {})
+    except web.HTTPException as e:
+        if e.status < 400:
+            raise
+        return _refused(e.status, e.reason, error_type(e.status), {})
+    except (web.RequestPayloadError, HttpProcessingError) as e:  # its transfer or content encoding is broken
+        return error_response(InvalidRequest(f"the body cannot be read: {str(e)[:200]}"))
+    except ConnectionError:  # the client is gone: there is nobody to tell
+        raise
+    except Exception as e:
+        if request.writer.output_size > 0:  # an answer has begun: only a connection that breaks can tell
+            raise
+        return error_response(unforeseen(request, e))
+
+
+def unforeseen(request: web.Request, error: Exception) -> Internal:
+    """What is told of an error that nobody foresaw; the log has the rest."""
+    log.error("%s %s failed", request.method, request.path, exc_info=error)
+    return Internal(f"the gateway failed on this request ({type(error).__name__})", hint="its log says more")
 
 
 def _refused(status: int, message: str, code: str, headers: Mapping[str, str]) -> web.Response:

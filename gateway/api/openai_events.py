@@ -65,6 +65,11 @@ class _KeptAlive:
         """Whether the status line is out."""
         return self.response.prepared
 
+    def set_header(self, name: str, value: str) -> None:
+        """Adds a header that is known late; none once the status line is out."""
+        if not self.started:
+            self.response.headers[name] = value
+
     def begin(self) -> None:
         """From now on silence is broken: the answer's status can only be 200, or a connection that breaks."""
         self._begun = True

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from gateway.core.tree import Turn, TurnTree, matched
 from gateway.core.types import History, HistoryKind, TurnId
 from gateway.ports import Message, SessionView
@@ -46,24 +48,36 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
     mode: History | None = None,
+    *,
+    generation_prompt: bool = True,
+    continued: bool = False,
 ) -> Prompt:
     """From the deepest turn whose path the messages repeat; without one, from the template alone.
 
-    `mode` `template` takes the template's rendering instead wherever it differs from the record.
+    `mode` `template` takes the template's rendering instead wherever it differs from the record. `continued`: the
+    answer goes on with the last message. That of a recorded answer goes on from its ids, as a root of its own, for its
+    message becomes another one.
     """
+    how: dict[str, Any] = {
+        "template_kwargs": template_kwargs,
+        "add_generation_prompt": generation_prompt,
+        "continued": continued,
+    }
     turn = sum(message.get("role") == "assistant" for message in messages)
     tree, own_head = view.tree, head(api="chat", tools=tools, template_kwargs=template_kwargs)
     parent = _extended_turn(tree, own_head, messages)
     if parent is None:
-        ids = codec.render(messages, tools, template_kwargs=template_kwargs)
+        ids = codec.render(messages, tools, **how)
         if not len(tree):
             return Prompt(ids, "first", added=messages, turn=turn)
         return Prompt(ids, "branch", added=messages, turn=turn, reason=_difference(tree, own_head, messages))
     recorded = _messages(tree, parent)
     added = messages[len(recorded) :]
-    bridged = codec.bridge(tree.ids(parent), recorded, added, tools, template_kwargs=template_kwargs)
+    if continued and not added:
+        return _continuation(codec, tree.ids(parent), messages, tools, how, turn)
+    bridged = codec.bridge(tree.ids(parent), recorded, added, tools, **how)
     if (mode or view.history) == "template":
-        rendered = codec.render_text([*recorded, *added], tools, template_kwargs=template_kwargs)
+        rendered = codec.render_text([*recorded, *added], tools, **how)
         if codec.decode(bridged.prompt_ids) != rendered:
             reason = "the template writes this history otherwise than it was sampled"
             return Prompt(codec.encode(rendered), "branch", added=[*recorded, *added], turn=turn, reason=reason)
@@ -73,13 +87,28 @@ def chat_prompt(
     return Prompt(bridged.prompt_ids, "closed" if bridged.closed_turn else "extended", parent.turn_id, added, turn)
 
 
+def _continuation(
+    codec: Codec,
+    recorded_ids: list[int],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    how: Mapping[str, Any],
+    turn: int,
+) -> Prompt:
+    """Of a recorded answer: its ids as they are, unless they end the turn."""
+    reason = "a recorded answer is gone on with"
+    if recorded_ids[-1] in codec.turn_end_ids:
+        recorded_ids, reason = codec.render(messages, tools, **how), "a recorded answer that had ended is gone on with"
+    return Prompt(recorded_ids, "branch", added=messages, turn=turn, reason=reason)
+
+
 def completion_prompt(codec: Codec, view: SessionView, prompt: str | list[int], *, add_special_tokens: bool) -> Prompt:
     """A text that continues a turn's text keeps its ids; token ids are taken as they are."""
     tree = view.tree
     if isinstance(prompt, str):
         parent, before = _text_before(codec, tree, prompt)
         if parent is not None:
-            ids = tree.ids(parent) + codec.encode(prompt[len(before) :])
+            ids = tree.ids(parent) + codec.encode(prompt.encode()[len(before) :].decode())
         else:
             ids = codec.encode(prompt, add_special_tokens=add_special_tokens)
     else:
@@ -125,11 +154,30 @@ def _difference(tree: TurnTree, own_head: Message, messages: Sequence[Message]) 
     return difference(_messages(tree, path[-1]), messages)
 
 
-def _text_before(codec: Codec, tree: TurnTree, prompt: str) -> tuple[Turn | None, str]:
-    """The turn with the longest text that the prompt begins with, newest first."""
-    best: tuple[Turn | None, str] = (None, "")
+def _text_before(codec: Codec, tree: TurnTree, prompt: str) -> tuple[Turn | None, bytes]:
+    """The turn with the longest text that the prompt begins with, newest first, and that text in UTF-8.
+
+    A path is decoded once and known by a digest from then on, or a long session would be decoded at each turn.
+    """
+    said = prompt.encode()
+    marks = {turn.turn_id: _text_mark(codec, tree, turn) for turn in tree.turns.values()}
+    digests, digest, at = {}, xxhash.xxh3_128(), 0
+    for length in sorted({length for length, _ in marks.values() if length <= len(said)}):
+        digest.update(said[at:length])
+        digests[length], at = digest.digest(), length
+    best, longest = None, 0
     for turn in reversed(tree.turns.values()):
-        text = codec.decode(tree.ids(turn))
-        if len(text) > len(best[1]) and prompt.startswith(text):
-            best = (turn, text)
-    return best
+        length, of_path = marks[turn.turn_id]
+        if length > longest and digests.get(length) == of_path:
+            best, longest = turn, length
+    return best, said[:longest]
+
+
+def _text_mark(codec: Codec, tree: TurnTree, turn: Turn) -> tuple[int, bytes]:
+    mark, num_tokens = turn.text_mark, len(turn.token_ids)
+    if mark is None:
+        text = codec.decode(tree.ids(turn)).encode()
+        mark = len(text), xxhash.xxh3_128_digest(text)
+        if len(turn.token_ids) == num_tokens:  # else it was shortened meanwhile: this may be another thread
+            turn.text_mark = mark
+    return mark

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gateway.api.openai_errors import BadField
 from gateway.core.joining import KEY_MAX, Call
+from gateway.core.sessions import names_a_session
 from gateway.core.types import SessionId
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity, Turns
 from protos.errors import NotFound
@@ -44,10 +45,17 @@ def identify(
         if (value := request.headers.get(header)) is not None:
             return SessionIdentity(_checked(value, header), "header")
     named = (metadata or {}).get("session_id")
-    for value, field in ((named, "metadata.session_id"), (session_id, "session_id"), (user, "user")):
+    for value, field in ((named, "metadata.session_id"), (session_id, "session_id")):
         if value is not None:
             return SessionIdentity(_checked(value, field), "body")
-    return SessionIdentity(None, "none")
+    return SessionIdentity(_of_user(user), "body") if user else SessionIdentity(None, "none")
+
+
+def _of_user(user: str) -> SessionId:
+    """A `user` is any text to OpenAI: one that cannot be a session's name stands for one made of its digest."""
+    if names_a_session(user):
+        return SessionId(user)
+    return SessionId(f"user-{hashlib.blake2b(user.encode(), digest_size=12).hexdigest()}")
 
 
 def _session_of(key: str, turns: Turns) -> SessionId | None:
@@ -62,6 +70,10 @@ def _session_of(key: str, turns: Turns) -> SessionId | None:
     return found
 
 
+ATTEMPT_DIGITS_MAX = 6
+"""Of the number of an attempt: no client tries so often."""
+
+
 def call_of(request: web.Request, raw: bytes, session_id: SessionId | None) -> Call:
     """`raw` is the body: a retry repeats it to the byte, for the same route and with the same credentials."""
     route = request.path.rpartition("/v1/")[2]
@@ -69,11 +81,13 @@ def call_of(request: web.Request, raw: bytes, session_id: SessionId | None) -> C
     key = request.headers.get(KEY_HEADER)
     if key is not None and (not 1 <= len(key) <= KEY_MAX or not key.isprintable()):
         raise BadField(KEY_HEADER, f"{KEY_HEADER} is not a key: {key!r:.80}", hint=f"1 to {KEY_MAX} characters")
+    count = request.headers.get(RETRY_HEADER, "0")
     return Call(
         hashlib.blake2b(said + raw, digest_size=16).hexdigest(),
         session_id,
         key,
-        retried=request.headers.get(RETRY_HEADER, "0") != "0",
+        retried=count != "0",
+        attempt=int(count) if count.isascii() and count.isdigit() and len(count) <= ATTEMPT_DIGITS_MAX else 0,
     )
 
 

@@ -26,7 +26,7 @@ from gateway.api.openai_identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.openai_shapes import KEEP_ALIVE
 from gateway.core.relaying import TextApi
 from gateway.core.types import Version
-from gateway.ports import Turns
+from gateway.ports import SESSION_KEY_PREFIX, Turns
 from gateway.relaying import Relayed, TextRelay
 from protos.errors import LaminarError
 
@@ -52,7 +52,7 @@ class Glance(msgspec.Struct):
     separate_reasoning: Any = None
 
     def wants_tokens(self, *, session_from_user: bool) -> bool:
-        by_user = session_from_user and self.user is not None
+        by_user = session_from_user and bool(self.user)
         named = by_user or self.session_id is not None or (self.metadata or {}).get("session_id")
         own = self.history is not None or self.separate_reasoning is not None
         return bool(named or own or self.return_token_ids or self.return_weight_versions)
@@ -74,8 +74,10 @@ class TextDoor:
         if "sid" in request.match_info or any(name.lower() in TOKENS_ONLY for name in headers):
             return None
         scheme, _, key = headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        if scheme.lower() == "bearer" and self._turns.session_of_key(key.strip()) is not None:
-            return None
+        if scheme.lower() == "bearer" and (
+            key.strip().startswith(SESSION_KEY_PREFIX) or self._turns.session_of_key(key.strip()) is not None
+        ):
+            return None  # also of a session that has ended: nothing of the call would be recorded
         try:
             seen = _glance(body)
         except msgspec.DecodeError:
@@ -116,6 +118,10 @@ class _Client:
             await response.write(KEEP_ALIVE if self.streamed else b" ")
         except ConnectionError:  # the client is gone, as its handler is told
             pass
+
+    def hang_up(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
 
     @property
     def _between_events(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 
 from gateway.api.openai_constraints import constraint
-from gateway.api.openai_errors import BadField, RefusedField
+from gateway.api.openai_errors import BadField, ContextExceeded, RefusedField
 from gateway.api.openai_types import (
     NEUTRAL_CHAT,
     NEUTRAL_COMPLETION,
@@ -25,11 +25,12 @@ from gateway.api.openai_types import (
     CompletionRequest,
     _Common,
 )
-from gateway.core.sampling import distorted
+from gateway.core.sampling import TELL_TRUNCATED, distorted, truncating
 from gateway.core.types import SamplingParams
 from gateway.ports import Message, ModelInfo, SessionView
-from gateway.tokens import ToolFormat
-from protos.errors import InvalidRequest, TooLarge, Unavailable, UnknownModel
+from gateway.tokens import ToolFormat, values
+from gateway.tokens.bridge import content_text
+from protos.errors import InvalidRequest, Unavailable, UnknownModel
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 S = TypeVar("S", bound=msgspec.Struct)
@@ -41,6 +42,10 @@ CHOICES_MAX = 64
 """Of one request: as many turns as a session may have side by side."""
 STOPS_MAX = 16
 STOP_LENGTH_MAX = 256
+STOP_IDS_MAX = BIASES_MAX = 1024
+INTERVAL_MAX = 4096
+CHECKED_ELSEWHERE = frozenset({"prompt"})
+"""Fields of bodies whose numbers need no second look: token ids are compared with the vocabulary."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _chat = msgspec.json.Decoder(ChatRequest)
@@ -74,7 +79,13 @@ def decode_completion(raw: bytes) -> CompletionRequest:
 def decode(decoder: msgspec.json.Decoder[S], raw: bytes) -> S:
     """A body as its struct; what does not fit is named by its path."""
     try:
-        return decoder.decode(raw)
+        decoded = decoder.decode(raw)
+        values.check(decoded, leave=CHECKED_ELSEWHERE)
+        return decoded
+    except values.OddValue as e:
+        raise BadField(e.path, f"`{e.path}`: {e}") from e
+    except RecursionError as e:
+        raise InvalidRequest(f"the body is nested more than {values.DEPTH_MAX} deep") from e
     except msgspec.ValidationError as e:
         raise _explain(str(e), decoder.type) from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -167,6 +178,21 @@ def _check_parts(content: str | list[dict[str, Any]] | None, path: str) -> None:
             raise BadField(f"{path}[{index}].text", "a text part needs a string `text`")
 
 
+def check_continued(body: ChatRequest, messages: Sequence[Message]) -> None:
+    """What `continue_final_message` asks for can be done."""
+    if not body.continue_final_message:
+        return
+    if body.add_generation_prompt:
+        raise BadField(
+            "continue_final_message",
+            "an answer either goes on with the last message or begins one of its own",
+            hint="send `add_generation_prompt`: false",
+        )
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not content_text(last.get("content")):
+        raise BadField("continue_final_message", "the last message is no assistant's text that could be continued")
+
+
 def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | None:
     """The tools to render, and whose calls to look for; None for no tools."""
     if not body.tools:
@@ -183,19 +209,22 @@ def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | No
     return [msgspec.to_builtins(tool) for tool in body.tools]
 
 
-def completion_prompt(body: CompletionRequest, vocab_size: int) -> str | list[int]:
-    """The one prompt, as text or as token ids of the vocabulary."""
+def completion_prompts(body: CompletionRequest, vocab_size: int) -> list[str | list[int]]:
+    """Its prompts, each as text or as token ids of the vocabulary: one, or a batch, whose answers are choices."""
     prompt = body.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
+        return [_completion_prompt(one, vocab_size) for one in prompt]
+    return [_completion_prompt(prompt, vocab_size)]
+
+
+def _completion_prompt(prompt: str | list[Any], vocab_size: int) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
-    if prompt and all(isinstance(item, str | list) for item in prompt):
-        raise RefusedField(
-            "prompt", f"{len(prompt)} prompts in one request are not supported", hint="send one request for each"
-        )
     if not prompt or not all(type(item) is int and item >= 0 for item in prompt):
-        raise BadField("prompt", "`prompt` must be a string or a list of token ids that is not empty")
+        raise BadField(
+            "prompt",
+            "`prompt` must be a string, a list of token ids that is not empty, or a list of either",
+        )
     if (largest := max(prompt)) >= vocab_size:
         raise BadField("prompt", f"token id {largest} is not in the vocabulary", hint=f"ids are below {vocab_size}")
     return prompt
@@ -208,20 +237,27 @@ def chat_shape(body: ChatRequest) -> AnswerShape:
     return _shape(body, in_range("top_logprobs", wanted, 0, LOGPROBS_MAX))
 
 
-def completion_shape(body: CompletionRequest) -> AnswerShape:
-    return _shape(body, in_range("logprobs", body.logprobs, 0, LOGPROBS_MAX))
+def completion_shape(body: CompletionRequest, num_prompts: int) -> AnswerShape:
+    return _shape(body, in_range("logprobs", body.logprobs, 0, LOGPROBS_MAX), num_prompts)
 
 
-def _shape(body: _Common, logprobs: int | None) -> AnswerShape:
+def _shape(body: _Common, logprobs: int | None, num_prompts: int = 1) -> AnswerShape:
     if body.stream_options is not None and not body.stream:
         raise BadField("stream_options", "`stream_options` needs `stream`: true")
+    each = in_range("n", body.n, 1, CHOICES_MAX) or 1
+    if each * num_prompts > CHOICES_MAX:
+        raise BadField(
+            "prompt",
+            f"{num_prompts} prompts with {each} answers each",
+            hint=f"at most {CHOICES_MAX} answers a request: send several",
+        )
     return AnswerShape(
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         logprobs=logprobs,
         token_ids=body.return_token_ids,
         weight_versions=body.return_weight_versions,
-        choices=in_range("n", body.n, 1, CHOICES_MAX) or 1,
+        choices=each * num_prompts,
     )
 
 
@@ -233,9 +269,21 @@ def within(model: ModelInfo, view: SessionView) -> ModelInfo:
     return dataclasses.replace(model, context_tokens=most)
 
 
-def check_trainable(sampling: SamplingParams, view: SessionView) -> None:
-    """A session that is trained on records the behaviour policy's logprobs, or is refused by name."""
-    if not view.trains or view.logprobs_kind == "processed":
+def check_trainable(sampling: SamplingParams, view: SessionView, kinds: frozenset[str] = frozenset()) -> None:
+    """A session that is trained on records the behaviour policy's logprobs, or is refused by name.
+
+    `kinds`: of the engines that there are. A truncated turn goes only to those that tell its logprobs.
+    """
+    if not view.trains:
+        return
+    if view.logprobs_kind == "processed":
+        for name in truncating(sampling) if kinds and not kinds & TELL_TRUNCATED else ():
+            raise RefusedField(
+                name,
+                f"`{name}` would make the recorded logprobs others than the policy's, for SGLang reports those before "
+                "truncation",
+                hint='leave it out, add engines of another kind, or make the session with "train": false',
+            )
         return
     for name in distorted(sampling):
         raise RefusedField(
@@ -253,10 +301,14 @@ def sampling(
     top: int,
     tokens_per_event: int = 1,
     tool_format: ToolFormat = "none",
+    vocab_size: int = 1 << 31,
 ) -> SamplingParams:
     """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
     presence = in_range("presence_penalty", body.presence_penalty, -2.0, 2.0) or 0.0
     frequency = in_range("frequency_penalty", body.frequency_penalty, -2.0, 2.0) or 0.0
+    repetition = _repetition(body.repetition_penalty)
+    # vLLM's repetition penalty counts the prompt, too, and what was generated is in that when a turn goes on elsewhere.
+    counts = bool(presence or frequency) or (repetition != 1.0 and "sglang" in model.kinds)
     held = constraint(body, model, tool_format)
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
@@ -264,8 +316,9 @@ def sampling(
         raise Unavailable(f"no engine that serves {model.name!r} has answered yet", hint="see /status, and try again")
     room = model.context_tokens - prompt_tokens
     if room < 1:
-        raise TooLarge(
-            f"the prompt has {prompt_tokens} tokens, the context of {model.name!r} {model.context_tokens}",
+        raise ContextExceeded(
+            "messages" if isinstance(body, ChatRequest) else "prompt",
+            f"this model's maximum context length is {model.context_tokens} tokens, and the prompt has {prompt_tokens}",
             hint=f"at most {model.context_tokens - 1} tokens of prompt leave room for an answer",
         )
     max_tokens = min(room, _max_tokens(body, room))
@@ -277,16 +330,19 @@ def sampling(
         top_k=max(0, in_range("top_k", body.top_k, -1, 1 << 30) or 0),
         seed=in_range("seed", body.seed, -(1 << 63), (1 << 63) - 1),
         stop=_stops(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop_token_ids=_stop_ids(body.stop_token_ids, vocab_size),
         ignore_eos=body.ignore_eos,
         top_logprobs=top,
         presence_penalty=presence,
         frequency_penalty=frequency,
+        min_p=in_range("min_p", body.min_p, 0.0, 1.0) or 0.0,
+        repetition_penalty=repetition,
+        logit_bias=_biases(body.logit_bias, vocab_size),
         json_schema=held.json_schema,
         regex=held.regex,
         structural_tag=held.structural_tag,
-        in_place=held.any or (bool(presence or frequency) and not model.penalties_move),
-        tokens_per_event=tokens_per_event,
+        in_place=held.any or (counts and not model.penalties_move),
+        tokens_per_event=max(tokens_per_event, in_range("stream_interval", body.stream_interval, 1, INTERVAL_MAX) or 1),
     )
 
 
@@ -302,13 +358,43 @@ def _max_tokens(body: ChatRequest | CompletionRequest, room: int) -> int:
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    stops = (stop,) if stop and isinstance(stop, str) else tuple(stop or ())
     if len(stops) > STOPS_MAX:
         raise BadField("stop", f"{len(stops)} stop strings", hint=f"at most {STOPS_MAX}")
     for text in stops:
         if not 1 <= len(text) <= STOP_LENGTH_MAX:
             raise BadField("stop", f"a stop string of {len(text)} characters", hint=f"1 to {STOP_LENGTH_MAX}")
     return stops
+
+
+def _repetition(value: float | None) -> float:
+    if value is not None and not 0.0 < value <= 2.0:
+        raise BadField("repetition_penalty", f"`repetition_penalty`={value} is out of range", hint="above 0, at most 2")
+    return 1.0 if value is None else value
+
+
+def _biases(found: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if found and len(found) > BIASES_MAX:
+        raise BadField("logit_bias", f"{len(found)} biases", hint=f"at most {BIASES_MAX}")
+    biases: dict[int, float] = {}
+    for name, bias in (found or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < vocab_size):
+            raise BadField("logit_bias", f"{name[:40]!r} is no token id", hint=f"ids are 0 to {vocab_size - 1}")
+        in_range(f"logit_bias.{name}", bias, -100.0, 100.0)
+        biases[int(name)] = bias
+    return tuple((token_id, bias) for token_id, bias in biases.items() if bias)
+
+
+def _stop_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if len(ids) > STOP_IDS_MAX:
+        raise BadField("stop_token_ids", f"{len(ids)} stop token ids", hint=f"at most {STOP_IDS_MAX}")
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            hint = f"ids are 0 to {vocab_size - 1}"
+            raise BadField("stop_token_ids", f"token id {token_id} is not in the vocabulary", hint=hint)
+    return tuple(ids)
 
 
 def _top_p(value: float | None) -> float:

@@ -12,9 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -31,18 +33,21 @@ from gateway.api.openai_requests import AnswerShape
 from gateway.api.openai_shapes import AnswerHead, Api
 from gateway.api.openai_turn import Reader
 from gateway.api.openai_types import ChatRequest, CompletionRequest
-from gateway.core.joining import Call
+from gateway.core.joining import Call, choice_id
 from gateway.core.tree import TurnTree
-from gateway.core.types import SessionId, TurnId, TurnOrigin, TurnRequest
+from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
-from gateway.tokens.toolcalls import ToolFormat
+from gateway.tokens.toolcalls import CLOSE, ToolFormat
+from protos.errors import OutOfCapacity, Unavailable
 
 PREFIXES = ("", "/sessions/{sid}", "/s/{sid}")
 BODY_BYTES_MAX = 1 << 30
 """For the application's `client_max_size`: long histories with logprobs outgrow aiohttp's 1 MiB."""
-LONG_BODY_BYTES = 200_000
-"""Above this, tokenising would hold the event loop for milliseconds: it goes to a thread."""
+LONG_BODY_BYTES = 8_000
+"""Above this, tokenising would hold the event loop for milliseconds (some 1 ms for each 4 KB): it goes to a thread."""
+TOKENISING_MAX = 4
+"""Threads for that, so that large prompts wait for each other and for nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,10 @@ class _Call:
     messages: Sequence[Message]
     parses_tools: bool
     parses_reasoning: bool
-    make_prompt: Callable[[SessionView], Prompt]
+    make_prompts: Callable[[SessionView], list[Prompt]]
+    num_prompts: int = 1
+    one_call: bool = False  # no more than one tool call
+    continued: bool = False  # the last message is gone on with
 
 
 NOBODY = SessionView(SessionId(""), TurnTree(), ephemeral=True)
@@ -88,6 +96,7 @@ class _Handlers:
         self._codec = deps.codec
         self._text, self._session_from_user = deps.text, deps.session_from_user
         self._answering = Answering(deps.turns, deps.codec)
+        self._threads = ThreadPoolExecutor(TOKENISING_MAX, "tokenising")
         reasons = deps.codec.reasoning_format == "think"  # before it calls: a grammar would forbid that
         self._forced_format: ToolFormat = "none" if reasons else deps.codec.tool_format
 
@@ -104,6 +113,7 @@ class _Handlers:
         body = requests.decode_chat(raw)
         model = requests.find_model(body.model, self._turns.models())
         messages = requests.chat_messages(body.messages)
+        requests.check_continued(body, messages)
         tools = requests.chat_tools(body, self._codec.tool_format)
         kwargs = body.chat_template_kwargs
         call = _Call(
@@ -115,7 +125,20 @@ class _Handlers:
             messages=messages,
             parses_tools=tools is not None and body.tool_choice != "none",
             parses_reasoning=body.separate_reasoning and self._codec.reasoning_format == "think",
-            make_prompt=lambda view: history.chat_prompt(self._codec, view, messages, tools, kwargs, body.history),
+            make_prompts=lambda view: [
+                history.chat_prompt(
+                    self._codec,
+                    view,
+                    messages,
+                    tools,
+                    kwargs,
+                    body.history,
+                    generation_prompt=body.add_generation_prompt is not False,
+                    continued=body.continue_final_message,
+                )
+            ],
+            one_call=body.parallel_tool_calls is False,
+            continued=body.continue_final_message,
         )
         return await self._answering.answer(request, await self._prepare(request, raw, call))
 
@@ -125,18 +148,21 @@ class _Handlers:
             return await self._text.answer(request, raw, "completion", seen)
         body = requests.decode_completion(raw)
         model = requests.find_model(body.model, self._turns.models())
-        text = requests.completion_prompt(body, self._codec.vocab_size)
+        prompts = requests.completion_prompts(body, self._codec.vocab_size)
         special = body.add_special_tokens
         call = _Call(
             "completion",
             body,
             model,
-            requests.completion_shape(body),
+            requests.completion_shape(body, len(prompts)),
             record_head=history.head(api="completion"),
             messages=(),
             parses_tools=False,
             parses_reasoning=False,
-            make_prompt=lambda view: history.completion_prompt(self._codec, view, text, add_special_tokens=special),
+            make_prompts=lambda view: [
+                history.completion_prompt(self._codec, view, prompt, add_special_tokens=special) for prompt in prompts
+            ],
+            num_prompts=len(prompts),
         )
         return await self._answering.answer(request, await self._prepare(request, raw, call))
 
@@ -148,76 +174,89 @@ class _Handlers:
         runs = await self._turns.join(asked, call.shape.choices)
         joined = runs is not None
         if runs is None:
-            wanted = await self._new_turns(identity, asked, call, long=len(raw) > LONG_BODY_BYTES)
-            runs = [self._turns.start(turn) for turn in wanted]
+            runs, joined = await self._first_asked(identity, asked, call, long=len(raw) > LONG_BODY_BYTES)
         first = runs[0].request
         origin = first.origin
         added = call.messages[len(call.messages) - origin.messages_added :]
         prompt = Prompt(
             list(first.prompt_ids), origin.history, first.parent, added, first.turn_index, origin.history_reason
         )
+        per_prompt = call.shape.choices // call.num_prompts
         head = AnswerHead(
             call.api,
             first.turn_id,
             first.session_id,
             call.model.name,
             call.shape,
-            first.prompt_ids,
+            [run.request.prompt_ids for run in runs if run.request.choice % per_prompt == 0],
             origin.history,
             origin.created_unix_s,
         )
         choices = [self._choice(call, run) for run in runs]
-        return Asked(head, call.record_head, prompt, choices, identity.source, joined)
+        return Asked(head, call.record_head, prompt, choices, identity.source, joined, call.continued)
+
+    async def _first_asked(
+        self, identity: SessionIdentity, asked: Call, call: _Call, *, long: bool
+    ) -> tuple[Sequence[TurnRun], bool]:
+        """Its turns, and whether another request began them. What is refused now and may come again is noted, lest it
+        be taken for another's retry then."""
+        try:
+            return await self._new_turns(identity, asked, call, long=long)
+        except (OutOfCapacity, Unavailable):
+            self._turns.refused(asked)
+            raise
 
     async def _new_turns(
         self, identity: SessionIdentity, asked: Call, call: _Call, *, long: bool
-    ) -> Sequence[TurnRequest]:
-        """Session, prompt and sampling. A call without a session gets its own last: refused, it leaves none behind."""
+    ) -> tuple[Sequence[TurnRun], bool]:
+        """Session, prompt and sampling. A call without a session gets its own last: refused, it leaves none behind.
+
+        While a long prompt is made the same request may come again, and begin: then its turns are joined.
+        """
         named = identity.session_id is not None
-        view = await self._turns.open_session(identity) if named else NOBODY
-        prompt = await asyncio.to_thread(call.make_prompt, view) if long else call.make_prompt(view)
-        ids, top = tuple(prompt.token_ids), call.shape.logprobs or 0
-        each = self._turns.tokens_per_event(streamed=call.shape.stream)
+        choices = call.shape.choices
+        view = await self._turns.open_session(identity, choices) if named else NOBODY
+        if long:
+            as_it_is = dataclasses.replace(view, tree=view.tree.snapshot())  # for turns end meanwhile
+            prompts = await asyncio.get_running_loop().run_in_executor(self._threads, call.make_prompts, as_it_is)
+            if (runs := await self._turns.join(asked, choices, again=True)) is not None:
+                return runs, True
+        else:
+            prompts = call.make_prompts(view)
+        sampled = [self._sampling(call, prompt, view) for prompt in prompts]
+        if not named:
+            view = await self._turns.open_session(identity, choices)
+        name, per_prompt = secrets.token_hex(12), choices // len(prompts)
+        turns: list[TurnRequest] = []
+        for prompt, sampling in zip(prompts, sampled, strict=True):
+            ids, origin = self._codec.shared(prompt.token_ids), _origin(asked, prompt, named)
+            for i in range(len(turns), len(turns) + per_prompt):
+                turn_id = choice_id(TurnId(name), i)
+                turns.append(
+                    TurnRequest(turn_id, view.session_id, prompt.turn, ids, sampling, prompt.parent, i, origin)
+                )
+        return [self._turns.start(turn) for turn in turns], False
+
+    def _sampling(self, call: _Call, prompt: Prompt, view: SessionView) -> SamplingParams:
         sampling = requests.sampling(
             call.body,
-            prompt_tokens=len(ids),
+            prompt_tokens=len(prompt.token_ids),
             model=requests.within(call.model, view),
-            top=top,
-            tokens_per_event=each,
+            top=call.shape.logprobs or 0,
+            tokens_per_event=self._turns.tokens_per_event(streamed=call.shape.stream),
             tool_format=self._forced_format,
+            vocab_size=self._codec.vocab_size,
         )
-        requests.check_trainable(sampling, view)
-        if not named:
-            view = await self._turns.open_session(identity)
-        name = secrets.token_hex(12)
-        origin = TurnOrigin(
-            asked.digest,
-            not named,
-            asked.idempotency_key,
-            prompt.history,
-            prompt.reason,
-            messages_added=len(prompt.added),
-            created_unix_s=int(time.time()),
-        )
-        return [
-            TurnRequest(
-                TurnId(f"{name}-{i}" if i else name),
-                view.session_id,
-                prompt.turn,
-                ids,
-                sampling,
-                prompt.parent,
-                i,
-                origin,
-            )
-            for i in range(call.shape.choices)
-        ]
+        requests.check_trainable(sampling, view, call.model.kinds)
+        return sampling
 
     def _choice(self, call: _Call, run: TurnRun) -> Choice:
         sampling = run.request.sampling
+        one_call = call.one_call and call.parses_tools
+        closes = one_call and self._codec.tool_format == "hermes"
         decoder = self._codec.stream_decoder(
             run.request.prompt_ids,
-            stop=sampling.stop,
+            stop=(*sampling.stop, CLOSE) if closes else sampling.stop,
             min_tokens=sampling.min_tokens,
             show_special=not call.body.skip_special_tokens,
             markers=call.parses_tools or call.parses_reasoning,
@@ -226,8 +265,20 @@ class _Handlers:
         if call.parses_reasoning:
             reasoning = ReasoningParser(begun=self._codec.opens_reasoning(run.request.prompt_ids))
         tools = ToolCallParser(self._codec.tool_format) if call.parses_tools else None
-        return Choice(run, Reader(decoder, reasoning, tools, sampling.stop_token_ids, run.request.turn_id))
+        return Choice(run, Reader(decoder, reasoning, tools, sampling.stop_token_ids, run.request.turn_id, one_call))
+
+
+def _origin(asked: Call, prompt: Prompt, named: bool) -> TurnOrigin:
+    return TurnOrigin(
+        asked.digest,
+        not named,
+        asked.idempotency_key,
+        prompt.history,
+        prompt.reason,
+        messages_added=len(prompt.added),
+        created_unix_s=int(time.time()),
+    )
 
 
 def _model(model: ModelInfo) -> Model:
-    return Model(model.name, "model", model.created_unix_s, "laminar", model.context_tokens)
+    return Model(model.name, "model", model.created_unix_s, "laminar", model.context_tokens, model.name)

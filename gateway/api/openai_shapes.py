@@ -36,13 +36,17 @@ class AnswerHead:
     session_id: str
     model: str
     shape: AnswerShape
-    prompt_ids: Sequence[int]
+    prompts: Sequence[Sequence[int]]
     history: str
     created_unix_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def answer_id(self) -> str:
         return f"{'chatcmpl' if self.api == 'chat' else 'cmpl'}-{self.turn_id}"
+
+    def prompt_ids(self, choice: int) -> Sequence[int]:
+        """Of a batch each prompt has as many choices."""
+        return self.prompts[choice * len(self.prompts) // self.shape.choices]
 
     def fields(self, kind: str) -> dict[str, Any]:
         return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
@@ -54,8 +58,8 @@ def body(codec: Codec, head: AnswerHead, answers: Sequence[Answer]) -> bytes:
     out = head.fields("chat.completion" if head.api == "chat" else "text_completion")
     out["choices"] = [_choice(codec, head, index, answer) for index, answer in enumerate(answers)]
     out["usage"] = usage(head, answers)
-    if shape.token_ids:
-        out["prompt_token_ids"] = head.prompt_ids
+    if shape.token_ids and len(head.prompts) == 1:
+        out["prompt_token_ids"] = head.prompts[0]
     told = [laminar(head, answer) for answer in answers]
     if len(told) == 1:
         out |= told[0]
@@ -71,6 +75,8 @@ def _choice(codec: Codec, head: AnswerHead, index: int, answer: Answer) -> dict[
         choice["message"] = {**answer.message(), "refusal": None}
     else:
         choice["text"] = answer.text
+        if head.shape.token_ids:
+            choice["prompt_token_ids"] = head.prompt_ids(index)
     choice["logprobs"] = _logprobs(codec, head, answer.token_ids, answer.logprobs, answer.top_logprobs, 0)
     choice["finish_reason"] = finish_reason(answer)
     choice["stop_reason"] = answer.stop_reason
@@ -86,7 +92,7 @@ class Chunks:
 
     def __init__(self, codec: Codec, head: AnswerHead, index: int = 0) -> None:
         self._codec = codec
-        self._head = head
+        self._head, self._index = head, index
         self._chat = head.api == "chat"
         fields = _json(head.fields("chat.completion.chunk" if self._chat else "text_completion"))
         self._prefix = b"data: " + fields[:-1] + b',"choices":[{"index":%d,' % index
@@ -100,11 +106,12 @@ class Chunks:
         """Before any text: the role, and the prompt's ids if asked for. Empty if there is nothing to say."""
         ids = b""
         if self._head.shape.token_ids:
-            ids = b',"prompt_token_ids":' + _json(self._head.prompt_ids)
+            ids = b',"prompt_token_ids":' + _json(self._head.prompt_ids(self._index))
         if not self._chat and not ids:
             return b""
-        said = b'"delta":{"role":"assistant","content":"","refusal":null}' if self._chat else b'"text":""'
-        return self._prefix + said + self._plain[: -len(self._suffix)] + b"]" + ids + self._suffix[1:]
+        said = b'"delta":{"role":"assistant","content":"","refusal":null}' if self._chat else b'"text":""' + ids
+        at_root = ids if len(self._head.prompts) == 1 else b""
+        return self._prefix + said + self._plain[: -len(self._suffix)] + b"]" + at_root + self._suffix[1:]
 
     def piece(self, piece: Piece) -> bytes:
         """One or more chunks; empty when the piece shows nothing that was asked for."""
@@ -166,8 +173,8 @@ def finish_reason(answer: Answer) -> str | None:
 
 
 def usage(head: AnswerHead, answers: Sequence[Answer]) -> dict[str, int]:
-    """The prompt counts once, however many choices it has."""
-    prompt, completion = len(head.prompt_ids), sum(len(answer.token_ids) for answer in answers)
+    """A prompt counts once, however many choices it has."""
+    prompt, completion = sum(map(len, head.prompts)), sum(len(answer.token_ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

@@ -20,7 +20,7 @@ from gateway.core.types import FinishReason, Segment, TokenDelta, TopLogprob, Tu
 from gateway.ports import TurnRun
 from gateway.tokens import ReasoningParser, StreamDecoder, ToolCall, ToolCallParser
 from gateway.tokens.reasoning import ReasoningDelta
-from gateway.tokens.toolcalls import ToolDelta
+from gateway.tokens.toolcalls import CLOSE, ToolDelta
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -52,6 +52,7 @@ class Answer:
     spans: list[dict[str, Any]] = field(default_factory=list)  # version, engine, start, end of generated tokens
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None  # the stop string that ended it
+    over: bool = False  # nothing more is read: a stop string came, or its one call
     segments: Sequence[Segment] = ()  # once it has ended
     version_changes: Sequence[VersionChange] = ()
     _spanned: tuple[int, str] | None = None  # version and engine of the last span
@@ -115,6 +116,8 @@ class Reader:
     tools: ToolCallParser | None = None
     stop_token_ids: Sequence[int] = ()
     turn_id: TurnId | None = None
+    one_call: bool = False
+    """At most one call is made: the decoder stops at its closing tag, where the form has one."""
 
     async def read(self, run: TurnRun, answer: Answer, show: Show | None) -> None:
         """Reads the run to its end, or to a stop string, into `answer`; gives `show`, if any, each piece as it comes.
@@ -123,11 +126,11 @@ class Reader:
         """
 
         def take(delta: TokenDelta) -> Awaitable[object] | None:
-            if answer.stop_reason is not None:
+            if answer.over:
                 return None  # what came after its stop string
             piece = self._piece(delta, answer)
             answer.take(piece, delta)
-            if answer.stop_reason is not None:
+            if answer.over:
                 return stop(piece)
             return None if show is None else show(piece)
 
@@ -150,7 +153,9 @@ class Reader:
             rest = self.decoder.finish()
             text, stopped_by = text + rest.text, rest.stopped_by
         if stopped_by is not None:
-            answer.stop_reason, finish = stopped_by, "stop"
+            answer.over, finish = True, "stop"
+            if not (self.one_call and stopped_by == CLOSE):
+                answer.stop_reason = stopped_by
         reasoning, text = self._split_reasoning(text, finish is not None)
         text, calls = self._split_calls(text, finish is not None, len(answer.calls))
         used = len(token_ids) if fed.stopped_by is None else fed.tokens_used
@@ -173,7 +178,7 @@ class Reader:
             dataclasses.replace(call, id=_call_id(self.turn_id, number))
             for number, call in enumerate((*told.calls, *end.calls), num_before)
         ]
-        return told.text + end.text, tuple(calls)
+        return told.text + end.text, tuple(calls[: max(0, 1 - num_before)] if self.one_call else calls)
 
 
 NO_REASONING = ReasoningDelta()

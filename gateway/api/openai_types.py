@@ -89,15 +89,36 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
+    response_format: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_weight_versions: bool = False
     session_id: str | None = None
     metadata: Metadata | None = None
+    request_id: str | None = None  # vLLM's name for a request; answers here have their own
+    stream_interval: int | None = None
+
+    # vLLM's, taken where they change nothing (`NEUTRAL`):
+    prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    thinking_token_budget: int | None = None
+    priority: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
 
 class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
@@ -111,7 +132,8 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool = True  # reasoning stands in `reasoning_content`; else in the content, with its tags
     history: History | None = None  # for this turn, instead of the session's
-    response_format: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None  # None: unless the last message is to be continued
+    continue_final_message: bool = False  # the answer goes on with the last message, an assistant's
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
@@ -127,6 +149,12 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None  # a routing hint, which sessions already are
     safety_identifier: str | None = None  # names an end user to OpenAI; nothing here reads it
+    echo: bool | None = None
+    include_reasoning: bool | None = None
+    documents: list[Any] | None = None
+    chat_template: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_prompt_text: bool | None = None
 
 
 class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
@@ -139,11 +167,23 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": (None, {}),
+    "prompt_logprobs": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+    "include_stop_str_in_output": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "thinking_token_budget": (None, -1),
+    "priority": (None, 0),
+    "return_tokens_as_token_ids": (None, False),
+    "cache_salt": (None,),
+    "kv_transfer_params": (None, {}),
+    "vllm_xargs": (None, {}),
 }
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
-    "parallel_tool_calls": (None, True),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -155,8 +195,14 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "moderation": (None,),
     "prompt_cache_options": (None,),
     "prompt_cache_retention": (None,),
-    "functions": (None,),
-    "function_call": (None,),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "echo": (None, False),
+    "include_reasoning": (None, True),
+    "documents": (None, []),
+    "chat_template": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "return_prompt_text": (None, False),
 }
 NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
@@ -167,10 +213,12 @@ NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
 
 WHAT_TO_DO: dict[str, str] = {
     "best_of": "ask for `n` and choose yourself",
-    "logit_bias": "biases would change the policy that is trained on; leave it out",
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
-    "parallel_tool_calls": "leave it out; more than one call may come in an answer",
+    "priority": "make the session with a `priority`",
+    "chat_template": "the model's own is used; `chat_template_kwargs` are given to it",
+    "include_reasoning": "reasoning stands in `reasoning_content`, which may be left unread",
+    "return_tokens_as_token_ids": "use `return_token_ids`",
     "reasoning_effort": "use `chat_template_kwargs` with what the model's template knows",
     "echo": "prepend the prompt yourself, or ask for `return_token_ids`",
 }

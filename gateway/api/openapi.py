@@ -23,9 +23,11 @@ from gateway.api.admin import (
     Plans,
     Receipts,
 )
-from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, SampleAnswer, SampleRequest
+from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, ReleaseAnswer, SampleAnswer, SampleRequest
 from gateway.api.groups import CreateGroupRequest, GroupAnswer
 from gateway.api.openai_answers import ChatCompletion, Completion, Model, Models
+from gateway.api.openai_identity import KEY_HEADER, SESSION_HEADERS
+from gateway.api.openai_relay import ENGINE_HEADER, VERSION_HEADER
 from gateway.api.openai_requests import CHOICES_MAX, LOGPROBS_MAX, ROLES
 from gateway.api.openai_routes import PREFIXES
 from gateway.api.openai_types import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
@@ -35,6 +37,7 @@ from gateway.api.sessions import (
     CreateRequest,
     RewardRequest,
     SessionAnswer,
+    SessionEnded,
     SessionMade,
     SessionPhase,
 )
@@ -61,6 +64,7 @@ class Route:
     also: Sequence[str] = ()
     also_status: int | None = None
     optional_body: bool = False
+    turn: bool = False  # a model call: it may name its session and be asked again, and its answer tells of both
 
 
 _RELAYED = "With --relay-text, a call without a session goes to an engine, which checks its fields and answers."
@@ -74,8 +78,24 @@ _ENDED = (Finished, SessionAnswer)  # the latter waits for its reward
 
 def _openai(prefix: str) -> Sequence[Route]:
     return [
-        Route("post", f"{prefix}/v1/chat/completions", _CHAT, ChatRequest, answers=[ChatCompletion], also=_EVENTS),
-        Route("post", f"{prefix}/v1/completions", _COMPLETION, CompletionRequest, answers=[Completion], also=_EVENTS),
+        Route(
+            "post",
+            f"{prefix}/v1/chat/completions",
+            _CHAT,
+            ChatRequest,
+            answers=[ChatCompletion],
+            also=_EVENTS,
+            turn=True,
+        ),
+        Route(
+            "post",
+            f"{prefix}/v1/completions",
+            _COMPLETION,
+            CompletionRequest,
+            answers=[Completion],
+            also=_EVENTS,
+            turn=True,
+        ),
         Route("get", f"{prefix}/v1/models", "The models served.", answers=[Models]),
         Route("get", f"{prefix}/v1/models/{{model}}", "One model.", answers=[Model]),
     ]
@@ -83,7 +103,7 @@ def _openai(prefix: str) -> Sequence[Route]:
 
 _SESSIONS = [
     Route("post", "/sessions", "Makes one and its key.", CreateRequest, answers=[SessionMade], optional_body=True),
-    Route("get", "/sessions/{sid}", "A session as it stands.", answers=[SessionAnswer]),
+    Route("get", "/sessions/{sid}", "A session as it stands, or how it ended.", answers=[SessionAnswer, SessionEnded]),
     Route("post", "/sessions/{sid}/finish", "Ends a session with a reward.", Finish, answers=_ENDED),
     Route("post", "/finish_session", "The same, as routers have it.", Finish, {"session_id": _NAMED}, answers=_ENDED),
     Route("post", "/sessions/{sid}/reward", "A reward of a turn or a leaf.", RewardRequest, answers=[SessionPhase]),
@@ -116,10 +136,18 @@ _TRAINER = [
         also=(MSGPACK,),
     ),
     Route("post", "/experience/ack", "Uses them up.", AckRequest, answers=[AckAnswer]),
+    Route("post", "/experience/release", "Gives them back unused.", AckRequest, answers=[ReleaseAnswer]),
 ]
 _OPERATOR = [
     Route("get", "/status", "The gateway, its engines and its counters.", answers=[Snapshot]),
-    Route("get", "/healthz", "200 while an engine serves, else 503.", answers=[Health], also_status=503),
+    Route(
+        "get",
+        "/healthz",
+        "200 while an engine serves and the store can be written, else 503 with the reasons.",
+        answers=[Health],
+        also_status=503,
+    ),
+    Route("get", "/health", "The same, as engines have it.", answers=[Health], also_status=503),
     Route("get", "/metrics", "For Prometheus.", also=("text/plain",)),
     Route("get", "/admin/timeline", "What happened.", query={"after": _NUMBER, "limit": _NUMBER}, answers=[Events]),
     Route("post", "/admin/engines", "Takes an engine in.", AddEngineRequest, status=201, answers=[EngineAdded]),
@@ -178,6 +206,8 @@ _BOUNDS: dict[str, Json] = {
     "top_k": {"minimum": -1, "maximum": 1 << 30},
     "seed": {"minimum": -(1 << 63), "maximum": (1 << 63) - 1},
     "presence_penalty": {"minimum": -2, "maximum": 2},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
 }
 _BOUNDS_OF: dict[type[msgspec.Struct], dict[str, Json]] = {
@@ -188,6 +218,26 @@ _BOUNDS_OF: dict[type[msgspec.Struct], dict[str, Json]] = {
     CompletionRequest: {"logprobs": {"minimum": 0, "maximum": LOGPROBS_MAX}},
 }
 """Of numbers that the request side checks itself, to name the field and what would be right."""
+_TEXT: Json = {"type": "string"}
+_IN_HEADERS: Sequence[Json] = [
+    {"name": name, "in": "header", "description": text, "schema": {**_TEXT, "minLength": 1, "maxLength": 256}}
+    for name, text in {
+        SESSION_HEADERS[0]: "The session, where neither the URL nor the API key names one. "
+        f"So do, in this order: {', '.join(SESSION_HEADERS[1:])}.",
+        KEY_HEADER: "A request with the same key is the same request: it gets the same answer.",
+    }.items()
+]
+_ANSWER_HEADERS = {
+    "X-Session-ID": "The session, also one of the call's own.",
+    "X-Request-Id": "The answer's id.",
+    "X-Laminar-Session-From": "What named the session: url, api_key, header, body or none.",
+    "X-Laminar-History": "How the prompt came from the session's record: first, extended, closed or branch.",
+    "X-Laminar-History-Reason": "Why it is a branch.",
+    "X-Laminar-Joined": "true: the request was known, and this is the answer to it.",
+    VERSION_HEADER: "The weight version, or versions, that sampled the answer; of a stream, its first tokens. "
+    "Not in a whole answer that was kept alive: its headers went out before that was known.",
+    ENGINE_HEADER: "Of relayed text: the engine.",
+}
 _ERROR: Json = {
     "type": "object",
     "required": ["error"],
@@ -211,11 +261,13 @@ def _operation(route: Route) -> Json:
     if route.answers or route.also:
         names = [answer.__name__ for answer in route.answers]
         said["content"] = (_content(*names) if names else {}) | {kind: {} for kind in route.also}
+    if route.turn:
+        said["headers"] = {name: {"description": text, "schema": _TEXT} for name, text in _ANSWER_HEADERS.items()}
     statuses = [route.status, route.also_status] if route.also_status is not None else [route.status]
     out: Json = {
         "summary": route.summary,
         "operationId": f"{route.method} {route.path}",
-        "parameters": [*_in_path(route.path), *_in_query(route.query or {})],
+        "parameters": [*_in_path(route.path), *_in_query(route.query or {}), *(_IN_HEADERS if route.turn else ())],
         "responses": {
             **{str(status): said for status in statuses},
             "default": {"description": "An error.", "content": _content("Error")},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Annotated, Literal
+from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
@@ -15,7 +15,8 @@ from gateway.api.answers import answer_json
 from gateway.api.numbers import EXACT_MAX, AtLeastOne, Count
 from gateway.api.openai_errors import BadField
 from gateway.api.openai_requests import decode, in_range
-from gateway.core.endings import Finish
+from gateway.clock import unix_s
+from gateway.core.endings import Finish, Finished, How
 from gateway.core.rewards import Given
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionChange, VersionPolicy
@@ -104,6 +105,14 @@ class SessionAnswer(msgspec.Struct, kw_only=True):
     last_dropped: str  # the last turn that came to nothing, and why
 
 
+class SessionEnded(msgspec.Struct):
+    """A session that has ended. `result`: what its finish was told; null for one that was abandoned."""
+
+    session_id: str
+    state: How
+    result: Finished | None
+
+
 class SessionPhase(msgspec.Struct):
     session_id: str
     state: str
@@ -146,10 +155,13 @@ class _Handlers:
         name = spec.session_id
         _, key = self._live.create(spec)
         await self._live.saved()
-        return answer_json(SessionMade(name, _base_url(request, name), key))
+        return answer_json(SessionMade(name, base_url(request, name), key))
 
     async def show(self, request: web.Request) -> web.Response:
-        return answer_json(self._summary(self._live.get(_session_id(request))))
+        name = _session_id(request)
+        if self._live.find(name) is None and (ended := self._live.ended(name)) is not None:
+            return answer_json(SessionEnded(name, ended.how, ended.told))
+        return answer_json(self._summary(self._live.get(name)))
 
     async def finish(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -182,7 +194,7 @@ class _Handlers:
         told = Abandoned(session_id)
         if (again := self._groups.replacement(session_id, group_id)) is not None:
             name, key = again
-            told.replacement = SessionMade(name, _base_url(request, name), key)
+            told.replacement = SessionMade(name, base_url(request, name), key)
         return answer_json(told)
 
 
@@ -210,13 +222,14 @@ def session_spec(wanted: CreateRequest) -> SessionSpec:
         max_turns=wanted.max_turns,
         expected_output_tokens=wanted.expected_output_tokens,
         max_context_tokens=wanted.max_context_tokens,
-        deadline_unix_s=None if wanted.deadline_s is None else time.time() + wanted.deadline_s,
+        deadline_unix_s=None if wanted.deadline_s is None else unix_s() + wanted.deadline_s,
         priority=wanted.priority,
     )
 
 
-def _base_url(request: web.Request, name: SessionId) -> str:
-    return f"{request.scheme}://{request.host}/sessions/{name}/v1"
+def base_url(request: web.Request, name: str) -> str:
+    """For an agent's SDK. A name may hold what means something else in a URL."""
+    return f"{request.scheme}://{request.host}/sessions/{quote(name, safe='')}/v1"
 
 
 def _session_id(request: web.Request) -> SessionId:

@@ -9,14 +9,14 @@ When an engine takes new sessions is `intake`'s to say, when it loads another ve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.core.curves import SECONDS_PER_TOKEN, DecodeCurve, KvCeiling
 from gateway.core.keeping import KeptVersions
 from gateway.core.prefixes import Holding, PrefixIndex
-from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version
+from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version, VersionPolicy
 
 Mode = Literal["barrier", "drain", "repack", "inflight"]
 EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
@@ -28,6 +28,10 @@ TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
     "fenced": frozenset({"refreshing", "dead"}),  # a load failed: it never serves before one succeeds
     "dead": frozenset({"joining"}),
 }
+
+
+BAD_MAX = 64
+"""Versions that an engine gave up and remembers: more than relays hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,11 @@ class EngineState:
     name: EngineName
     kind: str
     url: str
+    relay: str = ""  # beside it; none: it loads nothing
     status: EngineStatus = "dead"
     version: Version = NO_VERSION
     incarnation: str = ""
+    dtype: str = ""  # what it computes in; empty: it has not told
     kv_capacity_tokens: int = 0
     context_tokens: int = 0
     kv_usage: float = 0.0  # as the engine reports it, 0..1
@@ -79,6 +85,8 @@ class EngineState:
     admitted: int = 0  # sessions of the present intake
     relayed: int = 0  # requests that it was given as text, ever
     below_since: float | None = None  # closed and below `min_util`, with a newer version at hand
+    held_since: float | None = None  # it stays for sessions that have nobody else (`gateway.core.hold`)
+    held_before_s: float = 0.0  # the same, before the last turn of one of them
     leaving: bool = False  # a plan empties it: nothing more is placed here if another engine will do
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
@@ -87,6 +95,9 @@ class EngineState:
     loading: Version = NO_VERSION  # while it refreshes
     refresh_not_before: float = 0.0  # a load failed: the next try waits
     load_failures: int = 0  # in a row, of one version
+    tried: Version = NO_VERSION  # the newest at its host when its last load failed: a newer one waits for nothing
+    good: Version = NO_VERSION  # the newest that it has held whole: to go back to, and kept by its relay for that
+    bad: frozenset[Version] = frozenset()  # given up by this incarnation, the newest `BAD_MAX`
     given_up: Version = NO_VERSION  # failed to load too often: the one before it serves until a newer one is there
     suspected: bool = (
         False  # a connection to it broke: no turn goes there before it has answered as the same incarnation
@@ -118,6 +129,7 @@ class EngineState:
 
     def loaded(self, version: Version) -> None:
         self.version, self.must_load = version, False
+        self.good = max(self.good, version)
         self.load_failures, self.refresh_not_before = 0, 0.0
         if self.given_up == NO_VERSION or version > self.given_up:  # else it serves less than it should
             self.load_error = ""
@@ -125,6 +137,17 @@ class EngineState:
     def begin_anew(self) -> None:
         """Another incarnation: what failed before may work now."""
         self.load_failures, self.given_up, self.load_error = 0, NO_VERSION, ""
+        self.tried, self.bad = NO_VERSION, frozenset()
+
+    def give_up(self, version: Version) -> None:
+        """It does not load here; another one does, or a newer one."""
+        self.load_failures, self.given_up = 0, version
+        self.bad = frozenset(sorted({*self.bad, version})[-BAD_MAX:])
+
+    def before(self, version: Version, held: Iterable[int]) -> Version | None:
+        """What to go back to of what its relay holds: what it has held before, else what it has not given up."""
+        older = {Version(v) for v in held if v < version}
+        return self.good if self.good in older else max(older - self.bad or older, default=None)
 
     def to(self, status: EngineStatus) -> None:
         if status not in TRANSITIONS[self.status]:
@@ -156,6 +179,8 @@ class FleetState:
     config: FleetConfig
     engines: dict[EngineName, EngineState] = field(default_factory=dict)
     session_versions: dict[SessionId, Version] = field(default_factory=dict)
+    policies: dict[SessionId, VersionPolicy] = field(default_factory=dict)  # of those, where it is not `segment`
+    waiting_since: Sequence[float] = ()  # when turns began to wait that an engine with room would take
     group_versions: dict[GroupId, Version] = field(default_factory=dict)
     newest: Version = NO_VERSION  # newest sealed
     insisted: Mapping[Version, Wanted] = field(default_factory=dict)  # by waiting turns that take no other
@@ -167,6 +192,25 @@ class FleetState:
 
     def __post_init__(self) -> None:
         self.kept = KeptVersions(self.config.pinned_versions_max)
+
+    def note_session(self, session_id: SessionId, version: Version, policy: VersionPolicy) -> None:
+        """A live session is on `version`, and will have turns there."""
+        self.session_versions[session_id] = version
+        if policy != "segment":
+            self.policies[session_id] = policy
+
+    def forget_session(self, session_id: SessionId) -> None:
+        """It has had its last turn."""
+        self.session_versions.pop(session_id, None)
+        self.policies.pop(session_id, None)
+
+    def fallbacks(self) -> dict[str, Version]:
+        """By relay: the newest version that an engine beside it has held whole, until one of them holds a newer one."""
+        found: dict[str, Version] = {}
+        for engine in self.engines.values():
+            if engine.relay and engine.good:
+                found[engine.relay] = max(engine.good, found.get(engine.relay, NO_VERSION))
+        return found
 
     def gone(self, version: Version) -> bool:
         """No engine could load it: each one's relay has told what it holds, and none has it."""

@@ -64,15 +64,21 @@ class GroupState:
         self.versions = sorted({*self.versions, *versions})
 
     def ended(self, session_id: SessionId, how: Literal["finished", "abandoned"]) -> Resample | Close | GiveUp | None:
-        """A member has ended. None: others are awaited, or it is no member (any more)."""
-        if self.phase != "open" or session_id not in self.live:
+        """A member has ended. None: others are awaited, the group is over, or it is no member (any more)."""
+        if session_id not in self.live:
             return None
         index = self.live.pop(session_id)
+        if self.phase != "open":
+            return None
         if how == "finished":
             self.finished.append(session_id)
         elif self.resampled < self.resample_max:
             self.resampled += 1
             return Resample(index)
+        return self.without_place()
+
+    def without_place(self) -> Close | GiveUp | None:
+        """A place has ended, and is not (or cannot be) sampled again. None: others are awaited."""
         if len(self.finished) + len(self.live) < self.group_min:
             self.phase = "abandoned"
             return GiveUp(f"{len(self.finished) + len(self.live)} members are left, and it needs {self.group_min}")

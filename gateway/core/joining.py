@@ -5,14 +5,18 @@ run, wait for a reader, or have ended. Two requests with the same body may as we
 
 Invariants:
 - an idempotency key decides alone: the same key is the same turn, and a key used for something else is refused;
-- without a key, a turn whose answer somebody reads or has got is joined only by a marked retry that names its session;
-- siblings never merge: without a session, a turn is joined only if nobody reads it, nobody has got its answer, and it
-  is the only such one that matches.
+- siblings never merge: no two requests that may both be alive are given one turn. Where nobody can say whose a turn is,
+  a request gets one of its own;
+- without a key, a turn whose answer somebody reads or has got is joined only by a marked retry that names its session,
+  if it is the only turn that may be its own: none but earlier attempts asked for that, and no other request of the
+  same body was refused without a turn, or had one that is forgotten;
+- without a session, a turn is joined only if nobody reads it, nobody has got its answer, and it is the only such one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,12 +33,14 @@ KEY_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request as far as joining goes. `session_id` None: it named none. `retried`: its client says so."""
+    """A request as far as joining goes. `session_id` None: it named none. `retried`: its client says so, and with
+    `attempt` how often, if it is above 0."""
 
     digest: str
     session_id: SessionId | None
     idempotency_key: str | None = None
     retried: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +52,34 @@ class Known:
     session_id: SessionId | None
     idempotency_key: str | None
     attention: Attention
+    attempt: float = 0  # the highest that asked for it; without end where that did not say which it was
 
 
-def join(call: Call, known: Iterable[Known]) -> TurnId | None:
+UNMARKED = math.inf
+"""The attempt of a request that joined a turn and is no marked retry: it may be anybody's."""
+
+
+def attempt_of(call: Call) -> float:
+    """Which attempt joins with this call."""
+    return call.attempt if call.retried and call.attempt else UNMARKED
+
+
+def choice_id(first: TurnId, choice: int) -> TurnId:
+    """The turn of another choice of the same request."""
+    return TurnId(f"{first}-{choice}") if choice else first
+
+
+def attention_of(choices: Sequence[Attention]) -> Attention:
+    """Of a request's choices together."""
+    order: Sequence[Attention] = ("read", "unread", "unknown", "answered")
+    return next(attention for attention in order if attention in choices)
+
+
+def join(call: Call, known: Iterable[Known], *, others: bool = False) -> TurnId | None:
     """The turn that this request joins; None: it is a new one. Raises Conflict for a key used for something else.
 
-    `known` is in order of beginning; of several that qualify in a session the newest is taken.
+    `known` is in order of beginning; of several that nobody reads, in a session the newest is taken. `others`: there
+    were more such requests than turns that are known: one was refused before it had one, or its turn is forgotten.
     """
     if call.idempotency_key is not None:
         return _by_key(call, call.idempotency_key, known)
@@ -61,10 +89,11 @@ def join(call: Call, known: Iterable[Known]) -> TurnId | None:
     if call.session_id is None:
         unread = [k for k in same if k.attention == "unread" or (k.attention == "unknown" and call.retried)]
         return unread[0].turn_id if len(unread) == 1 else None
-    if call.retried:
-        return same[-1].turn_id if same else None
     unread = [k for k in same if k.attention in ("unread", "unknown")]
-    return unread[-1].turn_id if unread else None
+    if unread:
+        return unread[-1].turn_id
+    own = [k for k in same if not call.attempt or k.attempt < call.attempt]
+    return own[0].turn_id if call.retried and not others and len(own) == 1 and len(same) == 1 else None
 
 
 def _by_key(call: Call, key: str, known: Iterable[Known]) -> TurnId | None:

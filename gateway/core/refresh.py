@@ -2,7 +2,8 @@
 
 Invariants:
 - an engine loads only when it is empty, or is emptied for it (`interrupted`);
-- the last engine of a version does not leave it while a live session needs it, until `version_hold_s` has passed.
+- the last engine of a version does not leave it while a live session needs it, until its hold is over
+  (`gateway.core.hold`).
 
 | mode | an engine loads a newer version |
 |---|---|
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gateway.core.fleet import EngineState, FleetState
+from gateway.core.hold import hold, note_holds
 from gateway.core.intake import fresh, stragglers, straggling
 from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Version
 
@@ -49,6 +51,7 @@ def refresh_decisions(fleet: FleetState, now: float) -> list[RefreshDecision]:
         decision = _refresh(fleet, engine, now)
         if decision is not None:
             decisions.append(_decided(fleet, decision))
+    note_holds(fleet, now)
     return decisions
 
 
@@ -87,7 +90,7 @@ def _held(fleet: FleetState, engine: EngineState, now: float) -> bool:
 
 
 def _refresh(fleet: FleetState, engine: EngineState, now: float) -> RefreshDecision | None:
-    if engine.available == 0 or now < engine.refresh_not_before:
+    if engine.available == 0 or _waits(engine, now):
         return None
     if engine.turns:
         return _interrupting(fleet, engine, now)
@@ -101,19 +104,28 @@ def _refresh(fleet: FleetState, engine: EngineState, now: float) -> RefreshDecis
         return RefreshDecision(engine.name, engine.available, "a newer version is here")
     if engine.intake_open or (fleet.config.mode == "barrier" and _others_run(fleet)):
         return None
-    stranded = fleet.live_sessions(engine.version) if len(fleet.serving(engine.version)) == 1 else ()
-    if not stranded:
+    held = hold(fleet, engine, now)
+    if held is None:
         return RefreshDecision(engine.name, engine.available, "empty")
-    if now - engine.intake_closed_at < fleet.config.version_hold_s:
+    if not held.over:
         return None
-    reason = f"held version {engine.version} for {fleet.config.version_hold_s:g} s for {len(stranded)} sessions"
-    return RefreshDecision(engine.name, engine.available, reason, stranded)
+    how_long = f"held version {engine.version} for {now - engine.intake_closed_at:.3g} s"
+    reason = f"{how_long} for {len(held.sessions)} sessions"
+    if held.left_s > 0:
+        reason = f"{reason}, until {len(fleet.waiting_since)} turns had waited {held.waited_s:.0f} s for an engine"
+    return RefreshDecision(engine.name, engine.available, reason, held.sessions)
+
+
+def _waits(engine: EngineState, now: float) -> bool:
+    """For the next try of what failed; not for a version that came since, nor for the one before what was given up."""
+    same = engine.available <= engine.tried and engine.available != engine.given_up
+    return same and now < engine.refresh_not_before
 
 
 def _needed(fleet: FleetState, engine: EngineState) -> RefreshDecision | None:
     """What an engine that does not serve has to load first."""
     if engine.available == engine.given_up:
-        reason = f"version {engine.given_up} failed {LOAD_TRIES} times: the one before it"
+        reason = f"version {engine.given_up} failed {LOAD_TRIES} times: back to what it held before"
         return RefreshDecision(engine.name, engine.available, reason, before=True)
     if engine.status == "joining" and fleet.wanted(engine):
         return None
@@ -142,14 +154,17 @@ def _others_run(fleet: FleetState) -> bool:
 
 
 def load_failed(engine: EngineState, decision: RefreshDecision, error: str, *, by_engine: bool) -> None:
-    """After `LOAD_TRIES` of one version the one before it is wanted; if that fails too, the newest once more.
+    """After `LOAD_TRIES` of one version an earlier one is wanted; if that fails too, the newest once more.
 
     `by_engine`: it or the snapshot was at fault, not what lies between them.
     """
-    engine.load_error = error
+    engine.load_error = f"{engine.load_error}; then: {error}" if decision.before and engine.load_error else error
+    if engine.tried != decision.to_version:
+        engine.load_failures = 0
+    engine.tried = decision.to_version
     if decision.before:
         engine.given_up = NO_VERSION
     elif by_engine:
         engine.load_failures += 1
         if engine.load_failures >= LOAD_TRIES:
-            engine.load_failures, engine.given_up = 0, decision.to_version
+            engine.give_up(decision.to_version)

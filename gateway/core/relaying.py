@@ -42,6 +42,7 @@ class TextDemand:
     tokens: int
     avoid: frozenset[EngineName] = frozenset()
     version: Version | None = None
+    reserved: frozenset[EngineName] = frozenset()  # engines whose next room is another's, who waited for it long
 
     @property
     def load(self) -> TurnLoad:
@@ -71,7 +72,7 @@ def place_text(demand: TextDemand, fleet: FleetState) -> Placement | Wait | Unab
         return (engine.name in demand.avoid, -engine.version, len(engine.turns), engine.relayed, engine.name)
 
     for engine in sorted(able, key=order):
-        if engine.intake_open and has_room(engine, fleet, demand.tokens):
+        if engine.name not in demand.reserved and engine.intake_open and has_room(engine, fleet, demand.tokens):
             return Placement(engine.name, f"least loaded of version {engine.version}")
     return Wait("engines that take text are full, or load a version")
 

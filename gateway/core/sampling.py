@@ -12,11 +12,20 @@ import dataclasses
 import hashlib
 
 from gateway.core.types import LogprobsKind, SampledWith, SamplingParams, TurnRequest
+from protos.engines import ENGINE_KINDS
+
+TELL_TRUNCATED = frozenset(ENGINE_KINDS) - {"sglang"}
+"""Kinds of engines whose logprobs can be of the distribution after truncation; SGLang's are of the one before it."""
 
 
-def kinds_for(*, constrained: bool) -> frozenset[str] | None:
-    """Kinds of engines that can hold an answer to something; None for all, of an answer that is held to nothing."""
-    return frozenset({"vllm", "sglang"}) if constrained else None
+def kinds_for(*, constrained: bool, truncated: bool = False) -> frozenset[str] | None:
+    """Kinds of engines that can do it; None for all.
+
+    `constrained`: the answer is held to something. `truncated`: its logprobs are to be those of a truncated policy.
+    """
+    able = frozenset({"vllm", "sglang"}) if constrained else frozenset(ENGINE_KINDS)
+    able = able & TELL_TRUNCATED if truncated else able
+    return able if able < frozenset(ENGINE_KINDS) else None
 
 
 def segment_seed(seed: int, choice: int, turn: int, generated: int) -> int:
@@ -34,10 +43,21 @@ def distorted(sampling: SamplingParams) -> list[str]:
         "min_tokens": sampling.min_tokens > 0,
         "presence_penalty": sampling.presence_penalty != 0.0,
         "frequency_penalty": sampling.frequency_penalty != 0.0,
+        "repetition_penalty": sampling.repetition_penalty != 1.0,
+        "min_p": sampling.min_p > 0.0,
+        "logit_bias": bool(sampling.logit_bias),
         "response_format": bool(sampling.json_schema),
         "structured_outputs": bool(sampling.regex),
         "tool_choice": bool(sampling.structural_tag),
     }
+    return [name for name, does in found.items() if does]
+
+
+def truncating(sampling: SamplingParams) -> list[str]:
+    """The fields by which some tokens are never drawn; none in a greedy answer, which they do not change."""
+    if sampling.temperature == 0.0:
+        return []
+    found = {"top_p": sampling.top_p < 1.0, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0.0}
     return [name for name, does in found.items() if does]
 
 
@@ -51,8 +71,9 @@ def tied_by(sampling: SamplingParams) -> str:
     return "which tokens its penalties have counted"
 
 
-def sampled_with(sampling: SamplingParams, kind: LogprobsKind) -> SampledWith:
+def sampled_with(sampling: SamplingParams, kind: LogprobsKind, engine_kind: str = "vllm") -> SampledWith:
     raw = kind == "raw" and bool(distorted(sampling))
+    untruncated = engine_kind not in TELL_TRUNCATED and bool(truncating(sampling))
     return SampledWith(
         sampling.temperature,
         sampling.top_p,
@@ -60,7 +81,10 @@ def sampled_with(sampling: SamplingParams, kind: LogprobsKind) -> SampledWith:
         sampling.presence_penalty,
         sampling.frequency_penalty,
         sampling.constrained,
-        "raw" if raw else "greedy" if sampling.temperature == 0.0 else "policy",
+        "raw" if raw else "greedy" if sampling.temperature == 0.0 else "untruncated" if untruncated else "policy",
+        sampling.min_p,
+        sampling.repetition_penalty,
+        {str(token_id): bias for token_id, bias in sampling.logit_bias},
     )
 
 

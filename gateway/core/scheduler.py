@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gateway.core.fleet import EngineState, FleetState, Wanted
 from gateway.core.sessions import SessionSpec, SessionState
@@ -24,12 +25,17 @@ class Placement:
     version_changed: bool = False
 
 
+WaitCause = Literal["room", "trainer", "version"]
+"""What a turn waits for: a place on any engine, the trainer, or a version that it may be on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """No engine may take it now. `retry_after_s`: when it may be worth asking again, where it is not for capacity."""
 
     reason: str
     retry_after_s: float | None = None
+    cause: WaitCause = "room"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,15 @@ class Demand:
     turn_id: TurnId | None = None
     prefix: Sequence[int] = ()  # the prompt's blocks, of a session that no engine holds yet
     kinds: frozenset[str] | None = None  # of engines that can do it; None: all
+    tokens_max: int = 0  # prompt and the most it may still generate; 0: not known
+    reserved: frozenset[EngineName] = frozenset()  # engines whose next room is another's, who waited for it long
 
     def takes(self, engine: EngineState) -> bool:
         return self.kinds is None or engine.kind in self.kinds
+
+    def fits(self, engine: EngineState) -> bool:
+        """The engine's context holds all of it, as far as both are known."""
+        return not engine.context_tokens or self.tokens_max <= engine.context_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +155,19 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
     fleet.kept.note(session.session_id, session.version if session.insists else None)
     fleet.prefixes.sent(demand.prefix, engine.name, engine.holding)
     if not session.spec.ephemeral:
-        fleet.session_versions[session.session_id] = engine.version
+        fleet.note_session(session.session_id, engine.version, session.spec.on_version_loss)
 
 
 def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait | Lost:
     own = fleet.engines.get(demand.session.engine) if demand.session.engine is not None else None
     if fleet.config.mode == "inflight" and own is not None and own.name not in demand.avoid:
         if own.status == "refreshing":
-            return Wait(f"engine {own.name} loads a version")
-        fits = demand.session.spec.allows(own.version) and has_room(own, fleet, demand.prompt_tokens)
+            return Wait(f"engine {own.name} loads a version", cause="version")
+        allowed = demand.session.spec.allows(own.version) and demand.fits(own) and own.name not in demand.reserved
+        fits = allowed and has_room(own, fleet, demand.prompt_tokens)
         if own.status == "serving" and fits:
             return Placement(own.name, "holds its place", version_changed=own.version != version)
-    same = fleet.serving(version)
+    same = [e for e in fleet.serving(version) if demand.fits(e)]
     if same:
         usable = [e for e in same if e.name not in demand.avoid] or same
         staying = [e for e in usable if not e.leaving]
@@ -170,7 +183,7 @@ def _place_lost(demand: Demand, fleet: FleetState, version: Version) -> Placemen
         if fleet.gone(version):
             hint = "" if demand.session.insists else f"it may be on no version newer than {spec.max_version}"
             return Lost(f"{lost}, and no relay holds it any more", hint)
-        return Wait(f"{lost}: it is loaded once an engine is free whose relay holds it")
+        return Wait(f"{lost}: it is loaded once an engine is free whose relay holds it", cause="version")
     if spec.on_version_loss == "fail":
         return Lost(f"{lost} any more, and the session is to fail then")
     serving = [e for e in fleet.sorted_engines() if e.status == "serving"]
@@ -182,7 +195,7 @@ def _place_lost(demand: Demand, fleet: FleetState, version: Version) -> Placemen
             return Placement(chosen.engine, f"{lost} any more; going on under version {newest}", version_changed=True)
     if others:
         return Wait(f"{lost} any more, and no other engine has room")
-    return Wait(f"no engine serves {_bounds(spec)}" if serving else "no engine serves")
+    return Wait(f"no engine serves {_bounds(spec)}", cause="version") if serving else Wait("no engine serves")
 
 
 def _insists(session: SessionState, fleet: FleetState) -> bool:
@@ -224,9 +237,10 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
     if spec.max_version is not None and fleet.past(spec.max_version):
         reason = f"every engine is past version {spec.max_version}, the newest that it may be on"
         return Lost(reason, "a higher `max_version`; or name a `version`, which is loaded again")
-    if admission.full and _awaits_trainer(spec):
+    begun = group_version is not None and spec.group_size > 1  # what it lacks, its group's trajectories wait for
+    if admission.full and _awaits_trainer(spec) and not begun:
         reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
-        return Wait(reason, admission.next_batch_s)
+        return Wait(reason, admission.next_batch_s, "trainer")
     open_ = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open]
     if spec.min_version or spec.max_version is not None:
         open_ = [e for e in open_ if spec.allows(e.version)]
@@ -235,7 +249,7 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
     if demand.session.insists:
         full, open_ = bool(open_), [e for e in open_ if fleet.kept.room_for(e.version)]
         if full and not open_:
-            return Wait(fleet.kept.full)
+            return Wait(fleet.kept.full, cause="version")
     for version in sorted({e.version for e in open_}, reverse=True):
         chosen = _choose([e for e in open_ if e.version == version], demand, fleet)
         if chosen is not None:
@@ -245,13 +259,34 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
 
 def _why(engines: Sequence[EngineState], demand: Demand) -> str:
     """None of them has a place."""
-    return "are full" if any(demand.takes(e) for e in engines) else "cannot constrain an answer so"
+    able = [e for e in engines if demand.takes(e)]
+    if not able:
+        return "cannot constrain an answer so"
+    if not any(demand.fits(e) for e in able):
+        longest = max(e.context_tokens for e in able)
+        return f"have contexts of {longest} tokens at most, and it may come to {demand.tokens_max}"
+    if all(e.name in demand.reserved for e in able if demand.fits(e)):
+        return "are kept for a prompt that has waited long for their room"
+    return "are full"
+
+
+def reservable(demand: Demand, fleet: FleetState) -> EngineState | None:
+    """The engine that will have room for it soonest, if nobody else is given what comes free there."""
+    version = demand.session.version
+    if version is not None:
+        able = fleet.serving(version)
+    else:
+        spec = demand.session.spec
+        able = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open and spec.allows(e.version)]
+    able = [e for e in able if demand.takes(e) and demand.fits(e) and e.name not in demand.reserved]
+    return min(able, key=lambda e: (e.tokens, len(e.turns), e.name), default=None)
 
 
 def _choose(engines: Sequence[EngineState], demand: Demand, fleet: FleetState) -> Placement | None:
     """Among engines of one version: the session's own if it has room, else who holds its prompt's prefix, if that pays,
     else the least loaded."""
-    roomy = [e for e in engines if demand.takes(e) and has_room(e, fleet, demand.prompt_tokens)]
+    able = [e for e in engines if demand.takes(e) and demand.fits(e) and e.name not in demand.reserved]
+    roomy = [e for e in able if has_room(e, fleet, demand.prompt_tokens)]
     if not roomy:
         return None
     for engine in roomy:

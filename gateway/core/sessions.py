@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,6 +41,15 @@ TURNS_MAX = 4096
 """Turns of one session altogether, so that a loop without an end does not fill the memory."""
 
 
+SESSION_NAME = re.compile(r"[^\s/]{1,256}")
+SESSION_NAME_HINT = "1 to 256 printable characters without spaces and slashes, and not `.` or `..`"
+
+
+def names_a_session(text: str) -> bool:
+    """Whether a session may be named so: the name stands in URLs, headers and logs."""
+    return SESSION_NAME.fullmatch(text) is not None and text.isprintable() and text not in (".", "..")
+
+
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
     """What the caller said of a session when it was made."""
@@ -64,6 +74,11 @@ class SessionSpec:
     max_context_tokens: int | None = None  # of a prompt and its answer together, if that is less than the engines'
     deadline_unix_s: float | None = None  # it is abandoned then
     priority: int = 0  # among turns that wait for an engine: the highest first
+
+    @property
+    def trains(self) -> bool:
+        """What it samples is trained on."""
+        return self.train and self.split == "train"
 
     def allows(self, version: Version) -> bool:
         """It may be on `version`."""
@@ -139,20 +154,22 @@ class SessionState:
         """It goes on under its version, or waits for it."""
         return self.awaits_its_version or self.spec.on_version_loss == "strict"
 
-    def check_open(self) -> None:
-        """Raises Conflict or OutOfCapacity when a turn cannot begin now."""
+    def check_open(self, turns: int = 1) -> None:
+        """Raises Conflict or OutOfCapacity when so many turns cannot begin now."""
         if self.phase != "live":
             raise Conflict(f"session {self.session_id} is {self.phase}", hint="make a new one with POST /sessions")
-        if len(self.running) >= RUNNING_MAX:
+        if len(self.running) + turns > RUNNING_MAX:
             raise OutOfCapacity(
                 f"session {self.session_id} has {len(self.running)} turns under way",
                 hint="wait for an answer, or use another session",
                 retry_after_s=1.0,
             )
         most = TURNS_MAX if self.spec.max_turns is None else min(TURNS_MAX, self.spec.max_turns)
-        if self.turns + len(self.running) >= most:
+        if self.turns + len(self.running) + turns > most:
+            asked = "" if turns == 1 else f", and {turns} are asked for,"
             raise Conflict(
-                f"session {self.session_id} has had {self.turns} turns, {len(self.running)} run, of {most} at most",
+                f"session {self.session_id} has had {self.turns} turns, {len(self.running)} run{asked}"
+                f"{'' if asked else ','} of {most} at most",
                 hint="finish it, and make another",
             )
 
@@ -176,6 +193,14 @@ class SessionState:
         if record.segments:
             last = record.segments[-1]
             self.version, self.engine = Version(last.version), EngineName(last.engine)
+
+    def seen(self, turn_id: TurnId, num_tokens: int | None) -> bool:
+        """How much of an ended turn's answer a client was sent; None: all of it. Whether that is news."""
+        turn = self.tree.turns.get(turn_id)
+        if turn is None or turn.seen == num_tokens:
+            return False
+        turn.seen = num_tokens
+        return True
 
     def tell(self, turn_id: TurnId, head: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
         """What a turn's ids stand for, once its answer was told."""

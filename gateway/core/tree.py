@@ -3,7 +3,8 @@
 Invariants:
 - a turn holds only what it adds to the path before it: its prompt's new ids, then what the policy sampled;
 - a turn's parent ended before the turn began, so its ids never change under a child;
-- over all leaves every sampled token has a loss mask of 1 exactly once: in the first leaf (by end) whose path holds it.
+- over all leaves every sampled token has a loss mask of 1 exactly once: in the first leaf (by end) whose path holds it;
+  but for the tail of an answer whose client left before it was sent: no agent acted on that, so it has 0.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Turn:
     messages: tuple[Message, ...] = ()
     reward: float | None = None
     leaf_reward: float | None = None
+    text_mark: tuple[int, bytes] | None = None  # of its path's text: bytes and digest, once somebody compared it
+    seen: int | None = None  # so many of its sampled tokens were sent to a client; None: all of them
 
     @property
     def end(self) -> int:
@@ -54,7 +57,7 @@ class Turn:
         keep = self.start + len(self.prompt_ids) + num_tokens
         del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
         self.segments = [msgspec.structs.replace(s, end=min(s.end, keep)) for s in self.segments if s.start < keep]
-        self.finish_reason = "stop"
+        self.finish_reason, self.text_mark = "stop", None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,10 @@ class TurnTree:
 
     def __len__(self) -> int:
         return len(self.turns)
+
+    def snapshot(self) -> TurnTree:
+        """The same turns, to be read in another thread while more of them end."""
+        return TurnTree(dict(self.turns))
 
     def __contains__(self, turn_id: TurnId) -> bool:
         return turn_id in self.turns
@@ -108,6 +115,8 @@ class TurnTree:
     def add(self, record: TurnRecord) -> Turn:
         """An ended turn; `record.segments` count its sampled tokens. ValueError if it does not extend its parent."""
         request = record.request
+        if request.parent is not None and request.parent not in self.turns:
+            raise ValueError(f"turn {request.turn_id} goes on from turn {request.parent}, which is not there")
         before = self.ids(self.turns[request.parent]) if request.parent is not None else []
         if list(request.prompt_ids[: len(before)]) != before:
             raise ValueError(f"turn {request.turn_id} does not begin with the ids of turn {request.parent}")
@@ -134,15 +143,20 @@ class TurnTree:
         path = self.path(leaf)
         out = PathRecord(tuple(path), segments=[s for t in path for s in t.segments])
         for turn in path:
-            prompt, fresh = len(turn.prompt_ids), turn.turn_id not in counted
-            said = len(turn.token_ids)
+            prompt, said = len(turn.prompt_ids), len(turn.token_ids)
+            used = 0 if turn.turn_id in counted else said
+            if turn is leaf and turn.seen is not None:  # a turn that was gone on from was read
+                used = min(used, turn.seen)
+            rest = said - used
             out.token_ids.extend(turn.prompt_ids)
             out.token_ids.extend(turn.token_ids)
             out.logprobs.extend([0.0] * prompt)
-            out.logprobs.extend(turn.logprobs if fresh else [0.0] * said)
-            out.loss_mask.extend([0] * prompt + [int(fresh)] * said)
+            out.logprobs.extend(turn.logprobs[:used])
+            out.logprobs.extend([0.0] * rest)
+            out.loss_mask.extend([0] * prompt + [1] * used + [0] * rest)
             out.versions.extend([-1] * prompt)
-            out.versions.extend(turn.versions if fresh else [-1] * said)
+            out.versions.extend(turn.versions[:used])
+            out.versions.extend([-1] * rest)
         return out
 
     def sequences(self) -> list[PathRecord]:

@@ -54,6 +54,9 @@ class SamplingParams:
     top_logprobs: int = 0  # alternatives reported beside the sampled token
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest one are left out
+    repetition_penalty: float = 1.0  # on what the prompt or the answer holds already, as the engine counts it
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by token id, each once
     json_schema: str = ""  # as JSON text: the answer is constrained to it
     regex: str = ""  # the same to a pattern, in the engine's dialect
     structural_tag: str = ""  # the same to tagged text, as xgrammar has it: JSON
@@ -114,7 +117,8 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
 class SampledWith(msgspec.Struct, frozen=True):
     """What a trainer needs to know of how a segment was sampled. `logprobs` are of that distribution, unless `kind`:
 
-    `raw`: of the model's, before temperature, truncation and penalties; `greedy`: the likeliest token was taken.
+    `raw`: of the model's, before temperature, truncation and penalties; `untruncated`: after temperature and penalties,
+    before `top_p`, `top_k` and `min_p`; `greedy`: the likeliest token was taken.
     """
 
     temperature: float
@@ -123,7 +127,10 @@ class SampledWith(msgspec.Struct, frozen=True):
     presence_penalty: float
     frequency_penalty: float
     constrained: bool
-    logprobs: Literal["policy", "raw", "greedy"]
+    logprobs: Literal["policy", "raw", "untruncated", "greedy"]
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = {}  # by token id
 
 
 class VersionChange(msgspec.Struct, frozen=True):
@@ -137,7 +144,11 @@ class VersionChange(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of tokens of one turn. `start` and `end` index the session's token ids, end exclusive."""
+    """A run of tokens of one turn. `start` and `end` index the session's token ids, end exclusive.
+
+    `dtype`: what the engine computes in; empty: it does not tell. A greedy turn whose segments differ in it is not the
+    turn that one engine alone would have made.
+    """
 
     turn: int
     engine: str
@@ -151,6 +162,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     sampled_with: SampledWith | None = None
     evidence: Evidence = "none"
+    dtype: str = ""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,12 +4,14 @@ Invariants:
 - only the owner thread uses the connection; everybody else posts operations, which run in the order posted;
 - what was queued together commits together (group commit), and an operation's result is given out after its commit;
 - an operation once posted runs, even if who waits for it is cancelled;
-- an operation that fails undoes only itself (savepoint); the others of its batch stand.
+- an operation that fails, whatever it raises, undoes only itself (savepoint); the others of its batch stand;
+- while the disk cannot be written, `run` fails and has had no effect, and what is owed (`owe`: it records what has
+  happened already) is kept and tried again, in order and overtaken by nothing, until it lands. `failure` says why.
 
 A file has one process: a second gateway would go on with the same turns.
 
-Durability: WAL with `synchronous=NORMAL`. A commit survives the death of this process at any instant (kill -9); a power
-cut may take the last commits, never the file's integrity.
+Durability: WAL with `synchronous=NORMAL`. A commit survives the death of this process at any instant (kill -9), and a
+power cut once `synced` has returned after it; a power cut may take the commits since, never the file's integrity.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gateway.data.layout import prepare
+from gateway.data.layout import LAYOUT, prepare
+from gateway.data.sync import Syncer, sync_folder
 from protos.errors import Conflict, LaminarError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -41,10 +45,33 @@ WAITING_MAX = 1024
 """Callers that may wait for an operation at once; the next one waits for a place, so the queue is bounded."""
 
 
+RETRY_S = 0.5
+"""Between two attempts to write what is owed, or to find out whether the disk can be written again."""
+
+_STORE_FAILED = frozenset(
+    {
+        sqlite3.SQLITE_AUTH,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_PROTOCOL,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+"""Errors of the file or the disk, not of the statement: the same operation may do later."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     operation: Operation[Any]
     future: Future[Any]
+    owed: bool = False
 
 
 class Database:
@@ -53,11 +80,17 @@ class Database:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._owed: deque[_Job] = deque()  # the owner thread's: what could not be written yet
         self._places = asyncio.Semaphore(WAITING_MAX)
         self._thread = threading.Thread(target=self._own, name="gateway-sqlite", daemon=True)
+        self._syncer = None if path is None else Syncer(path.with_name(f"{path.name}-wal"), self._checkpoint)
         self._opened: Future[None] = Future()
         self._closed = False
+        self._patient = True
         self._lock: int | None = None
+        self._connection: sqlite3.Connection  # the owner thread's
+        self._checkpoint_wanted: Future[bool] | None = None
+        self._write_failure = ""
 
     async def __aenter__(self) -> Database:
         await self.open()
@@ -71,35 +104,81 @@ class Database:
         Conflict when another process has it, or a gateway of another time wrote it."""
         self._thread.start()
         await asyncio.wrap_future(self._opened)
+        if self._syncer is not None:
+            self._syncer.start()
 
     async def close(self) -> None:
         """Runs what was posted, then closes the file. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
+        if self._syncer is not None and self._syncer.started:
+            await asyncio.to_thread(self._syncer.close)
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
+    def hurry(self) -> None:
+        """The process is about to end: what is owed is tried once more, and then fails as anything else."""
+        self._patient = False
+
+    @property
+    def failure(self) -> str:
+        """Why the store cannot be written, or synced, now; empty while it can."""
+        return self._write_failure or (self._syncer.failure if self._syncer is not None else "")
+
+    def check(self) -> None:
+        """Raises Unavailable while the store cannot be written: nothing should begin that it has to keep."""
+        if self.failure:
+            raise self._unavailable(self.failure)
+
     def post(self, operation: Operation[T]) -> Future[T]:
         """Queues without waiting, for callers that bound themselves (one outstanding operation each)."""
+        return self._post(operation, owed=False)
+
+    def post_owed(self, operation: Operation[T]) -> Future[T]:
+        """The same, of what has to land: see `owe`."""
+        return self._post(operation, owed=True)
+
+    def _post(self, operation: Operation[T], *, owed: bool) -> Future[T]:
         if self._closed:
             raise Unavailable(f"the gateway's store {self._name} is closed")
         future: Future[T] = Future()
-        self._jobs.put(_Job(operation, future))
+        future.set_running_or_notify_cancel()  # nobody can cancel it any more
+        self._jobs.put(_Job(operation, future, owed))
         return future
 
     async def run(self, operation: Operation[T]) -> T:
-        """Runs the operation in the owner thread and returns its result once committed."""
+        """Runs the operation in the owner thread and returns its result once committed. Raises what it raises, and
+        Unavailable when the store cannot be written: then it has had no effect."""
         async with self._places:
             return await asyncio.shield(asyncio.wrap_future(self.post(operation)))
+
+    async def owe(self, operation: Operation[T]) -> T:
+        """As `run`, for what has happened already and has to be kept: while the store cannot be written it waits.
+
+        It may run more than once; only the last time stands.
+        """
+        async with self._places:
+            return await asyncio.shield(asyncio.wrap_future(self.post_owed(operation)))
+
+    async def synced(self) -> None:
+        """All that was committed before survives a power cut when this returns. Callers that wait share one sync."""
+        if self._syncer is None:
+            return
+        if self._closed:
+            raise Unavailable(f"the gateway's store {self._name} is closed")
+        async with self._places:
+            await asyncio.shield(asyncio.wrap_future(self._syncer.ask()))
 
     @property
     def _name(self) -> str:
         return str(self._path) if self._path is not None else ":memory:"
 
+    # -- the owner thread
+
     def _own(self) -> None:
         try:
-            connection = self._connect()
+            self._connection = self._open()
         except LaminarError as e:
             self._unlock()
             self._opened.set_exception(e)
@@ -113,15 +192,23 @@ class Database:
         self._opened.set_result(None)
         try:
             while (batch := self._next_batch()) is not None:
-                self._commit(connection, batch)
+                self._commit(batch)
+                self._serve_checkpoint()
         finally:
-            connection.close()
+            self._give_up_owed()
+            self._connection.close()
             self._unlock()
 
-    def _connect(self) -> sqlite3.Connection:
+    def _open(self) -> sqlite3.Connection:
         if self._path is not None:
+            made = [folder for folder in self._path.parents if not folder.exists()]
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._take_lock(self._path)
+            for folder in (self._path.parent, *(new.parent for new in made)):
+                sync_folder(folder)
+        return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._name, isolation_level=None)
         prepare(connection, self._name)
         connection.execute("PRAGMA journal_mode=WAL")
@@ -145,51 +232,171 @@ class Database:
             self._lock = None
 
     def _next_batch(self) -> list[_Job] | None:
-        """Blocks for one job, then takes what else is there; None once closed and empty."""
-        job = self._jobs.get()
-        batch: list[_Job] = []
+        """What is owed, and what is queued behind it. Blocks for one job; None once closed and empty.
+
+        While the store fails, no longer than `RETRY_S`: then what is owed is tried again, or a write of no meaning.
+        """
+        try:
+            job = self._jobs.get(timeout=RETRY_S if self._write_failure else None)
+        except queue.Empty:
+            return [*self._take_owed()] or [_Job(_write_nothing, Future())]
+        if job is None:
+            return None
+        batch = self._take_owed()
         while job is not None:
             batch.append(job)
             if len(batch) >= BATCH_MAX or self._jobs.empty():
                 return batch
             job = self._jobs.get()
-        if batch:
-            self._jobs.put(None)
-            return batch
-        return None
+        self._jobs.put(None)
+        return batch
 
-    def _commit(self, connection: sqlite3.Connection, batch: list[_Job]) -> None:
-        done: list[tuple[Future[Any], Any]] = []
+    def _take_owed(self) -> list[_Job]:
+        found = list(self._owed)
+        self._owed.clear()
+        return found
+
+    def _commit(self, batch: list[_Job]) -> None:
         try:
+            self._transact(batch)
+        except Exception as e:  # noqa: BLE001 (whatever it is, it is told to who waits)
+            self._failed(e)
+            if len(batch) == 1:
+                self._keep_or_fail(batch[0], e)
+            else:
+                self._commit_one_by_one(batch)
+
+    def _commit_one_by_one(self, batch: Iterable[_Job]) -> None:
+        """In order, up to the first that is owed and does not land: nothing overtakes it."""
+        error: Exception | None = None
+        for job in batch:
+            if error is None:
+                try:
+                    self._transact([job])
+                    continue
+                except Exception as e:  # noqa: BLE001
+                    self._failed(e)
+                    self._keep_or_fail(job, e)
+                    error = e if self._owed else None
+            else:
+                self._keep_or_fail(job, error)
+
+    def _keep_or_fail(self, job: _Job, error: Exception) -> None:
+        if job.owed and self._patient and _store_failed(error):
+            self._owed.append(job)
+        else:
+            job.future.set_exception(self._told(error))
+
+    def _transact(self, batch: Iterable[_Job]) -> None:
+        """All in one transaction. Raises when the store failed; then none has run, and none was told anything."""
+        connection, done, failed = self._connection, list[tuple[_Job, Any]](), list[tuple[_Job, Exception]]()
+        try:
+            changes = connection.total_changes
             connection.execute("BEGIN IMMEDIATE")
             for job in batch:
-                self._run_one(connection, job, done)
+                self._run_one(connection, job, done, failed)
             connection.execute("COMMIT")
-        except sqlite3.Error as e:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            log.error("store %s: a batch of %d operations failed: %s", self._name, len(batch), e)
-            for job in batch:
-                if not job.future.done():
-                    job.future.set_exception(self._unavailable(e))
-            return
-        for future, result in done:
-            future.set_result(result)
+            wrote = connection.total_changes != changes
+        except Exception:
+            self._roll_back()
+            raise
+        if self._write_failure and (wrote or any(job.operation is _write_nothing for job, _ in done)):
+            log.info("store %s can be written again", self._name)
+            self._write_failure = ""
+        for job, result in done:
+            job.future.set_result(result)
+        for job, error in failed:
+            job.future.set_exception(self._told(error))
 
-    def _run_one(self, connection: sqlite3.Connection, job: _Job, done: list[tuple[Future[Any], Any]]) -> None:
+    def _run_one(
+        self,
+        connection: sqlite3.Connection,
+        job: _Job,
+        done: list[tuple[_Job, Any]],
+        failed: list[tuple[_Job, Exception]],
+    ) -> None:
         connection.execute("SAVEPOINT job")
         try:
             result = job.operation(connection)
-        except (sqlite3.Error, LaminarError, ValueError) as e:
-            if not connection.in_transaction:
-                raise  # SQLite itself gave up the whole transaction: disk full, I/O error
+        except Exception as e:
+            if not connection.in_transaction or _store_failed(e):
+                raise  # SQLite itself may have given up the whole transaction: disk full, I/O error
             connection.execute("ROLLBACK TO job")
-            job.future.set_exception(self._unavailable(e) if isinstance(e, sqlite3.Error) else e)
+            failed.append((job, e))
         else:
-            done.append((job.future, result))
+            done.append((job, result))
         connection.execute("RELEASE job")
 
-    def _unavailable(self, error: sqlite3.Error) -> Unavailable:
+    def _roll_back(self) -> None:
+        """A connection that cannot even do that is replaced."""
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error as e:
+            log.error("store %s: cannot roll back, and is opened again: %s", self._name, e)
+            self._connection.close()
+            self._connection = self._connect()
+
+    def _failed(self, error: Exception) -> None:
+        """Noted, and logged once, until a write lands."""
+        if _store_failed(error) and self._write_failure != str(error):
+            self._write_failure = str(error)
+            log.error("store %s cannot be written: %s; it is tried again each %g s", self._name, error, RETRY_S)
+
+    def _told(self, error: Exception) -> LaminarError:
+        if isinstance(error, LaminarError):
+            return error
+        if isinstance(error, sqlite3.Error):
+            return self._unavailable(str(error))
+        log.error("store %s: an operation failed", self._name, exc_info=error)
+        told = LaminarError(f"the gateway's store {self._name} refused an operation: {type(error).__name__}: {error}")
+        told.__cause__ = error
+        return told
+
+    def _unavailable(self, why: str) -> Unavailable:
         return Unavailable(
-            f"the gateway's store {self._name} failed: {error}", hint="check free space and rights of its directory"
+            f"the gateway's store {self._name} failed: {why}", hint="check free space and rights of its directory"
         )
+
+    def _give_up_owed(self) -> None:
+        """At the close: one more attempt, and then who waits is told."""
+        if self._owed:
+            self._commit(self._take_owed())
+        for job in self._take_owed():
+            job.future.set_exception(self._unavailable(self._write_failure))
+
+    # -- the syncer's thread
+
+    def _checkpoint(self) -> bool:
+        """Copies the whole log into the database file, synced; False when that cannot be now."""
+        if self._closed and not self._thread.is_alive():
+            return False
+        done: Future[bool] = Future()
+        self._checkpoint_wanted = done
+        self._jobs.put(_Job(_nothing, Future()))  # wakes the owner, who serves it after its batch
+        return done.result()
+
+    def _serve_checkpoint(self) -> None:
+        wanted, self._checkpoint_wanted = self._checkpoint_wanted, None
+        if wanted is None:
+            return
+        try:
+            [busy, *_] = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            wanted.set_result(not busy)
+        except sqlite3.Error as e:
+            log.warning("store %s: no checkpoint: %s", self._name, e)
+            wanted.set_result(False)
+
+
+def _store_failed(error: Exception) -> bool:
+    """The disk or the file, not the operation, is to blame."""
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _STORE_FAILED
+
+
+def _nothing(connection: sqlite3.Connection) -> None:
+    return None
+
+
+def _write_nothing(connection: sqlite3.Connection) -> None:
+    """A page, so that it shows whether the disk can be written."""
+    connection.execute(f"PRAGMA user_version = {LAYOUT}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from gateway.clock import unix_s
 from gateway.core.types import Trajectory
+from gateway.data.damage import leaving_out, reading
 from gateway.data.leases import Entry
 
 _SCHEMA = """
@@ -29,7 +30,17 @@ def load(
         "SELECT seq, session_id, group_id, oldest_version, lease_id FROM trajectories ORDER BY seq"
     ).fetchall()
     leases = connection.execute("SELECT lease_id, reader, until_unix_s FROM leases").fetchall()
-    return [(Entry(*row[:4]), row[4]) for row in rows], leases
+    found: list[tuple[Entry, str | None]] = []
+    for seq, session_id, group_id, oldest_version, lease_id in rows:
+        with leaving_out("trajectories", seq):
+            found.append((Entry(seq, session_id, group_id, _number(oldest_version)), lease_id))
+    return found, leases
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"{value!r} is no number")
+    return value
 
 
 def load_closed_groups(connection: sqlite3.Connection) -> list[tuple[str, int]]:
@@ -49,20 +60,22 @@ def replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: lis
     )
 
 
-def delete(connection: sqlite3.Connection, entries: list[Entry]) -> None:
+def delete(connection: sqlite3.Connection, entries: Sequence[Entry]) -> None:
     connection.executemany("DELETE FROM trajectories WHERE seq=?", [(entry.seq,) for entry in entries])
 
 
 def revise(connection: sqlite3.Connection, seq: int, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
     [body] = connection.execute("SELECT body FROM trajectories WHERE seq=?", (seq,)).fetchone()
-    leaves = change(msgspec.msgpack.decode(body, type=list[Trajectory]))
+    with reading("trajectories", seq):
+        before = msgspec.msgpack.decode(body, type=list[Trajectory])
+    leaves = change(before)
     connection.execute("UPDATE trajectories SET body=? WHERE seq=?", (msgspec.msgpack.encode(leaves), seq))
 
 
 def lease_rows(
     connection: sqlite3.Connection, lease_id: str, reader: str, until: float, seqs: list[int]
 ) -> list[bytes]:
-    connection.execute("DELETE FROM leases WHERE until_unix_s <= ?", (time.time(),))
+    connection.execute("DELETE FROM leases WHERE until_unix_s <= ?", (unix_s(),))
     connection.execute("INSERT INTO leases VALUES (?,?,?)", (lease_id, reader, until))
     connection.executemany("UPDATE trajectories SET lease_id=? WHERE seq=?", [(lease_id, seq) for seq in seqs])
     read = "SELECT body FROM trajectories WHERE seq=?"
@@ -72,3 +85,12 @@ def lease_rows(
 def delete_lease(connection: sqlite3.Connection, lease_id: str) -> None:
     connection.execute("DELETE FROM trajectories WHERE lease_id=?", (lease_id,))
     connection.execute("DELETE FROM leases WHERE lease_id=?", (lease_id,))
+
+
+def release(connection: sqlite3.Connection, lease_id: str) -> None:
+    connection.execute("UPDATE trajectories SET lease_id=NULL WHERE lease_id=?", (lease_id,))
+    connection.execute("DELETE FROM leases WHERE lease_id=?", (lease_id,))
+
+
+def unlease(connection: sqlite3.Connection, seq: int) -> None:
+    connection.execute("UPDATE trajectories SET lease_id=NULL WHERE seq=?", (seq,))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gateway.data.damage import leaving_out
 from gateway.data.leases import Entry
 
 
@@ -24,5 +25,6 @@ def of_equal_rewards(connection: sqlite3.Connection, entries: Sequence[Entry]) -
     rewards: dict[str, set[float]] = {}
     for entry in entries:
         [body] = connection.execute("SELECT body FROM trajectories WHERE seq=?", (entry.seq,)).fetchone()
-        rewards.setdefault(entry.group_id, set()).update(leaf.reward for leaf in _decode(body))
-    return [entry for entry in entries if len(rewards[entry.group_id]) == 1]
+        with leaving_out("trajectories", entry.seq):
+            rewards.setdefault(entry.group_id, set()).update(leaf.reward for leaf in _decode(body))
+    return [entry for entry in entries if len(rewards.get(entry.group_id, ())) == 1]

@@ -10,6 +10,7 @@ import msgspec
 from gateway.core.groups import GroupState
 from gateway.core.sessions import SessionSpec
 from gateway.core.types import GroupId, SessionId
+from gateway.data.damage import leaving_out
 from gateway.data.database import Database
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS groups(group_id TEXT PRIMARY KEY, body BLOB NOT NULL)"
@@ -35,19 +36,23 @@ class GroupStore:
     async def save(self, group: Group) -> None:
         """As it is now, and all that was written before, are on disk when this returns."""
         row = (group.state.group_id, msgspec.msgpack.encode(group))
-        await self._database.run(lambda connection: _save(connection, row))
+        await self._database.owe(lambda connection: _save(connection, row))
 
     async def forget(self, group_id: GroupId) -> None:
-        await self._database.run(
+        await self._database.owe(
             lambda connection: connection.execute("DELETE FROM groups WHERE group_id=?", (group_id,)) and None
         )
 
     async def load(self) -> list[Group]:
         """Every group remembered, oldest first."""
         rows = await self._database.run(
-            lambda connection: connection.execute("SELECT body FROM groups ORDER BY rowid").fetchall()
+            lambda connection: connection.execute("SELECT group_id, body FROM groups ORDER BY rowid").fetchall()
         )
-        return [msgspec.msgpack.decode(body, type=Group) for (body,) in rows]
+        found: list[Group] = []
+        for group_id, body in rows:
+            with leaving_out("groups", group_id):
+                found.append(msgspec.msgpack.decode(body, type=Group))
+        return found
 
 
 def _save(connection: sqlite3.Connection, row: tuple[str, bytes]) -> None:

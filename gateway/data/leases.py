@@ -41,6 +41,7 @@ class BufferState:
     leases: dict[str, LeaseState] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     closed_groups: dict[str, int] = field(default_factory=dict)  # whole with so many members, fewer than asked for
+    groups: dict[str, int] = field(default_factory=dict)  # free entries of each group
 
     def __len__(self) -> int:
         return len(self.sessions)
@@ -60,7 +61,7 @@ class BufferState:
             for old in gone:
                 self.remove(old)
         self.sessions.add(entry.session_id)
-        self.free[entry.seq] = entry
+        self._let_in(entry)
         return gone
 
     def full(self) -> bool:
@@ -104,7 +105,7 @@ class BufferState:
         return gone
 
     def lease(self, lease_id: str, reader: str, entries: Iterable[Entry], until: float) -> LeaseState:
-        taken = {entry.seq: self.free.pop(entry.seq) for entry in entries}
+        taken = {entry.seq: self._take_out(entry.seq) for entry in entries}
         state = self.leases[lease_id] = LeaseState(lease_id, reader, until, taken)
         return state
 
@@ -115,12 +116,37 @@ class BufferState:
             self.sessions.difference_update(entry.session_id for entry in lease.entries.values())
         return lease
 
+    def hold(self, lease: LeaseState) -> None:
+        """A lease that was ended, and could not be."""
+        self.leases[lease.lease_id] = lease
+        self.sessions.update(entry.session_id for entry in lease.entries.values())
+
+    def release(self, lease_id: str) -> bool:
+        """Its entries are free again; False if it had lapsed or ended."""
+        lease = self.leases.pop(lease_id, None)
+        if lease is not None:
+            self._let_in(*lease.entries.values())
+        return lease is not None
+
+    def leave_out(self, lease: LeaseState, entry: Entry) -> None:
+        """It cannot be given to anybody."""
+        lease.entries.pop(entry.seq, None)
+        if entry.seq in self.free:
+            self._take_out(entry.seq)
+        self.sessions.discard(entry.session_id)
+
+    def put_back(self, entries: Iterable[Entry]) -> None:
+        """Free entries that were taken out, and are still there."""
+        for entry in entries:
+            self._let_in(entry)
+            self.sessions.add(entry.session_id)
+
     def lapse(self, now: float) -> list[LeaseState]:
         """Gives back what readers held too long."""
         lapsed = [lease for lease in self.leases.values() if lease.until <= now]
         for lease in lapsed:
             del self.leases[lease.lease_id]
-            self.free.update(lease.entries)
+            self._let_in(*lease.entries.values())
         return lapsed
 
     def next_lapse(self) -> float | None:
@@ -128,5 +154,17 @@ class BufferState:
 
     def remove(self, entry: Entry) -> None:
         """Takes a free entry out."""
-        del self.free[entry.seq]
+        self._take_out(entry.seq)
         self.sessions.discard(entry.session_id)
+
+    def _let_in(self, *entries: Entry) -> None:
+        for entry in entries:
+            self.free[entry.seq] = entry
+            self.groups[entry.group_id] = self.groups.get(entry.group_id, 0) + 1
+
+    def _take_out(self, seq: int) -> Entry:
+        entry = self.free.pop(seq)
+        self.groups[entry.group_id] -= 1
+        if not self.groups[entry.group_id]:
+            del self.groups[entry.group_id]
+        return entry

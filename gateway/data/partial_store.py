@@ -1,4 +1,5 @@
-"""The partial-response pool on disk: tables `turns`, `turn_journal`, `turn_parts` and `turn_segments`.
+"""The partial-response pool on disk: tables `turns`, `turn_journal`, `turn_parts`, `turn_segments`
+and `turn_seen`.
 
 Invariants:
 - a flush is one row of the journal, however many turns it has tokens of: a row for each cost some 25 us and, beside a
@@ -11,8 +12,10 @@ Everything here runs in the database's thread, within its transaction.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,6 +23,10 @@ from typing import Literal
 import msgspec
 
 from gateway.core.types import Segment, SessionId, TopLogprob, TurnId, TurnRecord, TurnRequest
+from gateway.data.damage import reading
+from protos.errors import Corrupt
+
+log = logging.getLogger(__name__)
 
 Outcome = Literal["stop", "length", "aborted", "lost"]
 """How a turn ended: a finish reason, given up by the client, or by the gateway."""
@@ -30,7 +37,7 @@ JOURNAL_TOKENS_MAX = 500_000
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS turns(
     turn_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, request BLOB NOT NULL, begun_unix_s REAL NOT NULL,
-    outcome TEXT, num_tokens INTEGER, ended_unix_s REAL);
+    outcome TEXT, num_tokens INTEGER, ended_unix_s REAL, end_number INTEGER);
 CREATE INDEX IF NOT EXISTS turns_by_session ON turns(session_id);
 CREATE TABLE IF NOT EXISTS turn_journal(flush INTEGER PRIMARY KEY, parts BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS turn_parts(
@@ -39,23 +46,27 @@ CREATE TABLE IF NOT EXISTS turn_parts(
 CREATE INDEX IF NOT EXISTS turn_parts_by_turn ON turn_parts(turn_id);
 CREATE TABLE IF NOT EXISTS turn_segments(
     turn_id TEXT NOT NULL, position INTEGER NOT NULL, segment BLOB NOT NULL, PRIMARY KEY(turn_id, position));
+CREATE TABLE IF NOT EXISTS turn_seen(turn_id TEXT PRIMARY KEY, num_tokens INTEGER);
 """
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTurn:
-    """A turn on disk; in flight when it has no outcome."""
+    """A turn on disk; in flight when it has no outcome. `seen`: so many of its tokens were sent to a client; None: all
+    of them, as far as anybody knows."""
 
     record: TurnRecord
     outcome: Outcome | None
     ended_unix_s: float | None
+    end_number: int | None = None  # None, too, of one that ended before ends were counted
+    seen: int | None = None
 
 
 Begun = tuple[TurnId, SessionId, bytes, float]
 """A row of `turns`: its request, and when it began."""
 
 
-Appended = tuple[TurnId, Sequence[int], Sequence[float], Sequence[tuple[TopLogprob, ...]]]
+Appended = tuple[TurnId, "array[int]", "array[float]", Sequence[tuple[TopLogprob, ...]]]
 """A turn's tokens that came together: ids, logprobs, and alternatives where they were asked for."""
 
 
@@ -66,10 +77,25 @@ class Unwritten:
     begun: list[Begun] = field(default_factory=list)
     tokens: list[Appended] = field(default_factory=list)
     segments: list[tuple[TurnId, int, bytes]] = field(default_factory=list)
-    ended: list[tuple[Outcome, float, TurnId]] = field(default_factory=list)
+    ended: list[tuple[Outcome, int | None, float, int, TurnId]] = field(default_factory=list)
+    seen: list[tuple[int | None, TurnId]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.begun or self.segments or self.ended)
+        return bool(self.tokens or self.begun or self.segments or self.ended or self.seen)
+
+    def by_turn(self) -> dict[TurnId, Unwritten]:
+        found: defaultdict[TurnId, Unwritten] = defaultdict(Unwritten)
+        for begun in self.begun:
+            found[begun[0]].begun.append(begun)
+        for tokens in self.tokens:
+            found[tokens[0]].tokens.append(tokens)
+        for segment in self.segments:
+            found[segment[0]].segments.append(segment)
+        for ended in self.ended:
+            found[ended[-1]].ended.append(ended)
+        for seen in self.seen:
+            found[seen[-1]].seen.append(seen)
+        return found
 
 
 @dataclass(slots=True)
@@ -106,8 +132,16 @@ def count_segments(connection: sqlite3.Connection) -> list[tuple[TurnId, int]]:
     ).fetchall()
 
 
+def last_end(connection: sqlite3.Connection) -> int:
+    """The number of the turn that ended last."""
+    [number] = connection.execute("SELECT max(end_number) FROM turns").fetchone()
+    return number or 0
+
+
 def reopen(connection: sqlite3.Connection, turn_id: TurnId) -> int:
-    connection.execute("UPDATE turns SET outcome=NULL, ended_unix_s=NULL WHERE turn_id=?", (turn_id,))
+    connection.execute(
+        "UPDATE turns SET outcome=NULL, num_tokens=NULL, ended_unix_s=NULL, end_number=NULL WHERE turn_id=?", (turn_id,)
+    )
     [count] = connection.execute("SELECT count(*) FROM turn_segments WHERE turn_id=?", (turn_id,)).fetchone()
     return int(count)
 
@@ -123,7 +157,14 @@ def write(connection: sqlite3.Connection, taken: Unwritten) -> None:
     if taken.segments:
         connection.executemany("INSERT OR REPLACE INTO turn_segments VALUES (?,?,?)", taken.segments)
     if taken.ended:
-        connection.executemany("UPDATE turns SET outcome=?, ended_unix_s=? WHERE turn_id=?", taken.ended)
+        connection.executemany(
+            "UPDATE turns SET outcome=?, num_tokens=?, ended_unix_s=?, end_number=? WHERE turn_id=?", taken.ended
+        )
+    if taken.seen:  # of turns that are kept: who leaves an answer may do so after its session was forgotten
+        connection.executemany(
+            "INSERT OR REPLACE INTO turn_seen(num_tokens, turn_id) SELECT ?, turn_id FROM turns WHERE turn_id=?",
+            taken.seen,
+        )
 
 
 def _parts(appended: Iterable[Appended]) -> list[_Part]:
@@ -140,16 +181,25 @@ def _parts(appended: Iterable[Appended]) -> list[_Part]:
 
 
 def fold(connection: sqlite3.Connection) -> None:
-    """The journal's tokens become rows of their turns; those of forgotten turns are dropped."""
+    """The journal's tokens become rows of their turns; those of forgotten turns are dropped.
+
+    From a damaged row on nothing counts: turns in flight go on from what they had before it.
+    """
     found: dict[str, _Tokens] = {}
-    for (blob,) in connection.execute("SELECT parts FROM turn_journal ORDER BY flush"):
-        for part in _decode_parts(blob):
-            turn = found.setdefault(part.turn_id, _Tokens())
-            turn.token_ids.frombytes(part.token_ids)
-            turn.logprobs.frombytes(part.logprobs)
-            turn.top_logprobs += part.top_logprobs
-    if not found:
+    rows = connection.execute("SELECT flush, parts FROM turn_journal ORDER BY flush").fetchall()
+    if not rows:
         return
+    try:
+        for flush, blob in rows:
+            with reading("turn_journal", flush):
+                parts = _decode_parts(blob)
+            for part in parts:
+                turn = found.setdefault(part.turn_id, _Tokens())
+                turn.token_ids.frombytes(part.token_ids)
+                turn.logprobs.frombytes(part.logprobs)
+                turn.top_logprobs += part.top_logprobs
+    except Corrupt as e:
+        log.error("%s; turns lack what they said since", e)
     connection.executemany(
         "INSERT INTO turn_parts(turn_id, token_ids, logprobs, top_logprobs)"
         " SELECT turn_id, ?, ?, ? FROM turns WHERE turn_id=?",
@@ -176,7 +226,7 @@ def delete_sessions(connection: sqlite3.Connection, session_ids: Sequence[Sessio
         for session_id in session_ids
         for (turn_id,) in connection.execute("SELECT turn_id FROM turns WHERE session_id=?", (session_id,))
     ]
-    for table in ("turn_parts", "turn_segments", "turns"):
+    for table in ("turn_parts", "turn_segments", "turn_seen", "turns"):
         connection.executemany(f"DELETE FROM {table} WHERE turn_id=?", [(turn_id,) for turn_id in gone])
     return gone
 
@@ -186,7 +236,7 @@ def read_in_flight(connection: sqlite3.Connection) -> list[TurnRecord]:
     rows = connection.execute(
         "SELECT turn_id, request, outcome, num_tokens FROM turns WHERE outcome IS NULL ORDER BY rowid"
     )
-    return [read_turn(connection, *row) for row in rows.fetchall()]
+    return [_read_turn(connection, *row) for row in rows.fetchall()]
 
 
 def read_sessions(connection: sqlite3.Connection) -> list[SessionId]:
@@ -196,33 +246,43 @@ def read_sessions(connection: sqlite3.Connection) -> list[SessionId]:
 
 
 def read_kept(connection: sqlite3.Connection, session_id: SessionId) -> list[KeptTurn]:
+    """In the order in which they ended, those in flight last. Corrupt when one of them cannot be read."""
     fold(connection)
     rows = connection.execute(
-        "SELECT turn_id, request, outcome, num_tokens, ended_unix_s FROM turns WHERE session_id=? ORDER BY rowid",
+        "SELECT turn_id, request, outcome, num_tokens, ended_unix_s, end_number,"
+        " (SELECT s.num_tokens FROM turn_seen s WHERE s.turn_id = turns.turn_id) FROM turns WHERE session_id=?"
+        " ORDER BY outcome IS NULL, end_number, ended_unix_s, rowid",
         (session_id,),
     )
-    return [KeptTurn(read_turn(connection, *row[:4]), row[2], row[4]) for row in rows.fetchall()]
+    found = []
+    for row in rows.fetchall():
+        with reading("turns", row[0]):
+            found.append(KeptTurn(_read_turn(connection, *row[:4]), row[2], *row[4:]))
+    return found
 
 
-def read_turn(
+def _read_turn(
     connection: sqlite3.Connection, turn_id: str, request: bytes, outcome: Outcome | None, num_tokens: int | None
 ) -> TurnRecord:
     token_ids, logprobs = array("q"), array("d")
     top_logprobs: list[tuple[TopLogprob, ...]] = []
-    for ids, probs, tops in connection.execute(
-        "SELECT token_ids, logprobs, top_logprobs FROM turn_parts WHERE turn_id=? ORDER BY part", (turn_id,)
+    for part, ids, probs, tops in connection.execute(
+        "SELECT part, token_ids, logprobs, top_logprobs FROM turn_parts WHERE turn_id=? ORDER BY part", (turn_id,)
     ):
-        token_ids.frombytes(ids)
-        logprobs.frombytes(probs)
-        if tops is not None:
-            top_logprobs += msgspec.msgpack.decode(tops, type=list[tuple[TopLogprob, ...]])
-    segments = [
-        msgspec.msgpack.decode(blob, type=Segment)
-        for (blob,) in connection.execute(
-            "SELECT segment FROM turn_segments WHERE turn_id=? ORDER BY position", (turn_id,)
-        )
-    ]
+        with reading("turn_parts", part):
+            token_ids.frombytes(ids)
+            logprobs.frombytes(probs)
+            if tops is not None:
+                top_logprobs += msgspec.msgpack.decode(tops, type=list[tuple[TopLogprob, ...]])
+    segments: list[Segment] = []
+    for position, blob in connection.execute(
+        "SELECT position, segment FROM turn_segments WHERE turn_id=? ORDER BY position", (turn_id,)
+    ):
+        with reading("turn_segments", (turn_id, position)):
+            segments.append(msgspec.msgpack.decode(blob, type=Segment))
     kept = len(token_ids) if num_tokens is None else num_tokens
+    if len(token_ids) < kept:
+        raise Corrupt(f"turn {turn_id} lacks {kept - len(token_ids)} of its {kept} tokens")
     return TurnRecord(
         request=msgspec.msgpack.decode(request, type=TurnRequest),
         token_ids=list(token_ids[:kept]),

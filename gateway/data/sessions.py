@@ -18,6 +18,7 @@ from gateway.core.endings import Ended, Unrewarded
 from gateway.core.sessions import SessionSpec
 from gateway.core.tree import Turn
 from gateway.core.types import SessionId, TurnId
+from gateway.data.damage import leaving_out, reading
 from gateway.data.database import Database
 
 Message = Mapping[str, Any]
@@ -60,7 +61,10 @@ class KeptSession(msgspec.Struct, frozen=True):
 
 
 class SessionStore:
-    """Opened after the experience buffer, whose table it watches."""
+    """Opened after the experience buffer, whose table it watches.
+
+    What has happened already when it is written (`told`, `end`) waits for a disk that cannot be written.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -68,20 +72,30 @@ class SessionStore:
     async def open(self) -> None:
         await self._database.run(_make_tables)
 
+    def check(self) -> None:
+        """Raises Unavailable while nothing can be written."""
+        self._database.check()
+
     def add(self, spec: SessionSpec, api_key: str, created_unix_s: float) -> None:
-        """Never waits: it is on disk before what is written after it. `sessions_max` bounds them."""
+        """Never waits: it is on disk before what is written after it. `sessions_max` bounds them.
+        While nothing can be written it waits: ask `check` before.
+        """
         row = (spec.session_id, msgspec.msgpack.encode(spec), api_key, created_unix_s)
-        self._database.post(
+        self._database.post_owed(
             lambda connection: connection.execute("INSERT OR REPLACE INTO sessions VALUES (?,?,?,?)", row)
         )
 
     async def written(self) -> None:
         """Everything added before is on disk."""
-        await self._database.run(lambda connection: None)
+        await self._database.owe(lambda connection: None)
+
+    async def synced(self) -> None:
+        """Everything written before survives a power cut, too."""
+        await self._database.synced()
 
     async def told(self, session_id: SessionId, turn_id: TurnId, head: Message, messages: Sequence[Message]) -> None:
         row = (turn_id, session_id, msgspec.msgpack.encode(head), msgspec.msgpack.encode(list(messages)))
-        await self._database.run(
+        await self._database.owe(
             lambda connection: connection.execute("INSERT OR REPLACE INTO turn_messages VALUES (?,?,?,?)", row) and None
         )
 
@@ -102,19 +116,25 @@ class SessionStore:
     async def end(self, session_id: SessionId, ended: Ended) -> None:
         """The session is gone but for how it ended."""
         row = (session_id, msgspec.msgpack.encode(ended))
-        await self._database.run(lambda connection: _end(connection, row))
+        await self._database.owe(lambda connection: _end(connection, row))
 
     async def ended(self) -> list[tuple[SessionId, Ended]]:
         """Those remembered, oldest first."""
         rows = await self._database.run(
             lambda connection: connection.execute("SELECT session_id, body FROM ended ORDER BY number").fetchall()
         )
-        told = msgspec.msgpack.Decoder(Ended)
-        return [(name, Ended("finished") if body is None else told.decode(body)) for name, body in rows]
+        return [(name, _ended(name, body)) for name, body in rows]
 
-    async def load(self) -> list[KeptSession]:
-        """Every live session, oldest first."""
+    async def load(self) -> list[tuple[SessionId, KeptSession | None]]:
+        """Every live session, oldest first; None for one of which a row cannot be read."""
         return await self._database.run(_load)
+
+
+def _ended(name: SessionId, body: bytes | None) -> Ended:
+    if body is not None:
+        with leaving_out("ended", name):
+            return msgspec.msgpack.decode(body, type=Ended)
+    return Ended("finished")
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:
@@ -131,25 +151,38 @@ def _end(connection: sqlite3.Connection, row: tuple[SessionId, bytes]) -> None:
     connection.execute("DELETE FROM ended WHERE number <= (SELECT max(number) FROM ended) - ?", (ENDED_MAX,))
 
 
-def _load(connection: sqlite3.Connection) -> list[KeptSession]:
-    rows = connection.execute("SELECT spec, api_key, created_unix_s FROM sessions ORDER BY rowid").fetchall()
-    return [_kept(connection, *row) for row in rows]
+def _load(connection: sqlite3.Connection) -> list[tuple[SessionId, KeptSession | None]]:
+    rows = connection.execute(
+        "SELECT session_id, spec, api_key, created_unix_s FROM sessions ORDER BY rowid"
+    ).fetchall()
+    found: list[tuple[SessionId, KeptSession | None]] = []
+    for session_id, *row in rows:
+        kept = None
+        with leaving_out("sessions", session_id):
+            kept = _kept(connection, *row)
+        found.append((session_id, kept))
+    return found
 
 
 def _kept(connection: sqlite3.Connection, spec: bytes, api_key: str, created_unix_s: float) -> KeptSession:
     made = msgspec.msgpack.decode(spec, type=SessionSpec)
-    messages = connection.execute(
+    messages: dict[str, tuple[Message, tuple[Message, ...]]] = {}
+    for turn, head, said in connection.execute(
         "SELECT turn_id, head, messages FROM turn_messages WHERE session_id=?", (made.session_id,)
-    )
+    ):
+        with reading("turn_messages", turn):
+            messages[turn] = msgspec.msgpack.decode(head), tuple(msgspec.msgpack.decode(said))
     rewards = connection.execute(
         "SELECT turn_id, reward, leaf_reward FROM turn_rewards WHERE session_id=?", (made.session_id,)
     )
     waits = connection.execute("SELECT body FROM unrewarded WHERE session_id=?", (made.session_id,)).fetchone()
+    with reading("unrewarded", made.session_id):
+        unrewarded = None if waits is None else msgspec.msgpack.decode(waits[0], type=Unrewarded)
     return KeptSession(
         made,
         api_key,
         created_unix_s,
-        {turn: (msgspec.msgpack.decode(head), tuple(msgspec.msgpack.decode(said))) for turn, head, said in messages},
+        messages,
         {turn: (own, leaf) for turn, own, leaf in rewards},
-        None if waits is None else msgspec.msgpack.decode(waits[0], type=Unrewarded),
+        unrewarded,
     )

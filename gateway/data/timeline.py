@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.data.damage import leaving_out
 from gateway.data.database import Database
 from protos.errors import LaminarError
 
@@ -57,7 +58,9 @@ class Timeline:
 
     async def open(self) -> None:
         rows = await self._database.run(lambda connection: _load(connection, self._capacity))
-        self._events.extend(msgspec.msgpack.decode(blob, type=TimelineEvent) for (blob,) in rows)
+        for seq, blob in rows:
+            with leaving_out("timeline", seq):
+                self._events.append(msgspec.msgpack.decode(blob, type=TimelineEvent))
         if self._events:
             self._written_seq = self._events[-1].seq
             self._next_seq = self._written_seq + 1
@@ -91,7 +94,7 @@ class Timeline:
         _, unwritten = self.read(self._written_seq, READ_MAX)
         while unwritten:
             rows = [(event.seq, msgspec.msgpack.encode(event)) for event in unwritten]
-            await self._database.run(partial(_append, rows=rows, capacity=self._capacity))
+            await self._database.owe(partial(_append, rows=rows, capacity=self._capacity))
             self._written_seq = max(self._written_seq, rows[-1][0])
             _, unwritten = self.read(self._written_seq, READ_MAX)
 
@@ -105,9 +108,9 @@ class Timeline:
                 log.error("timeline: %s", e)
 
 
-def _load(connection: sqlite3.Connection, limit: int) -> list[tuple[bytes]]:
+def _load(connection: sqlite3.Connection, limit: int) -> list[tuple[int, bytes]]:
     connection.execute(_SCHEMA)
-    rows = connection.execute("SELECT event FROM timeline ORDER BY seq DESC LIMIT ?", (limit,)).fetchall()
+    rows = connection.execute("SELECT seq, event FROM timeline ORDER BY seq DESC LIMIT ?", (limit,)).fetchall()
     return rows[::-1]
 
 

@@ -5,16 +5,21 @@ Every method has a deadline inside; none retries: that is the gateway's decision
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
 from gateway.core.types import NO_VERSION, FinishReason, SamplingParams, TopLogprob, Version
 from protos.errors import LaminarError
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""As an engine may say it: what is no such number ends its stream where it is read."""
 
 CutReason = Literal["refused", "reset", "early_end", "abort", "server_error", "stalled", "protocol", "version"]
 
@@ -28,6 +33,13 @@ class StreamCut(LaminarError):
     def __init__(self, reason: CutReason, message: str) -> None:
         super().__init__(message)
         self.reason: CutReason = reason
+
+
+class NoLogprob(StreamCut):
+    """A token came without a number as its logprob: JSON has no NaN, and says null."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("protocol", message)
 
 
 class EngineFailed(LaminarError):
@@ -65,19 +77,31 @@ class EngineChunk(msgspec.Struct, frozen=True, gc=False):
     failure: LaminarError | None = None
 
 
+COUNT_MAX = 1 << 40
+"""Of whatever an engine counts: requests, tokens. Beyond it is no engine's truth."""
+WORD_MAX = 256
+"""Characters of an engine's label or incarnation."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One look at an engine. `incarnation` differs after a restart."""
+    """One look at an engine. `incarnation` differs after a restart. EngineFailed when it cannot be true."""
 
     incarnation: str
     kv_usage: float  # 0..1
     running: int
     waiting: int
 
+    def __post_init__(self) -> None:
+        _check_word("incarnation", self.incarnation)
+        _check_number("KV usage", self.kv_usage)
+        _check_number("running requests", self.running)
+        _check_number("waiting requests", self.waiting)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine can hold; read when an incarnation is first met."""
+    """What an engine can hold; read when an incarnation is first met. EngineFailed when it cannot be true."""
 
     context_tokens: int
     kv_capacity_tokens: int
@@ -85,10 +109,36 @@ class EngineLimits:
     fenced: bool = False
     """Paused, by whomever: perhaps in the middle of a load, and then its label proves nothing."""
 
+    def __post_init__(self) -> None:
+        _check_number("context tokens", self.context_tokens)
+        _check_number("KV tokens", self.kv_capacity_tokens)
+        _check_word("weight version", self.weight_version)
+
+
+def whole(said: float, what: str) -> int:
+    """What an engine says of `what`, which is counted. EngineFailed when it is no such number."""
+    _check_number(what, said)
+    return int(said)
+
+
+def _check_number(what: str, said: float) -> None:
+    if not (math.isfinite(said) and 0 <= said <= COUNT_MAX):
+        raise EngineFailed(f"it says {str(said)[:40]} of its {what}", hint="no engine can mean that: restart it")
+
+
+def _check_word(what: str, said: str) -> None:
+    if len(said) > WORD_MAX:
+        raise EngineFailed(f"it says {len(said)} characters of its {what}", hint=f"at most {WORD_MAX} are taken")
+
+
+VERSION_DIGITS_MAX = 18
+"""Of a version: what has more is stored nowhere, and was given by no relay."""
+
 
 def version_of(label: str) -> Version:
     """The version that an engine's label names; any other word is what it was started with."""
-    return Version(int(label)) if label.isdigit() else NO_VERSION
+    named = label.isascii() and label.isdigit() and len(label) <= VERSION_DIGITS_MAX
+    return Version(int(label)) if named else NO_VERSION
 
 
 class PassedAnswer(Protocol):
@@ -97,6 +147,11 @@ class PassedAnswer(Protocol):
     @property
     def heard_at(self) -> float:
         """When anything of it came last, or the request was sent: on the event loop's clock."""
+        ...
+
+    @property
+    def paused(self) -> bool:
+        """Whether the engine is held back, until what waits here is taken."""
         ...
 
     async def head(self) -> tuple[int, str]:
@@ -116,6 +171,16 @@ class PassedAnswer(Protocol):
 
 TakeChunk = Callable[[EngineChunk], Awaitable[object] | None]
 """Is given a chunk as soon as it was read; returns what to wait for before the next one, or None."""
+
+
+DTYPE_NAME = re.compile(r"[a-z0-9_]{0,32}")
+
+
+def dtype_name(told: str) -> str:
+    """The name of a dtype that an engine told, or empty. EngineFailed when it cannot be one."""
+    if DTYPE_NAME.fullmatch(told) is None:
+        raise EngineFailed(f"an engine says that it computes in {told[:64]!r}, which names no dtype")
+    return told
 
 
 class EngineStream(Protocol):
@@ -145,8 +210,16 @@ class EngineAdapter(Protocol):
 
     async def limits(self) -> EngineLimits: ...
 
+    async def dtype(self) -> str:
+        """What it computes in, as torch names it ("bfloat16"); empty when it does not tell. Raises EngineFailed."""
+        ...
+
     async def weight_version(self) -> str:
         """Its label now. Raises EngineFailed."""
+        ...
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        """The ids of `text` by its own tokenizer, without special tokens added; None: it has no route that tells."""
         ...
 
     async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:

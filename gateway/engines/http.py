@@ -22,6 +22,8 @@ from gateway.engines.wire import CONNECT_TIMEOUT_S, Events, Wire
 CONTROL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 300.0
 ERROR_SHOWN = 500
+CONTROL_BYTES_MAX = 4 << 20
+"""Of a control call's answer: metrics are the longest, some 100 KiB."""
 
 T = TypeVar("T")
 
@@ -37,11 +39,15 @@ class _Failure(msgspec.Struct):
     message: str | None = None
 
 
+class _Tokenized(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
 def reason_in(text: str) -> str:
     """What a server says in the body of an error, in one line; the body itself where it is no such message."""
     try:
         failure = msgspec.json.decode(text, type=_Failure)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         failure = _Failure()
     said = failure.error.message if failure.error is not None else failure.message
     return " ".join((text if said is None else said).split())[:ERROR_SHOWN]
@@ -103,34 +109,59 @@ class EngineHttp:
 
     async def text(self, method: str, path: str, body: object | None = None, *, timeout_s: float | None = None) -> str:
         """The answer's body. EngineFailed when there is none in time, or its status is an error's."""
-        status, text = await self._ask(method, path, body, timeout_s)
+        status, answer = await self._ask(method, path, body, timeout_s)
         if status >= 400:
             raise EngineFailed(
-                f"{method} {self.url}{path} answered {status}: {reason_in(text)}",
+                f"{method} {self.url}{path} answered {status}: {reason_in(answer.decode(errors='replace'))}",
                 hint=self._not_found_hint if status == 404 else "",
             )
-        return text
+        try:
+            return answer.decode()
+        except UnicodeDecodeError as e:
+            raise EngineFailed(f"{method} {self.url}{path} gave no text: {e}") from e
 
     async def status(self, method: str, path: str) -> int:
         """The answer's status, whatever it is. EngineFailed when there is none in time."""
         return (await self._ask(method, path, None, None))[0]
 
-    async def _ask(self, method: str, path: str, body: object | None, timeout_s: float | None) -> tuple[int, str]:
+    async def tokenize(self, model: str, text: str) -> tuple[int, ...] | None:
+        """By the route that vLLM, SGLang and the embedded engine have alike; None: it is not there, or says no ids."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        status, answer = await self._ask("POST", "/tokenize", body, None)
+        if status != 200:
+            return None
+        try:
+            return msgspec.json.decode(answer, type=_Tokenized).tokens
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+    async def _ask(self, method: str, path: str, body: object | None, timeout_s: float | None) -> tuple[int, bytes]:
         deadline_s = self._control_timeout_s if timeout_s is None else timeout_s
         try:
             async with (
                 asyncio.timeout(deadline_s),
                 self._control.request(method, self.url + path, json=body) as response,
             ):
-                return response.status, await response.text()
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+                return response.status, await _whole(response)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:  # ValueError: a host that cannot be
             raise EngineFailed(f"{method} {self.url}{path}: {_said(e, deadline_s)}") from e
 
     def _decode(self, method: str, path: str, text: str, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(text, type=kind)
-        except msgspec.DecodeError as e:
+        except (msgspec.DecodeError, RecursionError) as e:
             raise EngineFailed(f"{method} {self.url}{path} gave no {kind.__name__.strip('_')}: {e}") from e
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """The body. ValueError when it is longer than any that is asked for."""
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > CONTROL_BYTES_MAX:
+            raise ValueError(f"an answer of more than {CONTROL_BYTES_MAX >> 20} MiB")
+    return b"".join(parts)
 
 
 def refuses(status: int) -> bool:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import cast
@@ -25,6 +26,10 @@ EVENTS_WAITING_MAX = 512
 EVENT_BYTES_MAX = 4 << 20
 """One event's line: the first carries the prompt's ids."""
 HEAD_BYTES_MAX = 1 << 16
+"""Of an answer's head, of a chunk's, and of what follows the last chunk."""
+LENGTH = re.compile(rb"[0-9]{1,15}")
+CHUNK_LENGTH = re.compile(rb"[0-9a-fA-F]{1,12}")
+"""Python's `int` takes signs, spaces and underscores, too: a chunk of -7 bytes would be read again and again."""
 ERROR_BYTES_MAX = 1 << 16
 """Of an answer that is no stream."""
 
@@ -243,10 +248,12 @@ class Connection(asyncio.Protocol):
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
         self._chunked = fields.get(b"transfer-encoding", b"").lower() == b"chunked"
         length = fields.get(b"content-length")
-        self._left = 0 if self._chunked else None if length is None else int(length)
+        self._left = 0 if self._chunked else None if length is None else _number(LENGTH, length, 10)
         said = fields.get(b"connection", b"").lower()
         self._keep_alive = said != b"close" and version != b"HTTP/1.0" and self._left is not None
         self.content_type = fields.get(b"content-type", b"").decode("latin-1")
+        if not (200 <= int(status) <= 599 and (not self.content_type or self.content_type.isprintable())):
+            raise ValueError(f"a status of {status[:40]!r}, content of type {self.content_type[:40]!r}")
         self.status = int(status)
         if self._left == 0 and not self._chunked:
             self._finish()
@@ -280,9 +287,11 @@ class Connection(asyncio.Protocol):
                 continue
             line_end = data.find(b"\r\n", at)
             if line_end < 0:
+                if size - at > HEAD_BYTES_MAX:
+                    raise ValueError("an endless chunk length")
                 self._received = data[at:]
                 return
-            length = int(data[at:line_end].partition(b";")[0], 16)
+            length = _number(CHUNK_LENGTH, data[at:line_end].partition(b";")[0].rstrip(b" \t"), 16)
             if length == 0:
                 self._read_trailers(data[at:], line_end - at)
                 return
@@ -334,3 +343,9 @@ class Connection(asyncio.Protocol):
         if self._ended is not None:
             self._loop.call_soon(self._ended)  # once the read that brought the end is understood
         self._wake()
+
+
+def _number(form: re.Pattern[bytes], said: bytes, base: int) -> int:
+    if not form.fullmatch(said):
+        raise ValueError(f"a length of {said[:40]!r}")
+    return int(said, base)

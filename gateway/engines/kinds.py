@@ -1,12 +1,31 @@
-"""Which adapter speaks to which kind of engine."""
+"""Which adapter speaks to which kind of engine, and what every adapter keeps to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TypeVar
 
-from gateway.engines.base import EngineAdapter
+from gateway.core.types import SamplingParams
+from gateway.engines.base import (
+    EngineAdapter,
+    EngineFailed,
+    EngineLimits,
+    EngineReport,
+    EngineStream,
+    PassedAnswer,
+    StreamCut,
+    dtype_name,
+)
 from gateway.engines.sglang import SglangEngine
 from gateway.engines.vllm import VllmEngine
+from protos.errors import LaminarError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ADAPTERS: dict[str, Callable[..., EngineAdapter]] = {"vllm": VllmEngine, "sglang": SglangEngine, "embedded": VllmEngine}
 """By the kinds of `protos.engines`; called with the address, the served model, and deadlines: `stall_timeout_s`,
@@ -15,4 +34,64 @@ ADAPTERS: dict[str, Callable[..., EngineAdapter]] = {"vllm": VllmEngine, "sglang
 
 def connect(kind: str, url: str, model: str, **deadlines: float) -> EngineAdapter:
     """The adapter for one engine; nothing is asked of it yet."""
-    return ADAPTERS[kind](url, model, **deadlines)
+    return Guarded(ADAPTERS[kind](url, model, **deadlines), url)
+
+
+class Guarded:
+    """An adapter that raises only what the seam names: what an engine says is its own fault, however odd it is.
+
+    An error that the adapter did not foresee is logged with its cause, once as long as it stays the same. Streams guard
+    themselves, where they read an event (`gateway.engines.streams`).
+    """
+
+    def __init__(self, adapter: EngineAdapter, url: str) -> None:
+        self._adapter, self._url = adapter, url
+        self._said = ""
+
+    def generate(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
+    ) -> AbstractAsyncContextManager[EngineStream]:
+        return self._adapter.generate(prompt_ids, sampling, request_id, session_id)
+
+    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
+        try:
+            return await self._adapter.pass_on(path, body, stall_timeout_s=stall_timeout_s)
+        except LaminarError:
+            raise
+        except Exception as e:
+            raise StreamCut("protocol", self._unforeseen(e)) from e
+
+    async def report(self) -> EngineReport:
+        return await self._control(self._adapter.report())
+
+    async def limits(self) -> EngineLimits:
+        return await self._control(self._adapter.limits())
+
+    async def dtype(self) -> str:
+        return dtype_name(await self._control(self._adapter.dtype()))
+
+    async def weight_version(self) -> str:
+        return await self._control(self._adapter.weight_version())
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        return await self._control(self._adapter.tokenize(text))
+
+    async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
+        return await self._control(self._adapter.load(path, version, digest, keep_running=keep_running))
+
+    async def close(self) -> None:
+        await self._adapter.close()
+
+    async def _control(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except LaminarError:
+            raise
+        except Exception as e:
+            raise EngineFailed(self._unforeseen(e)) from e
+
+    def _unforeseen(self, error: Exception) -> str:
+        if repr(error) != self._said:
+            self._said = repr(error)
+            log.error("%s answered as its adapter did not foresee: %r", self._url, error, exc_info=error)
+        return f"{self._url} answered as its adapter did not foresee: {error!r}"

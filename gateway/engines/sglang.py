@@ -26,6 +26,8 @@ from gateway.engines.streams import EventChunks
 
 log = logging.getLogger(__name__)
 
+DTYPES = {"half": "float16", "float": "float32"}
+"""SGLang's short names of its flag --dtype, as torch names them."""
 ABORTS_MAX = 1024
 """Aborts under way at once; beyond that a request ends when its server sees the closed connection, in some 2 s."""
 
@@ -43,6 +45,7 @@ class _Loads(msgspec.Struct):
 
 class _ServerInfo(msgspec.Struct):
     random_seed: int | None = None
+    dtype: str | None = None
     tp_size: int = 1
     dp_size: int = 1
     custom_weight_loader: list[str] | None = None
@@ -157,6 +160,11 @@ class SglangEngine:
                 hint="start it with --served-model-name, or the gateway with --model, so that they agree",
             )
 
+    async def dtype(self) -> str:
+        """By its flag: one that was started with `--dtype auto`, the default, does not tell."""
+        told = (await self._http.get("/server_info", _ServerInfo)).dtype or "auto"
+        return "" if told == "auto" else DTYPES.get(told, told)
+
     # -- loading
 
     async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
@@ -208,7 +216,7 @@ class SglangEngine:
         text = await self._http.post(path, body, timeout_s=self._load_timeout_s)
         try:
             done = msgspec.json.decode(text, type=_Done)
-        except msgspec.DecodeError as e:
+        except (msgspec.DecodeError, RecursionError) as e:
             raise EngineFailed(f"POST {self.url}{path} did not say whether it was done: {text[:300]!r}") from e
         if not done.success:
             raise EngineFailed(f"POST {self.url}{path}: {done.message}")
@@ -222,6 +230,9 @@ class SglangEngine:
 
     async def weight_version(self) -> str:
         return await self._label()
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        return await self._http.tokenize(self._model, text)
 
     async def _label(self) -> str:
         return str((await self._http.get("/model_info", _ModelInfo)).weight_version)

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from gateway.core.types import SamplingParams, TopLogprob
-from gateway.engines.base import EngineChunk, RequestRefused, StreamCut
+from gateway.engines.base import EngineChunk, NoLogprob, RequestRefused, StreamCut, TokenId
 from protos.errors import LaminarError
 
-Logprob = tuple[float | None, int, str | None]
+Logprob = tuple[float | None, TokenId, str | None]
 
 
 class _Finish(msgspec.Struct):
@@ -65,6 +65,12 @@ def generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request
         params["presence_penalty"] = sampling.presence_penalty
     if sampling.frequency_penalty:
         params["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.min_p:
+        params["min_p"] = sampling.min_p
+    if sampling.repetition_penalty != 1.0:
+        params["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
     if sampling.json_schema:
         params["json_schema"] = sampling.json_schema
     if sampling.regex:
@@ -127,7 +133,7 @@ class Reader:
         self._taken = meta.completion_tokens
         logprobs = tuple(logprob for logprob, _, _ in sampled if logprob is not None)
         if len(logprobs) != len(sampled):
-            raise StreamCut("protocol", f"{self._url} sent tokens without a logprob")
+            raise NoLogprob(f"{self._url} sent a token whose logprob is null: it computes NaN")
         kind = meta.finish_reason.type if meta.finish_reason is not None else None
         return EngineChunk(
             tuple(token_id for _, token_id, _ in sampled),

@@ -3,6 +3,7 @@
 Invariants:
 - what came before an error is handed over before the error is raised;
 - a stream that ends without a finish reason is a cut; what follows the finish is not looked at;
+- an event that its reader did not foresee is a cut, too: what an engine says costs its own streams;
 - events that one read brought together become one chunk, as far as they tell the same versions: the more the gateway
   lags behind, the less a token costs it.
 """
@@ -45,7 +46,7 @@ class EventChunks:
     async def deliver(self, take: TakeChunk) -> None:
         def take_events(events: Sequence[bytes]) -> Awaitable[object] | None:
             held = None
-            for chunk in (self._reader.chunk(events[0]),) if len(events) == 1 else self._merged(events):
+            for chunk in (self._chunk(events[0]),) if len(events) == 1 else self._merged(events):
                 if chunk is not None:
                     held = take(chunk) or held
                     self._check(chunk)
@@ -56,11 +57,19 @@ class EventChunks:
 
     async def __aiter__(self) -> AsyncIterator[EngineChunk]:
         async for data in self._events:
-            chunk = self._reader.chunk(data)
+            chunk = self._chunk(data)
             if chunk is not None:
                 yield chunk
                 self._check(chunk)
         self._check_finished()
+
+    def _chunk(self, data: bytes) -> EngineChunk | None:
+        try:
+            return self._reader.chunk(data)
+        except LaminarError:
+            raise
+        except Exception as e:
+            raise StreamCut("protocol", f"{self._url} sent an event that nobody foresaw: {e!r}") from e
 
     def _check(self, chunk: EngineChunk) -> None:
         if chunk.failure is not None:
@@ -79,7 +88,7 @@ class EventChunks:
         failure: LaminarError | None = None
         for data in events:
             try:
-                chunk = self._reader.chunk(data)
+                chunk = self._chunk(data)
             except LaminarError as e:
                 failure = e
                 break

@@ -10,6 +10,8 @@ import asyncio
 from urllib.parse import urlsplit
 
 CONNECT_TIMEOUT_S = 5.0
+READ_BYTES = 1 << 12
+"""Of what an engine says there, though nobody asked: it is read and dropped."""
 
 
 async def until_broken(url: str) -> bool:
@@ -20,10 +22,11 @@ async def until_broken(url: str) -> bool:
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure or None)
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, ValueError):  # ValueError: a host that cannot be
         return False
     try:
-        await reader.read()
+        while await reader.read(READ_BYTES):
+            pass
     except OSError:
         pass  # a reset tells as much as an end
     finally:

@@ -21,10 +21,13 @@ from gateway.engines.base import (
     EngineLimits,
     EngineReport,
     EngineStream,
+    NoLogprob,
     PassedAnswer,
     RequestRefused,
     SnapshotRefused,
     StreamCut,
+    TokenId,
+    whole,
 )
 from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp, refuses
 from gateway.engines.streams import EventChunks
@@ -35,7 +38,12 @@ NOT_FOUND_HINT = (
     "vLLM has its control routes with VLLM_SERVER_DEV_MODE=1 in its environment and "
     """--weight-transfer-config '{"backend": "laminar"}', laminar-rl[vllm] installed beside it"""
 )
-TOKEN_KEY = re.compile(r"token_id:[0-9]+")
+NULL_LOGPROB = re.compile(r"got `null` .*\.token_logprobs\[")
+DTYPE = re.compile(r"\bdtype=(?:torch\.)?([a-z0-9_]+)")
+"""In the text of vLLM's configuration; `kv_cache_dtype=` is another."""
+DTYPE_TIMEOUT_S = 2.0
+"""vLLM looks at its whole environment before it answers the first time: whoever asks again is told at once."""
+TOKEN_KEY = re.compile(r"token_id:[0-9]{1,9}")
 
 
 class _Logprobs(msgspec.Struct, gc=False):
@@ -53,7 +61,7 @@ class _Span(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[TokenId, ...] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[_Span] | None = None
@@ -87,6 +95,11 @@ class _TopEvent(_Event):
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    dtype: str | None = None  # the embedded engine's
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: str = ""
 
 
 class _Models(msgspec.Struct):
@@ -151,12 +164,13 @@ class VllmEngine:
             values = _metric_values(text)
         except ValueError as e:
             raise EngineFailed(f"GET {self.url}/metrics is not metrics: {e}") from e
+        running, waiting = values.get("vllm:num_requests_running", 0.0), values.get("vllm:num_requests_waiting", 0.0)
         incarnation = values.get("process_start_time_seconds")
         return EngineReport(
             incarnation=repr(incarnation) if incarnation is not None else "unknown",
             kv_usage=values.get("vllm:kv_cache_usage_perc", 0.0),
-            running=int(values.get("vllm:num_requests_running", 0)),
-            waiting=int(values.get("vllm:num_requests_waiting", 0)),
+            running=whole(running, "running requests"),
+            waiting=whole(waiting, "waiting requests"),
         )
 
     async def limits(self) -> EngineLimits:
@@ -172,6 +186,20 @@ class VllmEngine:
             weight_version=await self._label(),
             fenced=(await self._http.get("/is_paused", _Paused)).is_paused,
         )
+
+    async def dtype(self) -> str:
+        """The embedded engine tells it with its model, vLLM in the text of its configuration (development mode)."""
+        models = (await self._http.get("/v1/models", _Models)).data
+        told = next((model.dtype for model in models if model.id == self._model), None)
+        if told is not None:
+            return told
+        path = "/server_info?config_format=text"
+        text = await self._http.text("GET", path, timeout_s=DTYPE_TIMEOUT_S)
+        try:
+            found = DTYPE.search(msgspec.json.decode(text, type=_ServerInfo).vllm_config)
+        except msgspec.DecodeError as e:
+            raise EngineFailed(f"GET {self.url}{path} is not what vLLM says there: {e}") from e
+        return "" if found is None else found[1]
 
     # -- loading
 
@@ -217,6 +245,9 @@ class VllmEngine:
     async def weight_version(self) -> str:
         return await self._label()
 
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        return await self._http.tokenize(self._model, text)
+
     async def _label(self) -> str:
         return str((await self._http.get("/weight_info", _WeightInfo)).weight_version)
 
@@ -249,6 +280,12 @@ def _completion_body(
         body["presence_penalty"] = sampling.presence_penalty
     if sampling.frequency_penalty:
         body["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.min_p:
+        body["min_p"] = sampling.min_p
+    if sampling.repetition_penalty != 1.0:
+        body["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
     if sampling.json_schema:
         body["structured_outputs"] = {"json": sampling.json_schema}
     if sampling.regex:
@@ -278,6 +315,8 @@ class Reader:
         try:
             event: _Event = self._decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            if isinstance(e, msgspec.ValidationError) and NULL_LOGPROB.search(str(e)):
+                raise NoLogprob(f"{self._url} sent a token whose logprob is null: it computes NaN") from e
             raise StreamCut("protocol", f"{self._url} sent an event that is not a completion chunk: {e}") from e
         if event.error is not None:
             raise _told(event.error, self._url)
@@ -340,9 +379,15 @@ def _kv_capacity(text: str) -> int:
     """Tokens, from `vllm:cache_config_info{num_gpu_blocks="..",block_size=".."}`; 0 when it is not told."""
     for line in text.splitlines():
         if line.startswith("vllm:cache_config_info{"):
-            labels = dict(
-                pair.split("=", 1) for pair in line[line.index("{") + 1 : line.rindex("}")].split(",") if "=" in pair
-            )
+            told = line.partition("{")[2].rpartition("}")[0]
+            labels = dict(pair.split("=", 1) for pair in told.split(",") if "=" in pair)
             blocks, size = (labels.get(k, '"0"').strip('"') for k in ("num_gpu_blocks", "block_size"))
-            return int(float(blocks)) * int(float(size)) if blocks != "None" else 0
+            return _blocks(blocks) * _blocks(size) if blocks != "None" else 0
     return 0
+
+
+def _blocks(said: str) -> int:
+    try:
+        return whole(float(said), "KV blocks")
+    except ValueError as e:
+        raise EngineFailed(f"it says {said[:40]!r} of its KV blocks") from e

@@ -106,7 +106,7 @@ class Wire:
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: Connection(self._url), self._host, self._port, ssl=self._tls
                 )
-        except (OSError, TimeoutError) as e:
+        except (OSError, TimeoutError, ValueError) as e:  # ValueError: a host that cannot be
             said = str(e) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
             raise StreamCut("refused", f"{self._url} does not accept connections: {said}") from e
         return connection

@@ -19,8 +19,8 @@ from aiohttp import web
 from gateway.faultkit.script import Cut, logprobs_of, said
 
 MODEL = "policy"
-Answer = str | int | tuple[int, str]
-"""Of a control call: a body, a status, both, or "reset" or "hang"."""
+Answer = str | bytes | int | tuple[int, str]
+"""Of a control call: a body (`bytes`: as they are, whatever they mean), a status, both, or "reset" or "hang"."""
 CONTEXT_TOKENS, BLOCKS, BLOCK_TOKENS = 4096, 1000, 16
 LOAD_STEPS = (
     "/init_weight_transfer_engine",  # proves the snapshot
@@ -86,6 +86,7 @@ class CuttingEngine:
     extra_metrics: str = ""
     started_unix_s: float = 1.0
     paused: bool = False
+    dtype: str = ""  # told as vLLM does, in the text of its configuration; empty: not told
     port: int = 0
     url: str = ""
 
@@ -95,7 +96,9 @@ class CuttingEngine:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/metrics", self._control)
         app.router.add_get("/v1/models", self._control)
+        app.router.add_post("/tokenize", self._control)  # says nothing of tokens, unless it is told to
         app.router.add_get("/is_paused", self._control)
+        app.router.add_get("/server_info", self._control)
         for path in dict.fromkeys(LOAD_STEPS):
             app.router.add_route("*", path, self._control)
         return app
@@ -227,6 +230,8 @@ class CuttingEngine:
             case "no_logprobs":
                 rest = {"choices": [{"token_ids": ids[at : at + 2]}]}
                 await response.write(b"data: " + json.dumps(rest).encode() + b"\n\n")
+            case "huge_id":
+                await response.write(self._event([2**63], logprobs[at : at + 1] or [-1.0], None, at + 1))
             case "repeat":
                 last = max(0, at - self.chunk)
                 await response.write(self._event(ids[last:at], logprobs[last:at], None, at))
@@ -283,6 +288,8 @@ class CuttingEngine:
             return web.Response(status=answer, text=f"told to answer {answer}")
         if isinstance(answer, tuple):
             return web.Response(status=answer[0], text=answer[1])
+        if isinstance(answer, bytes):
+            return web.Response(body=answer)
         if answer is not None:
             return web.Response(text=answer)
         if path in ("/pause", "/resume"):
@@ -300,6 +307,9 @@ class CuttingEngine:
                     f'vllm:num_requests_running{{engine="0"}} {running}\n'
                     f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="{BLOCKS}"}} 1\n'
                 ) + self.extra_metrics
+            case "/server_info":
+                dtype = f", dtype=torch.{self.dtype}" if self.dtype else ""
+                return json.dumps({"vllm_config": f"model='{MODEL}'{dtype}, kv_cache_dtype=auto"})
             case "/is_paused":
                 return json.dumps({"is_paused": self.paused})
             case "/v1/models":

@@ -30,6 +30,7 @@ CutKind = Literal[
     "not_utf8",  # an event with a byte that is not UTF-8
     "huge_line",  # an event longer than any reader takes
     "no_logprobs",  # two tokens without logprobs
+    "huge_id",  # a token id beyond 64 bits
     "repeat",  # the last event once more, then nothing
     "shorten",  # an event that lacks a token, then nothing
     "death",  # as kill -9: resets every connection and refuses new ones

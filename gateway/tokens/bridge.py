@@ -18,10 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.tokens.template import Message
+from gateway.tokens.values import NotJson, parse
 from protos.errors import InvalidRequest
 
+CONTINUED_MARK = "\ue0a1CONTINUED\ue0a2"
+"""In place of a message that the model is to go on with."""
 ANSWER_MARK = "\ue0a1ANSWER\ue0a2"
-"""Private-use characters, so that no message holds it by chance; a message that does is refused."""
+"""In place of the last recorded answer. Private-use characters, so that no message holds it by chance; a message that
+does is refused.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +59,12 @@ def comparable(message: Message) -> dict[str, Any]:
 
 
 def content_text(content: Any) -> str:
-    """A message's text: a string, null, or text parts joined."""
+    """A message's text: a string, null, or text parts, a line each, as vLLM joins them."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    return "".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content)
 
 
 def arguments_object(arguments: Any) -> Any:
@@ -69,8 +74,8 @@ def arguments_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
-    except json.JSONDecodeError:
+        return parse(arguments)
+    except NotJson:
         return arguments
 
 
@@ -80,6 +85,21 @@ def marked(recorded: Sequence[Message], added: Sequence[Message]) -> list[Messag
         if ANSWER_MARK in content_text(message.get("content")):
             raise InvalidRequest(f"a message holds the reserved text {ANSWER_MARK!r}")
     return [*recorded[:-1], {"role": "assistant", "content": ANSWER_MARK}, *added]
+
+
+def open_ended(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with a mark as the text of its last message, which the model is to go on with."""
+    if CONTINUED_MARK in content_text(messages[-1].get("content")):
+        raise InvalidRequest(f"a message holds the reserved text {CONTINUED_MARK!r}")
+    return [*messages[:-1], {**messages[-1], "content": CONTINUED_MARK}]
+
+
+def up_to_mark(rendered: str, text: str) -> str:
+    """What was rendered with the mark, up to and with the text in its place, not yet ended."""
+    before, found, _ = rendered.rpartition(CONTINUED_MARK)
+    if not found:
+        raise InvalidRequest("the model's chat template drops the last message: it cannot be continued")
+    return before + text
 
 
 def after_mark(rendered: str) -> str:

@@ -27,6 +27,8 @@ from protos.errors import InvalidRequest, UnsupportedField
 Tool = Mapping[str, Any]
 """An OpenAI tool: {"type": "function", "function": {...}}."""
 
+BATCH_CHARS = 2_000
+"""Of a text whose tokens take long enough, some half a millisecond, for others to run meanwhile."""
 TOOL_PROMPT = """\
 # Tools
 
@@ -111,7 +113,22 @@ class Codec:
     # text
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < BATCH_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` holds the interpreter's lock to its end, for seconds of a large text; a batch of one gives it up.
+        [encoded] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
+
+    def shared(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The same ids, as the very integers that all others are made of: 8 bytes a token instead of 36."""
+        try:
+            return tuple(map(self._integers.__getitem__, token_ids))
+        except IndexError:  # of a record that was made with a larger vocabulary
+            return tuple(token_ids)
+
+    @cached_property
+    def _integers(self) -> list[int]:
+        return list(range(self.vocab_size))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Everything, special tokens included."""
@@ -182,10 +199,15 @@ class Codec:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        continued: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation through the chat template."""
+        """Token ids of a conversation through the chat template. `continued`: they end within the last message."""
         text = self.render_text(
-            messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            continued=continued,
         )
         return self.encode(text)
 
@@ -196,7 +218,12 @@ class Codec:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        continued: bool = False,
     ) -> str:
+        if continued:
+            prepared = self._prepare(bridging.open_ended(messages), tools)
+            rendered = self._render_prepared(prepared, tools, False, template_kwargs)
+            return bridging.up_to_mark(rendered, bridging.content_text(messages[-1].get("content")))
         prepared = self._prepare(messages, tools)
         return self._render_prepared(prepared, tools, add_generation_prompt, template_kwargs)
 
@@ -208,13 +235,21 @@ class Codec:
         tools: Sequence[Tool] | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continued: bool = False,
     ) -> Bridged:
         """The next prompt: the record, then only what `added` adds to `recorded_messages`, which end with an answer.
 
         `tools` and `template_kwargs` must be those of the recorded turns: the record's head was written with them.
         """
         marked = bridging.marked(recorded_messages, added)
-        rendered = self._render_prepared(self._prepare(marked, tools), tools, True, template_kwargs)
+        rendered = self.render_text(
+            marked,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            continued=continued,
+        )
         return bridging.join(recorded_ids, self.encode(bridging.after_mark(rendered)), self.turn_end_ids)
 
     @cached_property

@@ -96,5 +96,5 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as e:
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as e:
             raise InvalidRequest(f"the model's chat template cannot render these messages: {e}") from e

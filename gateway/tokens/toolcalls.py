@@ -18,6 +18,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gateway.tokens.values import NotJson, parse, parse_first
+
 ToolFormat = Literal["hermes", "llama", "none"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -129,18 +131,18 @@ def _undecided(text: str) -> int:
 def _hermes_calls(text: str) -> list[ToolCall] | None:
     """The calls in one `<tool_call>` block: an object, or a list of them (SmolLM2). None if it is neither."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse(text)
+    except NotJson:
         return None
     return _calls(value if isinstance(value, list) else [value])
 
 
 def _llama_calls(text: str) -> list[ToolCall] | None:
-    decoder, rest, values = json.JSONDecoder(), text.strip().removeprefix(PYTHON_TAG).lstrip(), []
+    rest, values = text.strip().removeprefix(PYTHON_TAG).lstrip(), []
     while rest:
         try:
-            value, end = decoder.raw_decode(rest)
-        except json.JSONDecodeError:
+            value, end = parse_first(rest)
+        except NotJson:
             return None
         values.append(value)
         rest = rest[end:].lstrip().removeprefix(";").lstrip()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
+from gateway.core.dtypes import SERVING, TRAINING, Choice, Dtype, table
 from gateway.engines.embedded.config import EngineConfig
 from protos.errors import LaminarError
 from protos.options import LOG_LEVEL, PORT
@@ -31,10 +34,12 @@ SHUTDOWN_TIMEOUT_S = 5.0
 @click.option("--served-model-name", default="policy", show_default=True, help="Name that requests use.")
 @click.option(
     "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
+    type=click.Choice(["float32", "bfloat16", "auto"]),
     default="bfloat16",
     show_default=True,
-    help="float32 gives the greedy output of transformers; bfloat16 is faster.",
+    help="float32 gives the greedy output of transformers; bfloat16 is faster where the processor has instructions for "
+    "it, and slower where it has not. auto: measured before it serves (`gateway engine-dtype` shows it). Give all "
+    "engines of a fleet the same one: a greedy turn that moves between two is not the unmoved turn.",
 )
 @click.option(
     "--batch-invariant",
@@ -77,13 +82,69 @@ def engine(host: str, port: int, ready_file: Path | None, log_level: str, **opti
       curl localhost:8100/v1/completions -d '{"prompt": "The sum of 2 and 3 is", "max_tokens": 8}'
     """
     setup_logging(log_level)
-    config = EngineConfig(**options)
-    log.info("%s", config)
     try:
+        if options["dtype"] == "auto":
+            options["dtype"] = _best_dtype(options["model"], options["device"])
+        config = EngineConfig(**options)
+        log.info("%s", config)
         asyncio.run(_serve(config, host, port, ready_file))
     except LaminarError as e:
         click.echo(f"gateway engine: {e}", err=True)
         sys.exit(1)
+
+
+@click.command()
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Model directory whose shapes are measured; without it those of a Llama of 135 million parameters.",
+)
+@click.option("--train", is_flag=True, help="Count a trainer's steps, too: it runs on the same processor.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def engine_dtype(model: Path | None, train: bool, as_json: bool) -> None:
+    """Measure what this processor computes a model fastest in: float32 or bfloat16, one thread or two.
+
+    Takes about a second for a small model. The figures are of matrix products alone, in tokens per second of the whole
+    model, so an engine reaches less: they are for comparing. Dtypes are compared by processor time, so a busy machine
+    gives the same answer; threads by wall time.
+
+    \b
+    Try it:
+      gateway engine-dtype --model ~/models/smollm2
+      gateway engine --model ~/models/smollm2 --dtype auto      # takes the dtype that this would print
+    """
+    try:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: two threads that spin for
+        choice = _measure(model, train=train)  # each other on a busy machine would last seconds
+    except LaminarError as e:
+        click.echo(f"gateway engine-dtype: {e}", err=True)
+        sys.exit(1)
+    if as_json:
+        click.echo(msgspec.json.encode(choice))
+        return
+    for line in table(choice):
+        click.echo(line)
+    click.echo(f"\n{choice.reason}.\nUse --dtype {choice.dtype} --threads {choice.threads} for an engine alone here;")
+    click.echo("with several engines on these cores, one thread each.")
+
+
+def _measure(model: Path | None, *, train: bool, cores: int | None = None) -> Choice:
+    from gateway.engines.embedded.speed import SMALL, measure, shapes_of
+
+    return measure(SMALL if model is None else shapes_of(model), TRAINING if train else SERVING, cores=cores)
+
+
+def _best_dtype(model: Path, device: str) -> Dtype:
+    """What `--dtype auto` stands for: measured on a processor; GPUs have bf16."""
+    from gateway.engines.embedded.engine import pick_device
+
+    if pick_device(device).type != "cpu":
+        return "bfloat16"
+    choice = _measure(model, train=False, cores=1)  # threads are --threads' to say
+    log.info("--dtype auto: %s: %s", choice.dtype, choice.reason)
+    for line in table(choice):
+        log.info("%s", line)
+    return choice.dtype
 
 
 async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | None) -> None:

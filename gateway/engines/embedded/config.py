@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gateway.core.dtypes import Dtype
 from protos.errors import InvalidRequest
 
 BLOCK_TOKENS = 16
@@ -14,7 +15,6 @@ BLOCK_TOKENS = 16
 INVARIANT_ROWS = 16
 """Rows of every forward pass in batch-invariant mode, in prefill and decode alike."""
 
-Dtype = Literal["float32", "bfloat16"]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 

@@ -24,10 +24,11 @@ from gateway.engines.embedded.sampling import SamplingRow, sample
 from gateway.engines.embedded.scheduler import Scheduler, SchedulerCounters, Segment
 from gateway.engines.embedded.sequence import Delta, FinishReason, GenerationRequest, Sequence, Token
 from gateway.engines.embedded.weights import Snapshot
-from protos.errors import InvalidRequest
+from protos.errors import InvalidRequest, LaminarError
 
 log = logging.getLogger(__name__)
 
+HEAD = "lm_head.weight"
 PAD_ROWS = 16
 """Outside batch-invariant mode, larger batches are padded to multiples of this: fewer kernel shapes to prepare."""
 
@@ -156,10 +157,10 @@ class Engine:
     def _open(self, directory: Path) -> Snapshot:
         snapshot = Snapshot(directory)
         try:
-            # A tied head is the embedding; some writers store it twice.
-            ignored = frozenset({"lm_head.weight"}) if self.shape.tied else frozenset()
-            snapshot.check(self.shape.layout, ignored=ignored)
-        except InvalidRequest:
+            snapshot.check(self.shape.layout, ignored=frozenset({HEAD}) if self.shape.tied else frozenset())
+            if self.shape.tied:
+                snapshot.check_tied(HEAD, "model.embed_tokens.weight")
+        except LaminarError:
             snapshot.__exit__(None, None, None)
             raise
         return snapshot
@@ -222,7 +223,10 @@ class Engine:
 
     def _sample(self, sampled: list[tuple[Sequence, torch.Tensor]]) -> list[Delta]:
         sequences = [sequence for sequence, _ in sampled]
-        rows = [SamplingRow(s.request.params, len(s.token_ids), self._forbidden(s)) for s in sequences]
+        rows = [
+            SamplingRow(s.request.params, len(s.token_ids), self._forbidden(s), s.token_ids, len(s.request.prompt_ids))
+            for s in sequences
+        ]
         tokens = sample(
             torch.stack([logits for _, logits in sampled]),
             rows,

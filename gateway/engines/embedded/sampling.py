@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, with the behaviour policy's logprobs.
+"""From logits to tokens: bias and penalties, greedy, temperature, min-p, top-k, top-p, with the policy's logprobs.
 
 Each row is drawn by inverting its own cumulative distribution at one uniform number that is a function of (seed,
 absolute position) alone: a row's token depends neither on the batch around it nor on where its turn was cut.
@@ -26,6 +26,9 @@ class SamplingRow:
     """Absolute position of the token to be drawn."""
     forbidden_ids: Seq[int] = ()
     """End tokens while fewer than `min_tokens` are generated."""
+    token_ids: Seq[int] = ()
+    """Prompt and generated ids, the first `num_prompt` the prompt's; needed where `params.penalised`."""
+    num_prompt: int = 0
 
 
 def uniform(seed: int, position: int) -> float:
@@ -47,16 +50,37 @@ def sample(logits: torch.Tensor, rows: Seq[SamplingRow], *, processed_logprobs: 
     for i, row in enumerate(rows):
         if row.forbidden_ids:
             logits[i, list(row.forbidden_ids)] = float("-inf")
+    raw = logits
+    if any(row.params.penalised or row.params.logit_bias for row in rows):
+        logits = logits.float().clone()
+        for i, row in enumerate(rows):
+            _adjust(logits[i], row)
     if all(row.params.greedy and row.params.logprobs is None for row in rows):
         return [Token(id) for id in logits.argmax(-1).tolist()]
     probs = torch.softmax(_process(logits, rows), -1, dtype=torch.float32)
     ids = _draw(logits, probs, rows)
-    reported = probs if processed_logprobs else torch.softmax(logits, -1, dtype=torch.float32)
+    reported = probs if processed_logprobs else torch.softmax(raw, -1, dtype=torch.float32)
     chosen = reported.gather(1, torch.tensor(ids, device=reported.device)[:, None])[:, 0].log().tolist()
     return [
         _token(id, logprob, reported[i], rows[i].params)
         for i, (id, logprob) in enumerate(zip(ids, chosen, strict=True))
     ]
+
+
+def _adjust(logits: torch.Tensor, row: SamplingRow) -> None:
+    """Bias and penalties, in place and in vLLM's order: they change which token is the likeliest."""
+    params, device = row.params, logits.device
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        logits[torch.tensor(ids, device=device)] += torch.tensor(biases, device=device)
+    if params.repetition_penalty != 1.0 and row.token_ids:
+        seen = torch.unique(torch.tensor(row.token_ids, device=device))
+        found, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
+    said = row.token_ids[row.num_prompt :]
+    if said and (params.presence_penalty or params.frequency_penalty):
+        ids_said, counts = torch.unique(torch.tensor(said, device=device), return_counts=True)
+        logits[ids_said] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def _process(logits: torch.Tensor, rows: Seq[SamplingRow]) -> torch.Tensor:
@@ -68,12 +92,16 @@ def _process(logits: torch.Tensor, rows: Seq[SamplingRow]) -> torch.Tensor:
     for i, row in enumerate(rows):
         if row.params.truncated:
             scaled = scaled.float() if scaled.dtype != torch.float32 else scaled.clone() if scaled is logits else scaled
-            scaled[i] = _truncate(scaled[i], row.params.top_k, row.params.top_p)
+            scaled[i] = _truncate(scaled[i], row.params.top_k, row.params.top_p, row.params.min_p)
     return scaled
 
 
-def _truncate(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Keeps the `top_k` most likely tokens, then the smallest set of those that holds `top_p` of their mass."""
+def _truncate(logits: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
+    """Keeps tokens of `min_p` times the likeliest one's probability, of these the `top_k` most likely, and of those the
+    smallest set that holds `top_p` of their mass.
+    """
+    if min_p > 0.0:
+        logits = logits.masked_fill(logits < logits.max() + math.log(min_p), -math.inf)
     if 0 < top_k < logits.shape[0]:
         logits = _keep(logits, *logits.topk(top_k))
     if top_p >= 1.0:

@@ -22,6 +22,15 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one are left out; 0: none."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """On tokens that were generated: once, and for each time."""
+    repetition_penalty: float = 1.0
+    """On tokens of the prompt and generated ones: positive logits are divided by it, others multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these ids, each named once."""
     seed: int = 0
     """The noise of a token is a function of seed and absolute position, so a resumed turn draws the same."""
     stop_token_ids: frozenset[int] = frozenset()
@@ -35,7 +44,11 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def penalised(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ def make_app(service: EngineService, text: Text) -> web.Application:
         [
             web.post("/v1/completions", api.completions),
             web.get("/v1/models", api.models),
+            web.post("/tokenize", api.tokenize),
             web.get("/health", api.health),
             web.route("*", "/ping", api.health),
             web.get("/version", api.version),
@@ -119,6 +120,14 @@ class EngineApi:
                 return await self._stream(request, body, answer, chunks)
             return await self._whole(answer, chunks)
 
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """The ids of a text, as vLLM tells them."""
+        body = wire.decode(await request.read(), wire.TokenizeBody)
+        if body.model not in (None, self._model):
+            raise InvalidRequest(f"this engine serves {self._model!r}, not {body.model!r}")
+        ids = self._text.encode(body.prompt, body.add_special_tokens)
+        return _json({"count": len(ids), "max_model_len": self._limits.max_model_len, "tokens": ids})
+
     async def _chunks(self, stream: DeltaStream, answer: Answer) -> AsyncIterator[None]:
         """Feeds the answer as deltas arrive; yields when a chunk is due."""
         last = time.monotonic()
@@ -182,6 +191,7 @@ class EngineApi:
             "root": str(self._service.config.model),
             "parent": None,
             "max_model_len": self._service.config.max_model_len,
+            "dtype": self._service.config.dtype,
         }
         return _json({"object": "list", "data": [card]})
 

@@ -78,6 +78,17 @@ class Snapshot:
                     f"{name} in {self.directory} has dtype {view.get_dtype()}", hint=f"one of {', '.join(FLOAT_DTYPES)}"
                 )
 
+    def check_tied(self, head: str, embeddings: str) -> None:
+        """InvalidRequest when there is a `head` of its own that is not the `embeddings`, which the model computes with.
+
+        Some writers store a tied head twice: that is the same tensor, and no contradiction.
+        """
+        if head in self._file_of and not torch.equal(self[head], self[embeddings]):
+            raise InvalidRequest(
+                f"{head} in {self.directory} differs from {embeddings}, which this model uses in its place",
+                hint="its config.json has tie_word_embeddings: tie them in the trainer too, or serve an untied config",
+            )
+
 
 def _files(directory: Path) -> list[Path]:
     """The weight files: those that the index names, or every *.safetensors when there is none."""

@@ -52,18 +52,18 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     user: str | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    min_p: float | None = 0.0
+    logit_bias: dict[str, float] | None = None
     # Accepted only where they change nothing:
     n: int | None = 1
     best_of: int | None = 1
     echo: bool | None = False
     stop: str | list[str] | None = None
     suffix: str | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    repetition_penalty: float | None = 1.0
-    min_p: float | None = 0.0
     structured_outputs: Any = None
-    logit_bias: Any = None
     priority: int = 0
     spaces_between_special_tokens: bool = True
 
@@ -74,16 +74,17 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (None, False),
     "stop": (None, [], ""),
     "suffix": (None, ""),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "min_p": (None, 0.0),
     "structured_outputs": (None,),
-    "logit_bias": (None, {}),
     "priority": (0,),
     "spaces_between_special_tokens": (True,),
 }
 """Fields that the embedded engine does not carry out, with the values that ask for nothing."""
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,6 +165,7 @@ def to_request(
     _check_lengths(prompt_ids, params.max_tokens, limits)
     _check_ids("prompt", prompt_ids, limits.vocab)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab)
+    _check_ids("logit_bias", (token_id for token_id, _ in params.logit_bias), limits.vocab)
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= SALT_LEN_MAX:
         raise InvalidRequest("cache_salt is empty or too long", hint=f"1 to {SALT_LEN_MAX} characters")
     if not 1 <= body.stream_interval <= STREAM_INTERVAL_MAX:
@@ -194,7 +196,14 @@ def _sampling_params(body: CompletionBody) -> SamplingParams:
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     top_k = 0 if body.top_k is None else body.top_k
+    min_p = body.min_p or 0.0
+    presence, frequency = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
+    repetition = 1.0 if body.repetition_penalty is None else body.repetition_penalty
     checks = (
+        ("min_p", min_p, 0.0 <= min_p <= 1.0, "0 (off) to 1"),
+        ("presence_penalty", presence, -2.0 <= presence <= 2.0, "-2 to 2"),
+        ("frequency_penalty", frequency, -2.0 <= frequency <= 2.0, "-2 to 2"),
+        ("repetition_penalty", repetition, 0.0 < repetition <= 2.0, "above 0, at most 2; 1 for none"),
         ("max_tokens", max_tokens, max_tokens >= 1, "at least 1"),
         ("min_tokens", body.min_tokens, 0 <= body.min_tokens <= max_tokens, "0 to max_tokens"),
         ("temperature", temperature, 0.0 <= temperature <= 100.0, "0 (greedy) to 100"),
@@ -216,11 +225,23 @@ def _sampling_params(body: CompletionBody) -> SamplingParams:
         temperature=temperature,
         top_p=top_p,
         top_k=max(top_k, 0),
+        min_p=min_p,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        logit_bias=_biases(body.logit_bias),
         seed=int.from_bytes(os.urandom(8), "little") if body.seed is None else body.seed,
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         logprobs=body.logprobs,
     )
+
+
+def _biases(found: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
+    for name, bias in (found or {}).items():
+        if not name.isascii() or not name.isdigit() or not -100.0 <= bias <= 100.0:
+            raise InvalidRequest(f"logit_bias holds {name!r}: {bias}", hint="token ids, each with -100 to 100")
+    return tuple({int(name): bias for name, bias in (found or {}).items()}.items())
 
 
 def _check_lengths(prompt_ids: list[int], max_tokens: int, limits: Limits) -> None:

@@ -1,0 +1,171 @@
+"""The HTTP server itself: what aiohttp answers, and how long it waits, before any handler is asked.
+
+Invariants:
+- a head that has begun is whole within `HEAD_TIMEOUT_S`, or its connection is closed with a 408;
+- a body that a handler waits for comes at `BODY_BYTES_PER_S_MIN` at least, with `BODY_GRACE_S` to spare, or is refused;
+- requests that come together begin in several rounds of the event loop, in their order: a thousand at once would hold
+  it for half a second, and every stream would stand still;
+- what is no HTTP is answered in the API's shape, and logged in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from gateway.api.openai_errors import Handler, TooSlow, error_bytes, error_response, no_http
+
+log = logging.getLogger(__name__)
+
+HEAD_TIMEOUT_S = 30.0
+BODY_GRACE_S = 30.0
+BODY_BYTES_PER_S_MIN = 100_000
+"""Slower than any link on which somebody waits for a model; a body of 64 MiB may take eleven minutes."""
+BODY_LOOK_S = 5.0
+BACKLOG = 1024
+"""Connections that wait in the kernel to be taken; beyond that clients try again after a second."""
+
+
+class Turnstile:
+    """Lets one request in each round of the event loop begin, in the order in which they came.
+
+    All that a request does by itself is spread so: what follows its first step is a round later, too.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._turning = False  # somebody began in this round
+
+    def take(self, let_in: Callable[[], None]) -> bool:
+        """Whether the caller may begin now; else it is called in a later round."""
+        if self._turning:
+            self._waiting.append(let_in)
+            return False
+        self._turning = True
+        self._loop.call_soon(self._next)
+        return True
+
+    def _next(self) -> None:
+        """A new round."""
+        self._turning = bool(self._waiting)
+        if self._waiting:
+            self._loop.call_soon(self._next)
+            self._waiting.popleft()()
+
+
+class _Connection(web.RequestHandler):
+    """One client's connection."""
+
+    __slots__ = ("_head_due", "_held", "_rounds")
+
+    def __init__(self, server: web.Server, *, rounds: Turnstile, **kwargs: Any) -> None:
+        super().__init__(server, **kwargs)
+        self._head_due: asyncio.TimerHandle | None = None
+        self._rounds = rounds
+        self._held: list[bytes] = []  # of a request that begins in a later round
+
+    def data_received(self, data: bytes) -> None:
+        if self._held:
+            self._held.append(data)
+        elif self._current_request is not None or self._rounds.take(self._let_in):
+            self._take(data)
+        else:
+            self._held.append(data)
+
+    def _let_in(self) -> None:
+        held, self._held = self._held, []
+        if held and self.transport is not None:
+            self._take(b"".join(held))
+
+    def _take(self, data: bytes) -> None:
+        heads = self._request_count
+        super().data_received(data)
+        if self._request_count != heads:
+            self._head_came()
+        elif self._current_request is None and self._head_due is None:
+            self._head_due = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._head_came()
+        self._held.clear()
+        super().connection_lost(exc)
+
+    def _head_came(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
+    def _head_is_late(self) -> None:
+        self._head_due = None
+        if self.transport is None or self._current_request is not None:
+            return
+        body = error_bytes(TooSlow(f"the request's head was not whole after {HEAD_TIMEOUT_S:g} s"))
+        head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """For what never reached a handler: its head is no HTTP."""
+        if status >= 500 or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        told = exc.message if isinstance(exc, HttpProcessingError) else message or ""
+        log.info("a request from %s is no HTTP: %.200r", request.remote, told)
+        response = error_response(no_http(told))
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    """`made`, with connections of our own."""
+
+    def __init__(self, made: web.Server) -> None:
+        self.__dict__.update(made.__dict__)
+        self._rounds = Turnstile(self._loop)
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, rounds=self._rounds, loop=self._loop, **self._kwargs)
+
+
+class Runner(web.AppRunner):
+    async def _make_server(self) -> web.Server:
+        return _Server(await super()._make_server())
+
+
+@web.middleware
+async def bodies_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Who reads a body that comes too slowly gets TooSlow."""
+    content = request.content
+    if content.is_eof():  # as of nearly all: it came with its head
+        return await handler(request)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal timer
+        if content.is_eof():
+            return
+        waited = loop.time() - began
+        if waited > BODY_GRACE_S + content.total_bytes / BODY_BYTES_PER_S_MIN:
+            content.set_exception(TooSlow(f"of the request's body {content.total_bytes} bytes came in {waited:.0f} s"))
+            return
+        timer = loop.call_later(BODY_LOOK_S, look)
+
+    timer = loop.call_later(BODY_LOOK_S, look)
+    try:
+        return await handler(request)
+    finally:
+        timer.cancel()

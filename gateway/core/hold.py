@@ -1,0 +1,82 @@
+"""What keeps an empty engine on its version: live sessions that no other engine could go on with. Pure.
+
+Invariants:
+- a hold ends `version_hold_s` after the intake closed, whatever happens;
+- it ends sooner where no other engine takes new sessions and turns wait: once they have waited, all together, as long
+  as the sessions are worth by their policies (`HOLD_WORTH_S`). What becomes of these then, their policies say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gateway.core.fleet import EngineState, FleetState
+from gateway.core.types import SessionId, VersionPolicy
+
+HOLD_WORTH_S: Mapping[VersionPolicy, float] = {"segment": 5.0, "strict": 30.0, "fail": 60.0}
+"""Of one session, in seconds that one turn waits: a record of two versions is a small loss, a version that is loaded
+again for it costs two loads, and a session that fails is lost with all that was computed for it."""
+NAMED_MAX = 4
+"""Sessions that a sentence names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """`left_s`: until the clock ends it. `waited_s`: by turns that no engine takes meanwhile, of `worth_s` at most."""
+
+    sessions: tuple[SessionId, ...]
+    left_s: float
+    waited_s: float
+    worth_s: float
+
+    @property
+    def over(self) -> bool:
+        return self.left_s <= 0 or self.waited_s >= self.worth_s
+
+    @property
+    def who(self) -> str:
+        return named(self.sessions)
+
+
+def named(sessions: tuple[SessionId, ...]) -> str:
+    """Who they are, in a sentence."""
+    more = f" and {len(sessions) - NAMED_MAX} more" if len(sessions) > NAMED_MAX else ""
+    return f"session{'s' * (len(sessions) > 1)} {', '.join(sessions[:NAMED_MAX])}{more}"
+
+
+def hold(fleet: FleetState, engine: EngineState, now: float) -> Hold | None:
+    """Why the engine does not load the newer version that it could; None: no session is in the way of it."""
+    empty = engine.status == "serving" and engine.newer and not engine.turns and not engine.intake_open
+    if not empty or fleet.config.mode == "inflight" or len(fleet.serving(engine.version)) > 1:
+        return None
+    sessions = fleet.live_sessions(engine.version)
+    if not sessions:
+        return None
+    worth_s = sum(HOLD_WORTH_S[fleet.policies.get(session, "segment")] for session in sessions)
+    left_s = fleet.config.version_hold_s - (now - engine.intake_closed_at)
+    return Hold(sessions, left_s, _waited(fleet, engine, now), worth_s)
+
+
+def note_holds(fleet: FleetState, now: float) -> None:
+    """How long each engine has been held since its intake closed; to be called whenever something changed."""
+    for engine in fleet.engines.values():
+        if engine.intake_open or engine.status != "serving":
+            engine.held_since, engine.held_before_s = None, 0.0
+        elif hold(fleet, engine, now) is None:
+            engine.held_before_s, engine.held_since = held_s(engine, now), None
+        elif engine.held_since is None:
+            engine.held_since = now
+
+
+def held_s(engine: EngineState, now: float) -> float:
+    """A turn of a session that held it may run in between: that time is not counted."""
+    return engine.held_before_s + (0.0 if engine.held_since is None else now - engine.held_since)
+
+
+def _waited(fleet: FleetState, engine: EngineState, now: float) -> float:
+    """By all turns in the queue, while the engine was held; nothing as long as another engine may take them."""
+    if any(e.intake_open or e.status == "refreshing" for e in fleet.engines.values() if e is not engine):
+        return 0.0
+    held = held_s(engine, now)
+    return sum(min(held, now - since) for since in fleet.waiting_since)
