@@ -6,8 +6,9 @@ with Publisher("127.0.0.1:7070") as publisher, ExperienceReader("http://127.0.0.
         reader.trainer_version = publisher.publish(model.state_dict(), step=step).version
 """
 
+from paramserver.client import RefusedLoad
 from trainer_client.experience import AsyncExperienceReader, Batch, ExperienceReader, Wanted
-from trainer_client.publisher import AsyncPublisher, AsyncTicket, Publisher, Ticket, Wait
+from trainer_client.publisher import AsyncPublisher, AsyncTicket, Publisher, PublisherStatus, Ticket, Wait
 from trainer_client.trajectories import Packed, PackedTensors, Segment, Trajectory, pack
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "Packed",
     "PackedTensors",
     "Publisher",
+    "PublisherStatus",
+    "RefusedLoad",
     "Segment",
     "Ticket",
     "Trajectory",

@@ -1,14 +1,19 @@
 """Reading experience from the gateway: `ExperienceReader` for a plain training loop, `AsyncExperienceReader`.
 
 Invariants:
-- a batch is leased, not taken: acknowledged, it is gone; otherwise it returns to the buffer when the lease ends,
-  so a trainer that dies in a step loses nothing;
+- a batch is leased, not taken: acknowledged, it is gone; given back, others may have it at once; otherwise it returns
+  to the buffer when the lease ends, so a trainer that dies in a step loses nothing;
+- a batch of `batches` is ended once: acknowledged when the loop comes back, given back when the loop is left, unless
+  its caller did either before;
 - every request has a deadline: the wait asked of the gateway plus `timeout_s`;
 - errors carry the gateway's own words and code; what does not speak its language is said to be something else.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,12 +22,22 @@ from typing import Any, Self, TypedDict, Unpack
 import httpx
 import msgspec
 
-from protos.errors import BY_CODE, InvalidRequest, LaminarError, OutOfCapacity, Unavailable
+from protos.errors import BY_CODE, Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
 from trainer_client.loop import LoopThread
 from trainer_client.trajectories import Packed, Trajectory, pack
 
+log = logging.getLogger(__name__)
+
 MSGPACK = "application/msgpack"
 WAIT_S = 30.0
+GIVE_BACK_S = 5.0
+"""How long leaving a loop may take for it: a lease that is not given back ends by itself."""
+AWAY_PATIENCE_S = 60.0
+"""In a loop over `batches`, an acknowledgement and the wait for the next batch are tried again for so long while the
+gateway is away: it may be on its way back."""
+AWAY_RETRY_S = 0.5
+SILENT_S = 60.0
+"""A loop that has waited for so long without a batch says so, and again each time it has waited twice as long."""
 LEASE_S = 600.0
 """How long a sampled batch stays this reader's without an acknowledgement."""
 
@@ -92,6 +107,9 @@ class AsyncExperienceReader:
     ) -> None:
         self.reader = reader
         self.trainer_version = trainer_version
+        self._lent: dict[str, Batch] = {}  # of `batches`, while their loops have them
+        self._returning = asyncio.Lock()
+        self._answered = False  # a gateway is, or was, at that address
         self._url = gateway.rstrip("/")
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False)  # a cluster-internal address, never a proxy
@@ -106,7 +124,11 @@ class AsyncExperienceReader:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        """Gives back what loops over `batches` still have."""
+        for batch in list(self._lent.values()):
+            await self._return(batch)
+        async with self._returning:  # a loop that was left may be giving its batch back
+            await self._http.aclose()
 
     async def sample(self, **wanted: Unpack[Wanted]) -> Batch:
         """Leases up to `trajectories`, or up to `groups` whole groups of `group_size`, oldest first.
@@ -120,21 +142,111 @@ class AsyncExperienceReader:
             sampled = self._decoder.decode(answer.content)
         except msgspec.DecodeError as error:
             raise Unavailable(f"{self._url} answered with something else than a batch: {error}", hint=_WRONG) from error
+        self._answered = True
         return Batch(sampled.lease_id, tuple(sampled.trajectories))
 
     async def ack(self, batch: Batch) -> None:
-        """Ends the lease of a batch that was used. NotFound when it had ended: others may sample it again."""
+        """Ends the lease of a batch that was used. NotFound when it had ended: others may sample it again.
+
+        An empty batch has no lease: nothing is to be done.
+        """
+        if not batch.lease_id:
+            return
         await self._post("/experience/ack", {"lease_id": batch.lease_id}, timeout_s=self._timeout_s)
+        self._lent.pop(batch.lease_id, None)
+
+    async def give_back(self, batch: Batch) -> None:
+        """Ends the lease of a batch that was not used: it is sampled again. NotFound when the lease had ended.
+
+        An empty batch has no lease: nothing is to be done.
+        """
+        if not batch.lease_id:
+            return
+        await self._post("/experience/release", {"lease_id": batch.lease_id}, timeout_s=GIVE_BACK_S)
+        self._lent.pop(batch.lease_id, None)
 
     async def batches(self, **wanted: Unpack[Wanted]) -> AsyncGenerator[Batch, None]:
-        """Batches without end, none empty; each is acknowledged when the loop comes back for the next."""
+        """Batches without end, none empty; each is acknowledged when the loop comes back for the next.
+
+        A loop that is left, by `break`, `return` or an error, gives its last batch back: acknowledge it before, if it
+        was used. NotFound when a step took longer than the lease (`lease_s`), so that the batch went back meanwhile.
+        A gateway that has answered before, and is started again, ends no loop: Unavailable after a minute without it.
+        """
         while True:
-            batch = await self.sample(**wanted)
-            if batch.trajectories:
+            batch = await self._await_batch(wanted)
+            began = time.monotonic()
+            self._lent[batch.lease_id] = batch
+            try:
                 yield batch
+                if batch.lease_id in self._lent:
+                    await self._acknowledge(batch, began, wanted.get("lease_s", LEASE_S))
+            finally:
+                if batch.lease_id in self._lent:
+                    await self._return(batch)
+
+    async def _await_batch(self, wanted: Wanted) -> Batch:
+        began, said_s = time.monotonic(), 0.0
+        while not (batch := await self._sample_again(wanted)).trajectories:
+            waited_s = time.monotonic() - began
+            if waited_s >= max(SILENT_S, 2 * said_s):
+                said_s = waited_s
+                what = ", ".join(f"{name}={value}" for name, value in wanted.items())
+                log.warning("no batch of %s at %s for %.0f s: `gateway status` says why", what, self._url, waited_s)
+        return batch
+
+    async def _sample_again(self, wanted: Wanted) -> Batch:
+        """As `sample`; while a gateway that has answered before is away it is tried again. What a lost answer had
+        leased comes back when that lease ends."""
+        deadline = time.monotonic() + AWAY_PATIENCE_S
+        while True:
+            try:
+                return await self.sample(**wanted)
+            except Unavailable as error:
+                if not self._answered or time.monotonic() > deadline:
+                    raise
+                log.warning("sampling again: %s", error)
+            await asyncio.sleep(AWAY_RETRY_S)
+
+    async def _acknowledge(self, batch: Batch, began: float, lease_s: float) -> None:
+        """As `ack`; while the gateway is away it is tried again, and an earlier try may have been carried out."""
+        lost: Unavailable | None = None
+        deadline = time.monotonic() + AWAY_PATIENCE_S
+        while True:
+            try:
                 await self.ack(batch)
+                return
+            except NotFound as error:
+                self._lent.pop(batch.lease_id, None)
+                if lost is not None and time.monotonic() - began < lease_s:
+                    log.info("%s was acknowledged by a try whose answer was lost: %s", batch.lease_id, lost)
+                    return
+                raise NotFound(
+                    f"the lease of {lease_s:g} s on a batch ended before it was used up: its trajectories went back, "
+                    f"and are sampled again ({error.message})",
+                    hint="pass batches(lease_s=...) that is longer than a training step",
+                ) from error
+            except Unavailable as error:
+                if time.monotonic() > deadline:
+                    raise
+                lost = error
+                log.warning("acknowledging %s again: %s", batch.lease_id, error)
+            await asyncio.sleep(AWAY_RETRY_S)
+
+    async def _return(self, batch: Batch) -> None:
+        """Gives it back; where that cannot be done, its lease ends by itself."""
+        async with self._returning:
+            if self._lent.pop(batch.lease_id, None) is None:
+                return
+            try:
+                await self.give_back(batch)
+            except NotFound as error:
+                log.info("%s had ended: %s", batch.lease_id, error)
+            except LaminarError as error:
+                log.warning("a batch of %d comes back when its lease ends: %s", len(batch), error)
 
     async def _post(self, path: str, body: dict[str, object], *, timeout_s: float) -> httpx.Response:
+        if self._http.is_closed:
+            raise Conflict("this reader is closed", hint="open a new one; a closed reader is not used again")
         try:
             answer = await self._http.post(self._url + path, json=body, headers={"Accept": MSGPACK}, timeout=timeout_s)
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -159,8 +271,16 @@ def _error_of(answer: httpx.Response, url: str) -> LaminarError:
         return Unavailable(f"{url} answered {answer.status_code} without a gateway's error body", hint=_WRONG)
     kind = BY_CODE.get(body.code or "", LaminarError)
     if issubclass(kind, OutOfCapacity):
-        return kind(body.message, retry_after_s=float(answer.headers.get("Retry-After", 1.0)))
+        return kind(body.message, retry_after_s=_seconds(answer.headers.get("Retry-After", "")))
     return kind(body.message)
+
+
+def _seconds(retry_after: str) -> float:
+    """1 s where it is not a number of seconds: a proxy may give a date."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        return 1.0
 
 
 class ExperienceReader:
@@ -188,6 +308,10 @@ class ExperienceReader:
     def ack(self, batch: Batch) -> None:
         """As `AsyncExperienceReader.ack`."""
         self._loop.run(self._twin.ack(batch))
+
+    def give_back(self, batch: Batch) -> None:
+        """As `AsyncExperienceReader.give_back`."""
+        self._loop.run(self._twin.give_back(batch))
 
     def batches(self, **wanted: Unpack[Wanted]) -> Generator[Batch, None, None]:
         """As `AsyncExperienceReader.batches`."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
 from paramserver import client
-from paramserver.client import Rank, RelayClient, Stage, publish
+from paramserver.client import Rank, RefusedLoad, RelayClient, Stage, publish
 from protos.errors import InvalidRequest
 from trainer_client.loop import LoopThread
 from trainer_client.sources import NamedTensors, sources_of
@@ -89,6 +90,7 @@ class AsyncPublisher:
         self._wait: Wait = wait
         self._force_tcp = force_tcp
         self._reached = False
+        self._newest: AsyncTicket | None = None
         self._turn = asyncio.Lock()  # versions of one run are numbered in the order in which they were handed over
 
     async def __aenter__(self) -> Self:
@@ -109,15 +111,22 @@ class AsyncPublisher:
         step: int,
         wait: Wait | None = None,
         timeout_s: float = WAIT_TIMEOUT_S,
+        allow_change: bool = False,
+        check_nan: bool = True,
     ) -> AsyncTicket:
         """Publishes one version; the master numbers it (`ticket.version`), `step` is a label.
 
+        Engines load by name, into shapes that they were started with: a version with other names, shapes or kinds of
+        dtype than the one before is refused unless `allow_change`; other float dtypes are warned about. So is one whose
+        tensors begin with NaN, unless `check_nan` is off: a NaN further in is found by the engines, which refuse it.
+
         InvalidRequest names a tensor that cannot be published; TooLarge a version larger than the pool; Conflict
-        another publisher of this model; Unavailable a relay, or etcd, that does not answer.
+        another publisher of this model, or the first differing names; Unavailable a relay, or etcd, that does not
+        answer.
         """
         target = self._wait if wait is None else wait
         _check_wait(target)
-        sources = sources_of(tensors)
+        sources = sources_of(tensors, check_nan=check_nan)
         tied = {f"tied:{name}": owner for name, owner in sources.tied.items()}
         async with self._turn:
             if not self._reached:  # a wrong address is told at once; a relay lost later is waited for
@@ -132,9 +141,43 @@ class AsyncPublisher:
                 metadata={**FORMAT, **tied},
                 force_tcp=self._force_tcp,
                 rank=self._rank,
+                refuse_change=not allow_change,
             )
+            self._newest = ticket
         await wait_for(ticket, target, timeout_s)
         return ticket
+
+    async def status(self) -> PublisherStatus:
+        """What became of the versions published here, by the word of the model's master."""
+        master = await self._relay.master_of(self.model)
+        status = await master.status()
+        found = next((model for model in status.models if model.model == self.model), None)
+        ticket = self._newest
+        return PublisherStatus(
+            model=self.model,
+            run=self.run,
+            master=status.relay,
+            version=ticket.version if ticket else None,
+            stage=await ticket.stage() if ticket else None,
+            newest_sealed=found.newest_sealed if found else None,
+            refused_loads=found.refused_loads if found else (),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStatus:
+    """`version` is the newest that this publisher handed over, `stage` how far it is (None: it published nothing yet).
+
+    `refused_loads`: engines that could not load one of the newest versions, and why.
+    """
+
+    model: str
+    run: str
+    master: str
+    version: int | None
+    stage: Stage | None
+    newest_sealed: int | None
+    refused_loads: tuple[RefusedLoad, ...]
 
 
 class Ticket:
@@ -145,6 +188,7 @@ class Ticket:
         self._loop = loop
         self.model, self.version = ticket.model, ticket.version
         self.run, self.step = ticket.run, ticket.step
+        self.warnings = ticket.warnings
 
     def wait_sealed(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         """Returns once the version is recorded in etcd: only now may it be called published."""
@@ -165,6 +209,10 @@ class Ticket:
     def holders(self) -> tuple[str, ...]:
         """Names of the relays that hold the version verified."""
         return self._loop.run(self._ticket.holders())
+
+    def refused_loads(self) -> tuple[RefusedLoad, ...]:
+        """Engines that could not load this version, and why, as gateways reported it."""
+        return self._loop.run(self._ticket.refused_loads())
 
     def __repr__(self) -> str:
         return f"Ticket({self.model} version {self.version}, step {self.step}, run {self.run})"
@@ -205,10 +253,18 @@ class Publisher:
         step: int,
         wait: Wait | None = None,
         timeout_s: float = WAIT_TIMEOUT_S,
+        allow_change: bool = False,
+        check_nan: bool = True,
     ) -> Ticket:
         """As `AsyncPublisher.publish`."""
-        work = self._twin.publish(tensors, step=step, wait=wait, timeout_s=timeout_s)
+        work = self._twin.publish(
+            tensors, step=step, wait=wait, timeout_s=timeout_s, allow_change=allow_change, check_nan=check_nan
+        )
         return Ticket(self._loop.run(work), self._loop)
+
+    def status(self) -> PublisherStatus:
+        """As `AsyncPublisher.status`."""
+        return self._loop.run(self._twin.status())
 
     def close(self) -> None:
         if not self._loop.closed:

@@ -25,7 +25,11 @@ NUMPY_DTYPES: dict[str, str] = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
-    "bfloat16": "BF16",  # ml_dtypes' extension of numpy
+    "bfloat16": "BF16",  # this and the float8 kinds are ml_dtypes' extension of numpy
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",
@@ -51,8 +55,11 @@ class Sources:
         return sum(source_bytes(source) for source in self.tensors)
 
 
-def sources_of(tensors: NamedTensors) -> Sources:
-    """Reads names, dtypes and shapes. InvalidRequest names what is not a tensor or has no safetensors dtype."""
+def sources_of(tensors: NamedTensors, *, check_nan: bool = False) -> Sources:
+    """Reads names, dtypes and shapes. InvalidRequest names what is not a tensor or has no safetensors dtype.
+
+    With `check_nan` reading a tensor that begins with NaN is refused, too.
+    """
     kept: list[TensorSource] = []
     owner_of: dict[object, str] = {}
     tied: dict[str, str] = {}
@@ -60,12 +67,43 @@ def sources_of(tensors: NamedTensors) -> Sources:
         source, identity = _source(name, tensor)
         owner = owner_of.setdefault(identity, name)
         if owner == name:
-            kept.append(source)
+            kept.append(_looked_at(source) if check_nan and source.dtype in _NAN else source)
         else:
             tied[name] = owner
     if not kept:
         raise InvalidRequest("no tensors to publish", hint="pass model.state_dict() or pairs (name, tensor)")
     return Sources(tuple(kept), tied)
+
+
+NAN_LOOK_BYTES = 64 << 10
+"""Of each tensor, while it is read anyway. A training step that went wrong leaves NaN everywhere: its beginning tells;
+to look at all bytes would take longer than to copy them. What lies deeper, engines' probes find."""
+
+
+def _floats(dtype: str) -> Callable[[memoryview], bool]:
+    return lambda view: bool(np.isnan(np.frombuffer(view, dtype)).any())
+
+
+_NAN: dict[str, Callable[[memoryview], bool]] = {
+    "F64": _floats("<f8"),
+    "F32": _floats("<f4"),
+    "F16": _floats("<f2"),
+    "BF16": lambda view: bool(((np.frombuffer(view, "<u2") & 0x7FFF) > 0x7F80).any()),
+}
+"""Whether bytes of a dtype hold NaN."""
+
+
+def _looked_at(source: TensorSource) -> TensorSource:
+    def read() -> memoryview:
+        view = source.read().cast("B")
+        if _NAN[source.dtype](view[:NAN_LOOK_BYTES]):
+            raise InvalidRequest(
+                f"tensor {source.name!r} holds NaN: this version is not published",
+                hint="look at the training step before; pass check_nan=False if it is meant to",
+            )
+        return view
+
+    return TensorSource(source.name, source.dtype, source.shape, read)
 
 
 def source_bytes(source: TensorSource) -> int:
@@ -74,6 +112,11 @@ def source_bytes(source: TensorSource) -> int:
 
 
 def _pairs(tensors: NamedTensors) -> list[tuple[str, Any]]:
+    if not isinstance(tensors, Iterable):
+        raise InvalidRequest(
+            f"a {type(tensors).__name__} is no named tensors",
+            hint="pass model.state_dict(), model.named_parameters() or a list of (name, tensor)",
+        )
     pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     seen: set[str] = set()
     for pair in pairs:
@@ -91,7 +134,7 @@ def _pairs(tensors: NamedTensors) -> list[tuple[str, Any]]:
 
 
 def _source(name: str, tensor: Any) -> tuple[TensorSource, object]:
-    """The source, and an identity that two names share only if they are the same elements of the same memory."""
+    """The source, and an identity that two names share only if they read the same values from the same memory."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         from trainer_client import torch_sources
@@ -109,7 +152,8 @@ def _numpy_source(name: str, array: np.ndarray[Any, Any]) -> tuple[TensorSource,
     dtype = NUMPY_DTYPES.get(array.dtype.name)
     if dtype is None:
         raise unsupported_dtype(name, f"numpy {array.dtype.name}", NUMPY_DTYPES)
-    identity = (array.__array_interface__["data"][0], array.shape, array.strides, dtype) if array.size else name
+    address = array.__array_interface__["data"][0]
+    identity = (address, array.shape, array.strides, dtype, array.dtype.byteorder) if array.size else name
     return TensorSource(name, dtype, array.shape, _numpy_reader(array)), identity
 
 

@@ -24,6 +24,8 @@ TORCH_DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -59,13 +61,31 @@ def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor) -> None:
             f"tensor {name!r} is {'quantised' if tensor.is_quantized else tensor.layout}, not a dense array",
             hint="call .to_dense() or .dequantize(), or publish its parts as tensors of their own",
         )
+    if (
+        tensor.numel() and tensor.data_ptr() == 0
+    ):  # it wraps other tensors: all of its kind would seem tied at address 0
+        raise InvalidRequest(
+            f"tensor {name!r} is a {type(tensor).__module__}.{type(tensor).__name__} with no memory of its own",
+            hint="call .dequantize(), or publish the tensors inside it under names of their own",
+        )
 
 
 def _identity(name: str, data: torch.Tensor) -> object:
-    """Tied weights share it. Views that merely overlap do not: each is a tensor of its own."""
+    """Tied weights share it. Views that merely overlap do not: each is a tensor of its own.
+
+    Nor do views that read the same memory as other values: torch negates and conjugates when a view is read.
+    """
     if data.numel() == 0:
         return name
-    return (data.device, data.data_ptr(), tuple(data.shape), data.stride(), data.dtype)
+    return (
+        data.device,
+        data.data_ptr(),
+        tuple(data.shape),
+        data.stride(),
+        data.dtype,
+        data.is_neg(),
+        data.is_conj(),
+    )
 
 
 def _reader(data: torch.Tensor) -> Callable[[], memoryview]:
@@ -76,7 +96,7 @@ def _reader(data: torch.Tensor) -> Callable[[], memoryview]:
 
 
 def _bytes_of(data: torch.Tensor) -> memoryview:
-    flat: Any = data.resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat: Any = data.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 

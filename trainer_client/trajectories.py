@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 class SampledWith(msgspec.Struct, frozen=True):
-    """How a segment was sampled; `logprobs`: "policy" (of that distribution), "raw" (the model's) or "greedy"."""
+    """How a segment was sampled.
+
+    `logprobs`: "policy" (of that distribution), "raw" (the model's), "untruncated" (before top-p, top-k and min-p) or
+    "greedy".
+    """
 
     temperature: float
     top_p: float
@@ -33,6 +37,9 @@ class SampledWith(msgspec.Struct, frozen=True):
     frequency_penalty: float
     constrained: bool
     logprobs: str
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = {}
 
 
 class VersionChange(msgspec.Struct, frozen=True):
@@ -60,6 +67,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     sampled_with: SampledWith | None = None
     evidence: str = "none"  # for its version: "told" by the engine, "looked" at afterwards, "none"
+    dtype: str = ""  # what the engine computes in; empty: it does not tell
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
