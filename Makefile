@@ -4,14 +4,17 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-vllm quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test test-vllm quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 env:  ## make .venv (packages are cached outside the checkout, one set for each lock)
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) not found. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 ..."; exit 1; }
-	@$(PYTHON) deploy/setup_env.py
+	@$(PYTHON) -m deploy.setup_env
+
+system-packages:  ## as root: the Debian packages that tests and benchmarks want and this machine lacks (prints its apt line)
+	@$(PYTHON) -m deploy.system_packages
 
 demo: env  ## the main job on this machine: train, publish, refresh, repack, kill, report (ARGS="--seed 2" ...)
 	@$(RUN) -m deploy.demo $(ARGS)
@@ -19,7 +22,7 @@ demo: env  ## the main job on this machine: train, publish, refresh, repack, kil
 test: env  ## every test of the README (some minutes)
 	@$(RUN) -m pytest tests --ignore=tests/vllm $(PARALLEL) $(ARGS)
 
-test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB): refresh, moves, kill -9; some ten minutes
+test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB on disk): refresh, moves, kill -9; some ten minutes
 	@$(RUN) -m pytest tests/vllm -m vllm $(ARGS)
 
 quick: env  ## the quick part of the tests (under a minute)
@@ -70,7 +73,7 @@ format: env  ## format, mend what ruff can, renew ARCHITECTURE.md's map
 	@$(RUN) -m deploy.module_map
 
 lock: env  ## requirements.lock with the newest versions that pyproject.toml allows
-	@$(PYTHON) deploy/lock_env.py
+	@$(PYTHON) -m deploy.lock_env
 
 clean:  ## remove .venv and caches of this checkout (the shared environment stays)
 	@rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report

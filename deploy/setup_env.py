@@ -1,7 +1,10 @@
-"""Makes `.venv`, ready to run everything in this checkout. Standard library only: it runs before anything is installed.
+"""Makes `.venv`, ready to run everything in this checkout: `python -m deploy.setup_env`.
+
+Standard library only: it runs before anything is installed.
 
 The heavy part (torch and the rest of requirements.lock) is installed once per lock into
-`$LAMINAR_CACHE/envs/` (default `~/.cache/laminar-rl`), outside the checkout, and shared by every checkout.
+`$LAMINAR_CACHE/envs/` (default `~/.cache/laminar-rl`), outside the checkout, and shared by every checkout; what there
+is to download is said before. `$LAMINAR_TORCH_INDEX` names an index with torch's CPU build, where pip's own has none.
 `.venv` itself is thin: the shared packages through a path file, and this checkout installed in editable form.
 """
 
@@ -18,10 +21,13 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from deploy import downloads
+
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 VENV = ROOT / ".venv"
 NEEDED_BYTES = 4 << 30
+"""Free, where the size of the download is not known."""
 TOOLS = ("etcd", "etcdctl", "ruff", "lint-imports", "protoc-gen-mypy", "protoc-gen-mypy_grpc")
 """Commands of the shared packages that this checkout's targets run by name."""
 
@@ -70,24 +76,54 @@ def shared_environment(lock: Path = LOCK, prefix: str = "", finish: Callable[[Pa
         fcntl.flock(guard, fcntl.LOCK_EX)
         if (target / ".complete").exists():
             return target
-        if shutil.disk_usage(target.parent).free < NEEDED_BYTES:
-            fail(
-                f"less than {NEEDED_BYTES >> 30} GiB free under {target.parent}",
-                "Free some space, or set LAMINAR_CACHE to a folder on a larger disk.",
-            )
-        count = sum(1 for line in lock.read_text().splitlines() if line and not line.startswith("#"))
-        print(
-            f"setup: installing {count} packages into {target} (once; some minutes, 2 to 4 GB) ...",
-            flush=True,
-        )
         shutil.rmtree(target, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
+        make_venv(target)
         alone = ("--no-deps",) if finish else ()
-        pip(str(target / "bin" / "python"), "-m", "pip", "install", *alone, "--requirement", str(lock))
+        _install(target, (*alone, "--requirement", str(lock), *torch_index()), is_complete=not alone)
         if finish:
             finish(target)
         (target / ".complete").touch()
         return target
+
+
+def torch_index() -> tuple[str, ...]:
+    """Where pip looks for torch besides its own index: a build for CPUs there is preferred, its version says `+cpu`."""
+    index = os.environ.get("LAMINAR_TORCH_INDEX")
+    return ("--extra-index-url", index) if index else ()
+
+
+def make_venv(target: Path, *options: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "venv", *options, str(target)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        fail(
+            f"{sys.executable} cannot make a virtual environment:\n{(done.stdout + done.stderr).strip()[-1000:]}",
+            "On Debian and Ubuntu `make system-packages`, as root, installs what it lacks.",
+        )
+
+
+def _install(target: Path, arguments: tuple[str, ...], is_complete: bool) -> None:
+    """`is_complete`: pip looks at dependencies, too."""
+    python = str(target / "bin" / "python")
+    print("setup: finding out what there is to download (under a minute) ...", flush=True)
+    pip(python, "-m", "pip", "install", downloads.PIP)
+    found = downloads.resolve([python, "-m", "pip", "--disable-pip-version-check"], arguments)
+    if found and not is_complete and found.wants_cuda(platform.machine()):
+        fail(
+            f"the package index offers torch {found.torch} for CUDA only, and this environment has no CUDA",
+            f"Set LAMINAR_TORCH_INDEX={downloads.CPU_INDEX} and run the command again.",
+        )
+    needed = NEEDED_BYTES if found is None else found.disk_bytes
+    if shutil.disk_usage(target).free < needed:
+        fail(
+            f"less than {needed / 2**30:.0f} GiB free under {target.parent}",
+            "Free some space, or set LAMINAR_CACHE to a folder on a larger disk.",
+        )
+    size = "of unknown size: pip could not tell" if found is None else downloads.described(found)
+    count = f" {len(found.files)}" if found else ""
+    print(f"setup: installing{count} packages into {target} (once, some minutes): {size} ...", flush=True)
+    pip(python, "-m", "pip", "install", *arguments)
 
 
 def thin_environment(shared: Path, venv: Path = VENV, tools: Sequence[str] = TOOLS) -> None:
@@ -101,7 +137,7 @@ def thin_environment(shared: Path, venv: Path = VENV, tools: Sequence[str] = TOO
             f"{venv} is a link to {venv.resolve()}", "It would be emptied: remove the link, and run the command again."
         )
     print(f"setup: making {venv}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", str(venv)], check=True)
+    make_venv(venv, "--without-pip", "--clear")
     relative = Path(sysconfig.get_path("purelib", "venv", {"base": "", "platbase": ""}).lstrip("/"))
     (venv / relative / "laminar_shared.pth").write_text(f"{shared / relative}\n")
     python = str(venv / "bin" / "python")

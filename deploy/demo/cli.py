@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import sys
@@ -16,16 +17,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 import click
 
 from deploy.demo.display import choose_display
 from deploy.demo.model import ModelUnavailable, ensure_model
 from deploy.demo.outcome import write_report
-from deploy.demo.plan import RELAYS, Plan, Settings
+from deploy.demo.plan import RELAYS, Plan, Settings, settle
 from deploy.demo.processes import DemoError
 from deploy.demo.recording import Recording
-from deploy.demo.run import Outcome, Run
+from deploy.demo.run import CHILD_ENV, ROOT, Outcome, Run
+from deploy.demo.speed import measure_speed
+from gateway.core.dtypes import Dtype, table
+from protos.process import usable_cores
 
 INTERRUPTED_STATUS = 130
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,29 +46,50 @@ SHARED_MEMORY = Path("/dev/shm")
     type=click.Path(file_okay=False, path_type=Path),
     help="where report.html, summary.json and logs/ go; what an earlier run left there is replaced",
 )
-@click.option("--deadline-s", default=360.0, type=click.FloatRange(min=1.0), help="after the set-up")
+@click.option(
+    "--budget-s",
+    "--deadline-s",
+    "budget_s",
+    default=240.0,
+    type=click.FloatRange(min=1.0),
+    help="time for the training steps, after the set-up: on a slow processor they take fewer prompts, or are fewer",
+)
+@click.option(
+    "--dtype",
+    default="auto",
+    type=click.Choice(["auto", *get_args(Dtype)]),
+    help="what trainer and engines compute in; auto: what this processor is faster in, measured first",
+)
+@click.option(
+    "--model",
+    "model_dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    show_default="SmolLM2-135M-Instruct, downloaded once",
+    help="another model to train: a Llama or Qwen2 directory with a chat template, as `transformers` saves it",
+)
 @click.option("--open/--no-open", "open_page", default=True, help="open the report in a browser, where there is one")
 @click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
-def main(seed: int, steps: int, report_dir: Path, deadline_s: float, open_page: bool, log_level: str) -> None:
+def main(model_dir: Path | None, dtype: str, open_page: bool, report_dir: Path, **options: Any) -> None:
     """Trains a small real model by reinforcement learning on this machine, everything real and everything shown.
 
     Runs etcd, 3 relays in a chain, 3 inference engines, the gateway, a GRPO trainer and two agent environments as
-    separate processes; kills one engine on purpose; ends by itself and leaves a report.
+    separate processes; kills one engine on purpose; ends by itself and leaves a report. Before that it measures for a
+    second whether this processor is faster in float32 or in bfloat16, with one thread or with two.
     """
     try:
-        model_dir = ensure_model(click.echo)
+        model_dir = ensure_model(click.echo) if model_dir is None else model_dir.resolve()
         with scratch_directories() as scratch:
             settings = Settings(
                 model_dir=model_dir,
                 report_dir=report_dir.resolve(),
                 data_dir=scratch.data,
                 pool_dir=scratch.pools,
-                seed=seed,
-                steps=steps,
-                deadline_s=deadline_s,
-                log_level=log_level,
+                pool_bytes=pool_bytes(model_dir),
+                **options,
             )
             check_memory(settings)
+            settings = fit_processor(settings, None if dtype == "auto" else dtype)  # type: ignore[arg-type]
+            warn_of_memory(settings)
             prepare_report(settings)
             recording = Recording()
             outcome = asyncio.run(_run(settings, recording))
@@ -71,6 +97,23 @@ def main(seed: int, steps: int, report_dir: Path, deadline_s: float, open_page: 
         click.echo(f"demo: {error}", err=True)
         sys.exit(1)
     sys.exit(_finish(settings, recording, outcome, open_page))
+
+
+def fit_processor(settings: Settings, dtype: Dtype | None) -> Settings:
+    """The settings for this processor, as measured now; says what was chosen and why."""
+    click.echo("demo: measuring for about a second what this processor does best ...")
+    choice = measure_speed(settings.model_dir, ROOT, CHILD_ENV)
+    settings = settle(settings, choice, cores=usable_cores(), dtype=dtype)
+    for line in table(choice):
+        click.echo(f"      {line}")
+    chosen = f"trainer and engines compute in {settings.dtype}" + (", as asked for" if dtype else "")
+    threads = f"the trainer with {_threads(settings.trainer_threads)}, each engine with {settings.engine_threads}"
+    click.echo(f"demo: {choice.reason}: {chosen}, {threads}")
+    return settings
+
+
+def _threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"
 
 
 async def _run(settings: Settings, recording: Recording) -> Outcome:
@@ -118,6 +161,12 @@ def scratch_directories() -> Iterator[Scratch]:
         yield Scratch(Path(data), Path(pools))
 
 
+def pool_bytes(model_dir: Path) -> int:
+    """A relay's memory: four times a version, and some room."""
+    size = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+    return max(Settings.pool_bytes_min, 4 * size + (128 << 20))
+
+
 def check_memory(settings: Settings) -> None:
     """The relays' pools must fit into shared memory."""
     needed = len(RELAYS) * settings.pool_bytes
@@ -126,6 +175,20 @@ def check_memory(settings: Settings) -> None:
         raise DemoError(
             f"{SHARED_MEMORY} has {free >> 20} MiB free, and the relays' pools need {needed >> 20} MiB "
             "(in a container: start it with a larger --shm-size)"
+        )
+
+
+def warn_of_memory(settings: Settings, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Too little memory is told beforehand: later the kernel ends a process, and nobody knows why."""
+    found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    if found is None:
+        return
+    available = int(found[1]) << 10
+    if available < settings.memory_bytes:
+        click.echo(
+            f"demo: {available / 2**30:.1f} GiB of memory are available, and all processes together take about "
+            f"{settings.memory_bytes >> 30} GiB: the kernel may end one of them",
+            err=True,
         )
 
 

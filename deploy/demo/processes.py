@@ -60,7 +60,10 @@ class Exit:
         return self.status == 0 or self.ending == "killed on purpose"
 
     def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid}) ended with status {self.status} ({self.ending})"
+        told = f"{self.name} (pid {self.pid}) ended with status {self.status} ({self.ending})"
+        if self.status == -signal.SIGKILL and self.ending == "by itself":
+            return f"{told}: killed from outside; the kernel does that when memory runs out (see dmesg)"
+        return told
 
 
 @dataclass

@@ -25,6 +25,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     started_unix_s: float
     ended_unix_s: float
     tokens: int
+    dtype: str = ""  # what the engine computed in
     cause: str  # "start" | "move" | "cut": why this segment began
     end: str  # "finished" | "moved" | "cut" | "aborted"
 
@@ -110,6 +111,26 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int = 0
 
 
+class TrainerPace(msgspec.Struct, frozen=True, kw_only=True):
+    """Trainer: what it means to do next. `groups` 0: nothing more. `steps`: how many will have been done in the end,
+    which is `left_s` away."""
+
+    t: float
+    done: int
+    groups: int
+    steps: int
+    left_s: float
+    reason: str = ""
+
+
+class StepProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Trainer: the share of a step that is done."""
+
+    t: float
+    step: int
+    share: float
+
+
 class RelaySeen(msgspec.Struct, frozen=True, kw_only=True):
     """Demo: a relay's view of a version changed: on its way, held complete, sealed, retired, lost."""
 
@@ -127,12 +148,35 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     version: int | None = None
+    dtype: str = ""
     state: str = "unknown"
     intake: str = ""
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
     last_error: str | None = None
+
+
+class PlanSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """Gateway: what its planner made of the engines of one version the last time it looked."""
+
+    version: int
+    moves: int = 0
+    reasons: tuple[str, ...] = ()
+
+
+class LastPlans(msgspec.Struct, frozen=True, kw_only=True):
+    plans: tuple[PlanSeen, ...] = ()
+
+
+class SessionsSeen(msgspec.Struct, frozen=True, kw_only=True):
+    live: int = 0
+    running_turns: int = 0
+    queued: int = 0
+
+
+class BufferSeen(msgspec.Struct, frozen=True, kw_only=True):
+    trajectories: int = 0
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,10 +186,11 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     newest_version: int | None = None
     tokens_per_s: float = 0.0
     engines: tuple[EngineStatus, ...] = ()
-    sessions: dict[str, int] = {}
-    buffer: dict[str, float] = {}
+    sessions: SessionsSeen = SessionsSeen()
+    buffer: BufferSeen = BufferSeen()
     counters: dict[str, Any] = {}
     staleness: dict[str, dict[str, int]] = {}
+    repack: LastPlans = LastPlans()
 
     def counter(self, name: str) -> int:
         """One of the gateway's counts; 0 while it has none of that name."""
@@ -162,7 +207,18 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Observation = (
-    Segment | Refresh | Repack | EngineChange | SessionChange | Publish | Step | RelaySeen | GatewayStatus | Note
+    Segment
+    | Refresh
+    | Repack
+    | EngineChange
+    | SessionChange
+    | Publish
+    | TrainerPace
+    | StepProgress
+    | Step
+    | RelaySeen
+    | GatewayStatus
+    | Note
 )
 
 TIMELINE_KINDS: dict[str, type[Segment | Refresh | Repack | EngineChange | SessionChange]] = {
@@ -172,7 +228,12 @@ TIMELINE_KINDS: dict[str, type[Segment | Refresh | Repack | EngineChange | Sessi
     "engine": EngineChange,
     "session": SessionChange,
 }
-TRAINER_KINDS: dict[str, type[Publish | Step]] = {"publish": Publish, "step": Step}
+TRAINER_KINDS: dict[str, type[Publish | Step | TrainerPace | StepProgress]] = {
+    "publish": Publish,
+    "step": Step,
+    "pace": TrainerPace,
+    "progress": StepProgress,
+}
 ALL_KINDS: dict[str, type[Observation]] = {
     **TIMELINE_KINDS,
     **TRAINER_KINDS,

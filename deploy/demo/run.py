@@ -1,7 +1,8 @@
 """One run of the demo: set up, work, kill an engine and bring it back, shut down in order, tell how it went.
 
 Invariants:
-- the run ends: by the trainer's last step, by a process that failed, by the deadline, or by the user;
+- the run ends: by the trainer's last step, by a process that failed, because nothing goes on any more, or by the user;
+- it has time for as many steps as fit (`pace`), and no deadline: a slow machine is no fault;
 - however it ends, every process is ended in the order of `shut_down`, and its exit status is part of the outcome.
 """
 
@@ -17,10 +18,10 @@ from typing import Any
 import deploy
 from deploy.demo import plan
 from deploy.demo.display import Display
-from deploy.demo.killing import choose_victim
+from deploy.demo.killing import Choice, choose_victim
 from deploy.demo.plan import Plan
 from deploy.demo.processes import DemoError, Exit, Supervisor
-from deploy.demo.recording import GatewayStatus, Note, Recording, Step
+from deploy.demo.recording import GatewayStatus, Note, Recording, Step, StepProgress
 from deploy.demo.screen import Progress
 from deploy.demo.watching import Watchers
 
@@ -33,7 +34,16 @@ CHILD_ENV = {
     "PYTHONUNBUFFERED": "1",
 }
 DISPLAY_INTERVAL_S = 0.3
-KILL_POLL_S = 0.1
+KILL_POLL_S = 0.2
+KILLS_MAX = 3
+"""Turns may end between the look at an engine and its death: then none was cut, and another engine is killed."""
+KILL_GRACE_S = 60.0
+"""How long after the trainer's last step an engine is still waited for that has turns to cut."""
+CUT_SEEN_S = 10.0
+"""How long a cut may take to show in the gateway's counts."""
+STALL_S = 300.0
+"""Without a token, a trajectory or a part of a training step for so long, something is wrong, however slow it is."""
+STALL_POLL_S = 1.0
 AWAY_S = 4.0
 """How long the killed engine stays away: long enough to see the others carry its turns."""
 STOP_TIMEOUT_S = 30.0
@@ -46,7 +56,7 @@ class Interrupted(DemoError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run went. `problem` is None when the trainer did all its steps; `wall_s` is 0 when the set-up failed."""
+    """How a run went. `problem` is None when the trainer ended well; `wall_s` is 0 when the set-up failed."""
 
     problem: str | None
     interrupted: bool
@@ -65,6 +75,7 @@ class Run:
         self._recording = recording
         self._display = display
         self._stop = stop
+        self._enough = asyncio.Event()  # no further engine is to be killed
         self._phase = "starting"
         self._zero_unix_s = time.time()
         self._setup_s = 0.0
@@ -103,10 +114,7 @@ class Run:
         self._phase = "training"
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self._settings.deadline_s):
-                await self._race(processes, watchers, self._work(processes))
-        except TimeoutError:
-            raise DemoError(self._too_slow()) from None
+            await self._race(processes, watchers, self._work(processes, watchers))
         finally:
             self._wall_s = time.monotonic() - began
 
@@ -129,22 +137,46 @@ class Run:
         await processes.start(commands.trainer(relays[plan.RELAYS[0]], url))
         await processes.start_all(commands.runner(environment, url) for environment in plan.ENVIRONMENTS)
 
-    async def _work(self, processes: Supervisor) -> None:
+    async def _work(self, processes: Supervisor, watchers: Watchers) -> None:
         """Until the trainer has done its steps and the killed engine is back."""
-        killing = asyncio.create_task(self._kill_one(processes))
+        began = time.monotonic()
+        killing = asyncio.create_task(self._cut_turns(processes, watchers, began))
+        trained = asyncio.create_task(processes.wait("trainer"))
+        stalled = asyncio.create_task(self._stalled())
         try:
-            trained = asyncio.create_task(processes.wait("trainer"))
-            await asyncio.wait({killing, trained}, return_when=asyncio.FIRST_COMPLETED)
-            await trained
-            if not any(exit.ending == "killed on purpose" for exit in processes.exits):
-                raise DemoError("no engine was ever seen in mid-generation after a third of the steps; none was killed")
-            await killing
+            await asyncio.wait({killing, trained, stalled}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({trained, stalled}, return_when=asyncio.FIRST_COMPLETED)
+            if not trained.done():
+                raise DemoError(stalled.result())
+            trained.result()
+            await self._await_kill(killing, processes)
         finally:
-            killing.cancel()
+            for task in (killing, trained, stalled):
+                task.cancel()
+            await asyncio.gather(killing, trained, stalled, return_exceptions=True)
 
-    async def _kill_one(self, processes: Supervisor) -> None:
+    async def _await_kill(self, killing: asyncio.Task[None], processes: Supervisor) -> None:
+        """An engine that was killed comes back; one that has yet to be gets some time more: agents go on meanwhile."""
+        await asyncio.wait({killing}, timeout=KILL_GRACE_S)
+        self._enough.set()
+        await killing
+        if not any(exit.ending == "killed on purpose" for exit in processes.exits):
+            raise DemoError("no engine was ever seen in mid-generation beside another one; none was killed")
+
+    async def _cut_turns(self, processes: Supervisor, watchers: Watchers, began: float) -> None:
+        """Kills an engine in mid-generation and brings it back; once more if no turn was cut by that."""
+        before = self._turns_cut()
+        for _ in range(KILLS_MAX):
+            victim = await self._victim(watchers, began)
+            if victim is None:
+                return
+            await self._kill(*victim, processes)
+            if await self._cut_since(before, watchers):
+                return
+            self._note("kill", "no turn was cut by that: they had all just ended; another engine will be killed")
+
+    async def _kill(self, name: str, reason: str, processes: Supervisor) -> None:
         """kill -9 to an engine in mid-generation, and a new process at the same address."""
-        name, reason = await self._victim()
         port = int(str(processes.child(name).ready["url"]).rpartition(":")[2])
         self._note("kill", f"{name} killed on purpose (kill -9): {reason}", engine=name)
         await processes.kill(name)
@@ -153,13 +185,54 @@ class Run:
         await processes.start(self._commands.engine(name, port))
         self._note("restart", f"{name} is up again", engine=name)
 
-    async def _victim(self) -> tuple[str, str]:
-        while True:
-            status, steps_done = self._recording.last(GatewayStatus), len(self._recording.of(Step))
-            choice = choose_victim(status, steps_done, self._settings.steps)
-            if choice.engine is not None:
-                return choice.engine, choice.reason
+    async def _victim(self, watchers: Watchers, began: float) -> tuple[str, str] | None:
+        """Whom to kill, once it is time, and why; None when it is too late."""
+        while not self._enough.is_set():
+            used = (time.monotonic() - began) / self._settings.budget_s
+            if self._choose_victim(used).engine is not None:
+                await watchers.look()  # what was seen last may be half a second old, and a turn be over by now
+                choice = self._choose_victim(used)
+                if choice.engine is not None:
+                    return choice.engine, choice.reason
             await asyncio.sleep(KILL_POLL_S)
+        return None
+
+    def _choose_victim(self, budget_used: float) -> Choice:
+        steps_done, status = len(self._recording.of(Step)), self._recording.last(GatewayStatus)
+        return choose_victim(status, steps_done, self._settings.steps, budget_used)
+
+    async def _cut_since(self, before: int, watchers: Watchers) -> bool:
+        """Whether turns were cut by what has just happened."""
+        until = time.monotonic() + CUT_SEEN_S
+        while time.monotonic() < until:
+            await watchers.look()
+            if self._turns_cut() > before:
+                return True
+            await asyncio.sleep(KILL_POLL_S)
+        return False
+
+    def _turns_cut(self) -> int:
+        return (self._recording.last(GatewayStatus) or GatewayStatus()).counter("turns_cut")
+
+    async def _stalled(self) -> str:
+        """Returns what stands still once nothing has gone on for `STALL_S`."""
+        seen, since = self._how_far(), time.monotonic()
+        while time.monotonic() - since < STALL_S:
+            await asyncio.sleep(STALL_POLL_S)
+            now = self._how_far()
+            if now != seen:
+                seen, since = now, time.monotonic()
+        steps, _, tokens, trajectories = seen
+        return (
+            f"nothing went on for {STALL_S:.0f} s, after {steps} training steps, {tokens} tokens and {trajectories} "
+            "trajectories: see the logs of the trainer and of the gateway"
+        )
+
+    def _how_far(self) -> tuple[int, StepProgress | None, int, int]:
+        """(steps, progress within one, tokens generated, trajectories finished): while work goes on, one changes."""
+        status = self._recording.last(GatewayStatus) or GatewayStatus()
+        counts = (status.counter("tokens_generated"), status.counter("trajectories_finished"))
+        return len(self._recording.of(Step)), self._recording.last(StepProgress), *counts
 
     async def _race(self, processes: Supervisor, watchers: Watchers, work: Coroutine[Any, Any, None]) -> None:
         """Runs `work` unless the user, a process that fails, or a watcher that fails ends it first."""
@@ -192,7 +265,7 @@ class Run:
         progress = Progress(
             phase=self._phase,
             seconds=time.time() - self._zero_unix_s,
-            deadline_s=self._settings.deadline_s,
+            budget_s=self._settings.budget_s,
             steps=self._settings.steps,
             relays=plan.RELAYS,
             zero_unix_s=self._zero_unix_s,
@@ -201,13 +274,6 @@ class Run:
 
     def _note(self, kind: str, text: str, engine: str = "") -> None:
         self._recording.add(Note(t=time.time(), kind=kind, text=text, engine=engine))
-
-    def _too_slow(self) -> str:
-        done = len(self._recording.of(Step))
-        return (
-            f"{done} of {self._settings.steps} steps were done in {self._settings.deadline_s:.0f} s: this machine is "
-            "slower than two free cores, or busy. Free it, or ask for fewer steps (--steps)"
-        )
 
 
 async def shut_down(processes: Supervisor, watchers: Watchers) -> None:

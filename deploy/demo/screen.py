@@ -25,6 +25,8 @@ from deploy.demo.recording import (
     Segment,
     SessionChange,
     Step,
+    StepProgress,
+    TrainerPace,
 )
 
 VERSIONS_SHOWN = 4
@@ -41,7 +43,7 @@ class Progress:
 
     phase: str
     seconds: float
-    deadline_s: float
+    budget_s: float
     steps: int
     relays: Sequence[str]
     zero_unix_s: float
@@ -70,9 +72,24 @@ def line(recording: Recording, progress: Progress) -> str:
         for name, key in (("finished", "trajectories_finished"), ("moves", "moves"), ("cut", "turns_cut"))
     )
     return (
-        f"[{progress.seconds:5.0f} s] step {len(steps)}/{progress.steps}{reward} | newest v{newest}"
+        f"[{progress.seconds:5.0f} s] {how_far(recording, progress)}{reward} | newest v{newest}"
         f" | {engines} | {counts} lost {status.counter('turns_lost')}"
     )
+
+
+def how_far(recording: Recording, progress: Progress) -> str:
+    """The steps done, the share of the next one, and when training will have ended, as the trainer expects it."""
+    done, pace = len(recording.of(Step)), recording.last(TrainerPace)
+    words = f"step {done} of {progress.steps}"
+    if pace is None or done >= pace.steps:
+        return words
+    within = recording.last(StepProgress)
+    if within is not None and within.step == done + 1:
+        words += f" and {within.share:.0%} of the next"
+    if pace.steps < progress.steps:
+        words += f" ({pace.steps} fit into {progress.budget_s:.0f} s)"
+    left_s = pace.left_s - (progress.zero_unix_s + progress.seconds - pace.t)
+    return f"{words}, some {max(left_s, 0):.0f} s to go"
 
 
 def spark(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
@@ -84,14 +101,12 @@ def spark(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
 def _head(recording: Recording, progress: Progress) -> Text:
     status = recording.last(GatewayStatus) or GatewayStatus()
     count, sessions = status.counter, status.sessions
-    buffered = status.buffer.get("trajectories", 0)
-    done = len(recording.of(Step))
     text = Text.assemble(
         (f"Laminar demo · {progress.phase} ", "bold"),
-        f"· {progress.seconds:.0f} of at most {progress.deadline_s:.0f} s · step {done} of {progress.steps}\n",
-        f"trajectories {count('trajectories_finished')} · in the buffer {buffered:.0f}"
-        f" · sessions {sessions.get('live', 0)} · running turns {sessions.get('running_turns', 0)}"
-        f" · queued {sessions.get('queued', 0)} · {status.tokens_per_s:.0f} tokens/s\n",
+        f"· {progress.seconds:.0f} s · {how_far(recording, progress)}\n",
+        f"trajectories {count('trajectories_finished')} · in the buffer {status.buffer.trajectories}"
+        f" · sessions {sessions.live} · running turns {sessions.running_turns}"
+        f" · queued {sessions.queued} · {status.tokens_per_s:.0f} tokens/s\n",
         f"moves {count('moves')} · repacks {count('repacks')} · refreshes {count('refreshes')}",
         f" · turns cut {count('turns_cut')}, resumed {count('turns_resumed')}, ",
     )

@@ -7,36 +7,43 @@ older versions. How old is measured per token, and the loss takes the recorded l
         --model-dir ~/.cache/laminar-rl/models/smollm2-135m-instruct --steps 8 --out events.jsonl
 
 Writes one JSON object a line to --out: `publish` (version, step, stall_s until the weights may change again,
-sealed_s and broadcast_s until etcd knows it and until every relay holds it) and `step`.
+sealed_s and broadcast_s until etcd knows it and until every relay holds it), `pace` (how many prompts the next step
+takes, and when the last one will end), `progress` (within a step) and `step`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import torch
 
 from deploy.demo.families import lay_out, micro_batches
 from deploy.demo.grpo import Clip, group_advantages, token_loss
+from deploy.demo.pace import Next, Pace, Taken
 from deploy.demo.policy import Policy
+from gateway.core.dtypes import Dtype
 from protos.errors import LaminarError, NotFound, Unavailable
 from protos.process import setup_logging, write_ready_file
 from trainer_client import Batch, ExperienceReader, Packed, Publisher, Ticket, Trajectory, Wanted, pack
 
 log = logging.getLogger("trainer")
 
+GROUP_TOKENS = 850
+"""Tokens of one prompt's eight trajectories, as the demo's environments give them at first."""
 POLL_S = 2.0
 """How long one request for experience waits: also how long a SIGTERM may go unnoticed between steps."""
 
@@ -60,7 +67,11 @@ class Settings:
     grad_norm_max: float = 1.0
     staleness_max: int | None = None
     micro_tokens: int = 1536  # about 1.5 GB of activations for SmolLM2-135M in bf16
+    dtype: Dtype = "bfloat16"
     threads: int = 1
+    budget_s: float = math.inf  # from the first version on
+    groups_min: int = 2  # prompts of a step that has to be short
+    tokens_per_s: float = math.inf  # as measured: a first guess at what a step takes
     gateway_patience_s: float = 60.0
 
 
@@ -132,8 +143,17 @@ class StepStats:
     loss_tokens: int
 
 
-def train_step(policy: Policy, batch: Packed, settings: Settings, stop: threading.Event) -> StepStats | None:
-    """One optimiser step on a batch. None, and no step, when `stop` was set meanwhile."""
+def train_step(
+    policy: Policy,
+    batch: Packed,
+    settings: Settings,
+    stop: threading.Event,
+    progress: Callable[[float], None] = lambda _: None,
+) -> StepStats | None:
+    """One optimiser step on a batch. None, and no step, when `stop` was set meanwhile.
+
+    `progress` is told the share that is done, after each forward and backward pass.
+    """
     data = batch.torch()
     advantages = group_advantages(data.rewards, data.group_index)
     sampled = torch.tensor([bool(batch.loss_mask[batch.row(i)].any()) for i in range(batch.num_trajectories)])
@@ -141,7 +161,7 @@ def train_step(policy: Policy, batch: Packed, settings: Settings, stop: threadin
     advantage_of = advantages.repeat_interleave(data.cu_seqlens.diff())
     num_tokens = sum(int(batch.loss_mask[batch.row(row)].sum()) for row in live)
     clip = Clip(settings.clip_low, settings.clip_high)
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums, rows_done = torch.zeros(3, dtype=torch.float64), 0
     for groups in micro_batches(batch, live, tokens_max=settings.micro_tokens):
         if stop.is_set():
             policy.drop_gradients()
@@ -152,13 +172,17 @@ def train_step(policy: Policy, batch: Packed, settings: Settings, stop: threadin
         loss = token_loss(logprobs, data.logprobs[tokens], advantage_of[tokens], clip)
         (loss.loss.sum() / num_tokens).backward()  # type: ignore[no-untyped-call]
         sums += torch.stack([part.detach().double().sum() for part in (loss.loss, loss.kl, loss.clipped)])
+        rows_done += sum(map(len, groups))
+        progress(rows_done / len(live))
     norm = policy.update(grad_norm_max=settings.grad_norm_max) if live else 0.0
     mean_loss, kl, clip_fraction = (sums / max(num_tokens, 1)).tolist()
     return StepStats(mean_loss, norm, kl, clip_fraction, len(live), num_tokens)
 
 
-def next_batches(reader: ExperienceReader, settings: Settings, stop: threading.Event) -> list[Batch]:
-    """Leases of `settings.groups` whole groups in all; fewer only when `stop` was set.
+def next_batches(
+    reader: ExperienceReader, settings: Settings, stop: threading.Event, groups: int | None = None
+) -> list[Batch]:
+    """Leases of `groups` (`settings.groups`) whole groups in all; fewer only when `stop` was set.
 
     A gateway that does not answer is asked again for `gateway_patience_s`: it may start later, or start again.
     """
@@ -166,7 +190,7 @@ def next_batches(reader: ExperienceReader, settings: Settings, stop: threading.E
     batches: list[Batch] = []
     answered = time.monotonic()
     while not stop.is_set():
-        missing = settings.groups - len({t.group_id for t in _trajectories(batches)})
+        missing = (groups or settings.groups) - len({t.group_id for t in _trajectories(batches)})
         if missing <= 0:
             break
         wanted = Wanted(groups=missing, group_size=settings.group_size, wait_s=POLL_S, **bound)  # type: ignore[typeddict-item]
@@ -209,10 +233,10 @@ def describe(batch: Packed, trainer_version: int) -> dict[str, float | int]:
 
 
 def train(settings: Settings, stop: threading.Event, ready_file: Path | None = None) -> None:
-    """Trains for `settings.steps` steps, or until `stop`; every step taken is published."""
+    """Trains until `settings.steps` steps are done, no further one fits the budget, or `stop`; publishes each step."""
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
-    policy = Policy(settings.model_dir, lr=settings.lr)
+    policy = Policy(settings.model_dir, lr=settings.lr, dtype=getattr(torch, settings.dtype))
     with (
         closing(Events(settings.out)) as events,
         closing(Announcer(settings, events)) as announcer,
@@ -220,22 +244,66 @@ def train(settings: Settings, stop: threading.Event, ready_file: Path | None = N
     ):
         reader.trainer_version = announcer.publish(policy, step=0)
         write_ready_file(ready_file, {"model": settings.model, "version": str(reader.trainer_version)})
-        for step in range(1, settings.steps + 1):
-            asked = time.monotonic()
-            batches = next_batches(reader, settings, stop)
-            began = time.monotonic()
-            batch = pack(_trajectories(batches))
-            stats = None if stop.is_set() else train_step(policy, batch, settings, stop)
-            if stats is None:
-                log.info("stopped before step %d; its trajectories return to the buffer", step)
-                return
-            fields = describe(batch, reader.trainer_version)
-            reader.trainer_version = announcer.publish(policy, step)
-            _acknowledge(reader, batches)
-            times = {"wait_s": round(began - asked, 3), "seconds": round(time.monotonic() - began, 3)}
-            events.add("step", step=step, version=reader.trainer_version, **fields, **asdict(stats), **times)
-            log.info("step %d: %s", step, {**fields, **asdict(stats), **times})
+        training = Training(settings, policy, events, announcer, reader)
+        while training.step(stop):
+            pass
         announcer.wait()
+
+
+class Training:
+    """The steps of one run, and what they took."""
+
+    def __init__(
+        self, settings: Settings, policy: Policy, events: Events, announcer: Announcer, reader: ExperienceReader
+    ) -> None:
+        self._settings, self._policy = settings, policy
+        self._events, self._announcer, self._reader = events, announcer, reader
+        self._pace = pace_of(settings)
+        self._taken: list[Taken] = []
+        self._began = time.monotonic()
+
+    def step(self, stop: threading.Event) -> bool:
+        """One more step; False when there is none."""
+        step, plan = len(self._taken) + 1, self._plan()
+        if plan.groups == 0:
+            return False
+        asked = time.monotonic()
+        batches = next_batches(self._reader, self._settings, stop, plan.groups)
+        began = time.monotonic()
+        batch = pack(_trajectories(batches))
+        stats = None if stop.is_set() else train_step(self._policy, batch, self._settings, stop, self._tell(step))
+        if stats is None:
+            log.info("stopped before step %d; its trajectories return to the buffer", step)
+            return False
+        fields = {**describe(batch, self._reader.trainer_version), **asdict(stats)}
+        self._reader.trainer_version = self._announcer.publish(self._policy, step)
+        _acknowledge(self._reader, batches)
+        times = {"wait_s": round(began - asked, 3), "seconds": round(time.monotonic() - began, 3)}
+        self._events.add("step", step=step, version=self._reader.trainer_version, **fields, **times)
+        log.info("step %d: %s", step, {**fields, **times})
+        self._taken.append(Taken(plan.groups, **times))
+        return True
+
+    def _plan(self) -> Next:
+        elapsed_s = time.monotonic() - self._began
+        plan = self._pace.next(self._taken, elapsed_s)
+        log.info("step %d: %s", len(self._taken) + 1, plan)
+        left_s = round(max(plan.end_s - elapsed_s, 0.0), 1)
+        self._events.add("pace", done=len(self._taken), **asdict(plan), left_s=left_s)
+        return plan
+
+    def _tell(self, step: int) -> Callable[[float], None]:
+        return lambda share: self._events.add("progress", step=step, share=round(share, 3))
+
+
+def pace_of(settings: Settings) -> Pace:
+    return Pace(
+        steps=settings.steps,
+        budget_s=settings.budget_s,
+        groups_max=settings.groups,
+        groups_min=min(settings.groups_min, settings.groups),
+        group_s=GROUP_TOKENS / settings.tokens_per_s,
+    )
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -259,7 +327,23 @@ def train(settings: Settings, stop: threading.Event, ready_file: Path | None = N
 @click.option("--staleness-max", default=None, type=click.IntRange(min=0), help="leave out what is staler at use")
 @click.option("--micro-tokens", default=1536, type=click.IntRange(min=1), help="tokens per forward pass: bounds memory")
 @click.option("--gateway-patience-s", default=60.0, help="how long a gateway may not answer before the run ends")
+@click.option(
+    "--dtype", default="bfloat16", type=click.Choice(get_args(Dtype)), help="to compute in; masters are float32"
+)
 @click.option("--threads", default=1, type=click.IntRange(min=1), help="of torch")
+@click.option(
+    "--budget-s",
+    default=math.inf,
+    type=click.FloatRange(min=0.0),
+    help="time for all steps: they take fewer prompts, or are fewer, so that they fit; one is always taken",
+)
+@click.option("--groups-min", default=2, type=click.IntRange(min=1), help="prompts that a step takes at least")
+@click.option(
+    "--tokens-per-s",
+    default=math.inf,
+    type=click.FloatRange(min=0.0, min_open=True),
+    help="training's speed as measured beforehand: how many prompts the first step takes",
+)
 @click.option(
     "--ready-file", default=None, type=click.Path(dir_okay=False, path_type=Path), help="written once version 1 is out"
 )

@@ -1,7 +1,7 @@
 """Looks at the running parts from outside, through what they offer to everybody, and records what it sees.
 
 Invariants:
-- watching never fails the run: a part that does not answer is noted once, and asked again;
+- a part that does not answer never fails the run: it is noted once, and asked again;
 - every event of the gateway's timeline is read exactly once, in order, the last ones by `Watchers.last_look`.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
+from deploy.demo.processes import DemoError
 from deploy.demo.recording import GatewayStatus, Note, Observation, Recording, RelaySeen, timeline_event, trainer_event
 from paramserver.client import RelayClient
 from protos.errors import LaminarError
@@ -64,17 +65,21 @@ class Watchers:
         self._trainer = TrainerEvents(events)
         self._begin(watch_trainer(self._trainer, self._recording))
 
+    async def look(self, what: str = "a look") -> None:
+        """Looks at the gateway now: for who acts on what is seen."""
+        assert self._gateway is not None
+        try:
+            await self._gateway.look()
+        except (aiohttp.ClientError, TimeoutError, DemoError) as error:
+            self._recording.add(_warning(f"the gateway did not answer {what}: {error!r}"))
+
     async def last_look(self) -> None:
         """Ends the watching, then reads what came since: call it when nothing new can come."""
         await self._end_tasks()
         if self._trainer is not None:
             self._recording.extend(self._trainer.read())
-        if self._gateway is None:
-            return
-        try:
-            await self._gateway.look()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            self._recording.add(_warning(f"the gateway did not answer the last look: {error!r}"))
+        if self._gateway is not None:
+            await self.look("the last look")
 
     def _begin(self, watching: Coroutine[Any, Any, None]) -> None:
         self.tasks.append(asyncio.create_task(watching))
@@ -94,6 +99,7 @@ class GatewayWatcher:
         self._session = session
         self._next = 0
         self._silent = False
+        self._looking = asyncio.Lock()  # two looks at once would read the same events
 
     async def watch(self) -> None:
         """For ever; cancel it."""
@@ -109,10 +115,15 @@ class GatewayWatcher:
 
     async def look(self) -> None:
         """Reads everything that is new."""
-        while await self._page() == TIMELINE_PAGE:
-            pass
-        status = msgspec.convert(await self._get("/status"), GatewayStatus, strict=False)
-        self._recording.add(msgspec.structs.replace(status, t=time.time()))
+        async with self._looking:
+            while await self._page() == TIMELINE_PAGE:
+                pass
+            told = await self._get("/status")
+            try:
+                status = msgspec.convert(told, GatewayStatus, strict=False)
+            except msgspec.ValidationError as error:
+                raise DemoError(f"the gateway's /status is not what the demo reads: {error}") from error
+            self._recording.add(msgspec.structs.replace(status, t=time.time()))
 
     async def _page(self) -> int:
         page = await self._get(f"/admin/timeline?after={self._next}&limit={TIMELINE_PAGE}")

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from deploy.demo.recording import GatewayStatus, Publish, Recording, SessionChange, Step
+from deploy.demo.recording import GatewayStatus, Note, Publish, Recording, SessionChange, Step
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """summary.json. Counts are of the whole run; seconds are means over versions unless said otherwise."""
 
+    steps: int  # of the trainer
     versions_published: int  # sealed; the starting weights (version 1) among them
     publish_stall_s: float  # how long training stood still for a publish
     broadcast_s: float  # from the begin of publish until every relay held the version
@@ -24,6 +25,7 @@ class Summary:
     turns_mixed_version: int
     moves: int
     repacks: int
+    engines_killed: int  # on purpose
     staleness_max: int  # over the tokens that steps used
     reward_first_third: float
     reward_last_third: float
@@ -44,6 +46,7 @@ def summarise(recording: Recording, wall_s: float) -> Summary:
     rewards = finished_rewards(recording)
     first, last = weighed_thirds(rewards)
     return Summary(
+        steps=len(steps),
         versions_published=len({seen.version for seen in published}),
         publish_stall_s=_mean([seen.stall_s for seen in published]),
         broadcast_s=_mean(broadcasts),
@@ -54,6 +57,7 @@ def summarise(recording: Recording, wall_s: float) -> Summary:
         turns_mixed_version=status.counter("turns_mixed_version"),
         moves=status.counter("moves"),
         repacks=status.counter("repacks"),
+        engines_killed=sum(1 for note in recording.of(Note) if note.kind == "kill" and note.engine),
         staleness_max=max((step.staleness_max for step in steps), default=0),
         reward_first_third=first,
         reward_last_third=last,
