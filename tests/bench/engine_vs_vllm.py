@@ -32,10 +32,10 @@ import aiohttp
 import psutil
 
 from deploy import vllm_env
+from deploy.demo.model import NAME, ModelUnavailable, cache_dir, ensure_model
 from tests.bench.results import write
 
-CACHE = Path.home() / ".cache" / "laminar-rl"
-MODEL = CACHE / "models" / "smollm2-135m-instruct"
+MODEL = cache_dir() / "models" / NAME
 START_TIMEOUT_S = 240.0
 CONCURRENCY = 16
 BARS = {"fast": 0.9, "invariant": 0.7}
@@ -238,8 +238,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=128)
     args = parser.parse_args(arguments)
-    if not MODEL.is_dir():
-        raise SystemExit(f"{MODEL} is missing: `python -m deploy.demo.model` makes it")
+    try:
+        ensure_model()
+    except ModelUnavailable as error:
+        raise SystemExit(f"bench engine: nothing was measured: {error}") from error
     if others := set(cores) - {args.core}:
         os.sched_setaffinity(0, others)
     load = Load(args.prompt_tokens, args.max_tokens)

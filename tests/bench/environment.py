@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.setup_env import cache_dir, digest, python_tag
+from deploy.setup_env import cache_dir, digest, python_tag, torch_index
 
 WITHOUT_DEPENDENCIES = ("nixl",)  # theirs would bring several GB of CUDA
 INSTALL_TIMEOUT_S = 900
@@ -59,7 +59,7 @@ def _install(target: Path, marks: Path, requirement: str) -> None:
     if mark.exists() and not mark.read_text():
         return
     options = ["--no-deps"] if requirement.startswith(WITHOUT_DEPENDENCIES) else []
-    command = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", *options, requirement]
+    command = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", *options, *torch_index(), requirement]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_TIMEOUT_S)
     except subprocess.TimeoutExpired:

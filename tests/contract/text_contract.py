@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
-import time
 from typing import Any
 
 import pytest
 
 from gateway.core.relaying import TEXT_ROUTES, TextApi
 from gateway.engines.base import EngineAdapter, PassedAnswer
-from tests.contract.engine_contract import LONG, MODEL, PATIENCE_S, Subject
+from tests.contract.engine_contract import MODEL, PATIENCE_S, Subject, ends_early
 from tests.support.relays import until
-
-TRIES, LOOK_S = 6, 5.0
 
 ASKED: dict[TextApi, dict[str, Any]] = {
     "completion": {"prompt": "What is the sum of 12 and 30?"},
@@ -73,27 +71,22 @@ class TextContract:
     async def test_who_leaves_text_frees_the_engine(self, subject: Subject) -> None:
         async with subject.adapter() as adapter:
             for fields in ({"stream": True}, {}):
-                answer, reading = await self._seen_to_run(adapter, subject, fields)
-                reading.cancel()
-                await asyncio.wait([reading])
-                answer.close()
-                await until(lambda: self._running(adapter, 0), "room", PATIENCE_S)
+                leave = functools.partial(self._leave, adapter, subject, fields)
+                await ends_early(subject, leave, lambda: self._running(adapter, 0))
 
-    async def _seen_to_run(
-        self, adapter: EngineAdapter, subject: Subject, fields: dict[str, Any]
-    ) -> tuple[PassedAnswer, asyncio.Task[Any]]:
-        """A turn that runs. Asked again if it ended before we looked: on a busy machine that takes seconds."""
-        for _ in range(TRIES):
-            answer = await pass_on(adapter, subject, "completion", max_tokens=LONG, **fields)
-            reading = asyncio.create_task(answer.head())
-            deadline = time.monotonic() + LOOK_S
-            while time.monotonic() < deadline:
-                if await self._running(adapter, 1):
-                    return answer, reading
-                await asyncio.sleep(0.02)
-            await reading
-            answer.close()
-        raise AssertionError(f"of {TRIES} turns none was seen to run")
+    async def _leave(self, adapter: EngineAdapter, subject: Subject, fields: dict[str, Any]) -> None:
+        """Leaves a turn that the engine has begun, or that is over before anybody could see it run."""
+        before = await subject.generated_tokens()
+        answer = await pass_on(adapter, subject, "completion", max_tokens=subject.long, **fields)
+        reading = asyncio.create_task(answer.head())
+
+        async def begun() -> bool:
+            return await subject.generated_tokens() > before
+
+        await until(begun, "a first token", PATIENCE_S)
+        reading.cancel()
+        await asyncio.wait([reading])
+        answer.close()
 
     async def _running(self, adapter: EngineAdapter, wanted: int) -> bool:
         return (await adapter.report()).running == wanted

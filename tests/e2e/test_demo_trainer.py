@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from paramserver.client import RelayClient
@@ -107,12 +108,36 @@ async def test_every_step_is_published_and_its_experience_acknowledged(world: Wo
             await relay.release(lease)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_budget_that_is_over_leaves_one_step_and_it_says_why(world: World, dtype: str) -> None:
+    stock = experience(2, random.Random(5), rewards=(0.0, 1.0))
+    async with ExperienceServer(stock).running() as server:
+        trainer = await world.start(server.url, "--steps", "5", "--budget-s", "0", "--dtype", dtype)
+        assert await asyncio.to_thread(trainer.process.wait, 60) == 0, trainer.log()
+    kinds = [event["event"] for event in world.events if event["event"] != "publish"]
+    assert kinds == ["pace", *["progress"] * (len(kinds) - 3), "step", "pace"]
+    shares = [event["share"] for event in world.events if event["event"] == "progress"]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    last = [event for event in world.events if event["event"] == "pace"][-1]
+    assert (last["done"], last["groups"], last["steps"]) == (1, 0, 1)
+    assert "another step would take" in last["reason"]
+    async with RelayClient(world.relay) as relay:
+        lease = await relay.acquire("policy", 2, holder="test")
+        snapshot = load_file(lease.path / "model.safetensors")
+        assert {tensor.dtype for tensor in snapshot.values()} == {torch.bfloat16}, (
+            "what travels is as in the checkpoint"
+        )
+        del snapshot
+        await relay.release(lease)
+
+
 async def test_sigterm_ends_it_cleanly_and_leaves_experience_unacknowledged(world: World) -> None:
     stock = experience(1, random.Random(4), rewards=(0.0, 1.0))
     async with ExperienceServer(stock).running() as server:
         trainer = await world.start(server.url, "--steps", "5")
         assert trainer.ready["version"] == "1"
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await server.asked.acquire()
             await server.asked.acquire()  # it holds one group and waits for the other
         assert await asyncio.to_thread(trainer.stop) == 0

@@ -24,7 +24,7 @@ from tests.support.sglang.weights import read_directory, said
 from tests.support.tiny_model import tiny_model
 from trainer_client import Publisher
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 PROMPT = list(range(40, 60))
 TOKENS = 600

@@ -104,7 +104,7 @@ async def fleet(
         settings = GatewayConfig("policy", model, None, specs, tokens_per_event=1)
         found = await start(settings)
         stack.push_async_callback(found.close, 1.0)
-        await until(lambda: all(e.status == "serving" for e in found.fleet.state.sorted_engines()), "engines", 30)
+        await until(lambda: all(e.status == "serving" for e in found.fleet.state.sorted_engines()), "engines", 60)
         yield found, await stack.enter_async_context(aiohttp.ClientSession(found.url)), gates
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,24 @@ def test_engines_load_each_version_and_speak_it(relay: str, publisher: Publisher
 def probes(fleet: Fleet) -> list[str]:
     told = httpx.get(f"{fleet.url}/admin/timeline").json()["events"]
     return [event["probe"] for event in told if event["kind"] == "refresh"]
+
+
+def test_the_trainer_hears_that_engines_refused_a_version_and_why(
+    relay: str, publisher: Publisher, tmp_path: Path
+) -> None:
+    """NaN beyond what the publisher looks at."""
+    publish(publisher, 1)
+    with Fleet(tmp_path, relay=relay, engine_flags=ENGINE_FLAGS) as fleet:
+        until(lambda: {v for _, v in fleet.engine_states().values()} == {1}, "version 1")
+        weights = load_file(tiny_model(seed=2) / "model.safetensors")
+        weights["model.layers.3.mlp.up_proj.weight"][-1, -1] = math.nan
+        bad = publisher.publish(weights, step=2, wait="sealed")
+        refused = until(bad.refused_loads, "a refusal")
+        assert refused[0].engine in fleet.engines
+        assert "version 2 computes NaN: its weights hold NaN" in refused[0].error
+        assert publisher.status().refused_loads[0].version == bad.version
+        good = publish(publisher, 3)
+        until(lambda: {v for _, v in fleet.engine_states().values()} == {good}, "the next version")
 
 
 def test_a_session_stays_on_its_version_while_others_move_on(relay: str, publisher: Publisher, tmp_path: Path) -> None:

@@ -278,9 +278,9 @@ def test_errors_are_the_clients_own(gateway: Gateway) -> None:
             client.chat.completions.create(model="gpt-4", messages=HELLO)
         with pytest.raises(openai.BadRequestError, match="1 to 64"):
             client.chat.completions.create(model="policy", messages=HELLO, n=65)
-        with pytest.raises(openai.BadRequestError, match=r"3000 tokens.* 2048") as caught:
+        with pytest.raises(openai.BadRequestError, match=r"2048 tokens.* 3000") as caught:
             client.completions.create(model="policy", prompt=[5] * 3000)
-        assert caught.value.code == "too_large"
+        assert caught.value.code == "context_length_exceeded"
         with pytest.raises(openai.BadRequestError, match="unknown field `temprature`"):
             client.chat.completions.create(model="policy", messages=HELLO, extra_body={"temprature": 1})
 
@@ -293,7 +293,7 @@ def test_a_stream_that_is_closed_early_frees_its_session(gateway: Gateway) -> No
         )
         next(iter(stream))
         stream.close()
-        until(lambda: gateway.counter("turns_aborted") == aborted + 1, "the end of a turn whose client left", 30.0)
+        until(lambda: gateway.counter("turns_aborted") == aborted + 1, "the end of a turn whose client left", 60)
         again = client.chat.completions.create(model="policy", messages=HELLO, max_tokens=4)
     assert again.choices[0].message.role == "assistant"
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.fleet import until
+from tests.support.skips import needs
 from tests.support.words import tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ SAME_HANDLERS = "/s/"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not SCHEMATHESIS.exists(), reason="`make fuzz` installs schemathesis"),
+    pytest.mark.skipif(not SCHEMATHESIS.exists(), reason=needs("schemathesis is not installed", "`make fuzz`")),
 ]
 
 

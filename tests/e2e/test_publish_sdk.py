@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ import torch
 from safetensors import safe_open
 
 from paramserver.client import RelayClient
-from protos.errors import Conflict, InDoubt, InvalidRequest, LaminarError, TooLarge, Unavailable, UnknownModel
+from protos.errors import Conflict, InDoubt, InvalidRequest, LaminarError, NotFound, TooLarge, Unavailable, UnknownModel
 from tests.support.processes import Daemon, start
 from trainer_client import AsyncPublisher, Publisher, Ticket
+
+pytestmark = pytest.mark.slow
 
 POOL = "64MiB"
 
@@ -149,7 +152,7 @@ async def test_publishes_of_one_run_take_turns(tier: Tier) -> None:
     async with AsyncPublisher(tier.address(0), "turns") as publisher:
         tickets = await asyncio.gather(*(publisher.publish({"w": torch.full((4,), n)}, step=n) for n in range(4)))
         assert [ticket.step for ticket in sorted(tickets, key=lambda ticket: ticket.version)] == [0, 1, 2, 3]
-        await tickets[3].wait_all(30)
+        await tickets[3].wait_all(60.0)
     assert (await _read(tier.address(1), "turns", tickets[3].version)).tensors["w"].tolist() == [3] * 4
 
 
@@ -188,6 +191,10 @@ def test_what_cannot_be_published_is_refused_by_name_before_anything_moves(tier:
             publisher.publish({"w": torch.ones(2), "z": torch.zeros(2, dtype=torch.complex128)}, step=1)
         with pytest.raises(InvalidRequest, match="wait='later'"):
             publisher.publish({"w": torch.ones(2)}, step=1, wait="later")  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match=f"step is {1 << 70}"):
+            publisher.publish({"w": torch.ones(2)}, step=1 << 70)
+        with pytest.raises(InvalidRequest, match=r"'w\\udcff', which is not valid Unicode"):
+            publisher.publish({"w\udcff": torch.ones(2)}, step=1)
     odd = "a model/with spaces"
     with Publisher(tier.address(0), odd) as publisher, pytest.raises(InvalidRequest, match=odd):
         publisher.publish({"w": torch.ones(2)}, step=1)
@@ -200,9 +207,72 @@ def test_what_cannot_be_published_is_refused_by_name_before_anything_moves(tier:
         asyncio.run(versions())
 
 
+def test_another_architecture_under_the_same_name_is_refused_by_name_unless_it_is_allowed(tier: Tier) -> None:
+    w, b = torch.ones(2, 3), torch.ones(3)
+    with Publisher(tier.address(0), "grown", wait="all") as publisher:
+        first = publisher.publish({"w": w, "b": b}, step=1)
+        assert first.warnings == ()
+        differs = (
+            r"no next version of grown: it differs from version 1 of grown: 'b' is missing; 'w' has the shape \[3, 3\]"
+        )
+        with pytest.raises(Conflict, match=rf"{differs}, before \[2, 3\].*another model name.*allow_change=True"):
+            publisher.publish({"w": torch.ones(3, 3)}, step=2)
+        assert publisher.publish({"w": w, "b": b}, step=3).warnings == (), "nothing came of the refused one"
+        halved = publisher.publish({"w": w.bfloat16(), "b": b}, step=4)
+        assert halved.warnings == (
+            "its dtypes differ from version 2 of grown, engines convert: 'w' is BF16, before F32",
+        )
+        allowed = publisher.publish({"w": torch.ones(3, 3)}, step=5, allow_change=True)
+        assert "'b' is missing" in allowed.warnings[0]
+    with Publisher(tier.address(1), "grown") as resumed, pytest.raises(Conflict, match="'b' is new"):
+        resumed.publish({"w": torch.ones(3, 3), "b": b}, step=6)
+
+
+def test_nan_is_not_published_unless_it_is_meant_to(tier: Tier) -> None:
+    tensors = {"fine": torch.ones(1 << 20), "w": torch.full((4,), math.nan)}
+    with Publisher(tier.address(0), "diverged", wait="all") as publisher:
+        with pytest.raises(InvalidRequest, match="'w' holds NaN: this version is not published"):
+            publisher.publish(tensors, step=1)
+        meant = publisher.publish(tensors, step=2, check_nan=False)
+    assert read(tier, meant).tensors["w"].isnan().all()
+
+
+def test_a_ticket_and_its_publisher_tell_which_engines_refused_a_version_and_why(tier: Tier) -> None:
+    async def report(version: int, engine: str, error: str) -> None:
+        async with RelayClient(tier.address(1)) as beside:  # the relay beside an engine, not the master
+            await beside.report_load("told", version, engine, error)
+
+    with Publisher(tier.address(0), "told") as publisher:
+        assert publisher.status().version is None
+        ticket = publisher.publish({"w": torch.ones(2)}, step=1, wait="all")
+        assert ticket.refused_loads() == ()
+        for engine in ("e1", "e0", "e1"):
+            asyncio.run(report(ticket.version, engine, f"version {ticket.version} computes NaN"))
+        found = ticket.refused_loads()
+        assert [(one.version, one.engine, one.error, one.times) for one in found] == [
+            (1, "e0", "version 1 computes NaN", 1),
+            (1, "e1", "version 1 computes NaN", 2),
+        ]
+        status = publisher.status()
+        assert (status.version, status.stage, status.newest_sealed, status.run) == (1, "all", 1, publisher.run)
+        assert status.refused_loads == found
+        following = publisher.publish({"w": torch.ones(2)}, step=2, wait="all")
+        assert following.warnings == ("version 1 of told was refused by 2 engines (e0, e1): version 1 computes NaN",)
+        shaped = {"w": torch.ones(3)}
+        asyncio.run(report(following.version, "e0", "'w' has shape [2], the model has [3]"))
+        right = publisher.publish(shaped, step=3, wait="all")
+        assert "was refused by 1 engines (e0)" in right.warnings[0], "nothing is compared with what engines refused"
+        with pytest.raises(Conflict, match=r"differs from version 3 of told: 'w' has the shape \[2\], before \[3\]"):
+            publisher.publish({"w": torch.ones(2)}, step=4)
+        asyncio.run(report(ticket.version, "e0", ""))
+        assert [one.engine for one in ticket.refused_loads()] == ["e1"]
+        with pytest.raises(NotFound, match="version 99 of told"):
+            asyncio.run(report(99, "e0", "no"))
+
+
 def test_waiting_for_more_relays_than_there_are_ends_at_the_deadline(tier: Tier) -> None:
     with Publisher(tier.address(0), "patient") as publisher:
-        with pytest.raises(InDoubt, match="copies 3"):
+        with pytest.raises(InDoubt, match="is sealed, but had not reached 3 relays"):
             publisher.publish({"w": torch.ones(2)}, step=1, wait=3, timeout_s=0.5)
         assert publisher.publish({"w": torch.ones(2)}, step=2, wait=2).stage() == "all"
 
@@ -234,7 +304,6 @@ def test_a_port_that_never_answers_does_not_hang() -> None:
             publisher.publish({"w": torch.ones(2)}, step=1)
 
 
-@pytest.mark.slow
 def test_without_etcd_training_goes_on_and_nothing_is_called_published(tmp_path: Path) -> None:
     with running_tier(tmp_path, count=1) as tier, Publisher(tier.address(0)) as publisher:
         first = publisher.publish({"w": torch.ones(2)}, step=1, wait="all")

@@ -17,6 +17,8 @@ from paramserver.pull import JOURNAL
 from tests.support.relays import Relays
 from tests.support.weights import source_of, weights
 
+pytestmark = pytest.mark.slow
+
 
 def pull_command(relay: str, out: Path) -> list[str]:
     return [sys.executable, "-m", "paramserver", "pull", "--relay", relay, "--model", "policy", "--out", str(out)]
@@ -25,7 +27,7 @@ def pull_command(relay: str, out: Path) -> list[str]:
 def interrupt_in_the_middle(relay: str, out: Path) -> None:
     """Kills a pull once its journal holds a few chunks."""
     process = subprocess.Popen(pull_command(relay, out), stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while not (out / JOURNAL).exists() or (out / JOURNAL).stat().st_size < 33 + 3 * 20:
         assert process.poll() is None, "it was faster than the rate allows"
         assert time.monotonic() < deadline
@@ -34,12 +36,11 @@ def interrupt_in_the_middle(relay: str, out: Path) -> None:
     process.wait()
 
 
-@pytest.mark.slow
 async def test_an_interrupted_pull_resumes_and_rejects_what_was_damaged(relays: Relays, tmp_path: Path) -> None:
     daemon = relays.start("a", "--max-rate", "6MiB", "--chunk-bytes", "1MiB")
     tensors, out = weights(0, scale=2), tmp_path / "out"
     async with RelayClient(daemon.ready["grpc"]) as relay:
-        await (await publish(relay, "policy", source_of(tensors), step=1, run="r")).wait_sealed(10.0)
+        await (await publish(relay, "policy", source_of(tensors), step=1, run="r")).wait_sealed(60.0)
     await asyncio.to_thread(interrupt_in_the_middle, daemon.ready["grpc"], out)
     partial = out / "model.safetensors.partial"
     with partial.open("r+b") as file:  # a torn write of a chunk that the journal calls verified
@@ -52,3 +53,18 @@ async def test_an_interrupted_pull_resumes_and_rejects_what_was_damaged(relays: 
     assert "resuming: 2" in done.stderr or "resuming: 3" in done.stderr or "resuming: 4" in done.stderr
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     assert (out / "model.safetensors").read_bytes() == save(tensors)
+
+
+async def test_what_a_pull_says_into_a_pipe_is_one_line_to_copy_from(relays: Relays, tmp_path: Path) -> None:
+    """From a relay that listens on every address and tells others one."""
+    daemon = relays.start("a", "--host", "0.0.0.0", "--advertise", "127.0.0.1")
+    out = tmp_path / ("long" * 30)
+    async with RelayClient(daemon.ready["grpc"]) as relay:
+        await (await publish(relay, "policy", source_of(weights(0)), step=1, run="r")).wait_sealed(60.0)
+        root = (await relay.versions("policy"))[0].root_digest
+        assert (await relay.status()).data_address.startswith("127.0.0.1:")
+    done = await asyncio.to_thread(
+        subprocess.run, pull_command(daemon.ready["grpc"], out), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"policy version 1 (step 1) is in {out}, root {root}" in done.stderr.splitlines()

@@ -39,6 +39,8 @@ from tests.support.processes import Daemon, start
 from tests.support.relays import Relays, until
 from trainer_client.publisher import new_run_id
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 30.0
 W = TensorSource("w", "U8", (8,), lambda: memoryview(b"12345678"))
 
@@ -80,7 +82,7 @@ def taken() -> Iterator[socket.socket]:
 
 SAID_AT_START = {
     "--pool-dir {home}": r"{home} holds 'thesis.txt', which is no relay's \(give --pool-dir a directory of its own\)",
-    "--pool-bytes {toomuch}": r"a pool of {toomuch} bytes, .* has room for \d+ \(lower --pool-bytes",
+    "--pool-bytes {toomuch}": r"a pool of [\d.]+ [TG]iB, .* has room for [\d.]+ [TGM]iB \(lower --pool-bytes",
     "--port {taken}": r"127\.0\.0\.1:{taken}: Address already in use .*\(choose another --port, or 0",
     "--etcd nowhere.invalid:2379": r"no etcd answers at nowhere\.invalid:2379 \(start one with `paramserver etcd`",
     "--ready-file /proc/nope/r": r"cannot write /proc/nope/r: No such file .*\(choose another --ready-file\)",
@@ -93,7 +95,7 @@ SAID_AT_START = {
     "--host 203.0.113.1": r"203\.0\.113\.1:0: Cannot assign requested address .*\(choose another --host",
     "--etcd 127.0.0.1:{taken}": r"no etcd answers at 127\.0\.0\.1:{taken} \(start one with",
     "--name a/b": r"'a/b' cannot name a relay \(letters, digits",
-    "--chunk-bytes 12": r"chunks of 12 bytes \(use at least 4096\)",
+    "--chunk-bytes 12": r"chunks of 12 B \(use 4 KiB to 1 GiB\)",
 }
 NUM_QUICK = 4  # the others take the same path: half a second each
 
@@ -157,30 +159,29 @@ def test_an_etcd_on_a_taken_port_never_says_that_it_serves(shared_etcd: str, tmp
     assert not (tmp_path / "ready").exists()
 
 
-@pytest.mark.slow
 def test_an_etcd_that_cannot_write_its_data_says_where(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = paramserver("etcd", "--data-dir", str(tmp_path / "file/data"))
-    says_in_one_line(found, rf"data in {tmp_path}/file/data \(give it a free --port and a --data-dir")
+    says_in_one_line(
+        found, rf"its data in {tmp_path}/file/data: Not a directory \(`paramserver etcd` takes it as --data-dir"
+    )
 
 
 def gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.slow
 def test_a_killed_paramserver_takes_its_etcd_with_it(tmp_path: Path) -> None:
     daemon = start_etcd(tmp_path)
     (binary,) = psutil.Process(daemon.process.pid).children()
     assert binary.name() == "etcd"
     daemon.kill()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while not gone(binary):
         assert time.monotonic() < deadline, "etcd outlived the process that started it"
         time.sleep(0.02)
 
 
-@pytest.mark.slow
 def test_etcd_is_found_by_name(shared_etcd: str, relays: Relays) -> None:
     """`localhost` is rewritten by the client library; any other name must go through a resolver."""
     relay = relays.start("a", "--etcd", f"{named_loopback()}:{shared_etcd.split(':')[1]}")
@@ -190,31 +191,26 @@ def test_etcd_is_found_by_name(shared_etcd: str, relays: Relays) -> None:
 
 
 def named_loopback() -> str:
-    for name in (socket.gethostname(), "ip6-localhost", "localhost.localdomain"):
-        with contextlib.suppress(OSError):
-            if socket.gethostbyname(name).startswith("127."):
-                return name
-    pytest.skip("no name but localhost for the loopback here")
+    """A name that the library leaves alone: it looks for the word in small letters only."""
+    return "LOCALHOST"
 
 
 # ---- memory that must go back
 
 
-@pytest.mark.slow
 def test_a_pool_on_a_disk_is_warned_about(relays: Relays, tmp_path: Path) -> None:
     on_disk, in_memory = relays.start("disk", "--pool-dir", str(tmp_path / "pool")), relays.start("shm")
     assert re.search(rf"WARNING .*{tmp_path}/pool is on \w+, not in memory: .*--pool-dir below /dev/shm", on_disk.log())
     assert "not in memory" not in in_memory.log()
 
 
-@pytest.mark.slow
 def test_a_relay_terminated_while_it_waits_for_its_name_gives_its_memory_back(relays: Relays, pool_dir: Path) -> None:
     relays.start("a")
     flags = ["--name", "a", "--etcd", relays.etcd, "--pool-dir", str(pool_dir), "--pool-bytes", "8MiB"]
     command = ["paramserver", "serve", *flags, "--lease-ttl-s", "2"]
     second = start("second", command, relays.directory, wait_ready=False)
     deadline = time.monotonic() + DEADLINE_S
-    while "pool of 8388608 bytes ready" not in second.log():
+    while "pool of 8 MiB ready" not in second.log():
         assert second.process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -235,7 +231,7 @@ def relay(shared_etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     async def fill() -> None:
         async with RelayClient(daemon.ready["grpc"]) as client:
-            await (await publish(client, "one", [W], step=7, run=new_run_id())).wait_sealed(10.0)
+            await (await publish(client, "one", [W], step=7, run=new_run_id())).wait_sealed(60.0)
             await client.master_of("none")
 
     asyncio.run(fill())
@@ -244,7 +240,6 @@ def relay(shared_etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     shutil.rmtree(pool)
 
 
-@pytest.mark.slow
 def test_a_directory_in_use_is_refused_and_its_owner_not_disturbed(relay: Daemon, shared_etcd: str) -> None:
     (command,) = [arg for arg in psutil.Process(relay.process.pid).cmdline() if arg.startswith("/dev/shm")]
     found = paramserver("serve", "--name", "thief", "--etcd", shared_etcd, "--pool-dir", command)
@@ -253,7 +248,6 @@ def test_a_directory_in_use_is_refused_and_its_owner_not_disturbed(relay: Daemon
     assert [path.name for path in Path(command).rglob("model.safetensors")] == ["model.safetensors"]
 
 
-@pytest.mark.slow
 def test_status_and_versions_of_a_model_without_versions(relay: Daemon) -> None:
     address = relay.ready["grpc"]
     assert paramserver("versions", "--relay", address, "--model", "none").stdout == (
@@ -267,7 +261,6 @@ def test_status_and_versions_of_a_model_without_versions(relay: Daemon) -> None:
     assert "model none: master shared, epoch " in shown.stdout
 
 
-@pytest.mark.slow
 async def test_what_is_printed_into_a_pipe_is_whole_and_as_it_is(relay: Daemon) -> None:
     async with RelayClient(relay.ready["grpc"]) as client:
         newest = await client.newest("one")
@@ -281,14 +274,13 @@ async def test_what_is_printed_into_a_pipe_is_whole_and_as_it_is(relay: Daemon) 
     assert "by engine [/bold] 3, " in status.stdout, status.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--model nope", r"no model 'nope' here \(known: .*one.*\)"),
         ("--model none", r"relay shared holds no sealed version of none \(held here: none yet\)"),
         ("--model one --version 9", r"relay shared holds no sealed version 9 of one \(held here: 1\)"),
-        ("--model one --out {file}/x", r"cannot write \d+ bytes to {file}/x: Not a dir.*\(choose another --out"),
+        ("--model one --out {file}/x", r"cannot write [\d.]+ \w+ to {file}/x: Not a dir.*\(choose another --out"),
     ],
 )
 def test_a_pull_that_cannot_be_says_why_and_writes_nothing(
@@ -302,7 +294,6 @@ def test_a_pull_that_cannot_be_says_why_and_writes_nothing(
     assert status_of(relay)["pins"] == []
 
 
-@pytest.mark.slow
 def test_a_pull_keeps_what_lies_in_its_directory(relay: Daemon, tmp_path: Path) -> None:
     precious = tmp_path / "model.safetensors"
     precious.write_text("mine")
@@ -311,11 +302,10 @@ def test_a_pull_keeps_what_lies_in_its_directory(relay: Daemon, tmp_path: Path) 
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"model.safetensors": "mine"}
 
 
-@pytest.mark.slow
 def test_a_pull_onto_a_full_disk_ends_in_words(relay: Daemon, tmp_path: Path) -> None:
     arguments = ("pull", "--relay", relay.ready["grpc"], "--model", "one", "--out", str(tmp_path / "out"))
     found = paramserver(*arguments, before="ulimit -f 0")
-    says_in_one_line(found, rf"cannot write \d+ bytes to {tmp_path}/out: File too large")
+    says_in_one_line(found, rf"cannot write [\d.]+ \w+ to {tmp_path}/out: File too large")
     assert paramserver(*arguments).returncode == 0, "what the failed one left is no hindrance"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
@@ -345,8 +335,8 @@ def announcement(*tensors: tuple[str, str, list[int]], **fields: object) -> pb.A
         (announcement(("w", "U8", [1]), run="other"), StaleEpoch, "run other has not claimed model raw"),
         (announcement(("w", "U8", [1]), base_version=1), UnsupportedField, "base_version is reserved"),
         (announcement(("w", "U8", [1]), model="one"), StaleEpoch, "has not claimed model one"),
-        (announcement(("w", "U8", [1 << 40])), TooLarge, r"takes \d+ bytes, the pool has 16777216.*--pool-bytes"),
-        (announcement(("w", "U8", [1 << 24] * 9)), TooLarge, r"takes \d+ bytes, the pool has 16777216"),
+        (announcement(("w", "U8", [1 << 40])), TooLarge, r"takes [\d.]+ [TG]iB, the pool has 16 MiB.*--pool-bytes"),
+        (announcement(("w", "U8", [1 << 24] * 9)), TooLarge, r"takes \S+ TiB, the pool has 16 MiB"),
         (announcement(("w", "U8", [(16 << 20) - 100]), wait_room_s=float("nan")), OutOfCapacity, "no room for version"),
     ],
 )

@@ -21,6 +21,8 @@ from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
 from tests.support.weights import source_of, weights
 
+pytestmark = pytest.mark.slow
+
 
 def chain_of_three(relays: Relays, *flags: str) -> list[Daemon]:
     return [relays.start(name, *flags) for name in "abc"]
@@ -43,7 +45,7 @@ async def test_every_relay_holds_what_safetensors_writes(relays: Relays, tmp_pat
             ticket = await publish(
                 head, "policy", source_of(tensors), step=7, run="r", metadata={"format": "pt"}, force_tcp=force_tcp
             )
-            await ticket.wait_all(20.0)
+            await ticket.wait_all(60.0)
             assert await ticket.stage() == "all"
             assert await ticket.holders() == ("a", "b", "c")
             for daemon in daemons:
@@ -52,9 +54,8 @@ async def test_every_relay_holds_what_safetensors_writes(relays: Relays, tmp_pat
                     assert await bytes_at(relay) == {"model.safetensors": expected}
 
 
-@pytest.mark.slow
 async def test_torch_tensors_in_several_files_equal_save_file(relays: Relays, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
     from safetensors.torch import load_file
     from safetensors.torch import save_file as torch_save_file
 
@@ -66,7 +67,7 @@ async def test_torch_tensors_in_several_files_equal_save_file(relays: Relays, tm
     daemons = chain_of_three(relays)
     async with RelayClient(daemons[0].ready["grpc"]) as head, RelayClient(daemons[2].ready["grpc"]) as tail:
         ticket = await publish(head, "policy", sources, step=1, run="r", file_bytes_max=2 * 257 * 1031 * 2)
-        await ticket.wait_all(20.0)
+        await ticket.wait_all(60.0)
         lease = await tail.acquire("policy", holder="test")
         index = json.loads((lease.path / "model.safetensors.index.json").read_text())
         for name in sorted(set(index["weight_map"].values())):
@@ -77,7 +78,6 @@ async def test_torch_tensors_in_several_files_equal_save_file(relays: Relays, tm
         await tail.release(lease)
 
 
-@pytest.mark.slow
 async def test_watch_acquire_and_retire(relays: Relays) -> None:
     daemons = chain_of_three(relays)
     events: list[tuple[str, int]] = []
@@ -89,11 +89,11 @@ async def test_watch_acquire_and_retire(relays: Relays) -> None:
 
         following = asyncio.create_task(follow())
         tickets = [await publish(head, "policy", source_of(weights(0)), step=10, run="r")]
-        await tickets[0].wait_all(20.0)
+        await tickets[0].wait_all(60.0)
         pin = await tail.acquire("policy", holder="engine-3", ttl_s=30.0)
         for step in (20, 30, 40):
             tickets.append(await publish(head, "policy", source_of(weights(step)), step=step, run="r"))
-            await tickets[-1].wait_all(20.0)
+            await tickets[-1].wait_all(60.0)
         assert [ticket.version for ticket in tickets] == [1, 2, 3, 4]
 
         async def versions() -> list[int]:
@@ -123,7 +123,7 @@ async def test_watch_acquire_and_retire(relays: Relays) -> None:
 async def test_a_lapsed_pin_is_not_taken_for_a_held_one(relays: Relays) -> None:
     daemon = relays.start("a")
     async with RelayClient(daemon.ready["grpc"]) as relay:
-        await (await publish(relay, "policy", source_of(weights(0)), step=1, run="r")).wait_sealed(10.0)
+        await (await publish(relay, "policy", source_of(weights(0)), step=1, run="r")).wait_sealed(60.0)
         lease = await relay.acquire("policy", holder="slow", ttl_s=0.1)
 
         async def lapsed() -> bool:
@@ -135,13 +135,12 @@ async def test_a_lapsed_pin_is_not_taken_for_a_held_one(relays: Relays) -> None:
                 await use(lease)
 
 
-@pytest.mark.slow
 async def test_a_late_joiner_catches_up(relays: Relays) -> None:
     head = relays.start("a")
     async with RelayClient(head.ready["grpc"]) as relay:
         for step in (1, 2, 3):
             ticket = await publish(relay, "policy", source_of(weights(step)), step=step, run="r")
-            await ticket.wait_sealed(10.0)
+            await ticket.wait_sealed(60.0)
         late = relays.start("b")
         async with RelayClient(late.ready["grpc"]) as joined:
 
@@ -159,13 +158,13 @@ async def test_bad_input_is_refused_by_name_and_leaves_no_trace(relays: Relays) 
     async with RelayClient(daemon.ready["grpc"]) as first, RelayClient(daemon.ready["grpc"]) as second:
         with pytest.raises(UnknownModel, match="no model 'policy' here"):
             await first.versions("policy")
-        await (await publish(first, "policy", tensors, step=1, run="one")).wait_sealed(10.0)
+        await (await publish(first, "policy", tensors, step=1, run="one")).wait_sealed(60.0)
         with pytest.raises(Conflict, match=r"model policy has a publisher already: .* \(run one\)"):
             await publish(second, "policy", tensors, step=1, run="two")
         with pytest.raises(UnsupportedField, match="'w' has dtype 'F4'"):
             await publish(first, "policy", [TensorSource("w", "F4", (1,), lambda: memoryview(b""))], step=2, run="one")
         huge = TensorSource("w", "U8", (17 << 20,), lambda: memoryview(b""))
-        with pytest.raises(TooLarge, match=r"takes 17825\d\d\d bytes, the pool has 16777216"):
+        with pytest.raises(TooLarge, match=r"takes 17 MiB, the pool has 16 MiB"):
             await publish(first, "policy", [huge], step=2, run="one")
         short = TensorSource("w", "U8", (100,), lambda: memoryview(b"short"))
         with pytest.raises(Exception, match="'w' gave 5 bytes, its shape and dtype say 100"):
@@ -176,23 +175,22 @@ async def test_bad_input_is_refused_by_name_and_leaves_no_trace(relays: Relays) 
         with pytest.raises(OutOfCapacity, match=r"version 1 \(.* MiB\) pinned by engine-1"):
             await publish(first, "policy", [wide], step=2, run="one", wait_room_s=0.2)
         ticket = await publish(first, "policy", tensors, step=2, run="one")
-        await ticket.wait_sealed(10.0)
+        await ticket.wait_sealed(60.0)
         assert (await first.newest("policy")).version == ticket.version
 
 
-@pytest.mark.slow
 async def test_a_run_ends_with_its_publisher_and_the_next_continues_the_numbers(relays: Relays) -> None:
     daemon = relays.start("a")
     async with RelayClient(daemon.ready["grpc"]) as relay:
         async with RelayClient(daemon.ready["grpc"]) as publisher:
-            await (await publish(publisher, "policy", source_of(weights(0)), step=100, run="one")).wait_sealed(10.0)
+            await (await publish(publisher, "policy", source_of(weights(0)), step=100, run="one")).wait_sealed(60.0)
 
         async def published() -> int:
             try:
                 ticket = await publish(relay, "policy", source_of(weights(1)), step=90, run="two")
             except Conflict:
                 return 0
-            await ticket.wait_sealed(10.0)
+            await ticket.wait_sealed(60.0)
             return ticket.version
 
         assert await until(published, "the second run may publish") == 2
@@ -213,11 +211,10 @@ async def test_health_and_reflection_answer(relays: Relays) -> None:
     assert "laminar.v1.Relay" in services
 
 
-@pytest.mark.slow
 async def test_metrics_show_age_versions_and_memory(relays: Relays) -> None:
     daemon = relays.start("a", "--metrics-port", "0")
     async with RelayClient(daemon.ready["grpc"]) as relay:
-        await (await publish(relay, "policy", source_of(weights(0)), step=1, run="r")).wait_sealed(10.0)
+        await (await publish(relay, "policy", source_of(weights(0)), step=1, run="r")).wait_sealed(60.0)
         await relay.acquire("policy", holder="engine")
         text = await asyncio.to_thread(scrape, daemon.ready["metrics"])
         lines = [line.split() for line in text.splitlines() if line.startswith("laminar_relay_")]
@@ -242,12 +239,11 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 async def test_the_command_line_shows_lists_and_pulls(relays: Relays, tmp_path: Path) -> None:
     daemons = chain_of_three(relays)
     tensors = weights(0)
     async with RelayClient(daemons[0].ready["grpc"]) as head:
-        await (await publish(head, "policy", source_of(tensors), step=5, run="r")).wait_all(20.0)
+        await (await publish(head, "policy", source_of(tensors), step=5, run="r")).wait_all(60.0)
     tail = daemons[2].ready["grpc"]
     status = json.loads(command("status", "--relay", tail, "--json").stdout)
     assert status["members"] == ["a", "b", "c"]
@@ -263,7 +259,6 @@ async def test_the_command_line_shows_lists_and_pulls(relays: Relays, tmp_path: 
     assert (again.returncode, "exists" in again.stderr) == (1, True)
 
 
-@pytest.mark.slow
 def test_wrong_addresses_give_one_clear_line(etcd: str, tmp_path: Path) -> None:
     cases = [
         (["status", "--relay", "127.0.0.1:1"], 1, "no relay answers at 127.0.0.1:1"),

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,10 +19,12 @@ from safetensors.numpy import save
 from paramserver.client import RelayClient, TensorSource, publish
 from paramserver.membership import LocalEtcd
 from paramserver.relay_client import RunHold
-from protos.errors import Conflict, InDoubt, NotFound, UnknownModel
+from protos.errors import Conflict, InDoubt, NotFound, Unavailable, UnknownModel
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.support.relays import Relays, until
 from tests.support.weights import source_of, weights
+
+pytestmark = pytest.mark.slow
 
 MODEL = "policy"
 T = TypeVar("T")
@@ -47,7 +49,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["mapped", "tcp"])
 async def test_a_publisher_killed_in_mid_write_leaves_nothing_and_the_next_goes_on(
     relays: Relays, tmp_path: Path, way: str
@@ -76,13 +77,12 @@ async def test_a_publisher_killed_in_mid_write_leaves_nothing_and_the_next_goes_
             assert await relay.versions(MODEL) == []
         tensors = weights(1)
         ticket = await publish(first, MODEL, source_of(tensors), step=1, run="next")
-        await ticket.wait_all(10.0)
+        await ticket.wait_all(60.0)
         assert ticket.version == 2, "the number of the dead one is not used again"
         assert await bytes_at(second, 2) == save(tensors)
     assert "left before it was committed" in head.log()
 
 
-@pytest.mark.slow
 async def test_a_relay_that_distrusts_publishers_maps_nothing_into_them(relays: Relays, tmp_path: Path) -> None:
     """Their bytes come by the data port, where the relay copies and hashes them itself."""
     head, tail = relays.start("a", "--distrust-publisher"), relays.start("b")
@@ -90,10 +90,24 @@ async def test_a_relay_that_distrusts_publishers_maps_nothing_into_them(relays: 
         for step, count in ((1, 1), (2, 2)):
             tensors = weights(step)
             ticket = await publish(first, MODEL, source_of(tensors), step=step, run="r")
-            await ticket.wait_all(10.0)
+            await ticket.wait_all(60.0)
             assert await bytes_at(second, count) == save(tensors)
         assert first.mappings.num_kept == 0
         assert "/a-" not in mapped_here()
+
+
+async def test_a_publisher_holds_no_memory_of_a_relay_that_died(relays: Relays) -> None:
+    """The next life of the relay needs that memory for its pool, and may not start without it."""
+    daemon = relays.start("a")
+    async with RelayClient(daemon.ready["grpc"]) as relay:
+        await (await publish(relay, MODEL, source_of(weights(1)), step=1, run="r")).wait_sealed(60.0)
+        assert relay.mappings.num_kept == 1
+        daemon.kill()
+
+        async def let_go() -> bool:
+            return relay.mappings.num_kept == 0 and "laminar-test" not in mapped_here()
+
+        await until(let_go, "nothing of it is mapped")
 
 
 def mapped_here() -> str:
@@ -112,14 +126,57 @@ async def bytes_at(relay: RelayClient, version: int | None = None) -> bytes:
     return found
 
 
-@pytest.mark.slow
+class LosesCommitReplies(RelayClient):
+    """The commit arrives, its reply does not; `then` happens in between."""
+
+    def __init__(self, address: str, then: Callable[[], None] = lambda: None) -> None:
+        super().__init__(address)
+        self._then: Callable[[], None] | None = then
+
+    async def call(self, reply: Awaitable[T]) -> T:
+        found = await super().call(reply)
+        if isinstance(found, pb.CommitReply) and self._then is not None:
+            then, self._then = self._then, None
+            await asyncio.to_thread(then)
+            raise Unavailable("the reply was lost")
+        return found
+
+
+async def test_a_commit_whose_reply_was_lost_makes_no_second_version(relays: Relays) -> None:
+    relay = relays.start("a")
+    async with LosesCommitReplies(relay.ready["grpc"]) as head:
+        ticket = await publish(head, MODEL, [W], step=1, run="r")
+        await ticket.wait_sealed(60.0)
+        assert [(one.version, one.step) for one in await head.versions(MODEL)] == [(ticket.version, 1)]
+        assert ticket.version == 1
+
+
+async def test_a_commit_is_settled_though_its_master_died_with_the_reply(relays: Relays) -> None:
+    a, b = relays.start("a"), relays.start("b")
+    loop = asyncio.get_running_loop()
+
+    async def shown_at_b() -> bool:
+        return "policy version 1 (step 1) available" in b.log()
+
+    def seal_and_die() -> None:
+        asyncio.run_coroutine_threadsafe(until(shown_at_b, "b holds version 1"), loop).result()
+        a.kill()
+
+    async with RelayClient(a.ready["grpc"]) as first, RelayClient(b.ready["grpc"]) as second:
+        await first.master_of(MODEL)
+        second._peers[a.ready["grpc"]] = LosesCommitReplies(a.ready["grpc"], seal_and_die)
+        ticket = await publish(second, MODEL, [W], step=1, run="r")
+        await ticket.wait_sealed(60.0)
+        assert [(one.version, one.step) for one in await second.versions(MODEL)] == [(ticket.version, 1)]
+
+
 async def test_a_claim_that_ended_at_the_master_unheard_is_opened_again(relays: Relays) -> None:
     """The master lost its lease and won the next election while its word about the claim was on the way."""
     relay = relays.start("a")
     async with RelayClient(relay.ready["grpc"]) as head:
         head._claims[MODEL, "r"] = RunHold(asyncio.create_task(asyncio.sleep(600)))
         ticket = await publish(head, MODEL, [W], step=1, run="r")
-        await ticket.wait_sealed(20.0)
+        await ticket.wait_sealed(60.0)
 
 
 async def test_a_ticket_goes_through_its_stages_in_order(tmp_path: Path) -> None:
@@ -163,9 +220,11 @@ async def test_with_nobody_following_one_holder_is_all_there_is(relays: Relays) 
     daemon = relays.start("a")
     async with RelayClient(daemon.ready["grpc"]) as relay:
         ticket = await publish(relay, MODEL, [W], step=1, run="r", metadata={})
-        await ticket.wait_all(10.0)
+        await ticket.wait_all(60.0)
         assert (await ticket.stage(), await ticket.holders()) == ("all", ("a",))
-        with pytest.raises(InDoubt, match=r"had not reached 'copies 2' after 0.3 s; it is all"):
+        with pytest.raises(
+            InDoubt, match=r"is sealed, but had not reached 2 relays after 0\.3 s: it is on a \(it needs no second"
+        ):
             await ticket.wait_copies(2, 0.3)
         assert b"__metadata__" not in await bytes_at(relay)
         for use in (relay.acquire("other", holder="x"), relay.versions("other")):
@@ -175,7 +234,6 @@ async def test_with_nobody_following_one_holder_is_all_there_is(relays: Relays) 
             await relay.call(relay.stub.Abort(pb.AbortRequest(model=MODEL, version=1, token="guess")))
 
 
-@pytest.mark.slow
 async def test_readers_in_a_race_with_fast_publishes_see_whole_versions_that_never_go_back(relays: Relays) -> None:
     head, tail = [relays.start(name, "--retain", "1", pool_bytes="40MiB") for name in "ab"]
     num = 12
@@ -205,12 +263,12 @@ async def test_readers_in_a_race_with_fast_publishes_see_whole_versions_that_nev
         readers = [asyncio.create_task(read(daemon.ready["grpc"])) for daemon in (head, tail)]
         tickets = [await publish(relay, MODEL, source_of(weights(seed)), step=seed, run="r") for seed in expected]
         for ticket in tickets:
-            await ticket.wait_sealed(10.0)
+            await ticket.wait_sealed(60.0)
         for versions in await asyncio.gather(*readers):
             assert versions == sorted(versions)
             assert versions[-1] == num
             assert len(set(versions)) > 1
-        await tickets[-1].wait_all(10.0)
+        await tickets[-1].wait_all(60.0)
 
 
 async def test_the_number_of_calls_does_not_grow_with_the_number_of_tensors(relays: Relays) -> None:
@@ -229,5 +287,5 @@ async def test_the_number_of_calls_does_not_grow_with_the_number_of_tensors(rela
             before = client.num_calls
             ticket = await publish(client, MODEL, tensors, step=step, run="r")
             counts.append(client.num_calls - before)
-            await ticket.wait_sealed(10.0)
+            await ticket.wait_sealed(60.0)
     assert counts[1] == counts[2] <= 3

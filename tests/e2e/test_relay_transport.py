@@ -14,7 +14,7 @@ from tests.support.relays import Relays, until
 from tests.support.survivors import MODEL, client, identical, in_the_middle, publish_seed, status_of
 
 pytest_plugins = ["tests.support.nixl"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 async def start(relays: Relays, name: str, *flags: str) -> Daemon:

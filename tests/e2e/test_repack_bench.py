@@ -13,8 +13,12 @@ from tests.bench.repack.run import Point, run
 pytestmark = pytest.mark.slow
 
 
+LEAST = {"trajectories": 51, "refreshes": 1}
+LEAST_OF_MODE = {"repack": {"receipts": 1, "moves": 1, "pause_mean_s": 0.001}, "inflight": {"versions_mixed": 1}}
+
+
 def small(mode: str) -> dict[str, Any]:
-    """Some 12 seconds. Sixteen turns an engine: whatever the machine's load, the tail is packed several times."""
+    """Some 12 seconds, or as long as it takes until every figure below has something to tell."""
     point = Point(
         mode,
         batch=24,
@@ -24,27 +28,21 @@ def small(mode: str) -> dict[str, Any]:
         measured_s=180.0,
         engines=4,
         concurrency=64,
+        least={**LEAST, **LEAST_OF_MODE.get(mode, {})},
     )
     return asyncio.run(run(point))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["barrier", "drain", "repack", "inflight"])
 def test_every_mode_gives_each_client_its_own_tokens_and_loads_versions(mode: str) -> None:
     found = small(mode)
     assert found["wrong_answers"] == 0
     assert found["cuts"] == 0
-    assert found["trajectories"] > 50
-    assert found["refreshes"] >= 1
     assert found["tokens_per_s"] > 0
     if mode == "repack":
-        assert found["receipts"] >= 1
         assert found["outcomes"].get("moved", 0) >= 1
-        assert found["moves"] >= 1
-        assert found["pause_mean_s"] > 0
-    if mode == "inflight":
-        assert found["versions_mixed"] >= 1
-    else:
+    if mode != "inflight":
         assert found["versions_mixed"] == 0
 
 

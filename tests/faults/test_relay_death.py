@@ -6,17 +6,21 @@ import asyncio
 import contextlib
 import mmap
 import re
+import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import save
 
 from paramserver.client import RelayClient, TensorSource, Ticket, publish
 from paramserver.membership import LocalEtcd
-from protos.errors import InDoubt, Unavailable
+from protos.errors import Conflict, InDoubt, OutOfCapacity, Unavailable
 from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
 from tests.support.weights import source_of, weights
@@ -70,7 +74,7 @@ async def test_the_tail_resumes_past_a_middle_relay_that_fails_in_mid_broadcast(
         b.process.send_signal(number)
         await until(lambda: holds(tail, ticket.version), "the tail has it all, from the head")
         assert await bytes_at(tail, ticket.version) == expected
-        await ticket.wait_copies(2, 5.0)
+        await ticket.wait_copies(2, 60.0)
         if number is signal.SIGSTOP:
             b.process.send_signal(signal.SIGCONT)
     log = c.log()
@@ -83,7 +87,7 @@ async def test_a_hung_relay_is_back_in_the_chain_when_it_wakes(relays: Relays) -
     async with client(a) as head, client(b) as second:
         b.process.send_signal(signal.SIGSTOP)
         ticket, expected = await publish_weights(head, 1)
-        await ticket.wait_sealed(10.0)
+        await ticket.wait_sealed(60.0)
         b.process.send_signal(signal.SIGCONT)
         await until(lambda: holds(second, ticket.version), "the woken relay catches up")
         assert await bytes_at(second, ticket.version) == expected
@@ -94,11 +98,11 @@ async def test_after_the_masters_death_another_is_elected_and_publishing_goes_on
     async with client(b) as second, client(c) as third:
         async with client(a) as head:
             first, first_bytes = await publish_weights(head, 1)
-            await first.wait_all(10.0)
+            await first.wait_all(60.0)
             epoch = (await second.status()).models[0].epoch
         a.kill()
         ticket, expected = await publish_weights(third, 2)
-        await ticket.wait_copies(2, 20.0)
+        await ticket.wait_copies(2, 60.0)
         status = await second.status()
         assert status.models[0].master in ("b", "c")
         assert revision(status.models[0].epoch) > revision(epoch)
@@ -132,29 +136,169 @@ async def test_a_master_that_dies_while_the_publisher_copies_costs_only_another_
     async with client(a) as head, client(b) as second:
         await head.master_of(MODEL)
         ticket = await publish(second, MODEL, sources, step=3, run="r")
-        await ticket.wait_sealed(10.0)
+        await ticket.wait_sealed(60.0)
         assert await second.newest(MODEL) is not None
         assert await bytes_at(second, ticket.version) == save(tensors)
+
+
+HUNG_S = 25.0
+"""A lease of 5 s, an election, another try: some 8 s. What waits for the master's own answer takes 40 s."""
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["another relay", "the publisher's own relay"])
+async def test_a_publish_leaves_a_master_that_hangs_for_the_next_one(relays: Relays, own: bool) -> None:
+    lease = ("--lease-ttl-s", "5")
+    a, b, _ = [relays.start(name, *lease) for name in "abc"]
+    async with client(a) as head:
+        await head.master_of(MODEL)
+    async with client(a if own else b) as relay, client(b) as second:
+        first, _ = await publish_weights(relay, 1)
+        await first.wait_all(20.0)
+        a.process.send_signal(signal.SIGSTOP)
+        try:
+            began_at = time.monotonic()
+            ticket, expected = await publish_weights(relay, 2)
+            took_s = time.monotonic() - began_at
+        finally:
+            a.process.send_signal(signal.SIGCONT)
+        print(f"failed over from a hung master in {took_s:.1f} s")
+        assert took_s < HUNG_S
+        await until(lambda: holds(second, ticket.version), "the version is there")
+        assert await bytes_at(second, ticket.version) == expected
+
+
+async def test_a_publish_leaves_a_master_that_hangs_while_it_writes(relays: Relays) -> None:
+    a, b = relays.start("a", "--lease-ttl-s", "5"), relays.start("b", "--lease-ttl-s", "5")
+    tensors = weights(3, 4)
+    stopped_at = 0.0
+
+    def read_and_stop(source: TensorSource) -> memoryview:
+        nonlocal stopped_at
+        if not stopped_at:
+            a.process.send_signal(signal.SIGSTOP)
+            stopped_at = time.monotonic()
+        return source.read()
+
+    sources = [
+        TensorSource(s.name, s.dtype, s.shape, lambda s=s: read_and_stop(s))  # type: ignore[misc]
+        for s in source_of(tensors)
+    ]
+    async with client(a) as head, client(b) as second:
+        await head.master_of(MODEL)
+        try:
+            ticket = await publish(second, MODEL, sources, step=3, run="r", force_tcp=True)
+            took_s = time.monotonic() - stopped_at
+        finally:
+            a.process.send_signal(signal.SIGCONT)
+        print(f"failed over from a hung master in {took_s:.1f} s")
+        assert took_s < HUNG_S
+        await ticket.wait_sealed(20.0)
+        assert await bytes_at(second, ticket.version) == save(tensors)
+
+
+async def test_a_publisher_that_hangs_holds_its_model_no_longer_than_its_pings_may_take(
+    relays: Relays, tmp_path: Path
+) -> None:
+    """15 s, not the minute that gRPC gives a ping by default."""
+    a = relays.start("a")
+    script = (
+        "import sys, numpy as np; from trainer_client import Publisher; p = Publisher(sys.argv[1]);"
+        "p.publish({'w': np.zeros(4, np.float32)}, step=1, wait='sealed'); print('published', flush=True);"
+        "sys.stdin.read()"
+    )
+    other = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script, a.ready["grpc"]), stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
+    try:
+        assert other.stdout is not None
+        assert await other.stdout.readline() == b"published\n"
+        other.send_signal(signal.SIGSTOP)
+        began_at = time.monotonic()
+        async with client(a) as relay:
+
+            async def published() -> bool:
+                with contextlib.suppress(Conflict):
+                    await publish_weights(relay, 2)
+                    return True
+                return False
+
+            await until(published, "the model is free")
+        took_s = time.monotonic() - began_at
+    finally:
+        other.kill()
+        await other.wait()
+    print(f"free {took_s:.1f} s after its publisher hung")
+    assert took_s < 40.0
+
+
+async def test_a_client_that_claims_its_run_again_is_not_refused_by_itself(relays: Relays) -> None:
+    a = relays.start("a")
+    async with client(a) as relay:
+        await relay.master_of(MODEL)
+        await relay.hold_run(MODEL, "r", "me")
+        broken = relay._claims.pop((MODEL, "r"))  # as if its connection had broken on this side alone
+        await relay.hold_run(MODEL, "r", "me")
+        ticket, _ = await publish_weights(relay, 1)
+        await ticket.wait_sealed(10.0)
+
+        async def ended() -> bool:
+            return not broken.alive
+
+        await until(ended, "the relay ends the old claim's stream")
 
 
 async def test_a_reader_that_keeps_its_mapping_never_sees_another_versions_bytes(relays: Relays) -> None:
     daemon = relays.start("a", "--retain", "1")
     async with client(daemon) as relay:
         ticket, expected = await publish_weights(relay, 1)
-        await ticket.wait_sealed(10.0)
+        await ticket.wait_sealed(60.0)
         lease = await relay.acquire(MODEL, holder="careless")
         path = lease.path / "model.safetensors"
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
             await relay.release(lease)
             for seed in range(2, 8):
                 later, later_bytes = await publish_weights(relay, seed)
-                await later.wait_sealed(10.0)
+                await later.wait_sealed(60.0)
                 await until(lambda later=later: only_newest(relay, later), "retention keeps one version")
                 assert mapping[:] == expected
             assert (await relay.status()).quarantined_bytes == len(expected)
             assert not path.exists()
         await until(lambda: nothing_quarantined(relay), "the memory comes back when the reader lets go")
         assert await bytes_at(relay, later.version) == later_bytes
+
+
+async def test_a_relay_without_descriptors_for_one_version_takes_the_next(relays: Relays) -> None:
+    """Of 400 files; the relay neither ends nor takes that version's failure for the model's."""
+    a, b = relays.start("a"), relays.start("b")
+    resource.prlimit(b.process.pid, resource.RLIMIT_NOFILE, (250, 250))
+    many = {f"t{number:03d}": np.full(64, number, np.float32) for number in range(400)}
+    async with client(a) as head, client(b) as second:
+        first = await publish(head, MODEL, source_of(many), step=1, run="r", file_bytes_max=256)
+        await first.wait_sealed(20.0)
+
+        async def refused() -> bool:
+            return "the limit of open files leaves" in b.log()
+
+        await until(refused, "the second relay has no descriptors for it")
+        ticket, expected = await publish_weights(head, 2)
+        await until(lambda: holds(second, ticket.version), "the next version comes")
+        assert await bytes_at(second, ticket.version) == expected
+        assert not await holds(second, first.version)
+    assert b.log().count("the limit of open files leaves") == 1
+
+
+async def test_a_master_without_descriptors_refuses_the_version_by_name_and_takes_the_next(relays: Relays) -> None:
+    a = relays.start("a")
+    resource.prlimit(a.process.pid, resource.RLIMIT_NOFILE, (250, 250))
+    many = {f"t{number:03d}": np.full(64, number, np.float32) for number in range(400)}
+    async with client(a) as head:
+        with pytest.raises(
+            OutOfCapacity, match=r"no room for .*401 files wanted, and the limit of open files leaves \d+"
+        ):
+            await publish(head, MODEL, source_of(many), step=1, run="r", file_bytes_max=256, wait_room_s=0.5)
+        ticket, expected = await publish_weights(head, 2)
+        await ticket.wait_sealed(10.0)
+        assert await bytes_at(head, ticket.version) == expected
 
 
 async def only_newest(relay: RelayClient, ticket: Ticket) -> bool:
@@ -181,7 +325,7 @@ async def test_without_etcd_nothing_is_sealed_and_nothing_sealed_is_lost(tmp_pat
         a, b = [await asyncio.to_thread(relays.start, name) for name in "ab"]
         async with client(a) as head, client(b) as second:
             first, first_bytes = await publish_weights(head, 1)
-            await first.wait_all(10.0)
+            await first.wait_all(60.0)
             await etcd.kill()
             ticket, expected = await publish_weights(head, 2)  # training goes on: it returns at copied
             with pytest.raises(InDoubt, match="had not reached 'sealed'"):
@@ -190,13 +334,11 @@ async def test_without_etcd_nothing_is_sealed_and_nothing_sealed_is_lost(tmp_pat
             assert await bytes_at(second, first.version) == first_bytes
             assert (await second.newest(MODEL)).version == first.version  # type: ignore[union-attr]
             await etcd.start()
-            await ticket.wait_copies(2, 20.0)
+            await ticket.wait_copies(2, 60.0)
             assert await bytes_at(second, ticket.version) == expected
 
 
 async def test_a_second_relay_of_the_same_name_is_refused(relays: Relays) -> None:
     relays.start("a")
-    started = time.monotonic()
     with pytest.raises(AssertionError, match="a relay named 'a' is alive already"):
         relays.start("a")
-    assert time.monotonic() - started < 15.0

@@ -60,8 +60,8 @@ class SimRelay:
 
     async def _live(self) -> None:
         left = kept.find(self.pool_dir)
-        pool = Pool(self.pool_dir, self.pool_bytes, keep=[path for one in left for path in one.files])
-        self.store = Store(pool)
+        pool = Pool(self.pool_dir, self.pool_bytes, keep=[path for one in left for path in one.paths])
+        self.store = Store(pool, left)
         found = _find_again(self.store, left)
         seat = Seat(SimRegistry(self.world.registry, self.process), self._member, ttl_s=TTL_S)
         config = RelayConfig(
@@ -75,7 +75,7 @@ class SimRelay:
             self.refused = error
             return
         relay.offer_again(found)
-        publishing = Publishing(relay)
+        publishing = Publishing(relay, dial=lambda address: Client(self.world, self.process, address))
         service = RelayService(relay, publishing, data_address=self.address, publish_socket=Path("unused"))
         self.relay, self.publishing, self.service = relay, publishing, service
         await _live(relay, publishing)
@@ -112,7 +112,12 @@ class Client(RelayClient):
         reply = await self.call(self.stub.Locate(pb.LocateRequest(model=model), timeout=15.0))
         if reply.grpc_address == self.address:
             return self
-        return self._peers.setdefault(reply.grpc_address, Client(self._world, self._process, reply.grpc_address))
+        return self._peer(reply.grpc_address)
+
+    def _peer(self, address: str) -> RelayClient:
+        if address == self.address:
+            return self
+        return self._peers.setdefault(address, Client(self._world, self._process, address))
 
 
 class _Stub:

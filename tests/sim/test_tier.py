@@ -10,13 +10,14 @@ import sys
 import pytest
 
 FAULTS_S = 8.0
-NUM_SEEDS = 150  # of each test, or as many as this machine tells in
-BUDGET_S = 18.0
+NUM_QUICK, NUM_SLOW = 15, 150  # seeds of one test, or as many as fit into its budget
+BUDGET_S = 60.0
+SLOW = [pytest.param(NUM_QUICK + at * NUM_SLOW, NUM_SLOW, marks=pytest.mark.slow) for at in range(2)]
 
 
-@pytest.mark.parametrize("first", [0, NUM_SEEDS])
-def test_nothing_torn_nothing_back_memory_bounded_and_everything_heals(first: int) -> None:
-    seeds = ("--first", str(first), "--seeds", str(NUM_SEEDS))
+@pytest.mark.parametrize(("first", "count"), [(0, NUM_QUICK), *SLOW])
+def test_nothing_torn_nothing_back_memory_bounded_and_everything_heals(first: int, count: int) -> None:
+    seeds = ("--first", str(first), "--seeds", str(count))
     found = _simulate(*seeds, "--faults-s", str(FAULTS_S), "--budget-s", str(BUDGET_S))
     assert found["sealed"] > 5 * found["seeds"], "the faults leave work to be done"
     assert found["lives"] > 5 * found["seeds"], "relays and trainers do die"

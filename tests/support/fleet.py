@@ -28,7 +28,10 @@ def until(condition: Callable[[], T], what: str, timeout_s: float = 60.0) -> T:
 
 @dataclass
 class Fleet:
-    """`with Fleet(...) as fleet`: every process ends cleanly at the end, but those that a test killed."""
+    """`with Fleet(...) as fleet`: every process ends cleanly at the end, but those that a test killed.
+
+    A start that fails leaves no process behind.
+    """
 
     directory: Path
     num_engines: int = 2
@@ -40,6 +43,15 @@ class Fleet:
     gateway: Daemon = field(init=False)
 
     def __enter__(self) -> Fleet:
+        try:
+            self._start()
+        except BaseException:
+            for daemon in self._alive():
+                daemon.kill()
+            raise
+        return self
+
+    def _start(self) -> None:
         for number in range(self.num_engines):
             self.start_engine(f"e{number}")
         flags = [f"--engine={name}=vllm={engine.ready['url']}" for name, engine in self.engines.items()]
@@ -49,13 +61,15 @@ class Fleet:
             "gateway", [*command, "--poll-interval-s=0.2", *flags, *self.gateway_flags], self.directory
         )
         until(lambda: all(e["state"] == "serving" for e in self.status()["engines"]), "serving engines")
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        alive = [self.gateway, *(e for e in self.engines.values() if e.process.returncode is None)]
-        ends = {daemon.name: daemon.stop() for daemon in alive}
+        ends = {daemon.name: daemon.stop() for daemon in (self.gateway, *self._alive())}
         if kind is None:
             assert set(ends.values()) == {0}, (ends, self.gateway.log()[-4000:])
+
+    def _alive(self) -> list[Daemon]:
+        found = [daemon for daemon in (getattr(self, "gateway", None), *self.engines.values()) if daemon is not None]
+        return [daemon for daemon in found if daemon.process.poll() is None]
 
     def start_engine(self, name: str, port: int = 0) -> Daemon:
         command = ["gateway", "engine", f"--port={port}", f"--model={tiny_model(dtype=self.dtype)}"]

@@ -40,6 +40,7 @@ from typing import Literal, Self
 from paramserver.membership.local import find_etcd, free_port
 from protos.process import TIED
 from tests.support.processes import Daemon
+from tests.support.skips import cannot_mount, needs
 
 TOOLS = ("ip", "tc", "iptables")
 BURST_BYTES = 160 << 10  # a little more than two of the kernel's largest packets: a smaller burst cuts each into
@@ -57,14 +58,16 @@ Direction = Literal["both", "in", "out"]
 def missing() -> str:
     """Why no net can be made here; "" when it can."""
     if sys.platform != "linux":
-        return "network namespaces need Linux"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
+        return needs("network namespaces need Linux", "run it on Linux")
+    if reason := cannot_mount():
+        return reason
     absent = [tool for tool in TOOLS if shutil.which(tool) is None]
     if absent:
-        return f"not installed: {', '.join(absent)} (Debian: iproute2, iptables)"
-    probe = subprocess.run(["ip", "netns", "list"], capture_output=True, check=False)
-    return "" if probe.returncode == 0 else f"no network namespaces: {probe.stderr.decode().strip()}"
+        return needs(f"not installed: {', '.join(absent)}", "`make system-packages`")
+    probe = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        return needs(f"no network namespaces: {probe.stderr.strip()}", "a kernel with CONFIG_NET_NS")
+    return ""
 
 
 @dataclass(eq=False)
@@ -264,7 +267,7 @@ def _base36(number: int) -> str:
     return digits[high % len(digits)] + digits[low]
 
 
-def _wait_listening(daemon: Daemon, host: str, port: int, timeout_s: float = 20.0) -> None:
+def _wait_listening(daemon: Daemon, host: str, port: int, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):

@@ -51,7 +51,7 @@ class Middleman:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(60.0)
 
     def hold(self, *sides: Side) -> None:
         """From now on what comes from the askers ("requests") or to them ("answers") waits here."""

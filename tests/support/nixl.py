@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from deploy.setup_env import cache_dir, digest, python_tag, shared_environment
+from tests.support.skips import needs
 
 LOCK = Path(__file__).with_name("nixl.lock")
 INSTALL_TIMEOUT_S = 600
@@ -57,7 +58,7 @@ def nixl_directory() -> Path:
     try:
         return installed()
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"the extra nixl is not here: {error}")
+        pytest.skip(needs(f"the extra nixl is not here: {error}", "the package index (`pip config list`), then again"))
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ class Daemon:
         self.process.kill()
         self.process.wait()
 
-    def stop(self, timeout_s: float = 20.0) -> int:
+    def stop(self, timeout_s: float = 60.0) -> int:
         """SIGTERM, wait, and return the exit status; SIGKILL and fail when it does not end."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

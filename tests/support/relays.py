@@ -27,7 +27,14 @@ class Relays:
         self.pools = Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm"))
         self.daemons: list[Daemon] = []
 
-    def start(self, name: str, *flags: str, pool_bytes: str = "64MiB", on: Host | None = None) -> Daemon:
+    def start(
+        self,
+        name: str,
+        *flags: str,
+        pool_bytes: str = "64MiB",
+        on: Host | None = None,
+        ready_within_s: float = 60.0,
+    ) -> Daemon:
         """`on`: a host of `tests.support.links`, which it then listens on; else loopback."""
         daemon = start(
             f"relay-{name}-{len(self.daemons)}",
@@ -43,6 +50,7 @@ class Relays:
                 *flags,
             ],
             self.directory,
+            timeout_s=ready_within_s,
             prefix=on.prefix if on else (),
         )
         self.daemons.append(daemon)
@@ -63,7 +71,7 @@ def relays(etcd: str, tmp_path: Path) -> Iterator[Relays]:
     found.close()
 
 
-async def until(condition: Callable[[], Awaitable[T]], what: str, timeout_s: float = 20.0) -> T:
+async def until(condition: Callable[[], Awaitable[T]], what: str, timeout_s: float = 60.0) -> T:
     """Polls until `condition` gives something true; fails naming `what`."""
 
     deadline = time.monotonic() + timeout_s

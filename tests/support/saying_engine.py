@@ -45,10 +45,10 @@ class SayingEngine:
         thread = threading.Thread(target=lambda: loop.run_until_complete(self._serve(address, ended)))
         thread.start()
         try:
-            yield address.result(10)
+            yield address.result(60.0)
         finally:
             loop.call_soon_threadsafe(ended.set)
-            thread.join(10)
+            thread.join(60.0)
             loop.close()
 
     async def _serve(self, address: Future[str], ended: asyncio.Event) -> None:

@@ -11,6 +11,7 @@ from typing import Self
 
 from aiohttp import web
 
+from gateway.api.door import Runner, bodies_in_time
 from gateway.api.openai_errors import answer_errors
 from gateway.api.openai_routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
 from gateway.core.joining import Call
@@ -70,6 +71,8 @@ class ScriptedTurns:
     early: list[int] = field(default_factory=list)
     version_changes: Sequence[VersionChange] = ()
     delivered: list[str] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
 
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo("policy", self.context_tokens, 1_700_000_000)]
@@ -77,7 +80,7 @@ class ScriptedTurns:
     def session_of_key(self, api_key: str) -> SessionId | None:
         return SessionId(self.keys[api_key]) if api_key in self.keys else None
 
-    async def open_session(self, identity: SessionIdentity) -> SessionView:
+    async def open_session(self, identity: SessionIdentity, turns: int = 1) -> SessionView:
         self.identities.append(identity)
         name = identity.session_id or f"own-{len(self.identities)}"
         kept = self.sessions.setdefault(name, Kept(name))
@@ -86,7 +89,10 @@ class ScriptedTurns:
     def tokens_per_event(self, *, streamed: bool) -> int:
         return 1
 
-    async def join(self, call: Call, choices: int) -> None:
+    async def join(self, call: Call, choices: int, *, again: bool = False) -> None:
+        return None
+
+    def refused(self, call: Call) -> None:
         return None
 
     def start(self, request: TurnRequest) -> ScriptedRun:
@@ -161,6 +167,15 @@ class ScriptedRun:
             finish_reason=finish,
         )
 
+    async def give_up(self, why: str) -> None:
+        self._turns.given_up.append(self._request.turn_id)
+
+    def sent(self, num_tokens: int) -> None:
+        self._turns.sent.append(num_tokens)
+
+    def left(self) -> None:
+        return None
+
     def delivered(self) -> None:
         self._turns.delivered.append(self._request.turn_id)
 
@@ -193,7 +208,7 @@ class ScriptedRun:
 @contextlib.asynccontextmanager
 async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
     """The OpenAI routes on a free port; yields the base URL without `/v1`."""
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[answer_errors])
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[answer_errors, bodies_in_time])
     add_openai_routes(app, OpenAIDeps(turns, codec))
     async with serving_app(app) as url:
         yield url
@@ -202,7 +217,7 @@ async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def serving_app(app: web.Application) -> AsyncIterator[str]:
     """Any application on a free port."""
-    runner = web.AppRunner(app, handler_cancellation=True)
+    runner = Runner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"

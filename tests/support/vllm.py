@@ -9,13 +9,14 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 
 from deploy import vllm_env
 from tests.support.processes import Daemon
-from tests.support.tiny_model import VLLM_HEAD_DIM, tiny_model
+from tests.support.tiny_model import CONTEXT, VLLM_HEAD_DIM, tiny_model
 
 START_TIMEOUT_S = 420.0
 """Alone it takes some 25 s, most of them imports; two at once on two busy cores take minutes."""
@@ -50,18 +51,26 @@ class VllmServer(Daemon):
             return
 
 
-def start(name: str, directory: Path, *, port: int = 0, cores: str = "0", tensor_parallel: int = 1) -> VllmServer:
+def start(name: str, directory: Path, **options: Any) -> VllmServer:
     """A server of the tiny model with seed 0 (see `launch`), once it answers and has compiled what it needs."""
-    return ready(launch(name, directory, port=port, cores=cores, tensor_parallel=tensor_parallel))
+    return ready(launch(name, directory, **options))
 
 
-def launch(name: str, directory: Path, *, port: int = 0, cores: str = "0", tensor_parallel: int = 1) -> VllmServer:
+def launch(
+    name: str, directory: Path, *, port: int = 0, cores: str = "0", tensor_parallel: int = 1, context: int = CONTEXT
+) -> VllmServer:
     """`cores`: one set of cores for each rank, such as "0|1". Returns at once; `ready` waits."""
     port = port or _free_port()
     command = [str(vllm_env.PYTHON), "-m", "vllm.entrypoints.cli.main", "serve"]  # as `vllm serve`
     command += [str(tiny_model(head_dim=VLLM_HEAD_DIM)), f"--served-model-name={MODEL}", "--dtype=float32"]
-    command += ["--enforce-eager", "--max-model-len=2048", "--max-num-seqs=16", f"--kv-cache-memory-bytes={KV_BYTES}"]
+    command += [
+        "--enforce-eager",
+        f"--max-model-len={context}",
+        "--max-num-seqs=16",
+        f"--kv-cache-memory-bytes={KV_BYTES}",
+    ]
     command += [f"--tensor-parallel-size={tensor_parallel}", "--logprobs-mode=processed_logprobs"]
+    command += [f'--hf-overrides={{"max_position_embeddings": {context}}}']
     command += ["--host=127.0.0.1", f"--port={port}", '--weight-transfer-config={"backend": "laminar"}']
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1"}
     log_path = directory / f"{name}.log"

@@ -31,6 +31,8 @@ def forced(*names: str) -> str:
     return forced_call(decode_chat(json.dumps(body).encode()), "hermes").structural_tag
 
 
+CONTEXT, LONG = 8192, 8000
+"""It makes a thousand tokens a second here: a client that waits for a processor meets a turn of 8 s."""
 TWO_WORDS = ("yesyes", "yesno", "noyes", "nono")
 greedy = functools.partial(transformers_greedy, head_dim=VLLM_HEAD_DIM)
 
@@ -40,10 +42,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     directory = tmp_path_factory.mktemp("vllm")
 
     def start(port: int) -> vllm.VllmServer:
-        return vllm.start("vllm", directory, port=port)
+        return vllm.start("vllm", directory, port=port, context=CONTEXT)
 
     # vLLM 0.33 tells a stream's versions, 0.32 only those of /inference/v1/generate.
-    subject = Subject("vllm", directory, start, greedy, VLLM_HEAD_DIM, proves_first=True, tells_versions=False)
+    subject = Subject(
+        "vllm", directory, start, greedy, VLLM_HEAD_DIM, proves_first=True, tells_versions=False, long=LONG
+    )
     yield subject
     subject.daemon.stop()
 

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Sequence
 
 from tests.bench.figures import Figure, keep, show
+from tests.bench.needs import stop_if_lacking, stop_if_unmeasured
 
 PARTS = {
     "request": "tests.bench.gateway.request",
     "cpu": "tests.bench.gateway.cpu",
     "streams": "tests.bench.gateway.streams",
+    "journal": "tests.bench.gateway.journal",
     "prefix": "tests.bench.gateway.prefix",
 }
 
@@ -24,13 +26,16 @@ def main(arguments: Sequence[str] = ()) -> None:
     parts = parser.parse_args(arguments).parts or list(PARTS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # everything that was started is ended on the way out
     found: list[Figure] = []
-    for part in parts:
+    modules = {part: importlib.import_module(PARTS[part]) for part in parts}
+    stop_if_lacking("bench-gateway", modules.values())
+    for part, module in modules.items():
         print(f"== {part}", flush=True)
-        for figure in importlib.import_module(PARTS[part]).run():
+        for figure in module.run():
             found.append(figure)
             keep("gateway", [figure])  # what a later part breaks does not take it away
             print(f"{figure.key}: {figure.value} {figure.verdict} {figure.details}", flush=True)
     show("gateway", found)
+    stop_if_unmeasured("bench-gateway", found)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,13 @@ import psutil
 
 from tests.bench.environment import Environment, peers
 from tests.bench.gateway.mock_engine import MODEL
+from tests.bench.needs import packages
 from tests.support.tiny_model import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 60.0
+ROUTERS = ("sglang-router", "vllm-router")
 
 
 class ContenderFailed(Exception):
@@ -62,6 +64,11 @@ class Contender:
 
 def environment() -> Environment:
     return peers(HERE / "peers" / "requirements.txt")
+
+
+def lacking() -> list[str]:
+    """The Rust routers, and what httpx's twin is made of."""
+    return packages(environment(), *ROUTERS, "httpx", "uvicorn", "uvloop", "httptools")
 
 
 @contextlib.contextmanager

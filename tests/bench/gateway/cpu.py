@@ -19,7 +19,9 @@ import uvloop
 
 from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.gateway import load
-from tests.bench.gateway.contenders import Contender, ContenderFailed, contenders, mock_engines
+from tests.bench.gateway.contenders import Contender, ContenderFailed, contenders, lacking, mock_engines
+
+__all__ = ["lacking", "run"]
 
 NUM_ENGINES = 4
 RUST = ("sglang", "vllm")

@@ -18,8 +18,10 @@ import uvloop
 
 from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.gateway.client import Agent, close, connect, post
-from tests.bench.gateway.contenders import Contender, contenders, mock_engines
+from tests.bench.gateway.contenders import Contender, contenders, lacking, mock_engines
 from tests.bench.gateway.mock_engine import MODEL
+
+__all__ = ["lacking", "run"]
 
 NUM_ENGINES = 4
 CACHE_TOKENS = 1 << 24

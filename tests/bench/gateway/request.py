@@ -19,8 +19,10 @@ import uvloop
 
 from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.gateway import load
-from tests.bench.gateway.contenders import contenders, mock_engines
+from tests.bench.gateway.contenders import contenders, lacking, mock_engines
 from tests.bench.gateway.cpu import NUM_ENGINES, over_better
+
+__all__ = ["lacking", "run"]
 
 TEXT_2_KIB = ("What is the sum of 12 and 30? First call the calculator with the expression. " * 40)[:1950]
 ANSWER_TOKENS = 64

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 from paramserver.client import RelayClient, TensorSource, publish
 from tests.bench.figures import ROUNDS, Figure, median
+from tests.bench.needs import namespaces
 from tests.bench.relay.scene import MIB, WAIT_S, Scene, content, scene, tensors
-from tests.support.links import Host, Net, missing
+from tests.support.links import Host, Net
 from tests.support.processes import Daemon
 from tests.support.relays import until
 
@@ -128,11 +129,10 @@ async def _half(client: RelayClient) -> None:
     await until(there, "half of the version", WAIT_S)
 
 
+lacking = namespaces
+
+
 def run() -> Iterator[Figure]:
-    reason = missing()
-    if reason:
-        yield from (Figure(key, "in network namespaces", None, bar, note=reason) for key, bar in BARS.items())
-        return
     sources = tensors(content(NUM_BYTES))
     with Net(NUM_RELAYS, rate_bit_s=RATE_BIT_S) as net, scene(net) as stage:
         yield from _figures(asyncio.run(_measure(Tier(stage, net, sources))))

@@ -17,6 +17,8 @@ from typing import Any
 
 from tests.bench.environment import Environment, peers
 from tests.bench.figures import Figure, median
+from tests.bench.needs import libraries, packages
+from tests.bench.relay import transports
 from tests.bench.relay.contenders import (
     PEERS,
     Contender,
@@ -27,7 +29,6 @@ from tests.bench.relay.contenders import (
     interleave,
     project,
 )
-from tests.bench.relay.transports import over_nixl
 
 NUM_BYTES = 1 << 30
 INTERLEAVED = 7
@@ -63,13 +64,18 @@ ALL = (
 )
 
 
+def lacking() -> list[str]:
+    names = [name for peer in ALL for name in peer.packages]
+    return [*packages(peers(PEERS / "requirements.txt"), *names), *libraries(), *transports.lacking()]
+
+
 def run() -> Iterator[Figure]:
     environment = peers(PEERS / "requirements.txt")
     with files(NUM_BYTES) as where:
         settings, tried = best_settings(project("ours"), OURS, where)
         print(f"ours: {settings} of {tried}", flush=True)
         yield _bare(where, settings)
-        yield over_nixl(where, settings, rounds=INTERLEAVED)
+        yield transports.over_nixl(where, settings, rounds=INTERLEAVED)
         for peer in ALL:
             try:
                 yield _against(peer, environment, where, settings, tried)
@@ -97,9 +103,6 @@ def _bare(where: Files, settings: Mapping[str, Any]) -> Figure:
 def _against(
     peer: Peer, environment: Environment, where: Files, settings: Mapping[str, Any], ours_tried: dict[str, float]
 ) -> Figure:
-    why_not = environment.why_not(*peer.packages)
-    if why_not:
-        return _absent(peer, why_not)
     command = [str(environment.python), str(PEERS / peer.script)]
     best, tried = best_settings(command, peer.candidates, where)
     if peer.script != "ray_store.py" and not where.compare():

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 from paramserver.client import RelayClient, publish
 from tests.bench.figures import ROUNDS, Figure, median
+from tests.bench.needs import namespaces
 from tests.bench.relay.scene import MIB, WAIT_S, Scene, content, scene, tensors
-from tests.support.links import Host, Net, missing
+from tests.support.links import Host, Net
 from tests.support.relays import until
 
 NUM_HOLDERS = 3
@@ -24,11 +25,10 @@ MODEL = "policy"
 _COMPLETE = re.compile(r"complete, .* in (\d+\.\d+) s")
 
 
+lacking = namespaces
+
+
 def run() -> Iterator[Figure]:
-    reason = missing()
-    if reason:
-        yield Figure("join_parallel_gain", "in network namespaces", None, 2.4, "more", note=reason)
-        return
     with Net(NUM_HOLDERS + 1) as net, scene(net) as three, scene(net) as one:
         asyncio.run(_hold(three, net.hosts[:NUM_HOLDERS]))
         asyncio.run(_hold(one, net.hosts[:1]))

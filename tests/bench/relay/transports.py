@@ -21,14 +21,21 @@ CANDIDATES = [
 ]
 
 
+def lacking() -> list[str]:
+    try:
+        installed()
+    except (RuntimeError, TimeoutExpired) as error:
+        return [f"{error} (see `pip config list`, and run this again)"]
+    return []
+
+
 def over_nixl(where: Files, settings: Mapping[str, Any], *, rounds: int) -> Figure:
     """`settings`: those of the hop over tcp."""
     try:
-        installed()
         best, tried = best_settings(project("ours"), CANDIDATES, where)
         with Contender(project("ours"), settings, where) as tcp, Contender(project("ours"), best, where) as nixl:
             pairs = interleave(tcp, nixl, rounds)
-    except (RuntimeError, TimeoutExpired, ContenderFailed) as error:
+    except ContenderFailed as error:
         return Figure(KEY, WHAT, None, better="reported", note=str(error))
     seconds = {
         "bytes": where.source.stat().st_size,

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     """Looks again at every turn of the event loop; fails naming what never came."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -49,6 +49,7 @@ class Engine:
     tp_size: int = 1
     dp_size: int = 1
     loaders: tuple[str, ...] = ()
+    dtype: str = "float32"  # as its flag has it
     step_s: float = 0.002
     seed: int = field(default_factory=lambda: random.randrange(1 << 30))
     encode: Callable[[str], list[int]] = lambda text: []
@@ -57,6 +58,7 @@ class Engine:
     session: str | None = None
     running: asyncio.Event = field(default_factory=asyncio.Event)
     cache: dict[tuple[int, ...], str] = field(default_factory=dict)  # prefix to the weights its KV is of
+    generated_tokens: int = 0  # since its start, of all requests
 
     def __post_init__(self) -> None:
         self.running.set()
@@ -94,6 +96,7 @@ class Engine:
             request.spans.append({"version": self.label, "start": at, "end": at})
         request.spans[-1]["end"] = at + 1
         request.ids.append(token)
+        self.generated_tokens += 1
         request.logprobs.append(logprob)
         fulfilled = at + 1 == len(request.forced)  # its end is all that the grammar allows then
         if fulfilled or (token in (params.stop_token_ids or ()) and at + 1 > params.min_new_tokens):

@@ -59,6 +59,7 @@ class Server:
             "/v1/models": self._models,
             "/health": self._health,
             "/ready": self._ready,
+            "/metrics": self._metrics,
         }.items():
             app.router.add_get(path, handler)
         return app
@@ -194,6 +195,7 @@ class Server:
         return web.json_response(
             {
                 "random_seed": engine.seed,
+                "dtype": engine.dtype,
                 "tp_size": engine.tp_size,
                 "dp_size": engine.dp_size,
                 "custom_weight_loader": list(engine.loaders),
@@ -241,6 +243,11 @@ class Server:
 
     async def _ready(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.engine.paused is None else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        """As of a server started with `--enable-metrics`: the one counter that tests read."""
+        labels = f'{{model_name="{self.engine.served_name}"}}'
+        return web.Response(text=f"sglang:generation_tokens_total{labels} {self.engine.generated_tokens}\n")
 
 
 def _done(**more: Any) -> web.Response:

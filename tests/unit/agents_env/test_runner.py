@@ -20,8 +20,6 @@ from agents_env.runner import Plan, Runner, Statistics
 from agents_env.server import Sampling, Server
 from tests.unit.agents_env.scripted_server import Refusal, ScriptedServer, perfect, serving
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @dataclass(frozen=True)
 class Number:
@@ -156,7 +154,7 @@ async def test_stopping_abandons_what_is_open_and_keeps_what_is_done() -> None:
     async with serving(repeat) as server:
         stop, server.hold = asyncio.Event(), asyncio.Event()
         running = asyncio.create_task(roll_out(server, plan(groups=0), stop=stop))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await server.chats_reach(4)
         stop.set()
         statistics, lines = await running
@@ -170,16 +168,16 @@ async def test_stopping_does_not_wait_for_a_server_that_is_gone() -> None:
     async with serving(repeat) as server:
         stop, server.hold = asyncio.Event(), asyncio.Event()
         running = asyncio.create_task(roll_out(server, plan(groups=0), stop=stop))
-        async with asyncio.timeout(10):
-            await server.chats_reach(1)
+        async with asyncio.timeout(60):
+            await server.chats_reach(4)  # all have connected: none is accepted in the moment in which the server ends
     stop.set()
-    statistics, _ = await asyncio.wait_for(running, 10)
+    statistics, _ = await asyncio.wait_for(running, 60)
     assert statistics.running == 0
 
 
 async def test_a_run_ends_after_its_time() -> None:
     async with serving(repeat) as server:
-        statistics, _ = await asyncio.wait_for(roll_out(server, plan(groups=0, duration_s=0.3)), 10)
+        statistics, _ = await asyncio.wait_for(roll_out(server, plan(groups=0, duration_s=0.3)), 60)
     assert statistics.rollouts > 0
     # a reward that was on its way at the end may have arrived: its session counts as abandoned here
     assert statistics.rollouts <= len(server.finished) <= statistics.rollouts + statistics.abandoned

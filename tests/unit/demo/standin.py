@@ -43,11 +43,16 @@ def trainer(does: str, steps: int, out: str) -> None:
 
 
 class Gateway(BaseHTTPRequestHandler):
-    """Says that every engine is busy, and has one event to tell."""
+    """Says that every engine is busy, and has one event to tell. With `cuts`, each look finds one turn more cut."""
+
+    cuts = False
+    looks = 0
 
     def do_GET(self) -> None:
         engines = [{"name": name, "version": 1, "state": "serving", "running": 4} for name in ENGINES]
-        answer: dict[str, Any] = {"newest_version": 1, "engines": engines, "counters": {"turns_lost": 0}}
+        Gateway.looks += 1
+        counters = {"turns_lost": 0, "turns_cut": Gateway.looks if self.cuts else 0, "tokens_generated": 7}
+        answer: dict[str, Any] = {"newest_version": 1, "engines": engines, "counters": counters}
         if self.path.startswith("/admin/timeline"):
             event = {"seq": 1, "t_unix_s": time.time(), "kind": "engine", "engine": "engine-1", "state": "serving"}
             answer = {"next": 1, "events": [event] if "after=0" in self.path else []}
@@ -65,6 +70,7 @@ def main(role: str, *arguments: str) -> None:
         trainer(arguments[0], int(arguments[1]), arguments[2])
         return
     if role == "gateway":
+        Gateway.cuts = arguments[:1] == ("cuts",)
         server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         announce(url=f"http://127.0.0.1:{server.server_port}")

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from deploy.demo.recording import (
+    BufferSeen,
     EngineChange,
     EngineStatus,
     GatewayStatus,
@@ -19,6 +20,7 @@ from deploy.demo.recording import (
     Repack,
     Segment,
     SessionChange,
+    SessionsSeen,
     Step,
 )
 
@@ -215,8 +217,8 @@ def _status(made: Made, t: float) -> GatewayStatus:
         tokens_per_s=made.rng.uniform(50, 200),
         newest_version=1 + int(t // STEP_S),
         engines=engines,
-        sessions={"live": 20, "running_turns": 14, "queued": 2},
-        buffer={"trajectories": 12, "leased": 0},
+        sessions=SessionsSeen(live=20, running_turns=14, queued=2),
+        buffer=BufferSeen(trajectories=12),
         counters=counters,
         staleness={"generation": histogram, "finish": histogram, "use": histogram},
     )

@@ -24,6 +24,11 @@ def test_the_busiest_serving_engine_after_a_third() -> None:
     assert choice.reason == "7 turns in mid-generation"
 
 
+def test_after_a_third_of_the_time_where_steps_are_slow() -> None:
+    assert choose_victim(status(3, 7), steps_done=0, steps=8, budget_used=0.3).engine is None
+    assert choose_victim(status(3, 7), steps_done=0, steps=8, budget_used=0.34).engine == "engine-2"
+
+
 def test_rather_one_whose_turns_can_go_on_under_their_version() -> None:
     assert choose_victim(status(8, 3, 2, versions=(5, 4, 4)), steps_done=2, steps=8).engine == "engine-2"
     assert choose_victim(status(8, 3, versions=(5, 4)), steps_done=2, steps=8).engine == "engine-1", "no such one"

@@ -8,11 +8,21 @@ import pytest
 from rich.console import Console
 
 from deploy.demo.display import LiveDisplay, PlainDisplay
-from deploy.demo.recording import EngineStatus, GatewayStatus, Note, Recording, RelaySeen, Segment, Step
-from deploy.demo.screen import Progress, events, line, screen, spark, tokens_per_s
+from deploy.demo.recording import (
+    EngineStatus,
+    GatewayStatus,
+    Note,
+    Recording,
+    RelaySeen,
+    Segment,
+    Step,
+    StepProgress,
+    TrainerPace,
+)
+from deploy.demo.screen import Progress, events, how_far, line, screen, spark, tokens_per_s
 from tests.unit.demo.synthetic import RELAYS, ZERO, make
 
-PROGRESS = Progress("training", seconds=120.0, deadline_s=360.0, steps=8, relays=RELAYS, zero_unix_s=ZERO)
+PROGRESS = Progress("training", seconds=120.0, budget_s=240.0, steps=8, relays=RELAYS, zero_unix_s=ZERO)
 
 
 def shown(recording: Recording) -> str:
@@ -30,7 +40,7 @@ def test_every_part_of_the_run_is_on_the_screen() -> None:
 
 def test_an_empty_recording_is_shown_too() -> None:
     assert "step 0 of 8" in shown(Recording())
-    assert line(Recording(), PROGRESS).startswith("[  120 s] step 0/8 | newest v?")
+    assert line(Recording(), PROGRESS).startswith("[  120 s] step 0 of 8 | newest v?")
 
 
 @pytest.mark.parametrize(
@@ -51,9 +61,21 @@ def test_a_lost_turn_and_a_dead_engine_are_plain_to_see() -> None:
 
 def test_one_line_says_it_all() -> None:
     text = line(make(1), PROGRESS)
-    assert "step 8/8 reward" in text
+    assert "step 8 of 8 reward" in text
     assert "engine-1:v" in text
     assert text.endswith("lost 0")
+
+
+def test_how_far_training_is_and_how_long_it_will_take() -> None:
+    t = ZERO + 100
+    pace = TrainerPace(t=t, done=0, groups=2, steps=6, left_s=150.0)
+    seen = [pace, StepProgress(t=t + 9, step=1, share=0.25), StepProgress(t=t + 18, step=1, share=0.5)]
+    words = "step 0 of 8 and 50% of the next (6 fit into 240 s), some 130 s to go"
+    assert how_far(Recording(seen), PROGRESS) == words
+    all_fit = TrainerPace(t=t, done=0, groups=4, steps=8, left_s=10.0)
+    assert how_far(Recording([all_fit]), PROGRESS) == "step 0 of 8, some 0 s to go"
+    assert words in shown(Recording(seen))
+    assert words in line(Recording(seen), PROGRESS)
 
 
 def test_events_are_in_order_of_time() -> None:

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
-from deploy.demo.recording import EngineChange, GatewayStatus, Note, Recording, Step
+from deploy.demo.processes import DemoError
+from deploy.demo.recording import EngineChange, GatewayStatus, Note, Recording, Segment, Step
 from deploy.demo.watching import TIMELINE_PAGE, GatewayWatcher, TrainerEvents, Watchers
+from gateway.core.types import EngineName
+from tests.support.cutting_engine import CuttingEngine
+from tests.unit.gateway_shell.test_status import gateway as real_gateway
 
 
 class FakeGateway:
@@ -22,6 +27,7 @@ class FakeGateway:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.broken = False
+        self.odd: dict[str, Any] = {}
 
     def add(self, number: int) -> None:
         for _ in range(number):
@@ -36,7 +42,7 @@ class FakeGateway:
         return web.json_response({"next": after + len(page), "events": page})
 
     async def status(self, request: web.Request) -> web.Response:
-        return web.json_response({"newest_version": 4, "mode": "repack", "sessions": {"live": 3}})
+        return web.json_response({"newest_version": 4, "mode": "repack", "sessions": {"live": 3}, **self.odd})
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
@@ -52,7 +58,7 @@ class FakeGateway:
 
 
 async def until(met: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60):
         while not met():  # noqa: ASYNC110 - what it waits for tells nobody
             await asyncio.sleep(0.02)
 
@@ -70,7 +76,7 @@ async def test_every_event_is_read_once_over_pages() -> None:
     assert seen == [f"e{seq}" for seq in range(1, 2 * TIMELINE_PAGE + 4)]
     status = recording.last(GatewayStatus)
     assert status is not None
-    assert (status.newest_version, status.sessions, status.t > 0) == (4, {"live": 3}, True)
+    assert (status.newest_version, status.sessions.live, status.t > 0) == (4, 3, True)
 
 
 async def test_a_gateway_that_does_not_answer_is_noted_once_and_asked_again() -> None:
@@ -86,6 +92,29 @@ async def test_a_gateway_that_does_not_answer_is_noted_once_and_asked_again() ->
         await watchers.last_look()
     assert len(recording.of(EngineChange)) == 1
     assert all("does not answer" in note.text or "last look" in note.text for note in recording.of(Note))
+
+
+async def test_a_gateway_that_answers_what_cannot_be_read_is_one_clear_line() -> None:
+    gateway, recording = FakeGateway(), Recording()
+    gateway.odd = {"engines": "none"}
+    async with gateway.serve() as url, aiohttp.ClientSession() as session:
+        with pytest.raises(DemoError, match=r"the gateway's /status is not what the demo reads: .*engines"):
+            await GatewayWatcher(url, recording, session).look()
+
+
+async def test_a_real_gateways_status_and_timeline_are_read(tmp_path: Path) -> None:
+    recording = Recording()
+    async with CuttingEngine("e0", dtype="float32") as e0, real_gateway(tmp_path, e0) as (found, http):
+        await until(lambda: found.fleet.state.engines[EngineName("e0")].dtype == "float32")
+        async with http.post("/v1/completions", json={"model": "policy", "prompt": [5], "max_tokens": 2}) as answer:
+            assert answer.status == 200
+        await GatewayWatcher(found.url, recording, http).look()
+    seen = recording.last(GatewayStatus)
+    assert seen is not None
+    assert (seen.engines[0].name, seen.engines[0].dtype, seen.counter("turns_completed")) == ("e0", "float32", 1)
+    assert [(segment.engine, segment.dtype, segment.tokens) for segment in recording.of(Segment)] == [
+        ("e0", "float32", 2)
+    ]
 
 
 async def test_a_relay_that_does_not_answer_never_fails_the_run() -> None:

@@ -78,8 +78,21 @@ def test_starts_serves_and_ends_cleanly(tmp_path: Path) -> None:
         url = daemon.ready["url"]
         with urllib.request.urlopen(f"{url}/weight_info", timeout=10) as response:
             assert json.load(response) == {"weight_version": "3"}
-        body = json.dumps({"prompt": [5, 6, 7], "max_tokens": 4}).encode()
+        body = json.dumps({"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}).encode()
         with urllib.request.urlopen(f"{url}/v1/completions", data=body, timeout=30) as response:
             assert json.load(response)["usage"]["completion_tokens"] == 4
+    finally:
+        assert daemon.stop() == 0, daemon.log()
+
+
+@pytest.mark.slow
+def test_dtype_auto_is_measured_and_told(tmp_path: Path) -> None:
+    command = ["gateway.engines.embedded", "--model", str(tiny_model()), *SMALL, "--dtype", "auto"]
+    daemon = processes.start("engine", command, tmp_path)
+    try:
+        with urllib.request.urlopen(f"{daemon.ready['url']}/v1/models", timeout=10) as response:
+            dtype = json.load(response)["data"][0]["dtype"]
+        assert f"--dtype auto: {dtype}: bfloat16 is " in daemon.log()
+        assert "chosen" in daemon.log()
     finally:
         assert daemon.stop() == 0, daemon.log()

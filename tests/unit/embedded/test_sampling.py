@@ -109,3 +109,66 @@ def test_noise_is_uniform_and_a_function_of_seed_and_position() -> None:
     assert all(0.0 <= u < 1.0 for u in draws)
     assert sum(draws) / 2000 == pytest.approx(0.5, abs=0.03)
     assert len({uniform(seed, 0) for seed in range(-50, 50)}) == 100
+
+
+def adjusted(values: torch.Tensor, prompt: list[int], said: list[int], **params: Any) -> torch.Tensor:
+    """The logits after bias and penalties, written down naively, token by token."""
+    result = values.double().tolist()
+    for token_id, bias in params.get("logit_bias", ()):
+        result[token_id] += bias
+    for token_id in {*prompt, *said}:
+        by = params.get("repetition_penalty", 1.0)
+        result[token_id] = result[token_id] / by if result[token_id] > 0 else result[token_id] * by
+    for token_id in set(said):
+        result[token_id] -= params.get("presence_penalty", 0.0)
+        result[token_id] -= params.get("frequency_penalty", 0.0) * said.count(token_id)
+    return torch.tensor(result, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": -0.8},
+        {"logit_bias": ((3, 5.0), (7, -100.0))},
+        {"repetition_penalty": 0.6, "presence_penalty": 0.3, "frequency_penalty": 0.9, "logit_bias": ((3, 1.0),)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_bias_and_penalties_are_in_the_token_and_its_logprob(params: dict[str, Any], temperature: float) -> None:
+    values, prompt, said = logits()[0], [3, 4, 5, 5], [5, 6, 6, 7]
+    expected = adjusted(values, prompt, said, **params)
+    rows = [
+        SamplingRow(
+            SamplingParams(temperature=temperature, logprobs=0, seed=2, **params), position, (), [*prompt, *said], 4
+        )
+        for position in range(64)
+    ]
+    plain = row(temperature=0.0, logprobs=0)
+    *tokens, other = sample(values.expand(65, -1).clone(), [*rows, plain])
+    policy = torch.log_softmax(expected / (temperature or 1.0), -1)
+    assert [t.logprob for t in tokens] == pytest.approx([float(policy[t.id]) for t in tokens], abs=1e-4)
+    if temperature == 0.0:
+        assert {t.id for t in tokens} == {int(expected.argmax())}
+    assert other.id == int(values.argmax()), "a row beside it is left as it is"
+
+
+def test_raw_logprobs_are_those_before_bias_and_penalties() -> None:
+    values = logits()
+    params = SamplingParams(logprobs=0, seed=2, logit_bias=((3, 50.0),))
+    [token] = sample(values.clone(), [SamplingRow(params, 0)], processed_logprobs=False)
+    assert token.id == 3
+    assert token.logprob == pytest.approx(float(torch.log_softmax(values[0], -1)[3]), abs=1e-5)
+
+
+def test_min_p_leaves_out_what_is_less_likely_than_its_share_of_the_likeliest() -> None:
+    values = logits()[0]
+    probs = torch.softmax(values.double() / 0.8, -1)
+    kept = probs >= 0.2 * probs.max()
+    expected = (probs * kept / probs[kept].sum()).log()
+    rows = [row(i, temperature=0.8, min_p=0.2, seed=1, logprobs=0) for i in range(2000)]
+    tokens = sample(values.expand(2000, -1).clone(), rows)
+    assert {t.id for t in tokens} == set(kept.nonzero()[:, 0].tolist())
+    assert [t.logprob for t in tokens] == pytest.approx([float(expected[t.id]) for t in tokens], abs=1e-4)

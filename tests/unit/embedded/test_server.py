@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,13 +13,18 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from safetensors.torch import save_file
 
+from gateway.core.types import Version
+from gateway.engines.base import EngineFailed
 from gateway.engines.embedded.answers import Answer
 from gateway.engines.embedded.engine import Engine
 from gateway.engines.embedded.server import make_app
 from gateway.engines.embedded.service import EngineService
 from gateway.engines.embedded.text import Text
-from tests.support.tiny_model import tiny_model, tiny_snapshot
+from gateway.engines.vllm import VllmEngine
+from gateway.probing import probe
+from tests.support.tiny_model import tiny_model, tiny_snapshot, weights, write_tiny_model
 from tests.unit.embedded.helpers import config, prompts
 from tests.unit.embedded.test_weights import broken
 
@@ -118,6 +124,19 @@ async def test_completion_and_its_stream_say_the_same() -> None:
         assert "weight_versions" not in choices[0]
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == 12
+
+
+async def test_an_engine_with_nan_in_its_weights_gives_itself_away_to_the_gateways_probe(tmp_path: Path) -> None:
+    """A logprob that is NaN travels as null."""
+    tensors = weights("qwen2", "float32", 7)
+    tensors["model.norm.weight"][:] = math.nan
+    directory = write_tiny_model(tmp_path / "m", "qwen2", "float32", 7)
+    save_file(tensors, directory / "model.safetensors")
+    async with serving(model=directory) as client:
+        adapter = VllmEngine(client.url, "policy")
+        with pytest.raises(EngineFailed, match=r"version 8 computes NaN.*weights hold NaN"):
+            await probe(adapter, "i", Version(8))
+        await adapter.close()
 
 
 async def test_stream_interval_gathers_tokens() -> None:
@@ -344,6 +363,13 @@ async def test_label_only_and_small_routes() -> None:
             "new_version": "9",
         }
         assert (await client.call("GET", "/weight_info"))["weight_version"] == "9"
+        text = Text(tiny_model())
+        told = await client.call(
+            "POST", "/tokenize", {"model": "policy", "prompt": "a text", "add_special_tokens": False}
+        )
+        assert told["tokens"] == text.encode("a text", False)
+        assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), config().max_model_len)
+        await client.call("POST", "/tokenize", {"model": "another", "prompt": "a text"}, 400)
         [card] = (await client.call("GET", "/v1/models"))["data"]
         assert (card["id"], card["max_model_len"]) == ("policy", 256)
         assert await client.call("GET", "/get_world_size") == {"world_size": 1}
@@ -421,7 +447,11 @@ async def test_a_dead_model_loop_fails_requests_and_health(monkeypatch: pytest.M
         ({"min_tokens": 20}, 400, "min_tokens is 20 (0 to max_tokens)"),
         ({"n": 2}, 400, "n=2 is not supported"),
         ({"stop": ["x"]}, 400, "match stop strings in the gateway"),
-        ({"presence_penalty": 0.5}, 400, "presence_penalty=0.5 is not supported"),
+        ({"presence_penalty": 2.5}, 400, "presence_penalty is 2.5 (-2 to 2)"),
+        ({"repetition_penalty": 0}, 400, "repetition_penalty is 0"),
+        ({"min_p": 1.5}, 400, "min_p is 1.5 (0 (off) to 1)"),
+        ({"logit_bias": {"600": 1}}, 400, "logit_bias holds token id 600"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias holds 'x': 1"),
         ({"structured_outputs": {"json": "{}"}}, 400, "structured_outputs={'json': '{}'} is not supported"),
         ({"stop_token_ids": [9999]}, 400, "stop_token_ids holds token id 9999"),
         ({"stream_interval": 0}, 400, "stream_interval is 0"),

@@ -72,6 +72,23 @@ def test_a_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
     engine.load_weights(tmp_path)
 
 
+def test_a_head_that_contradicts_the_embeddings_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    """The model computes with the embeddings: a trainer whose head is another one trains another model."""
+    tensors = weights("qwen2", "float32", 7)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "w.safetensors")
+    engine = Engine(config(tiny_model("qwen2")))
+    before = answer(engine)
+    for attempt in (engine.check_weights, engine.load_weights):
+        with pytest.raises(InvalidRequest, match=r"lm_head\.weight .* differs .*tie_word_embeddings"):
+            attempt(tmp_path)
+    save_file({**tensors, "lm_head.weight": head[:5].clone()}, tmp_path / "w.safetensors")
+    with pytest.raises(InvalidRequest, match=r"lm_head\.weight .* differs"):
+        engine.check_weights(tmp_path)
+    assert answer(engine) == before
+
+
 def broken(directory: Path, kind: str) -> None:
     tensors = weights("llama", "float32", 7)
     name = "model.layers.1.mlp.up_proj.weight"

@@ -74,6 +74,23 @@ async def test_the_sdks_reader_samples_and_acknowledges(door: Door) -> None:
     assert [(asked.trainer_version, got) for asked, got in door.used] == [(2, 2), (2, 1), (2, 0)]
 
 
+async def test_a_loop_that_is_left_gives_its_batch_back_for_the_next_reader(door: Door) -> None:
+    for name in "abc":
+        await door.buffer.add(trajectory(name))
+    async with AsyncExperienceReader(door.url, reader="first") as first:
+        batch = await anext(batches := first.batches(trajectories=2))
+        await batches.aclose()
+        with pytest.raises(NotFound, match="given back before"):
+            await first.give_back(batch)
+        with pytest.raises(NotFound):
+            await first.ack(batch)
+    async with AsyncExperienceReader(door.url, reader="second") as second:
+        again = await second.sample(trajectories=3, wait_s=0)
+        assert [t.session_id for t in again.trajectories] == ["a", "b", "c"], "in its old place"
+        await second.ack(again)
+    assert (door.buffer.statistics().acked, door.buffer.statistics().leased) == (3, 0)
+
+
 async def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as answer:
         return answer.status, json.loads(await answer.read())

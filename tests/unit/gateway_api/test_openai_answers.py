@@ -300,12 +300,12 @@ async def test_a_client_that_goes_away_gives_its_turn_up(stream: bool) -> None:
             await answer.content.readline()
             answer.close()
         else:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while not turns.requests:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             asked.cancel()
             await asyncio.wait([asked])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not turns.outcomes:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
     assert turns.outcomes == ["aborted"]
@@ -319,7 +319,7 @@ async def test_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) 
         body = {"model": "policy", "messages": HELLO, "stream": True}
         async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
             for _ in range(3):
-                assert (await asyncio.wait_for(answer.content.readline(), 5)).startswith(b": keep-alive")
+                assert (await asyncio.wait_for(answer.content.readline(), 60)).startswith(b": keep-alive")
                 assert await answer.content.readline() == b"\n"
             gate.set()
             rest = await answer.read()
@@ -342,7 +342,7 @@ async def test_a_long_answer_without_stream_is_kept_alive_with_spaces(monkeypatc
         async with aiohttp.ClientSession() as session:
             body = {"model": "policy", "messages": HELLO}
             async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
-                assert await asyncio.wait_for(answer.content.read(1), 5) == b" "
+                assert await asyncio.wait_for(answer.content.read(1), 60) == b" "
                 gate.set()
                 said = (await answer.json(content_type="application/json"))["choices"][0]["message"]["content"]
                 assert said == "late"
@@ -355,7 +355,7 @@ async def test_an_error_after_a_space_is_a_broken_connection_never_an_answer(mon
     async with serving(turns, codecs.tiny()) as url, aiohttp.ClientSession() as session:
         body = {"model": "policy", "messages": HELLO}
         async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
-            assert await asyncio.wait_for(answer.content.read(1), 5) == b" "
+            assert await asyncio.wait_for(answer.content.read(1), 60) == b" "
             gate.set()
             with pytest.raises(aiohttp.ClientError):
                 await answer.read()

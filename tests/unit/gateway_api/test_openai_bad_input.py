@@ -72,6 +72,10 @@ async def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any], aio
         ({"temperature": 2.5}, "temperature", "0.0 to 2.0"),
         ({"top_p": 0}, "top_p", "above 0"),
         ({"top_k": -2}, "top_k", "out of range"),
+        ({"min_p": 1.1}, "min_p", "0.0 to 1.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+        ({"repetition_penalty": 2.1}, "repetition_penalty", "at most 2"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
         ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "0 to 5"),
         ({"n": 65}, "n", "1 to 64"),
         ({"stop": [""]}, "stop", "1 to 256"),
@@ -91,7 +95,7 @@ async def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any], aio
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "one constraint"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "a JSON schema is an object"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "unknown field"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"logit_bias": {"five": 1}}, "logit_bias", "no token id"),
         ({"tool_choice": "required"}, "tool_choice", "needs `tools`"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no function 'f'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "'required', or"),
@@ -102,8 +106,8 @@ async def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any], aio
         ),
         ({"tool_choice": "maybe"}, "tool_choice", "unknown"),
         ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "'retrieval'"),
-        ({"functions": []}, "functions", "use `tools`"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
+        ({"functions": [{"name": "f"}]}, "functions", "use `tools`"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "-100.0 to 100.0"),
     ],
 )
 async def test_chat(url: str, turns: ScriptedTurns, change: dict[str, Any], param: str | None, message: str) -> None:
@@ -125,8 +129,8 @@ async def test_chat(url: str, turns: ScriptedTurns, change: dict[str, Any], para
         ({"prompt": [1, "a"]}, "prompt", "token ids"),
         ({"prompt": [True]}, "prompt", "token ids"),
         ({"prompt": [-1]}, "prompt", "token ids"),
-        ({"prompt": ["a", "b"]}, "prompt", "2 prompts"),
-        ({"prompt": [[1], [2]]}, "prompt", "2 prompts"),
+        ({"prompt": ["a"] * 65}, "prompt", "at most 64 answers"),
+        ({"prompt": [[1], [600]]}, "prompt", "not in the vocabulary"),
         ({"prompt": [999_999]}, "prompt", "999999"),
         ({"echo": True}, "echo", "prepend the prompt"),
         ({"best_of": 2}, "best_of", "ask for `n`"),
@@ -156,8 +160,9 @@ async def test_malformed_bodies(url: str, path: str, body: bytes) -> None:
 async def test_a_prompt_longer_than_the_context_names_both_lengths(url: str, turns: ScriptedTurns) -> None:
     turns.context_tokens = 50
     status, error, _ = await post(url, "/v1/completions", {**TEXT, "prompt": [5] * 50})
-    assert (status, error["code"]) == (400, "too_large")
-    assert "50 tokens" in error["message"]
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == "prompt"
+    assert "maximum context length is 50 tokens" in error["message"]
     assert "at most 49" in error["message"]
     assert turns.requests == []
     assert turns.sessions == {}  # a refused call leaves no session behind
@@ -249,6 +254,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"presence_penalty": 0.5}, "", True),
         ({"frequency_penalty": -0.5}, "", True),
         ({"presence_penalty": 0}, "", False),
+        ({"repetition_penalty": 1.2}, "", True),
+        ({"repetition_penalty": 1.0, "min_p": 0.1, "logit_bias": {"5": 1}}, "", False),
     ],
 )
 def test_what_has_to_end_where_it_began(change: dict[str, Any], schema: str, in_place: bool) -> None:
@@ -272,7 +279,19 @@ def test_an_answer_may_be_held_to_a_pattern_where_engines_can(api: str) -> None:
     assert refused.value.param == "structured_outputs"
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_tokens", "presence_penalty", "response_format"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "min_tokens",
+        "presence_penalty",
+        "response_format",
+    ],
+)
 def test_a_session_that_is_trained_on_refuses_what_raw_logprobs_do_not_tell(name: str) -> None:
     values = {"top_k": 5, "min_tokens": 2, "response_format": {"type": "json_object"}}
     body = decode_chat(json.dumps({"model": "policy", "messages": [], name: values.get(name, 0.5)}).encode())

@@ -72,8 +72,7 @@ def test_chat_bodies(messages: list[dict[str, Any]], more: dict[str, Any]) -> No
 def test_completion_bodies(more: dict[str, Any], prompt: Any) -> None:
     with contextlib.suppress(InvalidRequest):
         body = requests.decode_completion(json.dumps({"model": "policy", "prompt": prompt, **more}).encode())
-        requests.completion_shape(body)
-        requests.completion_prompt(body, 512)
+        requests.completion_shape(body, len(requests.completion_prompts(body, 512)))
         assert requests.sampling(body, prompt_tokens=3, model=MODEL, top=0).max_tokens >= 1
 
 

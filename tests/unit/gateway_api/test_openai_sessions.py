@@ -42,6 +42,17 @@ def answering(*texts: str, end: bool = True) -> ScriptedTurns:
     return ScriptedTurns(script)
 
 
+async def test_a_stream_names_the_version_of_its_first_tokens_in_a_header() -> None:
+    async with (
+        session_client(answering("I think so.")) as client,
+        client.chat.completions.with_streaming_response.create(
+            model="policy", messages=[{"role": "user", "content": "Is it?"}], stream=True
+        ) as answer,
+    ):
+        assert answer.headers["X-Laminar-Weight-Version"] == "7"
+        await answer.read()
+
+
 async def test_the_next_prompt_is_the_record_and_the_new_messages() -> None:
     codec = codecs.tiny()
     turns = answering("I think so.", "Yes.", "Bye")
@@ -50,6 +61,7 @@ async def test_the_next_prompt_is_the_record_and_the_new_messages() -> None:
         for question in ("Really?", "Sure?", None):
             raw = await client.chat.completions.with_raw_response.create(model="policy", messages=messages)
             assert raw.headers["X-Session-ID"] == "s1"
+            assert raw.headers["X-Laminar-Weight-Version"] == "7"
             assert raw.headers["X-Laminar-History"] == ("first" if len(turns.requests) == 1 else "extended")
             messages.append(raw.parse().choices[0].message)  # the client's own object, as agents send it back
             messages.append({"role": "user", "content": question})

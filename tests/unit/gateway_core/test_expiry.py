@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.endings import Finish, Unrewarded
-from gateway.core.expiry import why_over
+from gateway.core.expiry import REFUSED_IDLE_S, why_over
 from gateway.core.sessions import SessionState
-from gateway.core.types import SamplingParams, SessionId, TurnId, TurnRequest
+from gateway.core.types import EngineName, SamplingParams, SessionId, TurnId, TurnRequest
 from tests.unit.gateway_core.helpers import session
 
 LIMITS: Any = {"idle_s": 60.0, "reward_window_s": 600.0}
@@ -47,6 +47,22 @@ def running(state: SessionState) -> SessionState:
 )
 def test_why_a_session_is_over(state: SessionState, how: dict[str, bool], why: str) -> None:
     assert why_over(state, 100.0, **LIMITS, **how) == why
+
+
+@pytest.mark.parametrize("idle_s", [60.0, 1800.0])
+def test_a_session_whose_first_turn_no_engine_took_is_over_soon(idle_s: float) -> None:
+    """Its client went away for good, or would have come back within what it was told to wait."""
+    limits = {**LIMITS, "idle_s": idle_s}
+    soon = min(idle_s, REFUSED_IDLE_S)
+    refused = touched(0.0)
+    refused.last_dropped = "turn 0: no engine took the turn within 60 s; 0 tokens kept"
+    assert why_over(refused, soon, **limits) == ""
+    assert why_over(refused, soon + 1, **limits) == f"no engine took its first turn, and it was idle for {soon:g} s"
+    assert why_over(running(refused), soon + 1, **limits) == ""
+    placed = touched(0.0)
+    placed.last_dropped, placed.engine = "turn 0: aborted; 5 tokens kept", EngineName("e0")
+    assert why_over(placed, idle_s, **limits) == "", "its client may ask for its tokens again"
+    assert why_over(touched(0.0), idle_s, **limits) == "", "who made it may still be at its first prompt"
 
 
 FLAGS = st.fixed_dictionaries({name: st.booleans() for name in ("finishing", "blocked", "parent_ended")})

@@ -216,7 +216,7 @@ def test_each_engine_decides_for_itself_in_the_order_of_names() -> None:
         ({"status": "joining", "available": 0}, None),  # nothing was published
         ({"status": "joining", "version": 5, "available": 3}, None),  # versions never go back
         ({"status": "fenced", "available": 1}, 1),  # whatever its label says, the load failed
-        ({"status": "fenced", "available": 1, "refresh_not_before": 1000.1}, None),
+        ({"status": "fenced", "available": 1, "tried": 1, "refresh_not_before": 1000.1}, None),
         ({"status": "fenced", "available": 1, "refresh_not_before": 1000.0}, 1),
         ({"status": "refreshing", "available": 2}, None),
         ({"status": "dead", "available": 2}, None),
@@ -224,7 +224,8 @@ def test_each_engine_decides_for_itself_in_the_order_of_names() -> None:
         ({"available": 1}, None),
         ({"available": 2, "version": 3}, None),  # versions never go back
         ({"available": 2, "intake_open": True}, None),
-        ({"available": 2, "refresh_not_before": 1000.1}, None),
+        ({"available": 2, "tried": 2, "refresh_not_before": 1000.1}, None),
+        ({"available": 3, "tried": 2, "refresh_not_before": 1000.1}, 3),
     ],
 )
 def test_an_engine_refreshes(how: dict[str, Any], to: int | None) -> None:
@@ -259,6 +260,7 @@ def test_the_last_engine_of_a_version_is_held_for_its_sessions(held_s: float, go
     decisions = refresh_decisions(state, 1000.0 + held_s)
     assert [d.forced_sessions for d in decisions] == ([("a", "b")] if goes else [])
     assert [d.reason for d in decisions] == (["held version 1 for 50 s for 2 sessions"] if goes else [])
+    assert [e.held_since is not None for e in state.sorted_engines()] == [not goes], "and it is known since when"
 
 
 def test_of_two_empty_engines_one_stays_for_the_sessions() -> None:
@@ -291,6 +293,49 @@ def test_a_version_that_does_not_load_is_given_up_for_the_one_before_until_a_new
     assert intake(state, 1000.0, 3) == (False, "version 3 is here and nothing runs")
     [decision] = refresh_decisions(fleet(state), 1000.0)
     assert (decision.to_version, decision.before, decision.served) == (3, False, True)
+
+
+def test_the_second_bad_version_in_a_row_goes_back_to_what_was_held_not_to_the_first() -> None:
+    state = engine("e0", 1, available=2, good=Version(1))
+    for version in (2, 3):
+        state.available, state.version = Version(version), Version(1)
+        state.status = "serving"
+        assert [fail(state).to_version for _ in range(LOAD_TRIES)] == [version] * LOAD_TRIES
+        [decision] = refresh_decisions(fleet(state), 1000.0)
+        assert (decision.to_version, decision.before) == (version, True)
+        assert state.before(Version(version), range(1, version + 1)) == 1
+        state.loaded(Version(1))
+        state.to("serving")
+    assert state.bad == {2, 3}
+    assert state.before(Version(3), [2]) == 2, "a version given up may be all there is"
+    assert engine("e0", 0, bad=frozenset({2})).before(Version(3), [1, 2]) == 1, "what was never tried comes before it"
+    assert state.before(Version(3), [3, 4]) is None
+
+
+def test_a_newer_version_is_tried_at_once_and_has_its_own_tries() -> None:
+    state = engine("e0", 1, available=2)
+    fail(state)
+    state.refresh_not_before = 1030.0
+    assert refresh_decisions(fleet(state), 1000.0) == [], "the same again waits"
+    state.available = Version(3)
+    assert (fail(state).to_version, state.given_up, state.load_failures) == (3, 0, 1), "not one try less"
+    assert refresh_decisions(fleet(state), 1000.0) == []
+    assert [d.to_version for d in refresh_decisions(fleet(state), 1030.0)] == [3]
+
+
+def test_what_was_held_before_is_loaded_without_a_wait_once_a_version_is_given_up() -> None:
+    state = engine("e0", 1, available=2)
+    for _ in range(LOAD_TRIES):
+        fail(state)
+    state.refresh_not_before = 1030.0
+    assert [d.before for d in refresh_decisions(fleet(state), 1000.0)] == [True]
+
+
+def test_each_relay_keeps_the_newest_version_that_an_engine_beside_it_has_held() -> None:
+    engines = [engine("e0", 1), engine("e1", 1), engine("e2", 1), engine("e3", 1), engine("e4", 1)]
+    for state, relay, good in zip(engines, ("a:1", "a:1", "b:1", "", "c:1"), (3, 4, 2, 9, 0), strict=True):
+        state.relay, state.good = relay, Version(good)
+    assert fleet(*engines).fallbacks() == {"a:1": 4, "b:1": 2}
 
 
 def test_what_went_wrong_with_a_load_stands_until_what_is_wanted_is_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.sampling import sampled_with, segment_sampling, segment_seed
+from gateway.core.sampling import kinds_for, sampled_with, segment_sampling, segment_seed
 from gateway.core.types import LogprobsKind, SamplingParams, SessionId, TurnId, TurnRequest
+from protos.engines import ENGINE_KINDS
 
 
 def request(choice: int = 0, turn: int = 0, **sampling: int) -> TurnRequest:
@@ -43,6 +45,9 @@ def test_the_same_place_draws_the_same_seed(seed: int, choice: int, turn: int, g
         ({"temperature": 0.0, "top_k": 3}, "raw", "raw"),
         ({"json_schema": "{}"}, "raw", "raw"),
         ({"frequency_penalty": 0.1}, "processed", "policy"),
+        ({"min_p": 0.1}, "raw", "raw"),
+        ({"repetition_penalty": 1.1}, "raw", "raw"),
+        ({"logit_bias": ((5, 1.0),)}, "raw", "raw"),
     ],
 )
 def test_the_kind_of_logprobs_is_told(sampling: dict[str, Any], kind: LogprobsKind, told: str) -> None:
@@ -55,3 +60,24 @@ def test_a_segment_has_what_is_left_of_its_turn() -> None:
     assert segment_sampling(request(min_tokens=4), 3) == SamplingParams(max_tokens=7, min_tokens=1)
     assert segment_sampling(request(min_tokens=4), 6) == SamplingParams(max_tokens=4)
     assert segment_sampling(request(), 0).seed is None
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_sglangs_logprobs_of_a_truncated_policy_are_told_as_what_they_are(sampling: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=1, **sampling)
+    found = {kind: sampled_with(params, "processed", kind).logprobs for kind in ENGINE_KINDS}
+    assert found == {"vllm": "policy", "embedded": "policy", "sglang": "untruncated"}
+    greedy = dataclasses.replace(params, temperature=0.0)
+    assert sampled_with(greedy, "processed", "sglang").logprobs == "greedy"
+
+
+def test_every_parameter_of_sampling_is_recorded() -> None:
+    params = SamplingParams(max_tokens=1, min_p=0.1, repetition_penalty=1.2, logit_bias=((5, -1.0),))
+    found = sampled_with(params, "processed")
+    assert (found.min_p, found.repetition_penalty, found.logit_bias) == (0.1, 1.2, {"5": -1.0})
+
+
+def test_what_is_truncated_and_trained_on_goes_where_its_logprobs_are_told() -> None:
+    assert kinds_for(constrained=False) is None
+    assert kinds_for(constrained=False, truncated=True) == {"vllm", "embedded"}
+    assert kinds_for(constrained=True, truncated=True) == {"vllm"}

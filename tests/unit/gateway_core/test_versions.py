@@ -237,7 +237,7 @@ def test_one_that_may_be_on_nothing_that_is_served_waits_for_its_own_version_or_
     """Engines do not go back by themselves: its version is loaded again, while there is a relay that has it."""
     state, demand = fleet(engine("e0", 3), engine("e1", 4)), lost_one("segment", 2, max_version=Version(2))
     assert place(demand, state, FREE) == Wait(
-        "no engine serves version 2: it is loaded once an engine is free whose relay holds it"
+        "no engine serves version 2: it is loaded once an engine is free whose relay holds it", cause="version"
     )
     wanted = wanted_versions([demand, lost_one("segment", 2), lost_one("fail", 2, max_version=Version(2))], state)
     assert wanted == {2: Wanted(1, 100)}, "others go on, or fail"

@@ -100,13 +100,36 @@ async def test_a_lapsed_lease_gives_back_to_the_old_place(buffer: ExperienceBuff
     assert buffer.statistics().lapsed_leases == 1
 
 
+async def test_what_is_given_back_is_there_at_once_and_after_a_restart(tmp_path: Path) -> None:
+    async with Database(tmp_path / "db") as database:
+        buffer = ExperienceBuffer(database)
+        await buffer.open()
+        for name in "ab":
+            await buffer.add(trajectory(name))
+        lease, _ = await buffer.sample("t", trajectories=1, trainer_version=1)
+        waiting = asyncio.create_task(buffer.sample("u", trajectories=2, trainer_version=1, wait_s=60.0))
+        await asyncio.sleep(0)
+        assert await buffer.release(lease) == 1
+        again, got = await waiting
+        assert names((again, got)) == ["a", "b"]
+        assert await buffer.release(again) == 2
+        with pytest.raises(NotFound, match="no lease"):
+            await buffer.release(again)
+        await buffer.close()
+    async with Database(tmp_path / "db") as database:
+        buffer = ExperienceBuffer(database)
+        await buffer.open()
+        assert (buffer.statistics().trajectories, buffer.statistics().leased) == (2, 0)
+        await buffer.close()
+
+
 async def test_sampling_waits_for_enough_and_takes_less_at_the_deadline(buffer: ExperienceBuffer) -> None:
     waiting = asyncio.create_task(buffer.sample("t", trajectories=2, trainer_version=1, wait_s=10.0))
     await buffer.add(trajectory("a"))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     await buffer.add(trajectory("b"))
-    assert names(await asyncio.wait_for(waiting, 5)) == ["a", "b"]
+    assert names(await asyncio.wait_for(waiting, 60)) == ["a", "b"]
     await buffer.add(trajectory("c"))
     assert names(await buffer.sample("t", trajectories=9, trainer_version=1, wait_s=0.01)) == ["c"]
     assert await buffer.sample("t", trajectories=9, trainer_version=1) == ("", [])

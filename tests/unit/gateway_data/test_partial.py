@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from gateway.core.types import SamplingParams, Segment, SessionId, TopLogprob, TurnId, TurnRequest
 from gateway.data import Database, PartialResponsePool, partial_store
 from gateway.data import partial as partial_module
-from protos.errors import NotFound, Unavailable
+from protos.errors import Corrupt, LaminarError, NotFound, Unavailable
+from tests.unit.gateway_data.disk import Disk, until
 
 
 def request(turn: str, session: str = "s1", index: int = 0) -> TurnRequest:
@@ -71,7 +72,7 @@ async def test_appends_reach_the_disk_by_themselves(pool: PartialResponsePool) -
     for token in range(50):
         pool.append(TurnId("t1"), [token], [0.0])
     assert pool.statistics().buffered_tokens == 50
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not pool.statistics().flushes:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     assert pool.statistics().buffered_tokens == 0
@@ -109,28 +110,105 @@ async def test_drain_holds_the_appender_back_while_the_disk_lags(
     monkeypatch.setattr(partial_module, "BUFFERED_TOKENS_MAX", 10)
     pool.begin(request("t1"))
     pool.append(TurnId("t1"), list(range(10)), [0.0] * 10)
-    await asyncio.wait_for(pool.drain(), 1)
+    await asyncio.wait_for(pool.drain(), 60)
     pool.append(TurnId("t1"), [10], [0.0])
     held = asyncio.create_task(pool.drain())
     await asyncio.sleep(0)
     assert not held.done()
-    await asyncio.wait_for(held, 5)  # released by the regular flush
+    await asyncio.wait_for(held, 60)  # released by the regular flush
     assert pool.statistics().buffered_tokens == 0
 
 
-async def test_a_failing_disk_is_told_to_every_later_caller(tmp_path: Path) -> None:
+async def test_a_full_disk_lets_no_turn_begin_and_keeps_what_is_said_until_it_has_room(tmp_path: Path) -> None:
     async with Database(tmp_path / "gateway.sqlite") as database:
-        pool = PartialResponsePool(database)
+        pool = PartialResponsePool(database, flush_interval_s=0.01)
         await pool.open()
+        disk = Disk()
+        await disk.make(database)
         pool.begin(request("t1"))
-        await database.run(lambda connection: connection.execute("DROP TABLE turn_journal") and None)
-        pool.append(TurnId("t1"), [1], [0.0])
-        with pytest.raises(Unavailable, match="turn_journal"):
-            await pool.flush()
-        with pytest.raises(Unavailable, match="turn_journal"):
-            await pool.drain()
-        with pytest.raises(Unavailable, match="turn_journal"):
-            await pool.close()
+        await pool.flush()
+        disk.full = True
+        owed = asyncio.create_task(database.owe(disk.write))
+        await until(lambda: database.failure, "the failure")
+        with pytest.raises(Unavailable, match="full"):
+            pool.begin(request("t2"))
+        pool.append(TurnId("t1"), list(range(100)), [0.0] * 100)
+        ending = asyncio.create_task(pool.end(TurnId("t1"), "stop", 100))
+        await asyncio.wait([ending], timeout=0.1)
+        assert not ending.done(), "the end is not told before it is on disk"
+        disk.full = False
+        await asyncio.wait_for(asyncio.gather(owed, ending), 60)
+        [kept] = await pool.kept_turns(SessionId("s1"))
+        assert (kept.record.token_ids, kept.outcome) == (list(range(100)), "stop")
+        pool.begin(request("t2"))
+        await pool.end(TurnId("t2"), "aborted")
+        await pool.close()
+
+
+async def test_what_cannot_be_written_of_one_turn_costs_that_turn_alone(pool: PartialResponsePool) -> None:
+    pool.begin(request("good"))
+    pool.begin(request("bad"))
+    await pool.flush()
+    with pytest.raises(OverflowError):
+        pool.append(TurnId("bad"), [2**63], [0.0])
+    pool.append(TurnId("bad"), [1], [0.0], [(TopLogprob(2**70, -1.0),)])
+    pool.append(TurnId("good"), [1], [0.0])
+    await pool.flush()
+    with pytest.raises(LaminarError, match="OverflowError"):
+        pool.append(TurnId("bad"), [2], [0.0])
+    pool.append(TurnId("good"), [2], [0.0])
+    with pytest.raises(LaminarError, match="OverflowError"):
+        await pool.end(TurnId("bad"), "lost")
+    await pool.end(TurnId("good"), "stop", 2)
+    [bad, good] = sorted(await pool.kept_turns(SessionId("s1")), key=lambda t: t.record.request.turn_id)
+    assert (good.record.token_ids, good.outcome) == ([1, 2], "stop")
+    assert (bad.record.token_ids, bad.outcome) == ([], "lost")
+
+
+async def test_a_damaged_row_is_named(pool: PartialResponsePool) -> None:
+    for turn in ("t1", "t2"):
+        pool.begin(request(turn, session=f"of-{turn}"))
+        pool.append(TurnId(turn), [1, 2], [0.0, 0.0])
+        await pool.end(TurnId(turn), "stop", 2)
+    await pool._database.run(
+        lambda connection: connection.execute("UPDATE turns SET request=x'c1' WHERE turn_id='t1'") and None
+    )
+    with pytest.raises(Corrupt, match="row 't1' of table turns is damaged"):
+        await pool.kept_turns(SessionId("of-t1"))
+    [kept] = await pool.kept_turns(SessionId("of-t2"))
+    assert kept.record.token_ids == [1, 2]
+
+
+async def test_a_turn_that_lacks_tokens_is_not_taken_for_whole(
+    pool: PartialResponsePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.begin(request("ended"))
+    pool.begin(request("goes-on", session="s2"))
+    for turn in ("ended", "goes-on"):
+        pool.append(TurnId(turn), [1], [0.0])
+    await pool.flush()
+    for turn in ("ended", "goes-on"):
+        pool.append(TurnId(turn), [2], [0.0])
+    await pool.end(TurnId("ended"), "stop", 2)
+    await pool._database.run(
+        lambda connection: connection.execute("UPDATE turn_journal SET parts=x'c1' WHERE flush=2") and None
+    )
+    with pytest.raises(Corrupt, match="turn ended lacks 1 of its 2 tokens"):
+        await pool.kept_turns(SessionId("s1"))
+    assert "row 2 of table turn_journal is damaged" in caplog.text
+    [kept] = await pool.kept_turns(SessionId("s2"))
+    assert kept.record.token_ids == [1], "in flight it goes on from what is sure"
+
+
+async def test_turns_come_back_in_the_order_in_which_they_ended_whatever_the_clock_said(
+    pool: PartialResponsePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, now in enumerate((5000.0, 100.0, 7000.0)):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        pool.begin(request(f"t{number}"))
+        await pool.end(TurnId(f"t{number}"), "stop", 0)
+    kept = await pool.kept_turns(SessionId("s1"))
+    assert [k.record.request.turn_id for k in kept] == ["t0", "t1", "t2"]
 
 
 @given(

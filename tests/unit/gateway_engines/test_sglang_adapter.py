@@ -81,10 +81,13 @@ async def test_a_server_of_another_kind_is_told_apart() -> None:
     await runner.cleanup()
 
 
+SAMPLED = {"min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": ((5, -1.0),)}
+
+
 async def test_what_is_asked() -> None:
     async with scene() as found:
         await found.read()
-        await found.read(seed=0, top_k=5, min_tokens=2, stop_token_ids=(4,), ignore_eos=True, top_logprobs=3)
+        await found.read(seed=0, top_k=5, min_tokens=2, stop_token_ids=(4,), ignore_eos=True, top_logprobs=3, **SAMPLED)
     (_, plain), (_, full) = found.posts
     params = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "skip_special_tokens": False, "no_stop_trim": True}
     assert plain == {
@@ -97,6 +100,7 @@ async def test_what_is_asked() -> None:
         "stream": True,
     }
     more = {"sampling_seed": 0, "top_k": 5, "min_new_tokens": 2, "stop_token_ids": [4], "ignore_eos": True}
+    more |= {"min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": {"5": -1.0}}
     assert full == {**plain, "sampling_params": {**params, **more}, "top_logprobs_num": 3}
 
 
@@ -199,3 +203,11 @@ async def test_a_restart_during_the_load_is_no_success(tmp_path: Path) -> None:
         with pytest.raises(EngineFailed, match="was restarted while it loaded version 3"):
             await found.adapter.load(snapshot.path, 3, snapshot.digest)
         assert "/continue_generation" not in found.paths
+
+
+@pytest.mark.parametrize(
+    ("flag", "dtype"), [("bfloat16", "bfloat16"), ("half", "float16"), ("float", "float32"), ("auto", ""), ("", "")]
+)
+async def test_what_it_computes_in_is_its_flag_unless_that_is_auto(flag: str, dtype: str) -> None:
+    async with scene(dtype=flag) as s:
+        assert await s.adapter.dtype() == dtype

@@ -212,7 +212,7 @@ async def test_more_than_may_wait_in_one_read_holds_nobody_back_who_takes_it_at_
             await until(lambda: len(got) == len(said) - 1, "all but the last")
             yield chunk(said[-1]) + b"0\r\n\r\n"
 
-    async with wire(Gated([b""])) as made, made.post("/", b"{}") as events, asyncio.timeout(10):
+    async with wire(Gated([b""])) as made, made.post("/", b"{}") as events, asyncio.timeout(60):
         await events.deliver(got.extend)
     assert got == [b"%d" % n for n in range(len(said))]
 
@@ -378,6 +378,28 @@ async def test_a_connection_serves_again_while_its_last_answer_still_waits_for_a
         stayer = asyncio.create_task(_deliver_to(made, again))
         await until(lambda: again == [b"9"], "the first event of the next answer is handed over at once")
         later.come()
-        await asyncio.wait_for(stayer, 10)
+        await asyncio.wait_for(stayer, 60)
     assert server.connections == 1
     assert len(given) < 5
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 99999 OK\r\n\r\n",
+        b"HTTP/1.1 7 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1_0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\nSet-Cookie: x\r\n\r\n",
+        CHUNKED + b"-7\r\n",
+        CHUNKED + b"5\r\n12345\r\n-7\r\n",
+        CHUNKED + b"ffffffffffffffff\r\n",
+        CHUNKED + b"1" * (1 << 17),
+    ],
+)
+async def test_what_no_http_has_cuts_the_stream_and_nothing_else(head: bytes) -> None:
+    """A chunk of -7 bytes once held the whole event loop: it was read again and again."""
+    async with wire(Server([head])) as found:
+        with pytest.raises(StreamCut) as cut:
+            await asyncio.wait_for(read(found), 10)
+        assert cut.value.reason == "protocol"

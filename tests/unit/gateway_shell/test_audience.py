@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway import audience as audience_module
 from gateway.audience import UNREAD_TOKENS_MAX, Audience
 from gateway.core.types import SamplingParams, Segment, SessionId, TokenDelta, TurnId, TurnRecord, TurnRequest
 from protos.errors import Conflict
@@ -81,9 +82,48 @@ async def test_a_reader_gets_every_token_whenever_it_comes(
     end(record, audience)
     if client.held is not None:
         client.held.set()
-    await asyncio.wait_for(reading, 10)
+    await asyncio.wait_for(reading, 60)
     assert client.ids == list(range(sum(said)))
     assert [delta.finish_reason for delta in client.got] == [None] * (len(client.got) - 1) + ["length"]
+
+
+async def test_each_client_leaves_for_itself() -> None:
+    """While one of two that have read all of it is still being answered, the turn is no one else's to take."""
+    _, audience = turn()
+    audience.answering()
+    audience.answering()
+    audience.left()
+    assert audience.attention == "read"
+    audience.left()
+    assert audience.attention == "unread"
+
+
+async def test_a_client_is_being_answered_for_as_long_as_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audience_module, "CLAIM_S", 0.0)
+    _, audience = turn()
+    audience.answering()
+    assert audience.attention == "read"
+    audience.left()
+    assert audience.attention == "unread"
+
+
+async def test_each_client_that_joins_is_waited_for() -> None:
+    _, audience = turn()
+    audience.claim()
+    audience.claim()
+    audience.attach()
+    audience.detach()
+    assert audience.attention == "read", "the other one is about to come"
+    audience.attach()
+    audience.detach()
+    assert audience.attention == "unread"
+
+
+async def test_a_client_that_joined_and_never_came_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audience_module, "CLAIM_S", 0.0)
+    _, audience = turn()
+    audience.claim()
+    assert audience.attention == "unread"
 
 
 async def test_a_reader_that_keeps_up_has_what_was_shown_when_show_returns() -> None:
@@ -130,10 +170,30 @@ async def test_a_slow_reader_holds_the_turn_back_until_it_has_read_on() -> None:
     assert len(quick.ids) == 1 + UNREAD_TOKENS_MAX
     assert slow.held is not None
     slow.held.set()
-    await asyncio.wait_for(keeping_up, 10)
+    await asyncio.wait_for(keeping_up, 60)
     end(record, audience)
     await asyncio.gather(*readings)
     assert slow.ids == quick.ids == record.token_ids
+
+
+async def test_a_reader_that_stops_is_waited_for_once_and_then_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audience_module, "PATIENCE_S", 0.01)
+    record, audience = turn()
+    slow, quick = Client(asyncio.Event()), Client()
+    readings = [asyncio.create_task(audience.read(client.take)) for client in (slow, quick)]
+    await asyncio.sleep(0)
+    say(record, audience, 1)
+    say(record, audience, UNREAD_TOKENS_MAX)
+    assert audience.lags
+    await asyncio.wait_for(audience.keep_up(), 60)
+    assert not audience.lags
+    say(record, audience, 5 * UNREAD_TOKENS_MAX)
+    assert not audience.lags, "it is not waited for again"
+    end(record, audience)
+    assert slow.held is not None
+    slow.held.set()
+    await asyncio.gather(*readings)
+    assert slow.ids == quick.ids == record.token_ids, "and has missed nothing"
 
 
 async def test_a_reader_that_leaves_holds_nobody_back() -> None:
@@ -145,7 +205,7 @@ async def test_a_reader_that_leaves_holds_nobody_back() -> None:
     keeping_up = asyncio.create_task(audience.keep_up())
     await asyncio.sleep(0)
     reading.cancel()
-    await asyncio.wait_for(keeping_up, 10)
+    await asyncio.wait_for(keeping_up, 60)
 
 
 async def test_every_reader_is_told_what_ended_the_turn() -> None:

@@ -32,7 +32,7 @@ def invoke(*arguments: str) -> Result:
 def serve(directory: Path, *arguments: str) -> str:
     """What a `gateway serve` that must not start says, as a process: its exit status is 1 and nothing is dumped."""
     command = [sys.executable, "-m", "gateway", "serve", "--model=policy", f"--tokenizer={directory}", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     return ended.stderr
@@ -84,16 +84,15 @@ def test_a_url_that_names_no_address_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["OpenAI-compatible", "gateway engine --model DIR", "--engine e0=vllm=", "/v1", "engine", "serve"]),
+        ([], ["OpenAI-compatible", "gateway engine --model DIR", "--engine e0=embedded=", "/v1", "engine", "serve"]),
         (
             ["serve"],
             [
                 "NAME=KIND=URL[@RELAY]",
                 "[barrier|drain|repack|inflight]",
                 "in memory",
-                "B: turns",
-                "C_max",
-                "Silence",
+                "Turns that one engine runs at once",
+                "KV cache",
                 "429",
             ],
         ),
@@ -225,19 +224,19 @@ async def test_a_second_signal_waits_for_no_turn(tmp_path: Path, kept: bool) -> 
             asked = asyncio.create_task(http.post("/v1/completions", json=body).__aenter__())
             await until(lambda: e0.said_tokens, "a running turn")
             daemon.process.send_signal(signal.SIGINT)
-            await until(lambda: "1 turns run; another signal" in daemon.log(), "the drain", 10)
+            await until(lambda: "1 turns run; another signal" in daemon.log(), "the drain", 60)
             daemon.process.send_signal(signal.SIGINT)
             answer = await asked
             assert answer.status == 503, "for the client to ask again"
             assert ("ask again: the turn will go on" in await answer.text()) == kept
-        assert await asyncio.to_thread(daemon.process.wait, 10) == 0
+        assert await asyncio.to_thread(daemon.process.wait, 60.0) == 0
     assert f"1 turns still run: {'the next start takes them up' if kept else 'they end here'}" in daemon.log()
     assert "Traceback" not in daemon.log()
 
 
 async def serving(http: aiohttp.ClientSession) -> None:
     """Until some engine serves."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             async with http.get("/healthz") as answer:
                 if answer.status == 200:
@@ -257,3 +256,16 @@ def test_whether_users_name_sessions_is_configured(
     monkeypatch.setattr("gateway.cli._serve", served)
     assert invoke("serve", "--model=m", "--tokenizer=.", *flags).exit_code == 0
     assert [config.session_from_user for config in seen] == [named]
+
+
+@pytest.mark.parametrize("flag", ["queue-timeout-s", "poll-interval-s", "kv-max", "stall-timeout-s"])
+def test_what_is_no_number_is_no_time(flag: str, tmp_path: Path) -> None:
+    """Nothing is before or after it: one such timer would put all others out of order."""
+    said = invoke("serve", "--model=policy", f"--tokenizer={tmp_path}", f"--{flag}", "nan")
+    assert (said.exit_code, f"'--{flag}': nan is no number" in said.output) == (2, True), said.output
+
+
+def test_an_interval_has_a_least(tmp_path: Path) -> None:
+    for flag in ("--poll-interval-s", "--repack-interval-s"):
+        said = invoke("serve", "--model=policy", f"--tokenizer={tmp_path}", flag, "1e-9")
+        assert (said.exit_code, "x>=0.01" in said.output) == (2, True), said.output

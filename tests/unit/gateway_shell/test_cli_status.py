@@ -38,11 +38,42 @@ async def test_engines_turns_and_what_is_wrong(tmp_path: Path) -> None:
         assert "no engine serves" not in told.output
         assert json.loads((await status(found.url, "--json")).output)["model"] == "policy"
         await e0.die()
-        await until(lambda: found.fleet.state.engines[EngineName("e0")].status == "dead", "notice of the death", 10)
+        await until(lambda: found.fleet.state.engines[EngineName("e0")].status == "dead", "notice of the death", 60)
         assert "no engine serves: new turns wait, then get 429" in (await status(found.url)).output
+
+
+async def test_engines_that_compute_in_different_dtypes_are_named(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", dtype="bfloat16"), CuttingEngine("e1", dtype="float32")
+    async with e0, e1, gateway(tmp_path, e0, e1) as (found, _):
+        await until(lambda: all(e.dtype for e in found.fleet.state.sorted_engines()), "what they compute in")
+        told = (await status(found.url)).output
+    assert [line.split()[-1] for line in told.splitlines() if line.startswith(("e0 ", "e1 "))] == [
+        "bfloat16",
+        "float32",
+    ]
+    assert "engines compute in bfloat16 and float32 (e0 in bfloat16, e1 in float32): greedy turns" in told
+
+
+async def test_one_dtype_is_no_warning_and_an_untold_one_a_question_mark(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", dtype="float32"), CuttingEngine("e1")
+    async with e0, e1, gateway(tmp_path, e0, e1) as (found, _):
+        await until(lambda: found.fleet.state.engines[EngineName("e0")].dtype, "what it computes in")
+        told = (await status(found.url)).output
+    assert [line.split()[-1] for line in told.splitlines() if line.startswith(("e0 ", "e1 "))] == ["float32", "?"]
+    assert "engines compute in" not in told
 
 
 def test_who_does_not_answer_is_named() -> None:
     result = CliRunner().invoke(cli, ["status", "--url", "http://127.0.0.1:1"])
     assert result.exit_code == 1
     assert "no gateway answers at http://127.0.0.1:1" in result.output
+
+
+async def test_it_waits_for_an_engine_that_serves(tmp_path: Path) -> None:
+    gone = CuttingEngine("gone", url="http://127.0.0.1:9")
+    async with gateway(tmp_path, gone) as (found, _):
+        result = await status(found.url, "--wait-s", "0.1")
+        assert result.exit_code == 1
+        assert f"no engine of {found.url} serves after 0.1 s: gone is " in result.output
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, _):
+        assert (await status(found.url, "--wait-s", "60")).exit_code == 0

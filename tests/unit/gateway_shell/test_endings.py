@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gateway.core.endings import Finish
 from gateway.core.types import SessionId, Trajectory
 from gateway.data import ExperienceBuffer
 from gateway.turns import Run
-from protos.errors import Conflict
+from protos.errors import Conflict, Unavailable
 from tests.support.cutting_engine import MODEL, CuttingEngine, until
 from tests.unit.gateway_shell.shell import read, shell
 from tests.unit.gateway_shell.test_groups import rolled_out
@@ -190,3 +191,72 @@ async def test_a_session_that_cannot_be_ended_keeps_no_other_from_its_end(
         object.__setattr__(found.sessions.config, "sessions_max", 0)
         object.__setattr__(found.sessions.config, "session_idle_s", 0.0)
         await until(lambda: not found.sessions.live, "the end of both")
+
+
+async def test_a_finish_that_met_a_fault_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        await turn(http, "s", [5])
+
+        async def failing(segments: Any) -> Any:
+            raise RuntimeError("nobody foresaw it")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(found.fleet.vouching, "vouch", failing)
+            await post(http, "/sessions/s/finish", {"reward": 1.0}, 500)
+        assert (await get(http, "/sessions/s"))["state"] == "live"
+        assert (await post(http, "/sessions/s/finish", {"reward": 1.0}))["stored"]
+        assert await rewards(http) == [(1.0, [])]
+
+
+async def test_an_early_end_that_cannot_be_kept_is_told_to_every_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+        run = found.run()
+
+        async def refused(*_: object) -> None:
+            raise Unavailable("the store is closed")
+
+        async with run:
+            other = asyncio.create_task(run.read(lambda delta: None, at_end=True))
+            await until(lambda: len(run.record.token_ids) == 4, "tokens")
+            monkeypatch.setattr(found.pool, "end", refused)
+            with pytest.raises(Unavailable):
+                await run.finish_early(2)
+            with pytest.raises(Unavailable, match="the store is closed"):
+                await asyncio.wait_for(other, 60)
+            monkeypatch.undo()
+
+
+async def test_a_clock_that_is_set_ends_no_session_and_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hours, as where it was wrong at the boot."""
+    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+        session, used = found.session("s"), found.session("used")
+        for each in (session, used):
+            await read(found.run(each))
+        await found.endings.finish_once(used.session_id, Finish(reward=1.0))
+        buffer = found.trainer._buffer
+        lease, _ = await buffer.sample("t", trainer_version=0, trajectories=1)
+        set_to = time.time() + 86_400
+        monkeypatch.setattr("time.time", lambda: set_to)
+        assert not found.endings._why_over(session)
+        assert await buffer.ack(lease) == 1
+        assert (await buffer.sample("t", trainer_version=0, trajectories=1))[1] == []
+
+
+async def test_a_clock_that_is_set_back_vouches_for_nothing_that_was_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with CuttingEngine("e0", version="3", tells_versions=False) as e0, shell(tmp_path, e0) as found:
+        session = found.session()
+        await read(found.run(session))
+        await found.fleet.vouching.vouch([s for t in session.tree.turns.values() for s in t.segments])
+        set_to = time.time() - 86_400
+        monkeypatch.setattr("time.time", lambda: set_to)
+        run = found.run(session)
+        await read(run)
+        e0.version = "4"  # by somebody else, and nobody heard of it
+        [segment] = await found.fleet.vouching.vouch([*run.segments])
+        assert segment.evidence == "contradicted"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from gateway.app import DATABASE_NAME
+from gateway.core.fleet import FleetConfig
 from tests.support.cutting_engine import MODEL, CuttingEngine, until
 from tests.unit.gateway_shell.test_rewards import post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
@@ -36,7 +40,20 @@ async def test_a_group_is_made_whole_and_read_whole(tmp_path: Path) -> None:
             assert len((await get(http, f"/groups/{group['group_id']}"))["finished"]) == number + 1
         assert await sampled(http) == [(group["group_id"], i) for i in range(3)]
         assert (await get(http, f"/groups/{group['group_id']}"))["state"] == "closed"
-        await post(http, "/groups", {"size": 1, "group_id": group["group_id"]}, 409)
+        told = await post(http, "/groups", {"size": 1, "group_id": group["group_id"]}, 409)
+        assert "(closed): trajectories are known by it" in told["error"]["message"]
+
+
+async def test_a_groups_size_has_one_word_and_the_older_one_is_taken_too(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        for asked in ({"group_size": 2}, {"size": 2}, {"size": 2, "group_size": 2}):
+            group = await post(http, "/groups", asked)
+            assert (group["group_size"], group["size"], len(group["sessions"])) == (2, 2, 2)
+        for wrong, said in (({}, "`group_size` is missing"), ({"size": 2, "group_size": 3}, "`size` is 2")):
+            told = await post(http, "/groups", wrong, 400)
+            assert said in told["error"]["message"]
+        told = await post(http, "/groups", {"group_size": 0}, 400)
+        assert "group_size" in told["error"]["message"]
 
 
 async def test_a_group_of_several_versions_is_marked(tmp_path: Path) -> None:
@@ -113,6 +130,38 @@ async def test_a_group_that_cannot_reach_its_minimum_is_given_up(tmp_path: Path)
 
 async def test_what_is_wrong_with_a_group_is_named(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
-        for body, param in (({"size": 0}, "size"), ({"size": 2, "group_min": 3}, "group_min"), ({}, "size")):
+        for body, param in (({"size": 0}, "size"), ({"size": 2, "group_min": 3}, "group_min"), ({}, "group_size")):
             assert (await post(http, "/groups", body, 400))["error"]["param"] == param
         await post(http, "/groups/nobody/abandon", status=404)
+
+
+async def test_a_place_that_nobody_can_take_again_is_given_up_and_stops_no_start(tmp_path: Path) -> None:
+    """Its row is lost, and the gateway comes back in a mode that makes no such session."""
+    strict = {"on_version_loss": "strict"}
+    async with CuttingEngine("e0") as e0:
+        async with gateway(tmp_path, e0) as (_, http):
+            group = await post(http, "/groups", {"size": 3, "group_min": 1, "resample_max": 9, "session": strict})
+            path, lost = f"/groups/{group['group_id']}", group["sessions"][1]["session_id"]
+            await rolled_out(http, group["sessions"][0])
+        with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_NAME, isolation_level=None)) as kept:
+            kept.execute("DELETE FROM sessions WHERE session_id=?", (lost,))
+        async with gateway(tmp_path, e0, fleet=FleetConfig(mode="inflight")) as (_, http):
+            told = await get(http, path)
+            assert (told["state"], [m["sample_index"] for m in told["sessions"]]) == ("open", [2])
+            await post(http, f"/sessions/{told['sessions'][0]['session_id']}/abandon")
+            assert (await get(http, path))["state"] == "closed"
+            assert await sampled(http) == [(group["group_id"], 0)], "whole with one"
+
+
+async def test_a_member_that_ends_while_the_gateway_ends_is_sampled_again_by_the_next_one(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0:
+        async with gateway(tmp_path, e0) as (found, http):
+            group = await post(http, "/groups", {"size": 2, "resample_max": 1})
+            path, first = f"/groups/{group['group_id']}", group["sessions"][0]["session_id"]
+            found.sessions.live.draining = True
+            assert (await post(http, f"/sessions/{first}/abandon"))["state"] == "abandoned"
+        async with gateway(tmp_path, e0) as (_, http):
+            told = await get(http, path)
+            assert (told["state"], told["resampled"]) == ("open", 1)
+            assert [m["sample_index"] for m in told["sessions"]] == [0, 1]
+            assert first not in [m["session_id"] for m in told["sessions"]]

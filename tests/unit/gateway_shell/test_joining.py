@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from gateway.api.openai_answering import Asked, Choice
+from gateway.api.openai_history import Prompt
+from gateway.api.openai_shapes import AnswerHead
+from gateway.api.openai_turn import Reader
 from gateway.core.fleet import FleetConfig
-from gateway.core.joining import Call
+from gateway.core.joining import Call, choice_id
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SamplingParams, TurnId, TurnOrigin, TurnRequest
+from gateway.data import PartialResponsePool
 from gateway.turns import Run
 from protos.errors import Conflict, OutOfCapacity
 from tests.support.cutting_engine import CuttingEngine, said, until
@@ -27,6 +32,12 @@ def begun(found: Shell, session: SessionState, name: str = "t0", **sampling: Any
     parent = None if newest is None else newest.turn_id
     request = TurnRequest(TurnId(name), session.session_id, session.turns, prompt, params, parent, origin=origin)
     return found.sessions.start(request)
+
+
+def asked_of(run: Run, *, read: bool) -> Asked:
+    """A request that the turn answers."""
+    reader, head = cast(Reader, None), cast(AnswerHead, None)
+    return Asked(head, {}, Prompt([], "first"), [Choice(run, reader, read=read)], "body", joined=False)
 
 
 async def join(found: Shell, call: Call) -> Run | None:
@@ -163,7 +174,7 @@ async def test_a_turn_that_was_refused_for_its_wait_waits_no_longer_when_it_is_a
         with pytest.raises(OutOfCapacity, match=r"within 0\.1 s"):
             await read(begun(found, session))
         again = await join(found, Call("same", session.session_id, retried=True))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with pytest.raises(OutOfCapacity, match=r"within 0\.1 s"):
                 await read(again or begun(found, session, "t1"))
         e0.go.set()
@@ -197,9 +208,12 @@ async def test_siblings_without_a_session_never_merge(tmp_path: Path) -> None:
         assert await join(found, Call("same", None, retried=True)) is None
         reading[3].cancel()
         await until(lambda: found.sessions.counters.turns_orphaned == 1, "an orphan")
-        assert await join(found, Call("same", None)) is runs[3]
+        joined = await join(found, Call("same", None))
+        assert joined is runs[3]
+        async with joined:
+            assert await join(found, Call("same", None)) is None
         reading[5].cancel()
-        await until(lambda: found.sessions.counters.turns_orphaned == 2, "two orphans")
+        await until(lambda: found.sessions.counters.turns_orphaned == 3, "two orphans")
         assert await join(found, Call("same", None)) is None
         e0.go.set()
         await asyncio.wait(reading)
@@ -212,6 +226,8 @@ async def test_a_turn_that_is_over_is_forgotten_after_its_window(tmp_path: Path)
         await read(run)
         over = next(iter(found.sessions.known._over.values()))[1]
         assert list(found.sessions.known.sweep(over - 0.01)) == []
+        assert await join(found, Call("same", None)) is None, "its client is about to have the whole answer"
+        run.left()
         assert await join(found, Call("same", None)) is run
         assert list(found.sessions.known.sweep(over + 0.01)) == [run]
         assert await join(found, Call("same", None)) is None
@@ -228,3 +244,141 @@ async def test_an_abandoned_sessions_turn_cannot_be_joined(tmp_path: Path) -> No
             with pytest.raises(Conflict, match="abandoned"):
                 await read(run)
         assert await join(found, Call("same", session.session_id, retried=True)) is None
+
+
+async def test_a_turn_that_anybody_may_have_asked_for_stays_so_when_a_marked_retry_joins_it(tmp_path: Path) -> None:
+    """A sibling takes up the unread turn, leaves, and comes back marked: it is still nobody's alone."""
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+        session = found.session()
+        await leave(begun(found, session), 4)
+        sibling = await join(found, Call("same", session.session_id))
+        assert sibling is not None
+        await leave(sibling, 4)
+        again = await join(found, Call("same", session.session_id, retried=True, attempt=1))
+        assert again is not None
+        async with again:
+            first = Call("same", session.session_id, retried=True, attempt=2)
+            assert await join(found, first) is None, "nobody knows whose it is"
+            e0.go.set()
+            check_whole(again, await heard(again))
+
+
+async def test_two_retries_while_an_orphan_is_given_up_have_one_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the given-up turn takes its time to the disk; both retries wait for it."""
+    gate, entered, end = asyncio.Event(), asyncio.Event(), PartialResponsePool.end
+
+    async def held(self: PartialResponsePool, turn_id: TurnId, outcome: Any, num_tokens: int | None = None) -> None:
+        entered.set()
+        await gate.wait()
+        await end(self, turn_id, outcome, num_tokens)
+
+    monkeypatch.setattr(PartialResponsePool, "end", held)
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+        session = found.session()
+        leaving = asyncio.create_task(leave(begun(found, session), 4))
+        await entered.wait()  # it is being given up
+        e0.hold_at = None
+        retries = [
+            asyncio.create_task(join(found, Call("same", session.session_id, retried=True, attempt=1)))
+            for _ in range(2)
+        ]
+        await asyncio.sleep(0)
+        gate.set()
+        first, second = await asyncio.gather(*retries)
+        assert first is not None
+        assert second is None, "it is another request's, and gets a turn of its own"
+        check_whole(first, await read(first))
+        await leaving
+        assert len(e0.asked) == 2
+        assert await found.outcome(first) == (*said(PROMPT, BUDGET), [("e0", 0, 4), ("e0", 4, BUDGET)])
+
+
+async def test_a_retry_of_a_sibling_that_was_refused_gets_a_turn_of_its_own(tmp_path: Path) -> None:
+    """Four equal requests of a session at once, and one place: each gets its own answer in the end."""
+    config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_max": 0}
+    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **config) as found:
+        session = found.session()
+        first = begun(found, session)
+        async with first:
+            await until(lambda: e0.asked, "the one that runs")
+            for number in range(1, 4):
+                with pytest.raises(OutOfCapacity):
+                    await read(begun(found, session, f"t{number}"))
+            e0.go.set()
+            check_whole(first, await heard(first))
+        first.delivered()
+        answers = []
+        for _ in range(3):
+            again = await join(found, Call("same", session.session_id, retried=True, attempt=1))
+            assert again is not None
+            answers.append(again)
+            check_whole(again, await read(again))
+            again.delivered()
+        assert len({run.request.turn_id for run in (first, *answers)}) == 4
+        assert session.turns == 4
+
+
+async def test_a_retry_of_what_was_refused_before_it_had_a_turn_joins_no_sibling(tmp_path: Path) -> None:
+    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0) as found:
+        session = found.session()
+        async with begun(found, session):
+            found.sessions.refused(Call("same", session.session_id))
+            retry = Call("same", session.session_id, retried=True, attempt=1)
+            assert await join(found, retry) is None
+            assert await join(found, retry) is not None, "the next may be the first one's own"
+            assert await join(found, retry) is None, "which has been here"
+            assert await join(found, Call("same", session.session_id, retried=True, attempt=2)) is not None
+
+
+async def test_the_first_choice_of_a_call_without_a_session_stays_while_the_second_runs(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"idempotency_window_s": 10.0, "disconnect_grace_s": 60.0}
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, **config) as found:
+        session = found.session(ephemeral=True)
+        origin = TurnOrigin("same", unnamed=True)
+        first, second = (
+            found.sessions.start(
+                TurnRequest(
+                    choice_id(TurnId("t"), choice),
+                    session.session_id,
+                    0,
+                    PROMPT,
+                    SamplingParams(max_tokens=budget),
+                    choice=choice,
+                    origin=origin,
+                )
+            )
+            for choice, budget in ((0, 2), (1, BUDGET))
+        )
+        async with second:
+            await read(first)
+            over = next(iter(found.sessions.known._over.values()))[1]
+            assert list(found.sessions.known.sweep(over + 1.0)) == []
+            await found.sessions.sweep()
+            e0.go.set()
+            check_whole(second, await heard(second))
+        for run in (first, second):
+            run.left()
+        assert await found.sessions.join(Call("same", None), 2) == [first, second]
+        last = max(until for _, until in found.sessions.known._over.values())
+        assert list(found.sessions.known.sweep(last + 0.01)) == [first, second]
+        assert not found.sessions.known._buckets
+
+
+async def test_who_leaves_unread_makes_no_turn_unread_that_another_is_about_to_have(tmp_path: Path) -> None:
+    """Its first connection is given up late, while its retry has read all and its answer is on the way."""
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+        session = found.session()
+        run = begun(found, session)
+        async with run:
+            joined = await join(found, Call("same", session.session_id, retried=True, attempt=1))
+            assert joined is run
+            async with run:
+                e0.go.set()
+                await heard(run)  # by the one of the two that reads
+        first, retry = (asked_of(run, read=read) for read in (False, True))
+        first.left()
+        assert await join(found, Call("same", session.session_id)) is None, "a sibling: the retry is about to have it"
+        retry.left()
+        assert await join(found, Call("same", session.session_id)) is run

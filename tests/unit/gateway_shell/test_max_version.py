@@ -32,7 +32,7 @@ async def refreshed(directory: Path, *engines: CuttingEngine) -> AsyncIterator[t
         found = await start(settings)
         stack.push_async_callback(found.close, 1.0)
         http = await stack.enter_async_context(aiohttp.ClientSession(found.url))
-        await until(lambda: served(found) == [1] * len(engines), "version 1", 10)
+        await until(lambda: served(found) == [1] * len(engines), "version 1", 60)
         yield found, http, holder
 
 
@@ -58,14 +58,14 @@ async def test_a_session_is_not_moved_past_it_and_its_version_is_loaded_again_wh
         for name in ("bound", "free"):
             await turn(http, name)
         holder.publish(2)
-        await until(lambda: served(found) == [2, 2], "both past it", 15)
+        await until(lambda: served(found) == [2, 2], "both past it", 60)
         await turn(http, "free")
         assert (await get(http, "/sessions/free"))["version"] == 2
         await turn(http, "bound")
         told = await get(http, "/sessions/bound")
         assert (told["version"], told["versions"], told["version_changes"]) == (1, [1], [])
 
-        await until(lambda: served(found) == [2, 2], "nobody holds it any more", 15)
+        await until(lambda: served(found) == [2, 2], "nobody holds it any more", 60)
         holder.retire(1)
         await until(lambda: found.fleet.state.gone(told["version"]), "the relay without it")
         lost = (await turn(http, "bound", 410))["error"]

@@ -37,7 +37,7 @@ async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field
     sglang = Engine(WEIGHTS, "0", MODEL, step_s=0.005)
     async with (
         serving_app(Server(sglang, incremental=incremental, disconnect_s=0.5).app()) as url,
-        CuttingEngine("vllm", says=says, chunk=1, pause_s=0.005) as vllm,
+        CuttingEngine("vllm", says=says, chunk=1, pause_s=0.005, dtype="bfloat16") as vllm,
     ):
         engines = (EngineSpec("vllm", "vllm", vllm.url, None), EngineSpec("sglang", "sglang", url, None))
         found = await start(dataclasses.replace(config(tmp_path), engines=engines, tokens_per_event=1))
@@ -52,7 +52,7 @@ async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field
             runs = list(running.values())
             for run in runs:
                 assert run.move(next(name for name in states if name != run.engine)) is not None
-            for number, choice in enumerate(await asyncio.wait_for(asyncio.gather(*asked), 30)):
+            for number, choice in enumerate(await asyncio.wait_for(asyncio.gather(*asked), 60)):
                 assert choice["token_ids"] == said(WEIGHTS, prompt_of(number), BUDGET)[0]
                 assert len(choice["logprobs"]["token_logprobs"]) == BUDGET
                 assert choice["finish_reason"] == "length"
@@ -60,6 +60,11 @@ async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field
         assert {tuple(s.engine for s in run.segments) for run in runs} == {("vllm", "sglang"), ("sglang", "vllm")}
         counters = found.sessions.counters
         assert (counters.turns_cut, counters.turns_lost, counters.turns_completed) == (0, 0, TURNS)
+        for run in runs:
+            dtypes = {"vllm": "bfloat16", "sglang": "float32"}
+            assert [segment.dtype for segment in run.segments] == [dtypes[segment.engine] for segment in run.segments]
+        assert counters.turns_mixed_dtype == TURNS, "not greedy-equal, and the record says so"
+        assert {engine.name: engine.dtype for engine in found.status.snapshot().engines} == dtypes
         await found.close(1.0)
 
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from gateway.core.repack import Freed, Move, Plan
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, Version
@@ -96,3 +98,23 @@ async def test_a_session_that_waits_for_a_tool_comes_back_to_the_destination(tmp
         run = found.run(session)
         check_whole(run, await read(run))
         assert [s.engine for s in run.segments] == ["e1"]
+
+
+async def test_a_move_that_fails_as_nobody_foresaw_leaves_the_others_on_their_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, 3) as (_, mover, runs, e1):
+        move = Run.move
+
+        def moves(run: Run, destination: EngineName) -> object:
+            if run is runs[0]:
+                raise KeyError("nobody thought of it")
+            return move(run, destination)
+
+        monkeypatch.setattr(Run, "move", moves)
+        e1.go.set()
+        mover.start(plan_for(runs))
+        await until(lambda: not mover.inbound, "the end of every move")
+        [receipt] = mover.book.receipts
+        assert [m.outcome for m in receipt.moves] == ["failed", "moved", "moved"]
+    assert "nobody thought of it" in caplog.text

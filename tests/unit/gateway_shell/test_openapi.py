@@ -63,6 +63,10 @@ def test_every_route_says_what_it_answers() -> None:
     ended = document["paths"]["/sessions/{sid}/finish"]["post"]["responses"]["200"]["content"]
     refs = [{"$ref": f"#/components/schemas/{name}"} for name in ("Finished", "SessionAnswer")]
     assert ended["application/json"]["schema"] == {"anyOf": refs}
+    for path in ("/v1/chat/completions", "/s/{sid}/v1/completions"):
+        operation = document["paths"][path]["post"]
+        assert {"X-Session-ID", "X-Laminar-History", "X-Request-Id"} <= set(operation["responses"]["200"]["headers"])
+        assert {"Idempotency-Key", "X-Session-ID"} <= {p["name"] for p in operation["parameters"]}
     assert list(document["paths"]["/healthz"]["get"]["responses"]) == ["200", "503", "default"]
 
 
@@ -85,9 +89,13 @@ async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
             ("get", "/groups/{gid}", "/groups/g1", None),
             ("post", "/groups/{gid}/abandon", "/groups/g1/abandon", {}),
             ("post", "/experience/sample", "/experience/sample", {**reader, "trajectories": 1}),
-            ("post", "/experience/ack", "/experience/ack", ["lease_id"]),  # of the answer before it
+            ("post", "/experience/release", "/experience/release", ["lease_id"]),  # of the answer before it
+            ("post", "/experience/sample", "/experience/sample", {**reader, "trajectories": 1}),
+            ("post", "/experience/ack", "/experience/ack", ["lease_id"]),
             ("get", "/status", "/status", None),
             ("get", "/healthz", "/healthz", None),
+            ("get", "/health", "/health", None),
+            ("get", "/sessions/{sid}", "/sessions/s1", None),
             ("get", "/admin/timeline", "/admin/timeline", None),
             ("get", "/admin/repack", "/admin/repack", None),
             ("post", "/admin/repack", "/admin/repack", None),

@@ -14,8 +14,9 @@ import pytest
 from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName, Version
-from gateway.pinning import TTL_S
-from protos.errors import OutOfCapacity
+from gateway.pinning import FALLBACK_HOLDER, TTL_S
+from paramserver.client import Lease, RelayClient
+from protos.errors import OutOfCapacity, Unavailable
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
 from tests.unit.gateway_shell.shell import Shell, read, shell
@@ -104,3 +105,50 @@ async def test_a_relay_that_is_let_go_in_the_middle_of_a_pin_ends_nothing_else(t
         holder.answering.set()
         found.fleet.add(EngineSpec("e0", "vllm", e0.url, f"127.0.0.1:{holder.port}"))
         await until(lambda: bool(found.fleet.pinning.pinned), "its pin again")
+
+
+async def test_what_goes_wrong_with_one_version_holds_up_no_other_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with one_engine(tmp_path) as (found, holder, e0):
+        acquire, broken = RelayClient.acquire, True
+
+        async def acquires(client: RelayClient, model: str, version: int | None = None, **how: Any) -> Lease:
+            if broken and version == 1 and how["holder"] == "gateway/sessions":
+                raise KeyError("nobody thought of it")
+            return await acquire(client, model, version, **how)
+
+        monkeypatch.setattr(RelayClient, "acquire", acquires)
+        await read(found.run(found.session(on_version_loss="strict")))
+        await serve(found, holder, 2, e0)
+        await read(found.run(found.session(on_version_loss="strict")))
+        await until(lambda: holder.leases == ["gateway/sessions@2x2"], "the pin of version 2")
+        broken = False
+        await until(lambda: len(holder.leases) == 2, "the pin of version 1")
+    assert caplog.text.count("is not pinned or released as it should be") == 1
+
+
+async def test_a_relay_that_stops_answering_is_one_warning_and_stands_in_the_status(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever each attempt says: a name has several addresses, and the attempts name them in turn."""
+    asked, acquire = 0, RelayClient.acquire
+
+    async def fails(client: RelayClient, model: str, version: int | None = None, **how: Any) -> Lease:
+        nonlocal asked
+        if how["holder"] != FALLBACK_HOLDER:
+            return await acquire(client, model, version, **how)
+        asked += 1
+        raise Unavailable(f"no relay answers at {client.address}: attempt {asked}")
+
+    async with one_engine(tmp_path) as (found, holder, e0):
+        assert found.fleet.relays.unreachable() == []
+        monkeypatch.setattr(RelayClient, "acquire", fails)
+        await serve(found, holder, 2, e0)
+        await until(lambda: asked > 2, "it was tried again")
+        address = f"127.0.0.1:{holder.port}"
+        await holder.stop()
+        await until(lambda: found.fleet.relays.unreachable() == [address], "it is known to be gone")
+    said = [r for r in caplog.records if r.name == "gateway.pinning"]
+    assert len([r for r in said if "is not pinned or released yet" in r.getMessage()]) == 1
+    assert not any(r.exc_info for r in said), "no stack for a relay that does not answer"

@@ -14,7 +14,7 @@ import pytest
 from gateway import refreshing
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import SamplingParams, Version
-from gateway.engines.base import EngineChunk, EngineFailed, StreamCut
+from gateway.engines.base import EngineChunk, EngineFailed, NoLogprob, StreamCut
 from gateway.probing import PROMPT, Probe, compare, probe
 from tests.support.cutting_engine import Cut, CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
@@ -61,6 +61,10 @@ async def test_an_engine_that_gives_no_token_after_its_load_loads_again_before_i
         [why] = [reason for state, reason in states if state == "fenced"]
         assert "gave no token after its load" in why
         assert [path for path, _ in e0.calls].count("/resume") == 3
+        (refused, error), taken_back = [(report[:2], report[2]) for report in holder.reports]
+        assert refused == (2, "e0")
+        assert "gave no token after its load" in error, "the trainer can hear of it"
+        assert taken_back == ((2, "e0"), ""), "and that it was loaded after all"
 
 
 async def test_an_engine_that_takes_no_probe_serves(tmp_path: Path) -> None:
@@ -90,12 +94,18 @@ class _Saying:
             raise self.cut
 
 
-@pytest.mark.parametrize(
-    "chunks", [[EngineChunk((7,), (math.nan,))], [EngineChunk((7,), (-math.inf,))], [], [EngineChunk((7, 8), (-1, -2))]]
-)
+@pytest.mark.parametrize("chunks", [[EngineChunk((7,), (-math.inf,))], [], [EngineChunk((7, 8), (-1, -2))]])
 async def test_what_is_no_number_is_refused(chunks: list[EngineChunk]) -> None:
     with pytest.raises(EngineFailed, match="answered a probe of one token with"):
         await probe(_Saying(*chunks), "i", Version(1))  # type: ignore[arg-type]
+
+
+async def test_weights_that_compute_nan_are_said_to() -> None:
+    message = r"version 8 computes NaN.*weights hold NaN"
+    with pytest.raises(EngineFailed, match=message):
+        await probe(_Saying(EngineChunk((7,), (math.nan,))), "i", Version(8))  # type: ignore[arg-type]
+    with pytest.raises(EngineFailed, match=message):
+        await probe(_Saying(cut=NoLogprob("x sent a token without a logprob")), "i", Version(8))  # type: ignore[arg-type]
 
 
 def test_what_a_probe_says_against_the_one_before() -> None:

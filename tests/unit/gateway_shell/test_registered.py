@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gateway.config import EngineSpec
 from gateway.core.types import EngineName
+from gateway.fleet import Fleet
 from gateway.registered import Registered
 from paramserver.client import RegisteredEngine
 from paramserver.core import view as keys
@@ -32,13 +34,19 @@ class Relay:
         record = RegisteredEngine(name or engine.name, kind, engine.url, self._address)
         await self._registry.transact([], [Put(keys.engine_key(record.name), msgspec.json.encode(record))])
 
+    async def put(self, name: str, record: RegisteredEngine | bytes) -> None:
+        """Whatever it is, under `name`."""
+        value = record if isinstance(record, bytes) else msgspec.json.encode(record)
+        await self._registry.transact([], [Put(keys.engine_key(name), value)])
+
     async def vanish(self, name: str) -> None:
         await self._registry.transact([], [Delete(keys.engine_key(name))])
 
 
 @asynccontextmanager
-async def following(found: Shell, address: str) -> AsyncIterator[Relay]:
+async def following(found: Shell, address: str, store_id: bytes = b"store") -> AsyncIterator[Relay]:
     store = MemoryStore(lambda: 0.0)
+    await MemoryRegistry(store).transact([], [Put(keys.STORE, store_id)])
     task = asyncio.create_task(Registered(MemoryRegistry(store), found.fleet).run())
     try:
         yield Relay(store, address)
@@ -140,3 +148,54 @@ async def test_an_engine_that_joins_late_beside_a_known_relay_loads_before_it_se
         await until(lambda: serving(found) == ["e0", "e1"], "e1")
         assert e1.version == "7"
         assert {asked.version for asked in (*e0.asked, *e1.asked)} == {"7"}
+
+
+ODD_URLS = ("http://127.0.0.1:99999", "http://[::1", f"http://{'a' * 64}.example", "ftp://host", "")
+
+
+@pytest.mark.parametrize("url", ODD_URLS)
+async def test_a_registration_that_cannot_be_followed_costs_its_own_engine_alone(tmp_path: Path, url: str) -> None:
+    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    async with relay() as (_, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
+        await registered.register(e0)
+        await registered.put("a", RegisteredEngine("a", "vllm", url, address))
+        await registered.put("b", RegisteredEngine("b", "vllm", e1.url, "no-relay"))
+        await registered.put("c", RegisteredEngine("not-c", "vllm", e1.url, address))
+        await registered.put("d", b'{"name": "\xff"}')
+        await registered.put("e", b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+        await registered.register(e1)
+        await until(lambda: serving(found) == ["e0", "e1"], "the sound ones")
+        assert list(found.fleet.members) == ["e0", "e1"]
+        for name in ("a", "b", "c", "d", "e", "e0"):
+            await registered.vanish(name)
+        await until(lambda: list(found.fleet.members) == ["e1"], "e0 to leave")
+
+
+async def test_what_fails_with_one_engine_as_nobody_foresaw_is_said_and_the_others_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add, e0, e1 = Fleet.add, CuttingEngine("e0"), CuttingEngine("e1")
+
+    def adds(fleet: Fleet, spec: EngineSpec) -> None:
+        if spec.name == "e0":
+            raise KeyError("nobody thought of it")
+        add(fleet, spec)
+
+    monkeypatch.setattr(Fleet, "add", adds)
+    async with relay() as (_, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
+        await registered.register(e0)
+        await registered.register(e1)
+        await until(lambda: serving(found) == ["e1"], "e1")
+    assert "nobody thought of it" in caplog.text
+
+
+async def test_a_store_whose_id_nobody_can_read_still_has_engines(tmp_path: Path) -> None:
+    e0 = CuttingEngine("e0")
+    async with (
+        relay() as (_, address),
+        e0,
+        shell(tmp_path) as found,
+        following(found, address, b"\xff\xfe") as registered,
+    ):
+        await registered.register(e0)
+        await until(lambda: serving(found) == ["e0"], "e0")

@@ -10,15 +10,17 @@ from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
 from gateway import relaying
+from gateway.api.openai_relay import _Client
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
-from gateway.core.types import EngineName
+from gateway.core.types import EngineName, Version
 from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, until
 from tests.support.fake_relay import relay
 from tests.support.text_engine import CHAT, COMPLETION, TextEngine, asked_of, said_in, words
@@ -308,7 +310,7 @@ async def begun(answer: aiohttp.ClientResponse, keep_alive: bytes) -> bytes:
     """What came of an answer that is kept alive, twice."""
     found = b""
     while found.count(keep_alive) < 2:
-        found += await asyncio.wait_for(answer.content.readany(), 10)
+        found += await asyncio.wait_for(answer.content.readany(), 60)
     return found
 
 
@@ -445,11 +447,11 @@ async def test_a_refresh_waits_for_relayed_requests_and_new_ones_go_elsewhere(tm
         publisher.publish(1)
         async with gateway(tmp_path, e0, e1, relay=address, fleet=FleetConfig(drain_max_s=60.0)) as (found, http):
             e0_state, e1_state = found.fleet.state.sorted_engines()
-            await until(lambda: e0_state.version == e1_state.version == 1, "version 1", 10)
+            await until(lambda: e0_state.version == e1_state.version == 1, "version 1", 60)
             running = asyncio.create_task(ask(http, chat(stream=True)))
             await until(lambda: asked_of(e0) == [1], "a stream on e0")
             publisher.publish(2)
-            await until(lambda: e1_state.version == 2, "the refresh of the empty engine", 10)
+            await until(lambda: e1_state.version == 2, "the refresh of the empty engine", 60)
             assert (e0_state.version, e0_state.intake_open) == (1, False)
             e1.go.set()
             second = await ask(http, chat(stream=True))
@@ -459,7 +461,7 @@ async def test_a_refresh_waits_for_relayed_requests_and_new_ones_go_elsewhere(tm
             first = await running
             assert (first.headers[ENGINE], first.headers[VERSION]) == ("e0", "1")
             assert said_in(first.body) == (words("e0", "1", NUM), ["[DONE]"])
-            await until(lambda: e0_state.version == 2, "the refresh after it", 10)
+            await until(lambda: e0_state.version == 2, "the refresh after it", 60)
             check_at_rest(found)
 
 
@@ -471,11 +473,11 @@ async def test_a_load_that_waits_for_nobody_breaks_streams_off_and_asks_others_f
         publisher.publish(1)
         async with gateway(tmp_path, e0, relay=address, fleet=FleetConfig(mode="inflight")) as (found, http):
             [state] = found.fleet.state.sorted_engines()
-            await until(lambda: state.version == 1, "version 1", 10)
+            await until(lambda: state.version == 1, "version 1", 60)
             running = asyncio.create_task(ask(http, chat(stream=streamed)))
             await until(lambda: asked_of(e0) == [1] and (not streamed or e0.said_words > 0), "a request under way")
             publisher.publish(2)
-            await until(lambda: state.version == 2, "the refresh", 10)
+            await until(lambda: state.version == 2, "the refresh", 60)
             e0.go.set()
             answer = await running
             if streamed:
@@ -559,3 +561,64 @@ async def test_status_and_metrics_count_them(tmp_path: Path) -> None:
     # what broke off had begun: it was relayed, and failed
     assert told["failed"] + told["retried"] == 2
     assert "laminar_gateway_text_relayed_total" in metrics
+
+
+async def test_a_client_that_stops_reading_gives_its_engine_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is recorded: who does not read loses the rest, and the place is another's."""
+    monkeypatch.setattr(relaying, "UNREAD_MAX_S", 0.1)
+    e0 = TextEngine("e0")
+    async with e0, gateway(tmp_path, e0) as (found, _):
+        parts = urlsplit(found.url)
+        assert parts.hostname is not None
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 12)
+        body = json.dumps(chat(stream=True, max_tokens=400_000)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await reader.readexactly(20)
+        assert found.relay is not None
+        await until(lambda: found.relay.statistics().running == 0, "its leaving the engine", 60)  # type: ignore[union-attr]
+        assert e0.said_words < 400_000, "not because it was over"
+        check_at_rest(found)
+        writer.close()
+
+
+async def test_a_client_that_cannot_be_kept_alive_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One task keeps all clients alive: what fails for one of them ends that request alone."""
+    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 0.05)
+    keep_alive, broken = _Client.keep_alive, 0
+
+    async def keeps(client: _Client, version: Version) -> None:
+        nonlocal broken
+        if client.streamed and not broken:
+            broken += 1
+            raise KeyError("nobody thought of it")
+        await keep_alive(client, version)
+
+    monkeypatch.setattr(_Client, "keep_alive", keeps)
+    e0 = TextEngine("e0", hold_text_at=0)
+    async with e0, gateway(tmp_path, e0) as (found, http):
+        asked = [asyncio.create_task(ask(http, chat(stream=stream))) for stream in (True, False)]
+        await until(lambda: broken, "the client that fails")
+        assert found.relay is not None
+        under_way = found.relay._under_way
+        await until(lambda: [u.client.told for u in under_way.values()].count(0) == 2, "both kept alive")
+        e0.go.set()
+        answers = await asyncio.gather(*asked)
+        assert {answer.status for answer in answers} == {200}, "the broken one was asked again"
+        check_at_rest(found)
+    assert caplog.text.count("nobody thought of it") >= 1
+
+
+async def test_the_key_of_a_session_that_has_ended_is_not_relayed(tmp_path: Path) -> None:
+    """Nothing of the call would be recorded where its client believes it to be."""
+    async with TextEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        async with http.post("/sessions", json={"session_id": "s"}) as made:
+            key = (await made.json())["api_key"]
+        async with http.post("/sessions/s/abandon") as gone:
+            assert gone.status == 200
+        async with http.post(CHAT, json=chat(), headers={"Authorization": f"Bearer {key}"}) as answer:
+            assert answer.status == 404
+            assert "no live session has this API key" in (await answer.json())["error"]["message"]
+        assert not e0.asked

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
+from gateway import repacking, standing
 from gateway.app import start
 from gateway.cli_repack import ask, told
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import FleetConfig
+from gateway.core.repack import Plan
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
 from tests.support.fake_relay import relay
 from tests.support.words import tokenizer
+from tests.unit.gateway_shell.test_status import gateway as running
 
 PROMPT = [11, 12, 13]
 BUDGET = 400
@@ -36,14 +40,14 @@ async def test_a_dry_run_moves_nothing_and_a_round_leaves_its_receipt(tmp_path: 
         gateway = await start(config)
         stack.push_async_callback(gateway.close, 1.0)
         states = gateway.fleet.state.sorted_engines
-        await until(lambda: all(e.status == "serving" and e.version == 1 for e in states()), "version 1", 10)
+        await until(lambda: all(e.status == "serving" and e.version == 1 for e in states()), "version 1", 60)
         http = await stack.enter_async_context(aiohttp.ClientSession(gateway.url))
         asking = [asyncio.create_task(complete(http)) for _ in range(2)]
-        await until(lambda: [len(e.turns) for e in states()] == [1, 1], "a turn on each", 10)
+        await until(lambda: [len(e.turns) for e in states()] == [1, 1], "a turn on each", 60)
         runs = gateway.sessions.runs
-        await until(lambda: all(len(r.record.token_ids) == 6 for r in runs.values()), "held turns", 10)
+        await until(lambda: all(len(r.record.token_ids) == 6 for r in runs.values()), "held turns", 60)
         found_relay.publish(2)
-        await until(lambda: not any(e.intake_open for e in states()), "closed intakes", 10)
+        await until(lambda: not any(e.intake_open for e in states()), "closed intakes", 60)
 
         [plan] = (await ask(gateway.url, dry_run=True))["plans"]
         [freed], [move] = plan["freed"], plan["moves"]
@@ -58,9 +62,9 @@ async def test_a_dry_run_moves_nothing_and_a_round_leaves_its_receipt(tmp_path: 
             engine.go.set()
         for task in asking:
             assert await task == said(PROMPT, BUDGET)[0]
-        await until(lambda: [e.version for e in states()] == [2, 2], "the freed engine's refresh, and the other's", 10)
+        await until(lambda: [e.version for e in states()] == [2, 2], "the freed engine's refresh, and the other's", 60)
         book = gateway.status.repacker.book
-        await until(lambda: book.receipts[-1].gain_measured_s is not None, "the measured gain", 10)
+        await until(lambda: book.receipts[-1].gain_measured_s is not None, "the measured gain", 60)
         async with http.get("/admin/receipts") as answer:
             [receipt] = (await answer.json())["receipts"]
         assert (receipt["version"], receipt["engine"]) == (1, freed["engine"])
@@ -76,3 +80,22 @@ async def complete(http: aiohttp.ClientSession) -> Any:
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": BUDGET, "return_token_ids": True}
     async with http.post("/v1/completions", json=body) as answer:
         return (await answer.json())["choices"][0]["token_ids"]
+
+
+async def test_a_round_that_fails_as_nobody_foresaw_is_said_and_the_next_one_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rounds = 0
+
+    def plans(*_: object, **__: object) -> tuple[Plan, ...]:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 1:
+            raise ZeroDivisionError("nobody thought of it")
+        return ()
+
+    monkeypatch.setattr(standing, "RETRY_S", 0.01)
+    monkeypatch.setattr(repacking, "plan_repack", plans)
+    async with CuttingEngine("e0") as e0, running(tmp_path, e0, repack_interval_s=0.01):
+        await until(lambda: rounds > 2, "further rounds")
+    assert caplog.text.count("repack failed, and begins again until it does not") == 1

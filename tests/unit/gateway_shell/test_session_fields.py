@@ -103,3 +103,24 @@ async def test_calls_of_one_user_are_one_session_unless_that_is_switched_off(tmp
         else:
             assert [source for _, source in told[:2]] == ["none", "none"]
             assert told[0][0] != told[1][0]
+
+
+async def test_a_session_that_has_ended_tells_how(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        await turn(http, "s", [5])
+        told = await post(http, "/sessions/s/finish", {"reward": 0.5})
+        assert await get(http, "/sessions/s") == {"session_id": "s", "state": "finished", "result": told}
+        await post(http, "/sessions", {"session_id": "gone"})
+        await post(http, "/sessions/gone/abandon", {"reason": "why not"})
+        assert await get(http, "/sessions/gone") == {"session_id": "gone", "state": "abandoned", "result": None}
+        async with http.get("/sessions/never") as answer:
+            assert answer.status == 404
+        refused = await post(http, "/sessions", {"session_id": "s"}, 409)
+        assert "(finished with reward 0.5, completed): trajectories are known by it" in refused["error"]["message"]
+
+
+async def test_what_clients_of_engines_look_for_is_there(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        assert (await get(http, "/health"))["serving_engines"] == ["e0"]
+        refused = await post(http, "/admin/engines", {"name": "x", "url": f"{e0.url}/v1/"}, 400)
+        assert f"without the /v1: {e0.url}" in refused["error"]["message"]

@@ -75,7 +75,7 @@ async def test_what_status_and_metrics_tell_of_cut_turns(tmp_path: Path) -> None
         status = await get(http, "/status")
         counted = await metrics(http)
     assert (status["model"], status["mode"], status["newest_version"]) == (MODEL, "repack", 0)
-    assert status["sessions"] == {"live": 0, "running_turns": 0, "queued": 0}
+    assert status["sessions"] == {"live": 0, "running_turns": 0, "queued": 0, "waiting_for": {}}
     told = {"turns_started": 3, "turns_completed": 3, "turns_cut": 2, "turns_resumed": 2, "turns_lost": 0}
     told |= {"turns_aborted": 0, "tokens_generated": 18, "moves": 0, "version_mismatches": 0, "sessions_abandoned": 0}
     assert {name: status["counters"][name] for name in told} == told
@@ -96,7 +96,7 @@ async def test_a_running_turn_shows(tmp_path: Path) -> None:
         await until(lambda: found.sessions.counters.tokens_generated == 4, "four tokens")
         status, counted = await get(http, "/status"), await metrics(http)
         [engine] = status["engines"]
-        assert status["sessions"] == {"live": 1, "running_turns": 1, "queued": 0}
+        assert status["sessions"] == {"live": 1, "running_turns": 1, "queued": 0, "waiting_for": {}}
         assert (engine["running"], engine["kv_tokens"], engine["admitted"]) == (1, 7, 1)
         assert counted["engine_running e0"] == 1
         assert status["partial_response_pool"]["in_flight"] == 1
@@ -236,7 +236,7 @@ async def test_a_request_before_the_first_engine_was_seen_is_not_called_too_long
 
 async def refused(url: str) -> None:
     """Until nothing listens there any more."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with contextlib.suppress(ConnectionError):
             while True:
                 _, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway import driving
+from gateway import audience, driving
 from gateway.audience import UNREAD_TOKENS_MAX
 from gateway.core.fleet import FleetConfig, TurnLoad
 from gateway.core.sampling import segment_seed
@@ -47,6 +47,7 @@ REASONS: dict[CutKind, str] = {
     "hang": "stalled",
     "malformed": "protocol",
     "no_logprobs": "protocol",
+    "huge_id": "protocol",
     "repeat": "protocol",
     "shorten": "protocol",
 }
@@ -353,7 +354,7 @@ async def test_a_stream_that_fails_as_it_is_closed_leaves_no_booking(
         monkeypatch.setattr(adapter, "generate", failing)
         run = found.run()
         if how == "left":
-            await asyncio.wait_for(leave_after(run, 4), 5)
+            await asyncio.wait_for(leave_after(run, 4), 60)
         else:
             async with run:
                 await until(lambda: len(run.record.token_ids) == 4, "four tokens")
@@ -371,7 +372,27 @@ async def leave_after(run: Run, num_tokens: int) -> None:
         await until(lambda: len(run.record.token_ids) == num_tokens, f"{num_tokens} tokens")
 
 
-async def test_a_slow_client_holds_its_stream_back(tmp_path: Path) -> None:
+async def test_a_client_that_stops_reading_keeps_no_engines_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn goes on into its record, its place is another's, and the client may read the rest whenever it likes."""
+    monkeypatch.setattr(audience, "PATIENCE_S", 0.05)
+    budget = 2000
+    async with CuttingEngine("e0", chunk=1) as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
+        run = found.run(budget=budget)
+        async with run:
+            reading = slowly(run)
+            deltas = [await anext(reading)]
+            await until(lambda: run.record.finish_reason and not found.turns_on(e0), "its end, though nobody reads")
+            other = found.run()
+            check_whole(other, await read(other))
+            deltas += [delta async for delta in reading]
+        check_whole(run, deltas, budget)
+        check_at_rest(found)
+
+
+async def test_a_slow_client_holds_its_stream_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audience, "PATIENCE_S", 3600.0)
     budget, ahead_max = 2000, UNREAD_TOKENS_MAX + EVENTS_AT_ONCE_MAX
     async with CuttingEngine("e0", chunk=1) as e0, shell(tmp_path, e0) as found:
         run, deltas = found.run(budget=budget), []
@@ -579,4 +600,18 @@ async def test_cut_after_the_token_that_ends_it_nothing_more_is_asked(tmp_path: 
         deltas = await read(run)
         assert [t for d in deltas for t in d.token_ids] == said(PROMPT, 4)[0]
         assert (deltas[-1].finish_reason, len(e0.asked)) == ("stop", 1)
+        check_at_rest(found)
+
+
+@pytest.mark.parametrize("alien", [1000, 2**62, -1])
+async def test_ids_of_another_vocabulary_are_a_cut(tmp_path: Path, alien: int) -> None:
+    """Neither recorded, nor shown, nor handed to the database; what came before stands."""
+    first = said(PROMPT, 3)[0]
+    odd = CuttingEngine("e0", chunk=1, says=lambda prompt: [*first, alien, 5])
+    async with odd, CuttingEngine("e1") as e1, shell(tmp_path, odd, e1) as found:
+        found.sessions.vocab_size = 1000
+        run = found.run(seed=7)
+        check_whole(run, await read(run))
+        assert [(s.engine, s.cause) for s in run.segments] == [("e0", "start"), ("e1", "cut")]
+        assert cut_counts(found) == (1, 1, 0, {"protocol": 1})
         check_at_rest(found)

@@ -19,7 +19,7 @@ from tests.support.reading import heard
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
 POLICIES: tuple[VersionPolicy, ...] = ("segment", "strict", "fail")
-SLACK_S = 5.0
+SLACK_S = 60.0
 """For the load itself, the gateway's look every half second, and a busy machine."""
 
 
@@ -32,7 +32,7 @@ async def two_engines(directory: Path, **config: Any) -> AsyncIterator[tuple[She
         engines = [await stack.enter_async_context(CuttingEngine(f"e{i}")) for i in range(2)]
         fleet = FleetConfig(intake_min_batch=0, **config)
         found = await stack.enter_async_context(shell(directory, *engines, relay=address, fleet=fleet))
-        await until(lambda: served(found) == [1, 1], "version 1", 10)
+        await until(lambda: served(found) == [1, 1], "version 1", 60)
         yield found, found_relay, engines
 
 
@@ -51,7 +51,7 @@ async def test_a_session_that_waits_for_a_tool_holds_its_version_so_long_and_no_
         assert {s.version for s in first.segments} == {1}
 
         found_relay.publish(2)  # while it waits for its tool
-        await until(lambda: sorted(served(found)) == [1, 2], "one engine kept for it", 10)
+        await until(lambda: sorted(served(found)) == [1, 2], "one engine kept for it", 60)
         [kept] = [e for e in found.fleet.state.sorted_engines() if e.version == 1]
         check_whole(second := found.run(session), await read(second))
         assert {(s.engine, s.version) for s in second.segments} == {(kept.name, 1)}, "its tool was quick enough"
@@ -84,7 +84,7 @@ async def test_a_straggler_beyond_the_staleness_bound_leaves_by_its_policy(
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             straggling = found.fleet.state.engines[EngineName(str(run.engine))]
             found_relay.publish(2)
-            await until(lambda: not straggling.intake_open, "a closed intake", 10)
+            await until(lambda: not straggling.intake_open, "a closed intake", 60)
             closed_at = time.monotonic()
             await until(lambda: straggling.version == 2, "its refresh", drain_s + SLACK_S)
             assert time.monotonic() - closed_at < drain_s + SLACK_S

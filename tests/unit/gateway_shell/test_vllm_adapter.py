@@ -14,8 +14,9 @@ from gateway import refreshing
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
 from gateway.engines.http import reason_in
+from gateway.engines.kinds import connect
 from gateway.engines.vllm import Reader, VllmEngine
-from tests.support.cutting_engine import LOAD_STEPS, MODEL, Cut, CutKind, CuttingEngine, said, until
+from tests.support.cutting_engine import LOAD_STEPS, MODEL, Answer, Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
 from tests.unit.gateway_shell.shell import check_whole, read, shell
 
@@ -87,9 +88,11 @@ async def test_what_is_asked() -> None:
         "request_id": "r1",
     }
     async with CuttingEngine() as e0, adapter(e0) as found:
-        await generate(found, presence_penalty=0.5, frequency_penalty=-1.0, json_schema='{"type":"object"}')
+        sampled = {"min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": ((5, -1.0),)}
+        await generate(found, **sampled, presence_penalty=0.5, frequency_penalty=-1.0, json_schema='{"type":"object"}')
     asked = e0.asked[0].body
     assert (asked["presence_penalty"], asked["frequency_penalty"]) == (0.5, -1.0)
+    assert (asked["min_p"], asked["repetition_penalty"], asked["logit_bias"]) == (0.1, 1.2, {"5": -1.0})
     assert asked["structured_outputs"] == {"json": '{"type":"object"}'}
     async with CuttingEngine() as engine, adapter(engine) as found:
         await generate(found, regex="yes|no")
@@ -215,6 +218,42 @@ async def test_what_limits_read(metrics: str | None, tokens: int) -> None:
         if metrics is not None:
             e0.answers["/metrics"] = metrics
         assert await found.limits() == EngineLimits(4096, tokens, "41")
+
+
+CONFIGURATION = "model='m', kv_cache_dtype=fp8, dtype=torch.bfloat16, max_seq_len=64, pad_dtype=int8"
+
+
+@pytest.mark.parametrize(
+    ("answers", "dtype"),
+    [
+        ({"/v1/models": '{"data": [{"id": "policy", "dtype": "float32"}]}'}, "float32"),
+        ({"/server_info": f'{{"vllm_config": "{CONFIGURATION}"}}'}, "bfloat16"),
+        ({"/server_info": '{"vllm_config": "kv_cache_dtype=fp8"}'}, ""),
+        ({"/server_info": "{}"}, ""),
+    ],
+)
+async def test_what_it_computes_in_is_told_with_its_model_or_in_its_configuration(
+    answers: dict[str, Answer], dtype: str
+) -> None:
+    async with CuttingEngine(answers=answers) as e0, adapter(e0) as found:
+        assert await found.dtype() == dtype
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"/server_info": 404},
+        {"/server_info": '{"vllm_config": {"model": "json"}}'},
+        {"/server_info": '{"vllm_config": "dtype=' + "x" * 99 + '"}'},
+        {"/v1/models": '{"data": [{"id": "policy", "dtype": "not a\\u0000 name"}]}'},
+    ],
+)
+async def test_no_word_of_it_and_what_is_no_dtype_are_failures_of_the_look(answers: dict[str, Answer]) -> None:
+    async with CuttingEngine(answers=answers) as e0:
+        found = connect("vllm", e0.url, MODEL)
+        with pytest.raises(EngineFailed):
+            await found.dtype()
+        await found.close()
 
 
 async def test_another_model_is_named() -> None:

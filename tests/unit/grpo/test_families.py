@@ -133,3 +133,23 @@ def test_an_update_moves_the_weights_by_rounding_float32_masters(tmp_path: Path,
     assert moved > 0.3, "single steps of 1e-5 are below bf16's spacing: only masters let them add up"
     policy.drop_gradients()
     assert policy.update(grad_norm_max=1.0) == 0.0
+
+
+def test_in_float32_it_computes_with_the_very_bf16_weights_that_it_publishes(tmp_path: Path, batch: Packed) -> None:
+    directory = make_model(tmp_path, "llama")
+    checkpoint = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    checkpoint.save_pretrained(directory)
+    policy = Policy(directory, lr=1e-3, dtype=torch.float32)
+    layout = lay_out(batch, [[0, 1, 3], [2], [4]])
+    initial = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    (-policy.logprobs(layout, torch.from_numpy(batch.input_ids)).sum()).backward()  # type: ignore[no-untyped-call]
+    policy.update(grad_norm_max=1.0)
+    published, computed = policy.state_dict(), policy.model.state_dict()
+    assert published.keys() == computed.keys() == checkpoint.state_dict().keys()
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in computed.values()} == {torch.float32}
+    for name, tensor in published.items():
+        assert torch.equal(tensor.float(), computed[name]), name
+    assert sum(int((tensor != initial[name]).sum()) for name, tensor in published.items()) > 1000
+    tied = [published[name].data_ptr() for name in ("model.embed_tokens.weight", "lm_head.weight")]
+    assert tied[0] == tied[1], "published once"

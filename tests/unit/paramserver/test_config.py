@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
+from paramserver.cli import cli
 from paramserver.config import RelayConfig, parse_bytes, show_bytes
 from protos.errors import InvalidRequest
 
@@ -37,9 +41,39 @@ def test_sizes_are_shown_short() -> None:
     [
         ({"name": "a/b"}, "cannot name a relay"),
         ({"retain": 0}, "--retain is 0"),
-        ({"chunk_bytes": 10}, "chunks of 10 bytes"),
+        ({"chunk_bytes": 10}, "chunks of 10 B .use 4 KiB"),
+        ({"chunk_bytes": 8 << 30}, "chunks of 8 GiB"),
+        ({"max_rate": 0}, "--max-rate is 0 B"),
+        ({"max_rate": 1024}, "--max-rate is 1 KiB"),
+        ({"lease_ttl_s": float("nan")}, "--lease-ttl-s is nan"),
+        ({"lease_ttl_s": float("inf")}, "--lease-ttl-s is inf"),
+        ({"silence_s": float("nan")}, "--silence-s is nan"),
+        ({"silence_s": float("inf")}, "--silence-s is inf"),
+        ({"spill": Path("/dev/shm/pool/spill"), "pool_dir": Path("/dev/shm/pool")}, "is cleared when it ends"),
+        ({"spill": Path("pool"), "pool_dir": Path("./pool")}, "is cleared when it ends"),
+        ({"host": "0.0.0.0"}, r"every address of this host.*--advertise"),
+        ({"host": "::"}, "every address of this host"),
+        ({"advertise": "0.0.0.0"}, "every address of this host"),
     ],
 )
 def test_a_wrong_configuration_is_refused(wrong: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         RelayConfig(**{"name": "a", "etcd": "h:1", **wrong})  # type: ignore[arg-type]
+
+
+def test_what_others_are_told_is_where_they_reach_it() -> None:
+    assert RelayConfig("a", "h:1", host="10.0.0.1").reached_by == "10.0.0.1"
+    assert RelayConfig("a", "h:1", host="0.0.0.0", advertise="trainer-0").reached_by == "trainer-0"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["adopt", "--continues", "x", "--model", "policy", "--above", "9" * 30],
+        ["pull", "--model", "policy", "--out", "unused", "--version", "9" * 30],
+    ],
+)
+def test_numbers_that_no_version_has_are_wrong_usage(command: list[str]) -> None:
+    done = CliRunner().invoke(cli, [*command, "--relay", "127.0.0.1:1"])
+    assert done.exit_code == 2, done.output
+    assert "is not in the range" in done.output

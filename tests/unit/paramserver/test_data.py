@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -13,17 +15,29 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from paramserver import pull
 from paramserver.core.layout import TensorSpec, plan_layout
 from paramserver.core.records import ChunkMap, Epoch, Manifest, digest, version_root
 from paramserver.core.transfer import Want
+from paramserver.data import server as data_server
 from paramserver.data import tcp, wire
 from paramserver.data.fetch import Fetch
 from paramserver.data.publish import Image, Mappings, write_mapped, write_tcp
 from paramserver.data.transport import Arrived, Source
 from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
-from protos.errors import Conflict, Corrupt, InvalidRequest, NotFound, OutOfCapacity, StaleEpoch, Unavailable
+from protos.errors import (
+    Conflict,
+    Corrupt,
+    InvalidRequest,
+    LaminarError,
+    NotFound,
+    OutOfCapacity,
+    StaleEpoch,
+    Unavailable,
+)
 from tests.support.fleet import until
 from tests.support.hops import CHUNK, CONTENT, EPOCH, FETCH, Host, manifest
 
@@ -45,10 +59,16 @@ def make_host() -> Iterator[MakeHost]:
     shutil.rmtree(directory)
 
 
-def fetch(into: Host, *sources: Host, patience_s: float = 5.0) -> Fetch:
-    return Fetch(into.snapshot, FETCH, lambda: [[s.source] for s in sources], tcp.dialer(), patience_s=patience_s)
+LIVELY_S = 3.0
+"""Silence that counts as death where a holder lives: its signs of life come in time beside any other work."""
 
 
+def fetch(into: Host, *sources: Host, patience_s: float = 20.0) -> Fetch:
+    dial = tcp.dialer(silence_s=LIVELY_S)
+    return Fetch(into.snapshot, FETCH, lambda: [[s.source] for s in sources], dial, patience_s=patience_s)
+
+
+@pytest.mark.slow
 def test_a_version_comes_over_while_it_is_still_being_written(make_host: MakeHost) -> None:
     upstream, downstream = make_host(), make_host()
     upstream.fill(2)
@@ -56,12 +76,10 @@ def test_a_version_comes_over_while_it_is_still_being_written(make_host: MakeHos
     result: list[bool] = []
     thread = threading.Thread(target=lambda: result.append(running.run()))
     thread.start()
-    assert downstream.snapshot.wait_chunk(1, 5.0) is not None
-    assert downstream.snapshot.wait_chunk(2, 1.3 * wire.SILENCE_S) is None, (
-        "longer than the silence that counts as death"
-    )
+    assert downstream.snapshot.wait_chunk(1, 60.0) is not None
+    assert downstream.snapshot.wait_chunk(2, 1.3 * LIVELY_S) is None, "longer than the silence that counts as death"
     upstream.fill()
-    thread.join(5.0)
+    thread.join(60.0)
     assert result == [True]
     assert downstream.content() == CONTENT
     assert downstream.snapshot.root() == upstream.snapshot.root()
@@ -88,13 +106,13 @@ def test_without_any_source_it_gives_up_and_says_why(make_host: MakeHost) -> Non
 def test_stripes_spread_over_the_holders_of_one_tier(make_host: MakeHost) -> None:
     holders, downstream = [make_host(), make_host()], make_host()
     tiers = [[holder.source for holder in holders]]
-    running = Fetch(downstream.snapshot, FETCH, lambda: tiers, tcp.dialer(), num_stripes=1)
+    running = Fetch(downstream.snapshot, FETCH, lambda: tiers, tcp.dialer(silence_s=LIVELY_S), num_stripes=1)
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(running.run)
         until(lambda: all(holder.snapshot.num_links == 1 for holder in holders), "a stripe to each holder")
         for holder in holders:
             holder.fill()
-        assert done.result(10.0)
+        assert done.result(60.0)
     assert downstream.content() == CONTENT
     assert sum(holder.server.bytes_sent for holder in holders) == len(CONTENT), "no byte came twice"
     assert all(holder.server.bytes_sent for holder in holders), "each answers what it was asked while it waited"
@@ -106,10 +124,12 @@ def test_a_holder_serves_few_late_joiners_at_once_and_the_next_when_one_is_done(
     late = [Greeting("fetch", "policy", 1, f"joiner-{i}", EPOCH, late=True) for i in range(3)]
     with tcp_link(holder.source, late[0]), tcp_link(holder.source, late[0]), tcp_link(holder.source, late[1]):
         with pytest.raises(OutOfCapacity, match="goes to joiner-0, joiner-1 already"):
-            tcp.TcpLink(holder.source, late[2])
+            tcp.TcpLink(holder.source, late[2], silence_s=LIVELY_S)
         tcp.TcpLink(holder.source, FETCH).close()
     waiting = make_host()
-    assert Fetch(waiting.snapshot, late[2], lambda: [[holder.source]], tcp.dialer(), patience_s=5.0).run()
+    assert Fetch(
+        waiting.snapshot, late[2], lambda: [[holder.source]], tcp.dialer(silence_s=LIVELY_S), patience_s=20.0
+    ).run()
     assert waiting.content() == CONTENT
 
 
@@ -120,7 +140,7 @@ def test_a_cancelled_fetch_ends_without_an_error(make_host: MakeHost) -> None:
     thread = threading.Thread(target=lambda: result.append(running.run()))
     thread.start()
     running.cancel()
-    thread.join(5.0)
+    thread.join(60.0)
     assert result == [False]
 
 
@@ -142,7 +162,7 @@ class tcp_link:  # noqa: N801  (reads as a function)
     """A link as a context manager."""
 
     def __init__(self, source: Source, greeting: Greeting = FETCH) -> None:
-        self.link = tcp.TcpLink(source, greeting)
+        self.link = tcp.TcpLink(source, greeting, silence_s=LIVELY_S)
 
     def __enter__(self) -> tcp.TcpLink:
         return self.link
@@ -189,6 +209,120 @@ def test_garbage_ends_its_own_connection_and_no_other(make_host: MakeHost, garba
         assert sock.recv(1) == b""
     downstream = make_host()
     assert fetch(downstream, host).run()
+
+
+DEEP = b"[" * 200_000
+"""JSON nested deeper than any decoder goes."""
+
+
+def test_a_greeting_nested_too_deep_ends_its_own_connection_and_no_other(make_host: MakeHost) -> None:
+    host = make_host()
+    host.fill()
+    with wire.connect(host.source.address, 5.0) as sock, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        sock.sendall(b"LMN1" + len(DEEP).to_bytes(4, "big") + DEEP)
+        assert sock.recv(1) == b""
+    assert fetch(make_host(), host).run()
+
+
+def test_a_source_whose_answer_is_nested_too_deep_is_bypassed(make_host: MakeHost) -> None:
+    upstream, downstream = make_host(), make_host()
+    upstream.fill()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        liar = Source("liar", f"127.0.0.1:{listener.getsockname()[1]}")
+        threading.Thread(target=_answer_deep, args=(listener,), daemon=True).start()
+        running = Fetch(downstream.snapshot, FETCH, lambda: [[liar], [upstream.source]], tcp.dialer(silence_s=LIVELY_S))
+        assert running.run()
+    assert downstream.content() == CONTENT
+
+
+def _answer_deep(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            sock, _ = listener.accept()
+            with sock:
+                wire.receive_greeting(sock)
+                sock.sendall(Header(Kind.WELCOME, length=len(DEEP)).pack() + DEEP)
+
+
+def test_an_error_in_making_a_link_that_nobody_foresaw_costs_that_source_alone(make_host: MakeHost) -> None:
+    odd, upstream, downstream = make_host(), make_host(), make_host()
+    upstream.fill()
+    make = tcp.dialer(silence_s=LIVELY_S)
+
+    def dial(source: Source, greeting: Greeting) -> tcp.TcpLink:
+        if source is odd.source:
+            raise ZeroDivisionError("unforeseen")
+        return make(source, greeting)
+
+    running = Fetch(downstream.snapshot, FETCH, lambda: [[odd.source], [upstream.source]], dial)
+    assert running.run()
+    assert downstream.content() == CONTENT
+
+
+def test_an_error_in_a_stripe_that_nobody_foresaw_reaches_who_waits_for_the_fetch(make_host: MakeHost) -> None:
+    upstream, downstream = make_host(), make_host()
+    upstream.fill()
+
+    def fails(index: int, chunk_digest: bytes) -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    downstream.snapshot.present = fails  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        fetch(downstream, upstream).run()
+
+
+def test_without_a_thread_for_every_stripe_no_other_goes_on_writing(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked for the fetch gives the memory back as soon as it has ended."""
+    silent, downstream = make_host(), make_host()
+    running = fetch(downstream, silent)
+    running.num_stripes = 2
+    start, started = threading.Thread.start, []
+
+    def fails_the_second_time(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paramserver.data.fetch.threading.Thread.start", fails_the_second_time)
+        with pytest.raises(RuntimeError, match="new thread"):
+            running.run()
+    assert not started[0].is_alive()
+
+
+def test_a_data_port_without_a_thread_to_be_had_serves_again_when_there_is_one(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = make_host()
+    host.fill()
+    start, num_failed = host.server._start, 0
+
+    def fails_twice(work: Callable[[], None], name: str) -> None:
+        nonlocal num_failed
+        if num_failed < 2:
+            num_failed += 1
+            raise RuntimeError("can't start new thread")
+        start(work, name)
+
+    monkeypatch.setattr(host.server, "_start", fails_twice)
+    assert fetch(make_host(), host).run()
+    assert num_failed == 2
+    assert len([r for r in caplog.records if "are not accepted" in r.getMessage() and r.levelname == "ERROR"]) == 1
+
+
+def test_what_nobody_foresaw_in_serving_a_connection_is_refused_and_costs_no_other(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make_host()
+    host.fill()
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "find", lambda *_: 1 // 0)
+        with pytest.raises(LaminarError, match="ZeroDivisionError"):
+            tcp.TcpLink(host.source, FETCH)
+    assert fetch(make_host(), host).run()
 
 
 class FakeLink:
@@ -311,6 +445,73 @@ def test_a_tensor_that_fails_in_one_thread_ends_them_all(make_host: MakeHost, mo
     assert not host.snapshot.complete
 
 
+def publish(how: str, host: Host, image: Image) -> None:
+    if how == "streamed":
+        write_tcp(host.source.address, Greeting("write", "policy", 1, "t", token="token"), image, attempts=1)
+        return
+    mappings = Mappings()
+    try:
+        write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+    finally:
+        mappings.close()
+
+
+@pytest.mark.parametrize("how", ["mapped", "streamed"])
+def test_a_tensor_that_takes_longer_to_read_than_a_silence_may_last_breaks_nothing(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """The relay hears signs of life meanwhile, and the trainer's log says which tensor is waited for."""
+    for name in ("server.STALL_S", "server.PUBLISHER_SILENCE_S"):
+        monkeypatch.setattr(f"paramserver.data.{name}", 0.5)
+    monkeypatch.setattr("paramserver.data.publish.ALIVE_S", 0.05)
+    monkeypatch.setattr("paramserver.data.publish.SLOW_READ_S", 0.2)
+
+    def slow() -> memoryview:
+        time.sleep(1.5)  # what is tested is that nothing happens meanwhile
+        return memoryview(CONTENT)
+
+    (file,) = plan_layout([TensorSpec("gathered", "U8", (len(CONTENT),))])
+    image = Image([file.size_bytes], {0: file}, {"gathered": slow}, CHUNK)
+    host = make_host(file.size_bytes)
+    publish(how, host, image)
+    assert host.snapshot.complete
+    said = [r.getMessage() for r in caplog.records if "gathered" in r.getMessage()]
+    assert 1 <= len(said) <= 3, "at 0.2, 0.4 and 0.8 s, and not at every look"
+    assert re.search(r"tensor 'gathered' has been read for \d+\.\d s", said[0])
+
+
+@pytest.mark.parametrize("how", ["mapped", "streamed"])
+def test_a_publisher_hears_why_its_version_was_given_up_meanwhile(make_host: MakeHost, how: str) -> None:
+    (file,) = plan_layout([TensorSpec("a", "U8", (len(CONTENT),)), TensorSpec("b", "U8", (len(CONTENT),))])
+    host = make_host(file.size_bytes)
+
+    def read() -> memoryview:
+        host.snapshot.close("rank 1 left")
+        return memoryview(CONTENT)
+
+    image = Image([file.size_bytes], {0: file}, {"a": lambda: memoryview(CONTENT), "b": read}, CHUNK)
+    with pytest.raises(LaminarError, match="rank 1 left"):
+        publish(how, host, image)
+
+
+@pytest.mark.parametrize("how", ["mapped", "streamed"])
+def test_a_version_given_up_during_a_slow_read_frees_the_relays_thread_and_is_said(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    monkeypatch.setattr("paramserver.data.publish.ALIVE_S", 0.01)
+    (file,) = plan_layout([TensorSpec("gathered", "U8", (len(CONTENT),))])
+    host = make_host(file.size_bytes)
+
+    def slow() -> memoryview:
+        host.snapshot.close("rank 1 left")
+        until(lambda: any("left while tensor 'gathered' is read" in r.getMessage() for r in caplog.records), "a word")
+        return memoryview(CONTENT)
+
+    image = Image([file.size_bytes], {0: file}, {"gathered": slow}, CHUNK)
+    with pytest.raises(LaminarError, match="rank 1 left"):
+        publish(how, host, image)
+
+
 def test_a_publisher_streams_and_sends_only_what_is_missing(make_host: MakeHost) -> None:
     image, found, expected = image_of(*TENSORS)
     host = make_host(found.size_bytes)
@@ -378,3 +579,105 @@ def test_ranges() -> None:
     assert wire.ranges([]) == []
     assert wire.ranges([0, 1, 2, 5, 7, 8]) == [(0, 3), (5, 6), (7, 9)]
     assert ChunkMap([0, 0], 4).num_chunks == 0
+
+
+# ---- what strangers say
+
+
+@pytest.mark.parametrize("name", ["../outside/authorized_keys", "/etc/passwd"])
+def test_a_relay_that_lies_about_file_names_gets_nothing_written(tmp_path: Path, name: str) -> None:
+    """As `paramserver pull` meets it: the manifest is refused before there is a path."""
+    found = msgspec.json.encode(wire.Welcome(manifest(5000), [])).replace(b'"f0"', msgspec.json.encode(name))
+
+    def lie() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            wire.receive_greeting(sock)
+            wire.send_all(sock, Header(Kind.WELCOME, length=len(found)).pack() + found)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        liar = threading.Thread(target=lie)
+        liar.start()
+        source = Source("liar", f"127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(LaminarError, match="cannot name a file of a version"):
+            pull._ask_manifest(source, Greeting("fetch", "policy", 1, "pull:1"))
+        liar.join(30.0)
+
+
+def test_a_relay_that_answers_with_another_version_is_not_believed(make_host: MakeHost) -> None:
+    host = make_host()
+    host.find = lambda model, version, timeout_s: host.snapshot  # type: ignore[method-assign]
+    with pytest.raises(Corrupt, match="asked for version 7 of policy and answers with version 1 of policy"):
+        pull._ask_manifest(host.source, Greeting("fetch", "policy", 7, "pull:1"))
+
+
+@pytest.mark.parametrize("change", [b'"name":"forged\\nERROR all is lost"', b'"name":"' + b"n" * 30_000 + b'"'])
+def test_a_greeting_that_would_forge_or_fill_the_log_is_not_taken_in(
+    make_host: MakeHost, caplog: pytest.LogCaptureFixture, change: bytes
+) -> None:
+    host = make_host()
+    body = msgspec.json.encode(Greeting("fetch", "policy", 1, "t")).replace(b'"name":"t"', change)
+    with wire.connect(host.source.address, 5.0) as sock:
+        wire.send_all(sock, wire._OPENING.pack(wire.MAGIC, len(body)) + body)
+        sock.settimeout(30.0)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(1 << 16):
+                pass
+    assert all("\n" not in line.getMessage() and len(line.getMessage()) < 1000 for line in caplog.records)
+
+
+def test_slow_strangers_keep_nobody_out(make_host: MakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says a byte now and then, and never what it wants."""
+    monkeypatch.setattr(data_server, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(data_server, "CONNECTIONS_PER_HOST_MAX", 6)
+    host = make_host()
+    host.fill()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(wire.connect(host.source.address, 5.0)) for _ in range(40)]
+        for sock in strangers:
+            with contextlib.suppress(LinkBroken):  # ended already
+                wire.send_all(sock, b"L")
+        link = tcp.TcpLink(host.source, FETCH, silence_s=30.0)
+        assert link.manifest == host.snapshot.manifest
+        link.close()
+
+
+def test_who_was_welcomed_stays_and_one_host_does_not_take_every_place() -> None:
+    admission = data_server.Admission(4, 3)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def connect(host: str) -> socket.socket:
+            stack.enter_context(socket.create_connection(listener.getsockname(), 30.0, (host, 0)))
+            return stack.enter_context(listener.accept()[0])
+
+        for sock in [connect("127.0.0.2") for _ in range(3)]:
+            admission.admit(sock)
+            admission.welcome(sock)
+        with pytest.raises(OutOfCapacity, match="more than 3 data connections from one host"):
+            admission.admit(connect("127.0.0.2"))
+        stranger = connect("127.0.0.3")
+        admission.admit(stranger)
+        last = connect("127.0.0.3")
+        admission.admit(last)
+        assert stranger not in admission.connected()
+        assert stranger.recv(1) == b"", "it was ended"
+        admission.welcome(last)
+        with pytest.raises(OutOfCapacity, match="more than 4 data connections"):
+            admission.admit(connect("127.0.0.4"))
+        admission.left(last)
+        admission.admit(connect("127.0.0.4"))
+
+
+def test_a_greeting_that_trickles_is_given_up(make_host: MakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "GREETING_S", 0.3)
+    host = make_host()
+    with wire.connect(host.source.address, 30.0) as sock, pytest.raises(LinkBroken):
+        trickle(sock)
+
+
+def trickle(sock: socket.socket) -> None:
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        wire.send_all(sock, b"L")
+        time.sleep(0.05)

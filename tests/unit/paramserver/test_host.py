@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from dataclasses import replace
@@ -101,3 +102,18 @@ def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "wrong   room for the pool:" in result.output
     assert "mount -o remount,size=1024001G" in result.output
+
+
+def test_a_pool_of_somebody_else_is_none_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose lock may not be opened may hold it."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".lock").write_bytes(b"x")
+    opened = os.open
+
+    def refuse(path: object, *more: int) -> int:
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *more)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert look(tmp_path / "mine").orphans == ()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save
 
-from paramserver.core.layout import DTYPES, INDEX_NAME, FileLayout, TensorSpec, plan_layout
+from paramserver.core.layout import DTYPES, INDEX_NAME, FileLayout, TensorSpec, check_step, plan_layout
 from protos.errors import InvalidRequest, UnsupportedField
 
 NUMPY = {
@@ -117,7 +117,9 @@ def test_headers_end_on_eight_bytes_and_give_their_length() -> None:
         ([TensorSpec("w", "float32", (2,))], UnsupportedField, "use one of U64"),
         ([TensorSpec("w", "F32", (2,)), TensorSpec("w", "F32", (2,))], InvalidRequest, "announced twice"),
         ([TensorSpec("w", "F32", (-1,))], InvalidRequest, r"shape \[-1\]"),
+        ([TensorSpec("w", "F32", (1 << 63,))], InvalidRequest, r"shape \[9223372036854775808\].*64 bits"),
         ([TensorSpec("__metadata__", "F32", (1,))], InvalidRequest, "cannot name a tensor"),
+        ([TensorSpec("a\ud800", "F32", (1,))], InvalidRequest, r"a tensor's name is 'a\\ud800'.*surrogates"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_by_name(
@@ -125,3 +127,20 @@ def test_what_cannot_be_laid_out_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=words):
         plan_layout(tensors)
+
+
+def test_a_label_that_no_message_can_carry_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"the metadata's 'tied:a' is '\\udcff'.*surrogates"):
+        plan_layout([TensorSpec("a", "F32", (1,))], metadata={"tied:a": "\udcff"})
+    with pytest.raises(InvalidRequest, match=f"step is {1 << 70}.*63 bits"):
+        check_step(1 << 70)
+    with pytest.raises(InvalidRequest, match=r"step is 1\.5.*whole number"):
+        check_step(1.5)  # type: ignore[arg-type]
+    assert check_step(-3) == -3
+
+
+def test_a_tensor_of_more_dimensions_than_any_library_has_is_refused() -> None:
+    """To multiply millions of them would take for ever, and keep the whole relay from its work."""
+    assert plan_layout([TensorSpec("w", "U8", (1,) * 64)])
+    with pytest.raises(InvalidRequest, match="tensor 'w' has 65 dimensions"):
+        plan_layout([TensorSpec("w", "U8", (1,) * 65)])

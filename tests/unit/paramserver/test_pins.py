@@ -44,7 +44,7 @@ def test_a_ttl_out_of_range_is_refused(ttl_s: float) -> None:
 
 def test_pins_are_bounded_and_need_a_holder() -> None:
     pins = Pins()
-    with pytest.raises(InvalidRequest, match="without a holder"):
+    with pytest.raises(InvalidRequest, match="the holder of a pin is named in 0 characters"):
         pins.add("x", "policy", 1, "", 1.0, now=0.0)
     for number in range(PINS_MAX):
         pins.add(str(number), "policy", 1, "engine", 1.0, now=0.0)
@@ -94,3 +94,10 @@ def test_enough_holders_keep_a_version_and_whoever_has_the_pin_is_one(
     wanted = max(max(pinned.values(), default=0), len(holders & pinned.keys()))
     assert len(keep) == min(wanted, len(holders))
     assert keepers(pinned, set(keep)) == keep, "when all others have gone, the same stay"
+
+
+@pytest.mark.parametrize("holder", ["", "x" * 257])
+def test_a_holder_is_named_in_few_words(holder: str) -> None:
+    """It is kept for each pin, and stands in everybody's status."""
+    with pytest.raises(InvalidRequest, match="holder"):
+        Pins().add("x", "policy", 1, holder, 10.0, now=0.0)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from paramserver.plugins.snapshot import Share, Tensors, layer_order, prove
-from protos.errors import Corrupt, NotFound, Unavailable
+from paramserver.plugins.snapshot import Share, Tensors, check_tied, layer_order, prove
+from protos.errors import Corrupt, InvalidRequest, NotFound, Unavailable
 from tests.support.snapshots import SealedSnapshot, seal
 
 CHUNK_BYTES = 1 << 12
@@ -25,6 +25,20 @@ def snapshot(tmp_path: Path) -> SealedSnapshot:
     weights.mkdir()
     save_file(tensors, weights / "model.safetensors")
     return seal(tmp_path, 3, weights, chunk_bytes=CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_a_head_of_its_own_agrees_with_the_embeddings_or_is_refused(tmp_path: Path, prefix: str) -> None:
+    embeddings = torch.arange(12.0).reshape(4, 3)
+    tensors = {f"{prefix}model.embed_tokens.weight": embeddings, f"{prefix}lm_head.weight": embeddings.clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_tied(tmp_path)
+    tensors[f"{prefix}lm_head.weight"][1, 1] = 0
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequest, match=rf"{prefix}lm_head\.weight differs from {prefix}model\.embed_tokens"):
+        check_tied(tmp_path)
+    save_file({f"{prefix}model.embed_tokens.weight": embeddings}, tmp_path / "model.safetensors")
+    check_tied(tmp_path)
 
 
 def test_a_whole_snapshot_is_proven(snapshot: SealedSnapshot) -> None:

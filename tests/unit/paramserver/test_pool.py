@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import resource
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from paramserver import kept
+from paramserver import pool as pool_module
+from paramserver import store as store_module
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
 from paramserver.pool import Pool, PoolFile
 from paramserver.store import Snapshot, Store
@@ -69,7 +74,7 @@ def test_memory_is_reused_by_the_next_take(pool: Pool) -> None:
 
 def test_it_never_gives_out_more_than_it_has(pool: Pool) -> None:
     files = pool.take([5 * MIB, 5 * MIB, 5 * MIB])
-    with pytest.raises(OutOfCapacity, match=f"{2 * MIB} bytes wanted, {MIB} available"):
+    with pytest.raises(OutOfCapacity, match="2 MiB wanted, 1 MiB available"):
         pool.take([2 * MIB])
     assert pool.statistics().used_bytes == 15 * MIB
     pool.give_back(files)
@@ -163,6 +168,109 @@ def test_what_an_earlier_life_left_is_reclaimed(directory: Path) -> None:
     pool.close()
 
 
+# ---- cut in advance
+
+
+def free_sizes(pool: Pool) -> list[int]:
+    return sorted(file.size_bytes for file in pool._free)
+
+
+def test_free_memory_is_cut_to_the_sizes_of_the_next_version(pool: Pool) -> None:
+    sizes = [MIB, MIB + 4096, 2 * MIB, 17]
+    pool.expect("policy", sizes)
+    assert pool.uncut
+    pool.cut()
+    assert not pool.uncut
+    assert pool.reserve(sizes).ready
+    pool.cut()
+    assert pool.reserve(sizes).ready, "and again for the one after it"
+    assert pool.statistics().used_bytes == 2 * sum(sizes)
+
+
+def test_each_models_next_version_is_cut_for_as_far_as_there_is_room(pool: Pool) -> None:
+    pool.expect("critic", [6 * MIB])
+    pool.expect("reward", [9 * MIB])
+    pool.expect("policy", [3 * MIB, 3 * MIB])
+    pool.cut()
+    assert pool.reserve([3 * MIB, 3 * MIB]).ready
+    assert pool.reserve([9 * MIB]).ready, "the newest expected comes first"
+    pool.cut()
+    assert not pool.uncut, "there is no room for the others: nothing is cut in vain"
+    assert pool.statistics().free_bytes == MIB
+
+
+def test_what_was_cut_for_one_model_is_left_alone_while_another_finds_memory_elsewhere(pool: Pool) -> None:
+    pool.expect("policy", [3 * MIB, 2 * MIB])
+    pool.cut()
+    taken = pool.take([5 * MIB, 5 * MIB])
+    assert pool.reserve([3 * MIB, 2 * MIB]).ready
+    with pytest.raises(OutOfCapacity):
+        pool.take([2 * MIB])
+    pool.give_back(taken)
+
+
+def test_memory_promised_to_one_is_refused_to_others_and_free_again_when_released(pool: Pool) -> None:
+    promised = pool.reserve([5 * MIB, 6 * MIB])
+    assert not promised.ready
+    with pytest.raises(OutOfCapacity, match="6 MiB wanted, 5 MiB available"):
+        pool.reserve([6 * MIB])
+    pool.release(promised)
+    pool.give_back(pool.take([16 * MIB]))
+
+
+def test_cutting_gives_way_to_who_wants_files_now(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate, begun, go_on = os.posix_fallocate, threading.Event(), threading.Event()
+
+    def slow(fd: int, offset: int, length: int) -> None:
+        begun.set()
+        assert go_on.wait(60.0)
+        allocate(fd, offset, length)
+
+    pool.expect("policy", [7 * MIB])
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    cutter = threading.Thread(target=pool.cut)
+    cutter.start()
+    assert begun.wait(60.0)
+    allotment = pool.reserve([5 * MIB])
+    filler = threading.Thread(target=pool.fill, args=(allotment,))
+    filler.start()
+    while not pool._num_filling:
+        time.sleep(0.001)
+    go_on.set()
+    filler.join(60.0)
+    cutter.join(60.0)
+    assert allotment.ready
+    assert (7 * MIB) not in free_sizes(pool), "what it had begun was given up"
+    pool.cut()
+    assert (7 * MIB) in free_sizes(pool)
+
+
+def test_the_file_system_that_has_less_than_was_promised_costs_the_allotment_alone(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfCapacity, match="has no room for 5 MiB"):
+        pool.take([4 * MIB, 5 * MIB])
+    monkeypatch.undo()
+    assert pool.statistics().used_bytes == 0
+    pool.give_back(pool.take([4 * MIB, 5 * MIB]))
+
+
+def test_files_of_the_sdks_default_size_are_cut_without_allocating(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "BLANK_BYTES_MAX", 2 * MIB)
+    pool = Pool(directory / "pool", 16 * MIB)
+    pool.preallocate()
+    assert free_sizes(pool) == [2 * MIB] * 8
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was allocated"))
+    pool.give_back(pool.take([2 * MIB - 4096] * 5))
+    pool.close()
+
+
 @pytest.fixture
 def store(pool: Pool) -> Store:
     return Store(pool)
@@ -202,22 +310,22 @@ def test_a_snapshot_appears_under_its_path_only_when_published(store: Store) -> 
 
 
 def test_a_version_larger_than_the_pool_is_refused_with_the_sizes(store: Store) -> None:
-    with pytest.raises(TooLarge, match=f"takes {17 * MIB} bytes, the pool has {16 * MIB}"):
+    with pytest.raises(TooLarge, match="takes 17 MiB, the pool has 16 MiB"):
         store.open(manifest(1, 17 * MIB))
 
 
 def test_waiters_wake_when_their_chunk_is_there_and_when_the_snapshot_goes(store: Store) -> None:
     snapshot = store.open(manifest(1, 5000))
     got: list[bytes | None] = []
-    waiter = threading.Thread(target=lambda: got.append(snapshot.wait_chunk(1, 10.0)))
+    waiter = threading.Thread(target=lambda: got.append(snapshot.wait_chunk(1, 60.0)))
     waiter.start()
     snapshot.present(1, b"digest")
-    waiter.join(5.0)
+    waiter.join(60.0)
     assert got == [b"digest"]
     assert snapshot.wait_chunk(0, 0.0) is None
     store.remove(snapshot, "aborted")
     with pytest.raises(NotFound, match="is gone: aborted"):
-        snapshot.wait_chunk(0, 10.0)
+        snapshot.wait_chunk(0, 60.0)
     with pytest.raises(Conflict, match="was closed: aborted"):
         snapshot.present(0, b"late")
 
@@ -229,18 +337,18 @@ def test_memory_is_not_given_back_while_somebody_reads_it(store: Store) -> None:
     def read() -> None:
         with snapshot.reading():
             inside.set()
-            leave.wait(10.0)
+            leave.wait(60.0)
 
     reader = threading.Thread(target=read)
     reader.start()
-    inside.wait(5.0)
+    inside.wait(60.0)
     remover = threading.Thread(target=lambda: (store.remove(snapshot, "retention"), removed.set()))
     remover.start()
     assert not removed.wait(0.05)
     leave.set()
-    assert removed.wait(5.0)
-    reader.join(5.0)
-    remover.join(5.0)
+    assert removed.wait(60.0)
+    reader.join(60.0)
+    remover.join(60.0)
 
 
 def test_a_chunk_that_changed_in_memory_is_found_when_it_is_checked(store: Store) -> None:
@@ -250,3 +358,138 @@ def test_a_chunk_that_changed_in_memory_is_found_when_it_is_checked(store: Store
     snapshot.place(0)[7:8] = b"\xff"
     with pytest.raises(Corrupt, match="chunk 0 of version 1 of policy changed in memory"):
         snapshot.recheck(0)
+
+
+def test_who_takes_too_long_inside_a_version_that_goes_is_broken_off(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "GRACE_S", 0.01)
+    snapshot = store.open(manifest(1, 5000))
+    inside, leave = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with snapshot.reading(leave.set):
+            inside.set()
+            assert leave.wait(60.0)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert inside.wait(60.0)
+    assert store.remove(snapshot, "retention") == 0
+    reader.join(60.0)
+    assert store.pool.statistics().used_bytes == 0
+
+
+def test_descriptors_that_leave_while_a_version_is_given_up_keep_its_memory_from_being_reused(store: Store) -> None:
+    """The publisher maps what it got, and no check of the kernel's sees that."""
+    snapshot = store.open(manifest(1, 2 * MIB))
+    passed: list[int] = []
+    inside, remover = threading.Event(), threading.Thread(target=lambda: store.remove(snapshot, "aborted"))
+    with snapshot.reading():
+        remover.start()
+        snapshot.written_elsewhere = True
+        passed.append(os.dup(snapshot.files[0].fd))
+        inside.set()
+    remover.join(60.0)
+    with mmap.mmap(passed[0], 2 * MIB) as stale:
+        os.close(passed[0])
+        files = store.pool.take([2 * MIB] * 8)
+        stale[:5] = b"stale"
+        assert all(bytes(file.view()[:5]) != b"stale" for file in files)
+
+
+def test_the_record_of_a_version_has_its_room_before_the_version_comes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines prove a version by its record: a tmpfs that others fill meanwhile must not keep it from them."""
+    snapshot = store.open(manifest(1, 10_000, 0, 5))
+    (partial,) = store.pool.directory.glob("records/policy/*")
+    reserved = partial.stat()
+    assert reserved.st_blocks * 512 >= reserved.st_size
+    fill(snapshot)
+    path = store.publish(snapshot)
+    (record,) = store.pool.directory.glob("records/policy/*")
+    assert record.stat().st_ino == reserved.st_ino
+    assert record.stat().st_size <= reserved.st_size
+    assert kept.beside(path).root_digest == snapshot.root()
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfCapacity, match=r"the file system of .* is full"):
+        store.open(manifest(2, 10_000))
+
+
+def test_a_record_that_could_not_be_written_is_written_as_soon_as_it_can_be(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    snapshot = store.open(manifest(1, 10_000))
+    fill(snapshot)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "write_record", failing)
+        path = store.publish(snapshot)
+    with pytest.raises(NotFound, match="has no record"):
+        kept.beside(path)
+    store.record_shown()
+    assert kept.beside(path).root_digest == snapshot.root()
+
+
+# ---- file systems without leases
+
+
+def no_leases(fd: int, command: int, argument: int = 0) -> int:
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_without_leases_memory_is_never_reused_and_readers_keep_what_they_map(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module.fcntl, "fcntl", no_leases)
+    pool = Pool(directory / "pool", 16 * MIB)
+    assert "knows no leases (Invalid argument)" in caplog.text
+    pool.preallocate()
+    (file,) = pool.take([4 * MIB])
+    file.view()[:5] = b"first"
+    with file.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+        assert pool.give_back([file]) == 0
+        assert pool.sweep() == 0
+        files = pool.take([4 * MIB] * 4)
+        for other in files:
+            other.view()[:5] = b"other"
+        assert mapping[:5] == b"first"
+    pool.give_back(files)
+    assert pool.statistics().used_bytes == 0
+    pool.close()
+
+
+def test_a_file_whose_readers_nobody_can_tell_costs_itself_alone(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = pool.take([4 * MIB, 2 * MIB])
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module.fcntl, "fcntl", no_leases)
+        assert pool.give_back(files[:1]) == 4 * MIB
+        assert pool.sweep() == 4 * MIB
+    assert caplog.text.count("cannot be looked at for readers") == 1
+    assert pool.uncut
+    pool.cut()
+    assert pool.sweep() == 0
+    pool.give_back(files[1:])
+    pool.give_back(pool.take([16 * MIB]))
+
+
+def test_free_memory_that_makes_room_is_nobodys_though_a_publisher_kept_its_mapping(pool: Pool) -> None:
+    """It unmaps what it kept when it publishes next: until then the host would hold that beside the pool."""
+    files = pool.take([6 * MIB, 6 * MIB])
+    kept = [os.dup(file.fd) for file in files]
+    maps = [mmap.mmap(fd, 6 * MIB) for fd in kept]
+    assert pool.give_back(files) == 0
+    pool.take([15 * MIB])
+    assert sum(os.fstat(fd).st_blocks for fd in kept) * 512 <= MIB, "what is left of the pool"
+    for one, fd in zip(maps, kept, strict=True):
+        one.close()
+        os.close(fd)

@@ -1,10 +1,13 @@
-"""Log lines of every daemon: a library that repeats itself is heard once a minute."""
+"""What every daemon does the same way: a log that repeats nothing, and cores counted as a container has them."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
-from protos.process import REPEATS_AFTER_S, Seldom
+import pytest
+
+from protos.process import REPEATS_AFTER_S, OneLine, Seldom, usable_cores
 
 
 def record(name: str, line: int, at: float) -> logging.LogRecord:
@@ -20,3 +23,28 @@ def test_what_repeats_is_said_once_in_a_while_and_nothing_else_is_held_back() ->
     assert seldom.filter(record("etcd3aio.watch", 2, 1001.0)), "another line of code"
     assert all(seldom.filter(record("gateway.turns", 1, 1001.0)) for _ in range(3))
     assert seldom.filter(record("etcd3aio.watch", 1, 1000.0 + REPEATS_AFTER_S))
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max 100000\n", 4), ("150000 100000\n", 2), ("40000 100000", 1), ("800000 100000\n", 4), ("odd", 4), (None, 4)],
+)
+def test_a_containers_share_of_processor_time_counts_as_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(quota)
+    assert usable_cores(file) == cores
+
+
+def test_what_others_say_of_themselves_forges_no_line_and_fills_no_log() -> None:
+    formatter = OneLine("%(levelname)s %(message)s")
+
+    def line(words: str) -> str:
+        return formatter.format(logging.LogRecord("x", logging.INFO, __file__, 1, "pin of %s", (words,), None))
+
+    assert line("a\nERROR all is lost\x1b[2J\u2028") == "INFO pin of a\\nERROR all is lost\\x1b[2J\\u2028"
+    assert len(line("n" * 30_000_000)) < 10_000
+    assert line("Schlüssel 鍵") == "INFO pin of Schlüssel 鍵"

@@ -4,34 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from paramserver import presiding
+from paramserver import presiding, publishing
+from paramserver import relay as relay_module
 from paramserver.config import RelayConfig
 from paramserver.core import view as keys
-from paramserver.core.layout import TensorSpec
-from paramserver.core.records import Ended, Member, Sealed, digest
+from paramserver.core.layout import Part, TensorSpec
+from paramserver.core.records import Ended, Member, Rank, Sealed, digest
+from paramserver.data import fetch as data_fetch
 from paramserver.drafts import Draft
 from paramserver.membership import MemoryRegistry, MemoryStore
-from paramserver.membership.registry import Guard, Outcome, Put, State, Write
+from paramserver.membership.registry import Delete, Guard, Outcome, Put, State, Write
+from paramserver.operating import Operating
 from paramserver.pool import Pool
 from paramserver.publishing import Publishing
+from paramserver.ranks import Meeting
 from paramserver.relay import VERSIONS_KEPT, Relay
 from paramserver.sealing import end_version
 from paramserver.seat import Seat
+from paramserver.service import RelayService
 from paramserver.store import Store
-from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, StaleEpoch, Unavailable, VersionLost
+from protos.errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    OutOfCapacity,
+    Preparing,
+    StaleEpoch,
+    TooLarge,
+    Unavailable,
+    VersionLost,
+)
+from protos.laminar.v1 import relay_pb2 as pb
 from tests.support.relays import until
 
 MIB = 1 << 20
 MODEL = "policy"
+DEADLINE_S = 20.0
 
 
 class LossyRegistry(MemoryRegistry):
@@ -69,7 +91,9 @@ class Host:
         self.relay = Relay(
             RelayConfig(name, "", pool_dir=directory / name, retain=1, chunk_bytes=MIB), self.seat, Store(pool)
         )
-        self.publishing = Publishing(self.relay)
+        self.dialled: Peer = SilentPeer()  # whoever this relay asks
+        self.dialled.holds_nothing = True
+        self.publishing = Publishing(self.relay, dial=lambda _: self.dialled)  # type: ignore[arg-type, return-value]
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -175,14 +199,235 @@ async def host(world: World) -> Host:
     return await world.host("a")
 
 
+# ---- memory for a version
+
+
+class SlowKernel:
+    """Allocates memory only when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_calls = 0
+        self.go_on = threading.Event()
+        self._allocate = os.posix_fallocate
+        monkeypatch.setattr(os, "posix_fallocate", self._wait_and_allocate)
+
+    def _wait_and_allocate(self, fd: int, offset: int, length: int) -> None:
+        if length >= MIB:  # no record of a version
+            self.num_calls += 1
+            assert self.go_on.wait(60.0)
+        self._allocate(fd, offset, length)
+
+
+async def test_while_the_kernel_allocates_the_relay_goes_on_and_the_publisher_asks_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "PREPARE_S", 0.2)
+    kernel = SlowKernel(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(Preparing, match=r"memory for the next version of policy is being allocated, 0 B of 4 MiB"):
+            await host.announce()
+    assert kernel.num_calls == 1, "who asks again waits for the same memory"
+    assert host.relay.store.pool.sweep() == 0
+    assert await host.registry.keep_alive(host.seat._lease), "the lease is kept meanwhile"
+    with pytest.raises(OutOfCapacity, match="10 MiB wanted, 9 MiB available"):  # promised already
+        host.relay.store.pool.reserve([10 * MIB])
+    kernel.go_on.set()
+    monkeypatch.setattr(publishing, "PREPARE_S", 60.0)
+    draft = await host.announce()
+    assert draft.manifest.version == 1
+    write(draft)
+    await host.commit(draft)
+    await host.reaches(draft, "sealed")
+
+
+async def test_what_was_allocated_for_a_publisher_that_left_is_there_for_the_next(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = SlowKernel(monkeypatch)
+    announcing = asyncio.create_task(host.announce())
+
+    async def allocating() -> bool:
+        return kernel.num_calls == 1
+
+    await until(allocating, "memory is being allocated")
+    announcing.cancel()
+    await asyncio.wait([announcing])
+    for claim in list(host.publishing._claims[MODEL].values()):
+        host.publishing.unclaim(MODEL, claim)
+    kernel.go_on.set()
+    await host.memory_back()
+    monkeypatch.setattr(host.relay.store.pool, "expect", lambda *_: None)  # nothing is cut in advance
+    assert (await host.announce()).manifest.version == 1
+    assert kernel.num_calls == 1
+
+
+async def test_a_publisher_that_left_while_memory_was_allocated_begins_nothing(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = SlowKernel(monkeypatch)
+    announcing = asyncio.create_task(host.announce())
+
+    async def allocating() -> bool:
+        return kernel.num_calls == 1
+
+    await until(allocating, "memory is being allocated")
+    host.publishing.unclaim(MODEL, host.publishing._claims[MODEL][0])
+    kernel.go_on.set()
+    with pytest.raises(StaleEpoch, match="rank 0 of run r left before its version of policy could begin"):
+        await announcing
+    await host.memory_back()
+
+
+async def test_the_next_version_finds_files_of_its_sizes_cut_in_advance(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await host.publish()
+    pool = host.relay.store.pool
+
+    async def cut() -> bool:
+        return not pool.uncut and sum(file.size_bytes for file in pool._free) > 0
+
+    await until(cut, "the pool is cut")
+    kernel = SlowKernel(monkeypatch)
+    assert (await host.announce()).manifest.version == 2
+    assert kernel.num_calls == 0
+
+
+async def test_memory_that_somebody_is_inside_of_comes_back_when_they_leave(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that hangs while a version is spilled cannot be broken off; what it holds must not be lost for good."""
+    monkeypatch.setattr(relay_module, "GIVE_BACK_RETRY_S", 0.05)
+    draft = await host.announce()
+    close = draft.snapshot.close
+    monkeypatch.setattr(draft.snapshot, "close", lambda why: close(why, 0.05))
+    with draft.snapshot.reading():
+        host.publishing.abort(MODEL, 1, draft.token, "gone")
+
+        async def refused() -> bool:
+            return draft.snapshot.leaving and not host.relay._leaving
+
+        await until(refused, "giving it back was refused")
+        assert host.relay.store.pool.statistics().used_bytes == draft.manifest.size_bytes
+    await host.memory_back()
+
+
+# ---- models that come and go
+
+
+def unclaim(host: Host) -> None:
+    for claim in list(host.publishing._claims[MODEL].values()):
+        host.publishing.unclaim(MODEL, claim)
+
+
+async def forgotten(host: Host) -> None:
+    async def gone() -> bool:
+        return MODEL not in host.seat.view.models and MODEL not in host.relay.models
+
+    await until(gone, "nobody knows the model any more")
+
+
+async def test_a_model_that_is_dropped_ends_with_all_its_versions_and_its_numbers_go_on(
+    world: World, host: Host
+) -> None:
+    await host.publish()
+    watched = host.relay.watch(MODEL)
+    assert [(await anext(watched)).kind] == ["available"]
+    with pytest.raises(Conflict, match=r"test publishes to policy \(run r\) \(end that run first"):
+        await host.publishing.drop(MODEL)
+    unclaim(host)
+    assert await host.publishing.drop(MODEL) == [1]
+    assert (await anext(watched)).kind == "lost"
+    await host.memory_back()
+    await forgotten(host)
+    assert [key for key in world.store.keys if MODEL in key] == [keys.dropped_key(MODEL)]
+    assert (await host.publish()).manifest.version == 2, "versions never go back"
+    assert host.shown() == [2]
+
+
+async def test_a_relay_that_missed_the_drop_gives_up_what_was_dropped_and_nothing_else(host: Host) -> None:
+    host.relay.of(MODEL).retain = 2
+    await host.publish()
+    second = await host.publish()
+    assert host.shown() == [1, 2]
+    await host.registry.transact([], [Put(keys.dropped_key(MODEL), b"2")])
+    await host.memory_back(second.manifest.size_bytes)
+    assert host.shown() == [2]
+    await host.relay.refresh()
+    assert host.shown() == [2], "the record of the first is still there, and counts for nothing"
+
+
+async def test_there_are_only_so_many_models(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "MODELS_MAX", 2)
+    for model in ("one", "two", "one"):
+        await host.publishing.locate(model)
+    with pytest.raises(OutOfCapacity, match=r"three would be more than 2 models \(drop one: `paramserver drop"):
+        await host.publishing.locate("three")
+
+
+async def test_a_model_of_which_nothing_was_ever_published_is_forgotten(
+    world: World, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presiding, "UNUSED_S", 0.2)
+    await host.publishing.locate("typo")
+    await host.publish()
+
+    async def gone() -> bool:
+        return "typo" not in host.seat.view.models and "typo" not in host.relay.models
+
+    await until(gone, "it is forgotten")
+    assert not [key for key in world.store.keys if "typo" in key]
+    assert host.shown() == [1]
+
+
+async def test_a_model_to_which_nothing_happens_costs_no_look(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    await host.publish()
+
+    async def settled() -> bool:
+        return host.relay._is_settled(MODEL)
+
+    await until(settled, "nothing is left to do")
+    looks: list[str] = []
+    monkeypatch.setattr(host.relay, "tidy", looks.append)
+    async with host.relay.changed:
+        for _ in range(3):  # rounds of housekeeping
+            await host.relay.changed.wait()
+    assert looks == []
+
+
+async def test_who_finds_no_room_is_told_what_holds_it_and_of_pins_that_exist(host: Host) -> None:
+    await host.publish(size=6 * MIB)
+    host.relay.acquire("lease", MODEL, 1, "engine-7", 60.0)
+    await host.publishing.locate("critic")
+    host.publishing.claim("critic", "r", "test")
+    tensors = [TensorSpec("w", "U8", (9 * MIB,))]
+
+    async def announce() -> Draft:
+        return await host.publishing.announce(
+            "critic", "r", 1, tensors, file_bytes_max=1 << 30, metadata=None, wait_room_s=0.0
+        )
+
+    with pytest.raises(OutOfCapacity) as refused:
+        await announce()
+    assert "held: policy version 1 (6 MiB) pinned by engine-7; quarantined: 0 B" in refused.value.message
+    assert refused.value.hint.startswith(
+        "release pins, or drop a model that nobody uses (`paramserver drop --model pol"
+    )
+    host.relay.pins.release("lease", time.monotonic())
+    with pytest.raises(OutOfCapacity) as refused:
+        await announce()
+    assert "pin" not in f"{refused.value}"
+
+
 # ---- committing
 
 
 async def test_only_what_is_whole_and_as_the_publisher_says_is_committed(world: World, host: Host) -> None:
     draft = await host.announce()
     number, token = draft.manifest.version, draft.token
-    with pytest.raises(Conflict, match="with this token"):
-        await host.publishing.commit(MODEL, number, "another token", "")
+    for wrong in ("another token", "ein Schlüssel"):
+        with pytest.raises(Conflict, match="with this token"):
+            await host.publishing.commit(MODEL, number, wrong, "")
     with pytest.raises(Conflict, match="4 chunks of version 1 of policy are not written, the first is 0"):
         await host.publishing.commit(MODEL, number, token, "")
     assert draft.state == "writing", "a commit too early costs nothing"
@@ -230,7 +475,7 @@ async def test_one_publisher_at_a_time_and_a_run_has_a_name(host: Host) -> None:
     first = host.publishing.claim(MODEL, "one", "host:1")
     with pytest.raises(Conflict, match=r"publisher already: host:1 \(run one\).*end that one first"):
         host.publishing.claim(MODEL, "two", "host:2")
-    with pytest.raises(InvalidRequest, match="name each life of a training job"):
+    with pytest.raises(InvalidRequest, match="a run is named in 0 characters"):
         host.publishing.claim(MODEL, "", "host:2")
     host.publishing.unclaim(MODEL, first)
     second = host.publishing.claim(MODEL, "two", "host:2")
@@ -238,6 +483,98 @@ async def test_one_publisher_at_a_time_and_a_run_has_a_name(host: Host) -> None:
     assert host.publishing._claims[MODEL][0] is second, "an old claim that ends late takes nothing away"
     with pytest.raises(StaleEpoch, match=r"relay a is not master of critic \(wait for an election\)"):
         host.publishing.claim("critic", "one", "host:1")
+
+
+async def test_a_client_whose_connection_broke_unheard_takes_its_own_claim_over_at_once(host: Host) -> None:
+    """This side hears of the break a minute later, or never; until then its own claim would refuse it."""
+    await host.publishing.locate(MODEL)
+    first = host.publishing.claim(MODEL, "one", "host:1", client="x")
+    draft = await host.announce(run="one")
+    again = host.publishing.claim(MODEL, "one", "host:1", client="x")
+    assert not host.publishing.is_claimed_by(MODEL, first)
+    assert draft.state == "failed", "of the broken connection's version nothing can come"
+    later = await host.announce(run="one")
+    host.publishing.unclaim(MODEL, first)
+    assert later.state == "writing", "the old stream's end costs the new claim nothing"
+    for run, client in (("one", "y"), ("two", "x"), ("one", "")):
+        with pytest.raises(Conflict, match="publisher already"):
+            host.publishing.claim(MODEL, run, "host:1", client=client)
+    host.publishing.unclaim(MODEL, again)
+    assert later.state == "failed"
+
+
+async def announce_rank(host: Host, rank: int, wait_room_s: float) -> Draft:
+    """Of a run of two."""
+    host.publishing.claim(MODEL, "job", f"rank{rank}", Rank(rank, 2))
+    tensors = [TensorSpec(f"w{rank}", "U8", (MIB,))]
+    return await host.publishing.announce(
+        MODEL,
+        "job",
+        1,
+        tensors,
+        file_bytes_max=1 << 30,
+        metadata=None,
+        wait_room_s=wait_room_s,
+        rank=Rank(rank, 2),
+    )
+
+
+async def test_a_rank_that_leaves_while_all_wait_for_room_ends_the_version_for_the_others(host: Host) -> None:
+    """It will write nothing: a version that began without it would be neither sealed nor lost."""
+    await host.publishing.locate(MODEL)
+    pool = host.relay.store.pool
+    taken = pool.take([12 * MIB])  # no room
+    first = asyncio.create_task(announce_rank(host, 0, 20.0))
+    await asyncio.sleep(0)  # it is there before the last, who begins
+    last = asyncio.create_task(announce_rank(host, 1, 20.0))
+    await asyncio.sleep(0)
+    host.publishing.unclaim(MODEL, host.publishing._claims[MODEL][0])
+    first.cancel()
+    await asyncio.wait([first])
+    with pytest.raises(Unavailable, match="rank 0 left step 1 of run job while it waited for room"):
+        await announce_rank(host, 0, 20.0)
+    pool.give_back(taken)
+    with pytest.raises(Unavailable, match=r"rank 0 of 2 left while step 1 of run job waited for room"):
+        await asyncio.wait_for(last, DEADLINE_S)
+    assert not host.publishing._drafts.writing(MODEL)
+    await host.memory_back()
+
+
+async def test_ranks_that_waited_for_one_are_all_told_of_that_one(host: Host) -> None:
+    """Whose own wait is over later would name those that gave up before it: the log would accuse the wrong hosts."""
+
+    async def attends(meeting: Meeting, rank: int, timeout_s: float) -> Draft:
+        async def begin(_: Sequence[Part]) -> Draft:
+            raise AssertionError("rank 2 is not there")
+
+        return await meeting.attend(rank, Part([]), begin, host.publishing._sealing.fail, timeout_s)
+
+    meeting = Meeting(3, "step 1")
+    waiting = [attends(meeting, 0, 0.1), attends(meeting, 1, DEADLINE_S)]
+    for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), DEADLINE_S):
+        assert isinstance(error, Unavailable)
+        assert error.message == "rank 2 of 3 did not announce step 1 in 0.1 s"
+    assert meeting.over
+
+
+async def test_ranks_that_wait_for_room_are_not_said_to_be_missing(host: Host) -> None:
+    await host.publishing.locate(MODEL)
+    host.relay.store.pool.take([12 * MIB])
+    announcing = [announce_rank(host, rank, 0.3) for rank in range(2)]
+    for error in await asyncio.gather(*announcing, return_exceptions=True):
+        assert isinstance(error, OutOfCapacity), error
+        assert "no room for version 1" in str(error)
+
+
+async def test_a_publisher_hears_that_its_version_before_came_to_nothing(host: Host) -> None:
+    """It was told that it is copied; what became of it, only a ticket that is asked would say."""
+    draft = await host.announce()
+    write(draft)
+    host.publishing.abort(MODEL, 1, draft.token, "its master lost the registry")
+    await host.reaches(draft, "failed")
+    assert (await host.announce()).warnings == ("version 1 of this run came to nothing: its master lost the registry",)
+    host.publishing.unclaim(MODEL, host.publishing._claims[MODEL][0])
+    assert (await host.announce(run="another")).warnings == ()
 
 
 async def test_a_version_that_is_given_up_while_its_commit_looks_at_it_is_not_committed(
@@ -383,6 +720,20 @@ async def test_a_master_that_was_replaced_seals_nothing(world: World, host: Host
     assert later.manifest.version > 1
 
 
+async def test_a_lone_relay_that_lost_its_lease_blames_no_other(world: World, host: Host) -> None:
+    host.registry.about, host.registry.hung = "/announced", asyncio.Event()
+    draft = await host.announce()
+    world.store.end_lease(host.seat._lease)
+
+    async def deposed() -> bool:
+        return not host.seat.is_master(MODEL)
+
+    await until(deposed, "it sees that its election is over")
+    host.registry.hung.set()
+    await host.reaches(draft, "failed")
+    assert draft.reason == "this relay lost its election: its lease in the registry ran out"
+
+
 @pytest.mark.parametrize(
     "lost", ["", "/master", "/ended"], ids=["all answered", "election unanswered", "end unanswered"]
 )
@@ -395,6 +746,97 @@ async def test_a_new_master_ends_what_the_old_one_left_open(world: World, host: 
     world.store.end_lease(host.seat._lease)
     assert (await world.ended(2)) == Ended("aborted", "its master died before it was sealed")
     assert (await other.publish()).manifest.version == 3
+
+
+async def test_a_run_and_its_publisher_are_named_in_few_words(host: Host) -> None:
+    await host.publishing.locate(MODEL)
+    for run, publisher in (("r" * 257, "p"), ("r", "p" * 257)):
+        with pytest.raises(InvalidRequest, match="257 characters"):
+            host.publishing.claim(MODEL, run, publisher)
+
+
+async def test_a_reason_of_any_length_ends_the_version_for_everybody(world: World, host: Host) -> None:
+    draft = await host.announce()
+    assert draft.recording is not None
+    await draft.recording
+    host.publishing.abort(MODEL, 1, draft.token, "no " * 1_000_000)
+    assert len((await world.ended(1)).reason) <= 1000
+
+
+async def test_an_above_that_no_number_fits_above_is_refused(host: Host) -> None:
+    operating = Operating(host.relay, host.publishing)
+    with pytest.raises(InvalidRequest, match="above"):
+        await operating.go_on_with("earlier", MODEL, (1 << 63) - 1)
+    assert (await host.publish()).manifest.version == 1
+
+
+async def test_a_drain_that_the_registry_did_not_hear_of_is_told_again(
+    world: World, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the chain would go through a relay that takes nothing any more."""
+    operating, member = Operating(host.relay, host.publishing), keys.member_key("a")
+
+    async def away(guards: object, writes: Sequence[Write]) -> Outcome:
+        raise Unavailable("the registry is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.registry, "transact", away)
+        with pytest.raises(Unavailable, match="is away"):
+            await operating.drain()
+    await operating.drain()
+    assert msgspec.json.decode(world.store.keys[member].value, type=Member).draining
+
+
+async def test_a_fleet_pin_released_while_it_is_told_leaves_nothing_in_the_registry(world: World, host: Host) -> None:
+    await host.publish()
+    pin, _ = host.relay.acquire("lease", MODEL, 1, "engine", 60.0, copies=1)
+    host.registry.about, host.registry.hung = "lease", asyncio.Event()
+    telling = asyncio.create_task(host.relay.fleet_pins.tell(pin))
+    await asyncio.sleep(0.05)
+    host.relay.pins.release("lease", time.monotonic())
+    ending = asyncio.create_task(host.relay.fleet_pins.end(pin))
+    await asyncio.sleep(0.05)
+    host.registry.hung.set()
+    await asyncio.gather(telling, ending)
+    assert keys.pin_key(MODEL, 1, "lease") not in world.store.keys
+    assert not host.relay.fleet_pins._leases
+
+
+async def test_adopting_needs_no_model(host: Host) -> None:
+    service = RelayService(host.relay, host.publishing, data_address="h:2", publish_socket=None)
+    context = Told()
+    with pytest.raises(ConnectionAbortedError):
+        await service.Adopt(pb.AdoptRequest(), context)  # type: ignore[arg-type]
+    [(status, message)] = context.told
+    assert (status, "is the store that a belongs to" in message) == ("FAILED_PRECONDITION", True), message
+
+
+async def test_a_version_that_goes_while_its_pin_is_told_is_not_held(host: Host) -> None:
+    await host.publish()
+    service = RelayService(host.relay, host.publishing, data_address="h:2", publish_socket=None)
+    host.registry.about, host.registry.hung = "", asyncio.Event()
+    request = pb.AcquireRequest(model=MODEL, version=1, holder="engine", ttl_s=60.0, copies=1)
+    context = Told()
+    asking = asyncio.create_task(service.Acquire(request, context))  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)
+    host.relay.apply(MODEL, host.relay.of(MODEL).withdrawn(1, "its bytes turned out bad"))
+    host.registry.hung.set()
+    with pytest.raises(ConnectionAbortedError):
+        await asking
+    [(status, message)] = context.told
+    assert status == "NOT_FOUND"
+    assert "not held" in message
+
+
+class Told:
+    """A call's context that keeps what the caller is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    async def abort(self, status: Any, message: str, trailers: Any) -> None:
+        self.told.append((status.name, message))
+        raise ConnectionAbortedError
 
 
 async def test_a_plans_number_is_given_once_though_the_registry_has_not_heard_of_it(world: World, host: Host) -> None:
@@ -436,8 +878,268 @@ async def test_a_version_without_a_holder_is_lost_after_a_while_and_numbers_go_o
     assert (await other.announce()).manifest.version == 2
 
 
+@pytest.mark.parametrize("silent", [False, True], ids=["says that it holds it", "does not answer"])
+async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no_holder(
+    world: World, host: Host, silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The holder's key may be away for any reason; a version that is recorded as lost is dropped by its last holder."""
+    monkeypatch.setattr(presiding, "LOST_GRACE_S", 0.2)
+    await host.publish()
+    other = await world.host("b")
+    other.dialled = SilentPeer() if silent else Peer(host)
+    await other.registry.transact([], [Delete(keys.master_key(MODEL)), Delete(keys.holder_key(MODEL, 1, "a"))])
+    monkeypatch.setattr(host.seat, "stand", _stands_for_nothing)
+
+    async def asked_often() -> bool:
+        return other.dialled.num_asked >= 3
+
+    await until(asked_often, "the new master asked before it gave the version up", timeout_s=20.0)
+    assert world.recorded(1, "ended") is None
+    assert host.shown() == [1]
+    said = [r.getMessage() for r in caplog.records if "no holder in the registry" in r.getMessage()]
+    assert len(said) == 1, said
+    other.dialled.holds_nothing = True
+    assert (await world.ended(1)) == Ended("lost", "no verified holder is left")
+
+
+async def _stands_for_nothing(newest_holders: object, now: float) -> list[str]:
+    return []
+
+
+class Peer:
+    """Another relay's gRPC port, without the port."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.num_asked = 0
+        self.holds_nothing = False
+
+    async def __aenter__(self) -> Peer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def versions(self, model: str) -> list[Sealed]:
+        self.num_asked += 1
+        return [] if self.holds_nothing else self._host.relay.versions(model)
+
+
+class SilentPeer(Peer):
+    """A relay that is alive to the registry and answers nobody."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.holds_nothing = False
+
+    async def versions(self, model: str) -> list[Sealed]:
+        self.num_asked += 1
+        if self.holds_nothing:
+            return []
+        raise Unavailable("silent")
+
+
+async def test_old_records_are_deleted_in_parts_and_forgotten_only_then(world: World, host: Host) -> None:
+    """More than one transaction takes, as after a while in which nobody pruned."""
+    await host.publish(64)
+    epoch = host.seat.epoch(MODEL)
+    assert epoch is not None
+    first = host.publishing._drafts.get(MODEL, 1)
+    assert first is not None
+    host.registry.about, host.registry.answers_lost = "/ended", 1
+    for version in range(2, 2 * VERSIONS_KEPT + 2):
+        manifest = msgspec.structs.replace(first.manifest, version=version)
+        announced = msgspec.structs.replace(first.announced, manifest=manifest)
+        writes = {"announced": announced, "ended": Ended("aborted", "test")}
+        await MemoryRegistry(world.store).transact(
+            [],
+            [Put(keys.version_key(MODEL, version, what), msgspec.json.encode(it)) for what, it in writes.items()],  # type: ignore[arg-type]
+        )
+
+    async def pruned() -> bool:
+        return len([key for key in world.store.keys if "/versions/" in key]) <= 2 * VERSIONS_KEPT + 4
+
+    await until(pruned, "old records are deleted though an answer was lost")
+    assert host.registry.answers_lost == 0
+
+
 async def _gone(what: Sized) -> bool:
     return not what
+
+
+# ---- an error that nobody foresaw costs one thing alone
+
+
+class FailsFor:
+    """A method that raises for one model, a number of times (at first: for ever), and does its work else."""
+
+    def __init__(self, work: Callable[..., Any], model: str, times: int = 1 << 30) -> None:
+        self._work, self._model, self.times = work, model, times
+        self.num_failed = 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.num_failed < self.times and any(self._model in str(argument) for argument in arguments):
+            self.num_failed += 1
+            raise ZeroDivisionError("unforeseen")
+        return self._work(*arguments, **named)
+
+
+def logged(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return len([r for r in caplog.records if words in r.getMessage() and r.levelname == "ERROR"])
+
+
+@pytest.mark.parametrize("method", ["tidy", "take_fact"])
+async def test_what_fails_for_one_model_on_a_relay_costs_no_other(
+    host: Host, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = FailsFor(getattr(host.relay, method), "cursed")
+    monkeypatch.setattr(host.relay, method, failing)
+    host.relay.of("cursed")
+    await host.seat.want("cursed")
+    await host.seat.want("cursed too")
+    await host.publish()
+
+    async def failed_again() -> bool:
+        return failing.num_failed > 2
+
+    if method == "tidy":
+        await until(failed_again, "it is tried again")
+    await host.publish()
+    assert host.shown() == [2], "the one before has retired"
+    assert logged(caplog, "versions of cursed neither come nor go") == (method == "tidy")
+    assert not any(task.done() for task in host._tasks)
+
+
+async def test_an_undone_duty_of_a_master_costs_its_model_alone(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of names before and after the other's: no order hides that one ends the round for all."""
+    failing = FailsFor(host.publishing.presiding.settle, "cursed")
+    monkeypatch.setattr(host.publishing.presiding, "settle", failing)
+    for model in ("a cursed one", "z cursed too"):
+        await host.seat.want(model.replace(" ", "-"))
+
+    async def failed_again() -> bool:
+        return failing.num_failed > 4
+
+    await until(failed_again, "it is tried again")
+    await host.publish()
+    assert logged(caplog, "leaves something undone: ZeroDivisionError") == 2
+    assert not any(task.done() for task in host._tasks)
+
+
+async def test_quarantine_that_cannot_be_looked_at_ends_no_relay(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system without leases says so whenever it is asked."""
+    num_swept = 0
+
+    def refuses() -> int:
+        nonlocal num_swept
+        num_swept += 1
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    async def swept_again() -> bool:
+        return num_swept > 2
+
+    monkeypatch.setattr(host.relay.store.pool, "sweep", refuses)
+    await until(swept_again, "it is tried again")
+    await host.publish()
+    assert logged(caplog, "quarantined memory is not looked at") == 1
+
+
+async def test_work_in_the_background_that_fails_again_and_again_is_logged_once(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails() -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    for _ in range(3):
+        await asyncio.wait([host.relay.spawn(fails())])
+        await asyncio.sleep(0)  # its end is noted
+    assert logged(caplog, "background work failed") == 1
+
+
+async def test_a_call_that_fails_in_a_way_nobody_foresaw_is_answered_in_words(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+
+    class Context:
+        async def abort(self, status: Any, message: str, trailers: Any) -> None:
+            told.append((status.name, message))
+            raise ConnectionAbortedError
+
+    service = RelayService(host.relay, host.publishing, data_address="h:2", publish_socket=None)
+    monkeypatch.setattr(host.publishing, "locate", lambda model: 1 // 0)
+    with pytest.raises(ConnectionAbortedError):
+        await service.Locate(pb.LocateRequest(model=MODEL), Context())  # type: ignore[arg-type]
+    assert told == [("INTERNAL", "Locate failed: ZeroDivisionError: integer division or modulo by zero")]
+
+
+async def test_an_error_in_sealing_that_nobody_foresaw_is_tried_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paramserver.sealing.UNFORESEEN_RETRY_S", 0.1)
+    draft = await host.announce()
+    monkeypatch.setattr(host.seat, "as_master", FailsFor(host.seat.as_master, MODEL, times=3))
+    write(draft)
+    await host.commit(draft)
+    await host.reaches(draft, "sealed")
+
+
+async def test_an_announcement_that_the_registry_refuses_for_good_gives_the_version_up_by_name(host: Host) -> None:
+    """Taken for an outage, it would be announced again for ever, and its ticket stay at copied."""
+
+    async def refuses(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        if any(one.key.endswith("/announced") for one in writes):
+            raise TooLarge("etcd refuses transact: request is too large")
+        return await MemoryRegistry.transact(host.registry, guards, writes)
+
+    host.registry.transact = refuses  # type: ignore[method-assign]
+    draft = await host.announce()
+    await host.reaches(draft, "failed")
+    assert draft.reason == "it cannot be announced: etcd refuses transact: request is too large"
+
+
+async def test_a_fetch_that_fails_in_a_way_nobody_foresaw_is_made_again(
+    world: World, host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the version would be under way for ever, and with it every later one of its model."""
+    monkeypatch.setattr("paramserver.fetches.FAILED_RETRY_S", 0.05)
+    run, num_failed = data_fetch.Fetch.run, 0
+
+    def fails_twice(fetch: data_fetch.Fetch) -> bool:
+        nonlocal num_failed
+        if num_failed < 2:
+            num_failed += 1
+            raise ZeroDivisionError("unforeseen")
+        return False if fetch._cancelled.wait(0.5) else run(fetch)
+
+    monkeypatch.setattr(data_fetch.Fetch, "run", fails_twice)
+    other = await world.host("b")
+    await host.announce()
+
+    async def begun_again() -> bool:
+        return num_failed == 2 and bool(other.relay.transfers())
+
+    await until(begun_again, "it is fetched again")
+    assert logged(caplog, "does not come and is tried again") == 1
+
+
+async def test_fetches_without_a_byte_keep_no_thread_from_other_work(world: World, host: Host) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        other = await world.host("b")
+        await host.announce()
+
+        async def under_way() -> bool:
+            return bool(other.relay.transfers())
+
+        await until(under_way, "it is fetched")
+        async with asyncio.timeout(60):
+            assert await asyncio.to_thread(lambda: "done") == "done"
+        assert await under_way()
 
 
 # ---- room
@@ -446,7 +1148,7 @@ async def _gone(what: Sized) -> bool:
 async def test_a_pinned_version_stays_and_its_memory_is_used_again_only_after_its_release(host: Host) -> None:
     first = await host.publish()
     pin, record = host.relay.acquire("lease", MODEL, 1, "engine-1", 60.0)
-    place = Path(host.relay.path_of(MODEL, 1)) / "model.safetensors"
+    place = Path(host.relay.path_of(pin)) / "model.safetensors"
     content = place.read_bytes()
     later = [await host.publish() for _ in range(4)]
     assert host.shown() == [1, 5], "retention keeps the newest, the pin keeps the first"
@@ -484,8 +1186,8 @@ async def test_a_version_about_to_retire_is_either_held_or_refused(host: Host) -
     for version in range(1, 9):
         await host.publish(MIB)
         with contextlib.suppress(NotFound):
-            host.relay.acquire(str(version), MODEL, max(1, version - 1), "late", 60.0)
-            held.append((max(1, version - 1), Path(host.relay.path_of(MODEL, max(1, version - 1)))))
+            pin, _ = host.relay.acquire(str(version), MODEL, max(1, version - 1), "late", 60.0)
+            held.append((pin.version, Path(host.relay.path_of(pin))))
         for number, path in held:
             assert (path / "model.safetensors").read_bytes()[-1000:] == bytes([number]) * 1000
     assert held

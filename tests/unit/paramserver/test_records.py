@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.core.records import ChunkMap, Epoch, FileSpec, Manifest, check_model_name, digest, version_root
+from paramserver.core.records import ChunkMap, Epoch, FileSpec, Manifest, Rank, check_model_name, digest, version_root
 from protos.errors import InvalidRequest
 
 MANIFEST = Manifest("policy", 3, "run", 7, Epoch("store", 5), (FileSpec("a", 5), FileSpec("b", 3)), chunk_bytes=4)
@@ -62,3 +64,47 @@ def test_run_and_step_are_labels_that_the_root_does_not_cover() -> None:
 def test_model_names_that_would_break_paths_and_keys_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot name a model"):
         check_model_name(name)
+
+
+NO_NAMES = [
+    "../outside/authorized_keys",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "a/b",
+    ".laminar-pull",
+    "a\0b",
+    "a\nb",
+    "x.partial",
+]
+
+
+@pytest.mark.parametrize("name", [*NO_NAMES, "n" * 201])
+def test_a_manifest_from_elsewhere_names_files_that_stay_in_their_directory(name: str) -> None:
+    """The record of another host becomes paths here."""
+    encoded = msgspec.json.encode(MANIFEST).replace(b'"name":"a"', b'"name":' + msgspec.json.encode(name))
+    with pytest.raises(msgspec.ValidationError, match="cannot name a file of a version"):
+        msgspec.json.decode(encoded, type=Manifest)
+    with pytest.raises(InvalidRequest, match="cannot name a file of a version"):
+        FileSpec(name, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "../elsewhere"}, "cannot name a model"),
+        ({"version": 0}, "version 0 in chunks"),
+        ({"chunk_bytes": 0}, "chunks of 0 bytes"),
+        ({"files": (FileSpec("a", 1), FileSpec("a", 2))}, "two files of one name"),
+        ({"files": (FileSpec("a", 1 << 40),), "chunk_bytes": 1}, "more than 67108864 chunks"),
+    ],
+)
+def test_a_manifest_that_nobody_could_act_on_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        msgspec.structs.replace(MANIFEST, **change)
+
+
+def test_there_are_only_so_many_ranks_of_a_trainer() -> None:
+    with pytest.raises(InvalidRequest, match="3000000 ranks of one trainer"):
+        Rank(0, 3_000_000)

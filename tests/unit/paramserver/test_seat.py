@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
+import msgspec
 import pytest
 
 from paramserver.core import view as keys
 from paramserver.core.records import Holding, Member
 from paramserver.membership import MemoryRegistry, MemoryStore
-from paramserver.membership.registry import Delete, Put, State
+from paramserver.membership.registry import Delete, Event, Guard, Outcome, Put, State, Write
 from paramserver.seat import Seat
 from protos.errors import Conflict, StaleEpoch, Unavailable
 
@@ -152,9 +153,78 @@ async def test_holdings_are_written_and_written_again_after_a_lost_lease(world: 
     await _until(lambda: key in world.store.keys)
     a.unhold("policy", 3)
     await _until(lambda: key not in world.store.keys)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await _end(tasks)
+
+
+async def test_more_holdings_than_one_transaction_takes_are_all_written_again(world: World) -> None:
+    """Else a relay that hung past its lease would hold what the registry never hears of."""
+    a = await world.seat("a")
+    tasks = [asyncio.create_task(a.tell_holdings()), asyncio.create_task(a.keep())]
+    for version in range(1, 301):
+        a.hold("policy", version, HOLDING)
+    wanted = {keys.holder_key("policy", version, "a") for version in range(1, 301)}
+    await _until(lambda: wanted <= world.store.keys.keys())
+    world.clock.now += 1.0
+    world.store.expire()
+    assert not wanted & world.store.keys.keys()
+    await _until(lambda: wanted <= world.store.keys.keys())
+    for version in range(1, 301):
+        a.unhold("policy", version)
+    await _until(lambda: not wanted & world.store.keys.keys())
+    await _end(tasks)
+
+
+async def test_a_holding_written_while_the_lease_was_replaced_is_written_again(world: World) -> None:
+    """The answer may come after this relay registered anew: what was written then hung on the old lease."""
+    a = await world.seat("a", ttl_s=50.0)
+    key, write = keys.holder_key("policy", 3, "a"), a._registry.transact
+    old_lease = a._lease
+
+    async def answers_late(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        outcome = await write(guards, writes)
+        if any(one.key == key for one in writes) and a._lease == old_lease:
+            await a._registry.revoke(old_lease)
+            assert await a._register()
+        return outcome
+
+    a._registry.transact = answers_late  # type: ignore[method-assign]
+    telling = asyncio.create_task(a.tell_holdings())
+    a.hold("policy", 3, HOLDING)
+    await _until(lambda: a._lease != old_lease and key in world.store.keys)
+    assert world.store.keys[key].lease == a._lease
+    await _end([telling])
+
+
+async def test_a_holding_whose_value_changed_is_written_again(world: World) -> None:
+    a = await world.seat("a", ttl_s=50.0)
+    telling = asyncio.create_task(a.tell_holdings())
+    key, other = keys.holder_key("policy", 3, "a"), Holding("other", 1e9)
+    a.hold("policy", 3, HOLDING)
+    await _until(lambda: key in world.store.keys)
+    a.hold("policy", 3, other)
+    await _until(lambda: world.store.keys[key].value == msgspec.json.encode(other))
+    await _end([telling])
+
+
+async def test_holdings_that_cannot_be_written_are_logged_once_and_tried_again(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = await world.seat("a", ttl_s=50.0)
+    write, num_refused = a._registry.transact, 0
+
+    async def refuses(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        nonlocal num_refused
+        if num_refused < 2:
+            num_refused += 1
+            raise RuntimeError("unforeseen")
+        return await write(guards, writes)
+
+    a._registry.transact = refuses  # type: ignore[method-assign]
+    telling = asyncio.create_task(a.tell_holdings())
+    a.hold("policy", 3, HOLDING)
+    await _until(lambda: keys.holder_key("policy", 3, "a") in world.store.keys)
+    assert [r.levelname for r in caplog.records if "unforeseen" in r.getMessage()] == ["ERROR"]
+    await _end([telling])
 
 
 async def test_an_outage_leaves_the_last_view(world: World) -> None:
@@ -258,12 +328,93 @@ async def test_an_adoption_whose_registration_was_lost_is_done_by_the_next_try(w
         await a.adopt()
 
 
+async def test_a_watch_that_fails_in_a_way_nobody_foresaw_begins_anew(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = await world.seat("a")
+    watch, num_watches = a._registry.watch, 0
+
+    async def fails_twice(prefix: str) -> AsyncIterator[Event]:
+        nonlocal num_watches
+        num_watches += 1
+        async for event in watch(prefix):
+            yield event
+            if num_watches < 3:
+                raise RuntimeError("unforeseen")
+
+    a._registry.watch = fails_twice  # type: ignore[method-assign]
+    following = asyncio.create_task(_follow(a))
+    await _until(lambda: num_watches == 3)
+    await MemoryRegistry(world.store).transact([], [Put(keys.wanted_key("policy"), b"")])
+    await _until(lambda: "policy" in a.view.models)
+    assert len([r for r in caplog.records if "unforeseen" in r.getMessage()]) == 1
+    await _end([following])
+
+
+async def test_a_lease_is_kept_after_an_error_that_nobody_foresaw(world: World) -> None:
+    a = await world.seat("a")
+    keep_alive, num_failed = a._registry.keep_alive, 0
+
+    async def fails_twice(lease: int) -> bool:
+        nonlocal num_failed
+        if num_failed < 2:
+            num_failed += 1
+            raise RuntimeError("unforeseen")
+        return await keep_alive(lease)
+
+    a._registry.keep_alive = fails_twice  # type: ignore[method-assign]
+    world.clock.now += 1.0
+    keeping = asyncio.create_task(a.keep())
+    await _until(lambda: num_failed == 2 and keys.member_key("a") in world.store.keys)
+    await _end([keeping])
+
+
+async def test_an_election_that_fails_costs_no_other_models(world: World) -> None:
+    a = await world.seat("a")
+    for model in ("m1", "m2", "m3"):
+        await a.want(model)
+    await a.refresh()
+    campaign = a.campaign
+
+    async def fails_for_one(model: str) -> bool:
+        if model == "m2":
+            raise RuntimeError("unforeseen")
+        return await campaign(model)
+
+    a.campaign = fails_for_one  # type: ignore[method-assign]
+    assert await a.stand({}, now=0.0) == ["m1", "m3"]
+
+
+async def test_a_relay_whose_name_was_taken_while_it_was_stopped_says_so_once_and_in_its_status(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = await world.seat("a")
+    world.clock.now += 1.0
+    other = await world.seat("a", instance="other", ttl_s=50.0)
+    keeping = asyncio.create_task(a.keep())
+    await _until(lambda: "the name a was taken by another relay, at h:1" in a.trouble)
+    num_tries = world.store.last_lease
+    await _until(lambda: world.store.last_lease > num_tries + 5)
+    assert len([r for r in caplog.records if "was taken by another relay" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "the lease was lost" in r.getMessage()]) == 1
+    await other.leave()
+    await _until(lambda: a.trouble == "")
+    assert world.store.keys[keys.member_key("a")].value == msgspec.json.encode(a.member)
+    await _end([keeping])
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _follow(seat: Seat) -> None:
     async for _ in seat.follow():
         pass
 
 
-async def _until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def _until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

@@ -149,7 +149,8 @@ def test_what_is_pinned_for_the_fleet_is_not_forgotten() -> None:
     for version in range(1, 6):
         bring(model, version)
     model.retire({})
-    assert model.forget(1, pinned=[2]) == [1, 3, 4]
+    assert model.forgettable(1, pinned=[2]) == [1, 3, 4]
+    model.forget([1, 3, 4])
     model.copy_here({2})
     [fetch] = model.next_fetch()
     assert isinstance(fetch, Fetch)
@@ -199,7 +200,8 @@ def test_old_numbers_are_forgotten_but_never_what_is_still_here() -> None:
     for version in range(1, 7):
         bring(model, version)
     model.retire({2: 1})
-    assert model.forget(2) == [1, 3, 4]
+    assert model.forgettable(2) == [1, 3, 4]
+    model.forget([1, 3, 4])
     assert [record.version for record in model.shown()] == [2, 6]
     assert model.newest_known == 6
 
@@ -281,3 +283,42 @@ def check_invariants(model: ModelVersions, dropped: set[int]) -> None:
         assert state.root == record.root_digest
         assert state.ended is None
         assert record.version not in dropped
+
+
+def test_what_was_dropped_is_known_no_more_and_its_numbers_are_not_given_again() -> None:
+    versions = ModelVersions("policy", retain=2)
+    assert versions.dropped(3) == []
+    versions.holder(2, "b", present=False)
+    versions.spilled(2, "b", present=False)
+    assert versions.empty, "what leaves a version that is not known makes it no known one"
+    assert versions.next_number == 3
+
+
+def test_who_looks_only_at_what_is_not_settled_misses_nothing() -> None:
+    versions = ModelVersions("policy", retain=1)
+    revisions = [versions.revision]
+
+    def changed() -> bool:
+        revisions.append(versions.revision)
+        return revisions[-1] != revisions[-2]
+
+    assert versions.settled
+    versions.announced(announced(1))
+    assert (changed(), versions.settled) == (True, False), "it is to be fetched"
+    versions.opened(announced(1))
+    assert (changed(), versions.settled) == (True, False)
+    versions.filled(1, "root")
+    assert (changed(), versions.settled) == (True, False), "its seal may come"
+    versions.sealed(sealed(1))
+    assert (changed(), versions.settled, versions.newest_sealed) == (True, True, 1)
+    versions.retire({})
+    assert not changed()
+    versions.announced(announced(2))
+    versions.opened(announced(2))
+    versions.filled(2, "root")
+    versions.sealed(sealed(2))
+    assert (changed(), versions.settled, versions.newest_sealed) == (True, False, 2), "there is one more than retained"
+    versions.retire({})
+    assert (changed(), versions.settled) == (True, True)
+    versions.ended(2, Ended("lost", "gone"))
+    assert (changed(), versions.newest_sealed) == (True, 1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from paramserver.core import view as keys
-from paramserver.core.records import Ended, Epoch, Holding, Master, Member, Plan
+from paramserver.core.records import Announced, Ended, Epoch, Holding, Manifest, Master, Member, Plan
 from paramserver.core.view import HolderFact, MasterFact, MasterSeen, MemberFact, SkippedFact, VersionFact, View
 
 MEMBER = Member("a", "instance", "h:1", "h:2")
@@ -76,3 +77,46 @@ def test_removing_what_was_never_there_is_no_news() -> None:
 
 def test_keys_that_others_put_below_ours_are_left_alone() -> None:
     assert View().put(keys.ROOT + "notes", b"hello", 1) == []
+
+
+DEEP = b"[" * 100_000
+ANNOUNCED = msgspec.json.encode(
+    Announced(Manifest("policy", 12, "r", 1, Epoch("store", 4), ()), Plan(Epoch("store", 4), 1, ("a",)))
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (keys.member_key("x"), b"not json"),
+        (keys.member_key("x"), DEEP),
+        (keys.member_key("x"), msgspec.json.encode(MEMBER)),  # of another name: its end would leave this one's
+        (keys.ROOT + "holders/policy", b""),
+        (keys.ROOT + "holders/policy/twelve/a", b""),
+        (keys.ROOT + "holders/policy/1/a/b", b""),
+        (keys.ROOT + "spilled/policy/\u0664/x/y", b""),
+        (keys.pin_key("policy", 1, "lease"), b"{}"),
+        (keys.master_key("policy"), b"\xff\xfe"),
+        (keys.plan_key("policy"), b"null"),
+        (keys.ROOT + "models/policy/skipped/a", b"many"),
+        (keys.ROOT + "models//wanted", b""),
+        (keys.version_key("policy", 13, "announced"), ANNOUNCED),  # of another version than its key
+        (keys.version_key("policy", 12, "announced"), ANNOUNCED.replace(b'"chunk_bytes":1048576', b'"chunk_bytes":0')),
+        (keys.STORE, b"\xff"),
+    ],
+)
+def test_a_key_that_cannot_be_read_costs_itself_alone(key: str, value: bytes) -> None:
+    """A relay that ended for it would end again whenever it was started."""
+    view = View()
+    view.replace(STATE)
+    before = (dict(view.members), dict(view.masters), dict(view.plans), set(view.models), dict(view.pins))
+    assert view.put(key, value, 50) == []
+    assert list(view.unreadable) == [key]
+    assert before == (view.members, view.masters, view.plans, view.models, view.pins)
+    assert view.put(keys.holder_key("policy", 13, "a"), b"", 51) != [], "others are read as before"
+    view.remove(key)
+    assert not view.unreadable
+    again = View()
+    facts = again.replace([(key, value, 1), *STATE])
+    assert VersionFact("policy", 12, ENDED) in facts
+    assert MemberFact("a", MEMBER) in facts

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from paramserver.cli_views import show_status
-from paramserver.client import HopStatus, ModelStatus, PinStatus, RelayStatus, TransferStatus
+from paramserver.client import HopStatus, ModelStatus, PinStatus, RefusedLoad, RelayStatus, TransferStatus
 
 MIB = 1 << 20
 HOPS = (
@@ -14,11 +16,12 @@ HOPS = (
     HopStatus("c", "b", 1e8, (7,), "its hop ran at 4% of the others for 2 versions", alive=True),
     HopStatus("late", "b", 1e9, (8,), "", alive=False),
 )
+REFUSED = (RefusedLoad(8, "e0", "version 8 computes NaN", 3, 0.0),)
 STATUS = RelayStatus(
     relay="m",
     instance="i1",
     members=("b", "c", "m"),
-    models=(ModelStatus("policy", "m", "s/5", 3, ("m", "b", "c"), (7, 8), 8, "at the tail: c", HOPS),),
+    models=(ModelStatus("policy", "m", "s/5", 3, ("m", "b", "c"), (7, 8), 8, "at the tail: c", HOPS, REFUSED),),
     transfers=(
         TransferStatus("policy", 9, "", 5 * MIB, 20 * MIB),
         TransferStatus("policy", 10, "b", 0, 20 * MIB, "tcp"),
@@ -32,6 +35,17 @@ STATUS = RelayStatus(
     data_address="h:1",
     transport="nixl",
 )
+
+
+def test_status_tells_what_keeps_a_relay_from_its_seat_and_that_it_drains(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status(dataclasses.replace(STATUS, draining=True, trouble="the name m was taken"), as_json=False)
+    text = capsys.readouterr().out
+    assert "TROUBLE: the name m was taken" in text
+    assert "draining: it serves what it has and takes no more" in text
+    show_status(STATUS, as_json=False)
+    text = capsys.readouterr().out
+    assert "TROUBLE" not in text
+    assert "draining" not in text
 
 
 def test_status_tells_the_chain_in_order_with_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,3 +64,4 @@ def test_status_tells_the_chain_in_order_with_its_reasons(capsys: pytest.Capture
     assert "transport nixl" in text
     assert "pin: policy version 8 by engine [/x], 12.3 s left" in text
     assert "cut off: z" in text
+    assert "engine e0 refused version 8 3 times: version 8 computes NaN" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,10 +12,10 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from protos.errors import InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
+from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
 from tests.support.experience_server import ExperienceServer, error_response
 from tests.support.trajectories import make_trajectory
-from trainer_client import AsyncExperienceReader, ExperienceReader
+from trainer_client import AsyncExperienceReader, Batch, ExperienceReader
 
 TRAJECTORIES = [make_trajectory(f"g{i // 2}", i % 2, [1, 2], ([3, 4 + i], []), reward=i % 2) for i in range(6)]
 
@@ -60,6 +61,13 @@ async def test_a_batch_is_acknowledged_once(gateway: ExperienceServer, reader: A
         await reader.ack(batch)
 
 
+async def test_an_empty_batch_has_nothing_to_end(gateway: ExperienceServer, reader: AsyncExperienceReader) -> None:
+    """`sample` gives one when its time is over; a trainer need not look before it acknowledges."""
+    await reader.ack(Batch("", ()))
+    await reader.give_back(Batch("", ()))
+    assert gateway.acknowledged == []
+
+
 async def test_batches_are_acknowledged_when_the_loop_comes_back(
     gateway: ExperienceServer, reader: AsyncExperienceReader
 ) -> None:
@@ -70,7 +78,96 @@ async def test_batches_are_acknowledged_when_the_loop_comes_back(
         if len(seen) == 2:
             break
     assert seen == [4, 2]
-    assert gateway.acknowledged == ["lease-1"], "the loop was left during the second batch: it returns to the buffer"
+    assert gateway.acknowledged == ["lease-1"]
+    async with asyncio.timeout(60):  # the generator that was left is closed by the event loop, a moment later
+        await gateway.returned.acquire()
+    assert gateway.released == ["lease-2"]
+    assert gateway.stock == TRAJECTORIES[4:], "the loop was left during the second batch: it is back at once"
+
+
+async def test_what_the_loop_acknowledges_or_gives_back_itself_is_ended_once(
+    gateway: ExperienceServer, reader: AsyncExperienceReader
+) -> None:
+    seen = 0
+    async for batch in reader.batches(trajectories=1, wait_s=0.1):
+        seen += 1
+        if seen == 1:
+            await reader.ack(batch)
+        elif seen == 2:
+            await reader.give_back(batch)
+        else:
+            await reader.ack(batch)
+            break
+    assert gateway.acknowledged == ["lease-1", "lease-3"]
+    assert gateway.released == ["lease-2"]
+
+
+async def test_a_closed_reader_gives_back_what_its_loop_still_has(gateway: ExperienceServer) -> None:
+    async with AsyncExperienceReader(gateway.url) as reader:
+        batches = reader.batches(trajectories=4)
+        await anext(batches)
+        by_hand = await reader.sample(trajectories=1)
+    assert gateway.released == ["lease-1"], f"{by_hand.lease_id} is its caller's to end"
+    await batches.aclose()
+    assert gateway.released == ["lease-1"]
+
+
+async def test_closing_waits_for_a_batch_on_its_way_back(
+    gateway: ExperienceServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway.may_release.clear()
+    reader = AsyncExperienceReader(gateway.url)
+    async for _ in reader.batches(trajectories=4):
+        break
+    async with asyncio.timeout(60):
+        await gateway.returning.acquire()
+        closing = asyncio.create_task(reader.close())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        gateway.may_release.set()
+        await closing
+    assert gateway.stock == TRAJECTORIES
+    with pytest.raises(Conflict, match="this reader is closed"):
+        await reader.sample(trajectories=1)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_an_acknowledgement_whose_answer_was_lost_is_asked_for_again(
+    gateway: ExperienceServer, reader: AsyncExperienceReader
+) -> None:
+    gateway.answers_lost = 1
+    batches = reader.batches(trajectories=4)
+    assert len(await anext(batches)) == 4
+    assert len(await anext(batches)) == 2, "it was used: no error, and not sampled again"
+    assert gateway.acknowledged == ["lease-1"]
+    await batches.aclose()
+
+
+async def test_a_lease_shorter_than_a_training_step_is_named(
+    gateway: ExperienceServer, reader: AsyncExperienceReader
+) -> None:
+    batches = reader.batches(trajectories=4, lease_s=0.01)
+    batch = await anext(batches)
+    gateway.acknowledged.append(batch.lease_id)  # unknown from now on, as one that lapsed
+    with pytest.raises(NotFound, match=r"lease of 0\.01 s .*sampled again.*lease_s"):
+        await anext(batches)
+
+
+async def test_a_loop_that_waits_long_says_what_for(
+    gateway: ExperienceServer,
+    reader: AsyncExperienceReader,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer_client.experience.SILENT_S", 0.0)
+    gateway.stock = []
+    pending = asyncio.ensure_future(anext(reader.batches(groups=3, group_size=2, wait_s=0.01)))
+    async with asyncio.timeout(60):
+        for _ in range(2):  # it asks again after it said so
+            await gateway.asked.acquire()
+    pending.cancel()
+    assert re.search(r"no batch of groups=3, group_size=2.* for \d+ s.*status", caplog.records[0].getMessage())
 
 
 async def test_empty_answers_are_asked_again_and_never_yielded(
@@ -79,12 +176,38 @@ async def test_empty_answers_are_asked_again_and_never_yielded(
     gateway.stock = []
     batches = reader.batches(trajectories=1, wait_s=0.01)
     pending = asyncio.ensure_future(anext(batches))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         for _ in range(3):
             await gateway.asked.acquire()
         assert not pending.done()
         gateway.stock = TRAJECTORIES[:1]
         assert (await pending).trajectories == (TRAJECTORIES[0],)
+
+
+async def test_a_loop_waits_for_a_gateway_that_is_started_again(
+    gateway: ExperienceServer, reader: AsyncExperienceReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_client.experience.AWAY_RETRY_S", 0.01)
+    batches = reader.batches(trajectories=1, wait_s=0.01)
+    await anext(batches)
+    gateway.answer = error_response(503, "the gateway is shutting down", "unavailable")
+    pending = asyncio.ensure_future(anext(batches))
+    async with asyncio.timeout(60):
+        for _ in range(3):
+            await gateway.asked.acquire()
+        assert not pending.done()
+        gateway.answer = None
+        assert (await pending).trajectories == (TRAJECTORIES[1],)
+        monkeypatch.setattr("trainer_client.experience.AWAY_PATIENCE_S", 0.0)
+        gateway.answer = error_response(503, "the gateway is shutting down", "unavailable")
+        with pytest.raises(Unavailable, match="shutting down"):
+            await anext(batches)
+
+
+async def test_a_loop_whose_gateway_was_never_there_ends_at_once(unused_tcp_port: int) -> None:
+    async with AsyncExperienceReader(f"http://127.0.0.1:{unused_tcp_port}") as reader:
+        with pytest.raises(Unavailable, match="no answer from the gateway"):
+            await asyncio.wait_for(anext(reader.batches(trajectories=1)), 30)
 
 
 async def test_the_synchronous_face_does_the_same(gateway: ExperienceServer) -> None:
@@ -99,12 +222,34 @@ async def test_the_synchronous_face_does_the_same(gateway: ExperienceServer) -> 
         reader.close()  # a second time is harmless
         with pytest.raises(LaminarError, match="closed"):
             reader.sample(trajectories=1)
+        with pytest.raises(LaminarError, match="closed"):
+            next(reader.batches(trajectories=1))
         return sizes
 
     threads = threading.active_count()
     assert await asyncio.to_thread(work) == [4, 2]
     assert threading.active_count() <= threads + 1, "only asyncio's own worker thread stays"
     assert [request["trainer_version"] for request in gateway.requests] == [2] * len(gateway.requests)
+
+
+async def test_break_gives_the_last_batch_back_at_once(gateway: ExperienceServer) -> None:
+    def work() -> None:
+        with ExperienceReader(gateway.url) as reader:
+            for _ in reader.batches(trajectories=4):
+                break
+            assert gateway.released == ["lease-1"]
+            assert len(reader.sample(trajectories=9)) == 6
+            with pytest.raises(RuntimeError, match="diverged"):
+                train(reader)
+
+    def train(reader: ExperienceReader) -> None:
+        gateway.stock = TRAJECTORIES[:]
+        for _ in reader.batches(trajectories=2):
+            raise RuntimeError("diverged")
+
+    await asyncio.to_thread(work)
+    assert gateway.released == ["lease-1", "lease-3"]
+    assert gateway.acknowledged == []
 
 
 @pytest.mark.parametrize(
@@ -133,6 +278,10 @@ async def test_a_full_gateway_says_when_to_come_again(gateway: ExperienceServer,
     with pytest.raises(OutOfCapacity) as caught:
         await reader.sample(trajectories=1)
     assert caught.value.retry_after_s == 7.0
+    gateway.answer = error_response(429, "full", "out_of_capacity", **{"Retry-After": "Sun, 06 Nov 1994 08:49:37 GMT"})
+    with pytest.raises(OutOfCapacity, match="full") as caught:
+        await reader.sample(trajectories=1)
+    assert caught.value.retry_after_s == 1.0, "a proxy may say it so"
 
 
 @pytest.mark.parametrize("wanted", [{}, {"trajectories": 1, "groups": 1}])

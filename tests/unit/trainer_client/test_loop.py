@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import multiprocessing.connection
 import threading
+import warnings
 
 import pytest
 
-from protos.errors import Conflict
+from protos.errors import Conflict, Unavailable
 from trainer_client.loop import LoopThread
 
 
@@ -40,7 +43,7 @@ def test_close_cancels_what_runs_and_ends_the_thread() -> None:
             cancelled.set()
 
     future = loop.start(forever())
-    assert entered.wait(10)
+    assert entered.wait(60.0)
     loop.close()
     loop.close()
     assert cancelled.is_set()
@@ -50,6 +53,55 @@ def test_close_cancels_what_runs_and_ends_the_thread() -> None:
         loop.run(answer(1))
 
 
+def test_a_forked_process_is_told_and_does_not_wait_for_ever() -> None:
+    """The thread stays behind in the parent: whoever waits for it in the child waits for nobody."""
+    loop = LoopThread("test-loop")
+
+    def child(answers: multiprocessing.connection.Connection) -> None:
+        try:
+            loop.run(answer(1))
+        except Conflict as error:
+            answers.send(str(error))
+        loop.close()
+        answers.send("closed")
+
+    ours, theirs = multiprocessing.Pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that a process with threads forks: it is what is tested
+        process = multiprocessing.get_context("fork").Process(target=child, args=(theirs,))
+        process.start()
+    try:
+        assert ours.poll(60.0)
+        assert "was opened in another process" in ours.recv()
+        assert ours.poll(60.0)
+        assert ours.recv() == "closed"
+    finally:
+        process.kill()
+        process.join()
+    assert loop.run(answer(2)) == 2, "the parent's goes on"
+    loop.close()
+
+
+def test_a_close_that_waits_too_long_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_client.loop.CLOSE_TIMEOUT_S", 0.2)
+    loop, entered, go_on = LoopThread("test-loop"), threading.Event(), threading.Event()
+
+    def read() -> None:
+        entered.set()
+        go_on.wait(60.0)
+
+    future = loop.start(asyncio.to_thread(read))
+    assert entered.wait(60.0)
+    with pytest.raises(Unavailable, match=r"test-loop .* after 0\.2 s: .*read\(\)"):
+        loop.close()
+    with pytest.raises(Conflict, match="closed"):
+        loop.run(answer(1))
+    go_on.set()
+    assert future.cancelled()
+    loop._thread.join(60.0)
+    assert not loop._thread.is_alive(), "it ends once that is over"
+
+
 def test_callers_from_many_threads_share_the_loop() -> None:
     loop = LoopThread("test-loop")
     results: list[int] = []
@@ -57,7 +109,7 @@ def test_callers_from_many_threads_share_the_loop() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60.0)
     loop.close()
     assert sorted(results) == list(range(8))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections import OrderedDict
@@ -30,7 +31,7 @@ def test_every_torch_dtype_is_read_as_its_own_bytes(dtype: torch.dtype) -> None:
     assert torch.equal(torch.frombuffer(view, dtype=dtype).reshape(3, 4), tensor)
 
 
-@pytest.mark.parametrize("dtype", sorted(set(NUMPY_DTYPES) - {"bfloat16"}))
+@pytest.mark.parametrize("dtype", sorted(name for name in NUMPY_DTYPES if hasattr(np, name) or name == "bool"))
 def test_every_numpy_dtype_is_read_as_its_own_bytes(dtype: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype)
     (source,) = sources_of([("w", array)]).tensors
@@ -87,6 +88,57 @@ def test_views_that_merely_overlap_are_tensors_of_their_own() -> None:
     assert len(sources_of({"a": empty, "b": empty}).tensors) == 2
 
 
+def test_equal_addresses_with_other_values_are_no_tied_weights() -> None:
+    """A view may negate, conjugate or swap the bytes of the memory that it reads."""
+    z = torch.tensor([1 + 2j, 3 + 4j], dtype=torch.complex64)
+    native = np.arange(3, dtype="<i4")
+    views = {"z": z, "conj": z.conj(), "imag": z.imag, "neg": z.conj().imag, "n": native, "swapped": native.view(">i4")}
+    assert not sources_of(views).tied
+    got = published(views)
+    assert got["conj"] == torch.tensor([1 - 2j, 3 - 4j], dtype=torch.complex64).numpy().tobytes()
+    assert got["imag"] == np.array([2, 4], "<f4").tobytes()
+    assert got["neg"] == np.array([-2, -4], "<f4").tobytes()
+    assert got["swapped"] == native.byteswap().tobytes()
+
+
+class Wrapper(torch.Tensor):
+    """As quantisation libraries have them: a shape and a dtype, and the data in tensors inside."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        wrapper.inner = inner
+        return wrapper
+
+    inner: torch.Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(func(args[0].inner, *args[1:], **(kwargs or {})))
+
+
+def test_tensors_without_memory_of_their_own_are_refused_and_never_taken_for_tied() -> None:
+    with pytest.raises(InvalidRequest, match=r"'a' is a .*Wrapper.*no memory of its own.*dequantize"):
+        sources_of({"a": Wrapper(torch.zeros(2)), "b": Wrapper(torch.ones(2))})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_tensor_that_holds_nan_is_refused_when_it_is_read(dtype: torch.dtype, sign: float) -> None:
+    good = torch.tensor([0.0, -1.0, math.inf, -math.inf, torch.finfo(dtype).max], dtype=dtype)
+    bad = torch.cat([good, torch.tensor([sign * math.nan], dtype=dtype).copysign(torch.tensor(sign, dtype=dtype))])
+    first, second = sources_of({"good": good, "bad": bad}, check_nan=True).tensors
+    assert first.read().nbytes == good.nbytes
+    with pytest.raises(InvalidRequest, match=r"'bad' holds NaN: this version is not published.*check_nan=False"):
+        second.read()
+    assert sources_of({"bad": bad}).tensors[0].read().nbytes == bad.nbytes
+
+
+def test_what_has_no_nan_is_read_as_it_is() -> None:
+    tensors = {"ids": torch.full((3,), -1), "f8": torch.zeros(2).to(torch.float8_e4m3fn), "none": torch.zeros(0)}
+    assert [s.read().nbytes for s in sources_of(tensors, check_nan=True).tensors] == [24, 2, 0]
+
+
 def test_a_generator_of_pairs_is_read_once() -> None:
     layer = torch.nn.Linear(2, 2)
     assert list(published(layer.named_parameters())) == ["weight", "bias"]
@@ -96,7 +148,7 @@ def test_a_generator_of_pairs_is_read_once() -> None:
     ("tensors", "message"),
     [
         ({"z": torch.zeros(1, dtype=torch.complex128)}, r"'z' has dtype torch.complex128.*convert.*bfloat16"),
-        ({"z": np.zeros(1, dtype=np.complex64)}, r"'z' has dtype numpy complex64"),
+        ({"z": np.zeros(1, dtype=np.complex128)}, r"'z' has dtype numpy complex128"),
         ({"z": np.array(["a"])}, r"'z' has dtype numpy str"),
         ({"z": torch.zeros(2, device="meta")}, "'z' is on the meta device"),
         ({"z": torch.eye(2).to_sparse()}, r"'z' is torch.sparse_coo.*to_dense"),
@@ -107,6 +159,7 @@ def test_a_generator_of_pairs_is_read_once() -> None:
         ({"__metadata__": torch.ones(1)}, "safetensors reserves it"),
         ({"": torch.ones(1)}, "cannot be a tensor's name"),
         ({1: torch.ones(1)}, "expected pairs"),
+        (torch.nn.Linear(1, 1), "a Linear is no named tensors .*state_dict"),
         ([torch.ones(1)], "expected pairs.*state_dict"),
     ],
 )

@@ -25,10 +25,11 @@ from paramserver.client import RelayClient, TensorSource
 from paramserver.core.chunking import HopCost, choose_chunk_bytes
 from tests.bench.environment import peers
 from tests.bench.figures import ROUNDS, Figure, median
+from tests.bench.needs import namespaces, packages
 from tests.bench.relay.contenders import PEERS, Contender, files, project
-from tests.bench.relay.links.stations import Station, stations, together
+from tests.bench.relay.links.stations import stations, together
 from tests.bench.relay.scene import MIB, WAIT_S, Scene, content, scene, tensors, timed_publish
-from tests.support.links import Net, missing
+from tests.support.links import Net
 from tests.support.processes import Daemon
 
 NUM_HOSTS = 8
@@ -67,12 +68,11 @@ class Tier:
         return took
 
 
+def lacking() -> list[str]:
+    return [*namespaces(), *packages(peers(PEERS / "requirements.txt"), "torch")]
+
+
 def run() -> Iterator[Figure]:
-    reason = missing()
-    if reason:
-        for key, bar in KEYS.items():
-            yield Figure(key, "in network namespaces", None, bar, note=reason)
-        return
     sources = tensors(content(NUM_BYTES))
     with Net(NUM_HOSTS, rate_bit_s=RATE_BIT_S) as net:
         seconds_per_byte, seconds_per_chunk = _one_hop(net)
@@ -136,7 +136,6 @@ async def _lengths(long: Scene, short: Scene, net: Net, sources: list[TensorSour
 
 async def _others(long: Scene, net: Net, sources: list[TensorSource]) -> list[Figure]:
     environment = peers(PEERS / "requirements.txt")
-    why_not = environment.why_not("torch")
     pull = [*project("puller"), "--holder", long.relays.daemons[0].ready["data"], "--model", "long"]
     store = f"tcp://{net.hosts[0].address}:29500"
     broadcast = [str(environment.python), str(PEERS / "gloo_broadcast.py"), "--ranks", str(NUM_HOSTS)]
@@ -144,17 +143,14 @@ async def _others(long: Scene, net: Net, sources: list[TensorSource]) -> list[Fi
     chain, star, gloo = [], [], []
     with contextlib.ExitStack() as stack:
         pullers = stack.enter_context(stations([[*h.prefix, *pull] for h in net.hosts[1:]], _logs(long, "star")))
-        ranks: list[Station] = []
-        if not why_not:
-            commands = [[*host.prefix, *rank, str(host.number)] for host in net.hosts]
-            ranks = stack.enter_context(stations(commands, _logs(long, "gloo")))
+        commands = [[*host.prefix, *rank, str(host.number)] for host in net.hosts]
+        ranks = stack.enter_context(stations(commands, _logs(long, "gloo")))
         async with _tier(long, "long") as tier:
             await tier.broadcast(sources)
             for _ in range(ROUNDS):
                 chain.append(await tier.broadcast(sources))
                 star.append(await asyncio.to_thread(together, pullers, str(tier.version)))
-                if ranks:
-                    gloo.append(await asyncio.to_thread(together, ranks))
+                gloo.append(await asyncio.to_thread(together, ranks))
     times = {"chain_s": _short(chain), "star_s": _short(star), "gloo_s": _short(gloo)}
     found = [
         median(
@@ -167,8 +163,6 @@ async def _others(long: Scene, net: Net, sources: list[TensorSource]) -> list[Fi
         )
     ]
     what = "the same hosts and links: gloo's broadcast, which verifies nothing, over the chain"
-    if not ranks:
-        return [*found, Figure("chain_vs_gloo", what, None, KEYS["chain_vs_gloo"], "more", note=why_not)]
     ratios = [g / c for g, c in zip(gloo, chain, strict=True)]
     return [*found, median("chain_vs_gloo", what, ratios, bar=KEYS["chain_vs_gloo"], better="more", details=times)]
 

@@ -1,0 +1,106 @@
+"""README's quick start run as it stands: its commands, trainer and environment; with a smaller model and free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_model import tiny_model
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PORTS = ("7070", "8000", "8080")
+INSTEAD = {
+    "$(python -m deploy.demo.model)": str(tiny_model()),
+    "--pool-bytes 3GiB": "--pool-bytes 64MiB --pool-dir $POOLS/relay",
+    "gateway status": "gateway status --url http://localhost:8080",
+}
+
+
+def blocks(language: str) -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    section = re.search(r"^## Quick start on a laptop\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    return re.findall(rf"^```{language}\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
+
+
+def free_ports() -> dict[str, str]:
+    """Ports that nobody had a moment ago, for README's fixed ones."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in PORTS]
+    found = {port: str(one.getsockname()[1]) for port, one in zip(PORTS, sockets, strict=True)}
+    for one in sockets:
+        one.close()
+    return found
+
+
+@pytest.fixture
+def pools() -> Iterator[Path]:
+    """A directory in memory, for the relay's pool and what lies beside it."""
+    path = Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def run_shell(script: str, directory: Path, pools: Path) -> str:
+    """What it printed; whatever it left running is killed."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "POOLS": str(pools)}
+    with subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as shell:
+        try:
+            printed, _ = shell.communicate(timeout=500)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+    return printed
+
+
+def test_its_programs_are_short_enough_to_copy() -> None:
+    trainer, environment = blocks("python")
+    assert len(trainer.splitlines()) <= 45
+    assert len(environment.splitlines()) <= 34
+
+
+def test_its_commands_run_together_and_train(tmp_path: Path, pools: Path) -> None:
+    ports = free_ports()
+
+    def with_ports(text: str) -> str:
+        return re.sub("|".join(PORTS), lambda match: ports[match[0]], text)
+
+    for program in blocks("python"):
+        name = re.match(r'"""(\w+\.py) ', program)
+        assert name is not None
+        (tmp_path / name[1]).write_text(with_ports(program))
+    start, run = blocks("sh")
+    setup, _, start = start.partition("\n")
+    assert setup == "make env && . .venv/bin/activate"
+    script = f"set -eux\n{start}{run}wait\n"
+    for text, instead in INSTEAD.items():
+        assert text in script
+        script = script.replace(text, instead)
+    printed = run_shell(with_ports(script), tmp_path, pools)
+    logs = "".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(tmp_path.glob("*.log")))
+    steps = re.findall(r"^step (\d): .* published version (\d)$", printed, re.MULTILINE)
+    assert steps == [("0", "1"), ("1", "2"), ("2", "3")], printed + logs
+    assert "newest version 3, the trainer's" in printed, "the second look at the gateway"
+    assert "gateway: closed" in (tmp_path / "gateway.log").read_text()
+    assert "Traceback" not in logs

@@ -1,0 +1,89 @@
+"""What `paramserver pull` writes into its directory, without a relay."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from paramserver.core.records import Epoch, FileSpec, Manifest, digest, version_root
+from paramserver.pull import PartialFiles
+from protos.errors import Conflict, Unavailable
+
+CHUNK = 4096
+
+
+def files_of(version: int, directory: Path) -> tuple[PartialFiles, list[bytes]]:
+    """Files for a version whose chunks are all bytes of its number, and those chunks."""
+    manifest = Manifest("policy", version, "run", 0, Epoch("s", 1), (FileSpec("w", 2 * CHUNK),), chunk_bytes=CHUNK)
+    chunks = [bytes([version]) * CHUNK] * 2
+    return PartialFiles(manifest, version_root(manifest, [digest(chunk) for chunk in chunks]), directory), chunks
+
+
+def put(files: PartialFiles, chunks: list[bytes]) -> None:
+    for index in files.missing():
+        files.place(index)[:] = chunks[index]
+        files.present(index, digest(chunks[index]))
+
+
+def test_two_pulls_do_not_write_into_one_directory(tmp_path: Path) -> None:
+    """The bytes of one would stand in the files of the other, which was verified before."""
+    first, chunks = files_of(1, tmp_path / "out")
+    with first:
+        put(first, chunks)
+        second, others = files_of(2, tmp_path / "out")
+        with pytest.raises(Conflict, match="another pull writes there"), second:
+            put(second, others)
+        first.finish()
+    assert (tmp_path / "out" / "w").read_bytes() == b"".join(chunks)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["w"]
+
+
+def test_a_pull_goes_on_where_one_that_ended_stopped(tmp_path: Path) -> None:
+    first, chunks = files_of(1, tmp_path / "out")
+    with first:
+        first.place(0)[:] = chunks[0]
+        first.present(0, digest(chunks[0]))
+    again, _ = files_of(1, tmp_path / "out")
+    with again:
+        assert again.missing() == [1]
+
+
+def test_a_directory_that_has_the_files_already_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(b"mine")
+    files, _ = files_of(1, tmp_path)
+    with pytest.raises(Conflict, match="w exists"), files:
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["w"]
+
+
+def test_a_disk_that_fills_up_costs_the_journal_and_not_the_pull(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Room for the files is taken before their first byte; the journal only saves work when a pull is cut."""
+    files, chunks = files_of(1, tmp_path / "out")
+    with files:
+
+        def full(fd: int, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "write", full)
+        put(files, chunks)
+        files.finish()
+    assert (tmp_path / "out" / "w").read_bytes() == b"".join(chunks)
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_files_that_cannot_be_finished_are_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, chunks = files_of(1, tmp_path / "out")
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with files:
+        put(files, chunks)
+        monkeypatch.setattr(os, "rename", fails)
+        with pytest.raises(Unavailable, match="Input/output error"):
+            files.finish()

@@ -1,0 +1,165 @@
+"""Versions on disk: what a life that ended in the middle left, and disks with too little room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paramserver import kept
+from paramserver.core.records import Epoch, FileSpec, Manifest, digest
+from paramserver.kept import Kept
+from paramserver.pool import Pool
+from paramserver.spill import Spill
+from paramserver.store import Snapshot, Store
+from protos.errors import Conflict
+
+SIZE = 10_000
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest("policy", version, "run", 0, Epoch("store", 1), (FileSpec("w", SIZE),), chunk_bytes=4096)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    found = Store(Pool(tmp_path / "pool", 1 << 20))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def make_spill(tmp_path: Path) -> Iterator[Callable[..., Spill]]:
+    made: list[Spill] = []
+
+    def make(retain: int = 2) -> Spill:
+        made.append(Spill(tmp_path / "spill", retain=retain, wrote=lambda _: None))
+        return made[-1]
+
+    yield make
+    for spill in made:
+        spill.close()
+
+
+def shown(store: Store, version: int) -> Snapshot:
+    snapshot = store.open(manifest(version))
+    for index in snapshot.missing():
+        snapshot.present(index, digest(snapshot.place(index)))
+    return snapshot
+
+
+def write(spill: Spill, snapshot: Snapshot) -> None:
+    spill._write(snapshot, snapshot.root())
+
+
+def on_disk(spill: Spill) -> list[int]:
+    return sorted(one.version for one in spill.manifests())
+
+
+class Disk:
+    """As many bytes as it has, less what the spill has written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, num_bytes: int) -> None:
+        self._directory, self._num_bytes = directory, num_bytes
+        copy_out = kept.copy_out
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=self.free(), f_frsize=1))
+
+        def writing(files: object, made: Kept, reading: object) -> None:
+            if self.free() < made.manifest.size_bytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            copy_out(files, made, reading)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(kept, "copy_out", writing)
+
+    def free(self) -> int:
+        return self._num_bytes - sum(p.stat().st_size for p in self._directory.glob("snapshots/*/*/w"))
+
+
+@pytest.mark.parametrize("retain", [1, 2])
+def test_a_disk_that_fits_exactly_what_is_retained_keeps_the_newest(
+    store: Store, make_spill: Callable[..., Spill], monkeypatch: pytest.MonkeyPatch, retain: int
+) -> None:
+    spill = make_spill(retain)
+    Disk(monkeypatch, spill.directory, retain * SIZE)
+    for version in (1, 2, 3, 4):
+        write(spill, shown(store, version))
+    assert on_disk(spill) == [3, 4][-retain:]
+
+
+@pytest.mark.parametrize("retain", [1, 2, 3, 4, 6])
+def test_as_many_versions_stay_on_disk_as_are_retained(
+    store: Store, make_spill: Callable[..., Spill], retain: int
+) -> None:
+    spill = make_spill(retain)
+    for version in range(1, 9):
+        write(spill, shown(store, version))
+        assert on_disk(spill) == list(range(max(1, version - retain + 1), version + 1))
+
+
+def test_nothing_is_removed_from_a_disk_for_a_version_that_does_not_fit_all_the_same(
+    store: Store, make_spill: Callable[..., Spill], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill = make_spill()
+    for version in (5, 6):
+        write(spill, shown(store, version))
+    disk = Disk(monkeypatch, spill.directory, 2 * SIZE)
+    with pytest.raises(OSError, match="are missing on it"):
+        write(spill, shown(store, 4))
+    assert on_disk(spill) == [5, 6], "what is newer stays"
+    disk._num_bytes = SIZE // 2
+    snapshot = shown(store, 7)
+    with pytest.raises(OSError, match="are missing on it"):
+        write(spill, snapshot)
+    assert on_disk(spill) == [5, 6]
+
+
+def test_what_a_killed_relay_left_half_written_is_removed(store: Store, make_spill: Callable[..., Spill]) -> None:
+    spill = make_spill()
+    write(spill, shown(store, 1))
+    spill.close()
+    snapshots, records = spill.directory / "snapshots" / "policy", spill.directory / "records" / "policy"
+    (snapshots / "v00000002.partial").mkdir()
+    (snapshots / "v00000002.partial" / "w").write_bytes(b"half")
+    (snapshots / "v00000003").mkdir()  # killed before its record was written
+    (records / "v00000003.partial").write_bytes(b"half")
+    again = make_spill()
+    assert on_disk(again) == [1]
+    assert [path.name for path in snapshots.iterdir()] == ["v00000001"]
+    assert [path.name for path in records.iterdir()] == ["v00000001"]
+
+
+def test_a_directory_belongs_to_one_relay(make_spill: Callable[..., Spill]) -> None:
+    make_spill()
+    with pytest.raises(Conflict, match="is in use by another relay"):
+        make_spill()
+
+
+def test_a_version_that_is_wanted_is_written_by_the_spills_own_thread(
+    store: Store, make_spill: Callable[..., Spill]
+) -> None:
+    spill, snapshot = make_spill(), shown(store, 1)
+    spill.want(snapshot, snapshot.root())
+    deadline = time.monotonic() + 60.0
+    while not on_disk(spill):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    assert on_disk(spill) == [1]
+
+
+def test_what_was_dropped_leaves_the_disk(store: Store, make_spill: Callable[..., Spill]) -> None:
+    spill = make_spill()
+    for version in (1, 2):
+        write(spill, shown(store, version))
+    spill.drop("policy", 2)
+    deadline = time.monotonic() + 60.0
+    while on_disk(spill) != [2]:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    spill.close()
+    assert on_disk(make_spill()) == [2]
