@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from gateway.engines.sglang_push import LOADER
 from tests.contract.engine_contract import PROMPT, EngineContract, Subject
 from tests.contract.text_contract import TextContract
 from tests.support import processes
-from tests.support.greedy import transformers_greedy
+from tests.support.greedy import first_stray, transformers_greedy
 from tests.support.processes import Daemon
 from tests.support.sglang.weights import read_directory, said
 from tests.support.tiny_model import tiny_model
@@ -24,6 +24,11 @@ pytestmark = pytest.mark.slow
 
 def stand_in_says(seed: int, prompt: tuple[int, ...], count: int) -> list[int]:
     return said(read_directory(tiny_model(seed=seed)), prompt, count)[0]
+
+
+def stand_in_strays(found: Sequence[int], seed: int, prompt: tuple[int, ...]) -> int | None:
+    says = stand_in_says(seed, prompt, len(found))
+    return next((at for at, (a, b) in enumerate(zip(found, says, strict=True)) if a != b), None)
 
 
 def start_embedded(directory: Path, port: int) -> Daemon:
@@ -47,7 +52,9 @@ SGLANG = {
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     directory = tmp_path_factory.mktemp("embedded")
-    subject = Subject("embedded", directory, functools.partial(start_embedded, directory), transformers_greedy)
+    subject = Subject(
+        "embedded", directory, functools.partial(start_embedded, directory), transformers_greedy, first_stray
+    )
     yield subject
     assert subject.daemon.stop() == 0
 
@@ -56,7 +63,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 def sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     directory = tmp_path_factory.mktemp("sglang")
     start = functools.partial(start_sglang, directory, SGLANG[request.param])
-    subject = Subject("sglang", directory, start, stand_in_says)
+    subject = Subject("sglang", directory, start, stand_in_says, stand_in_strays)
     yield subject
     assert subject.daemon.stop() == 0
 

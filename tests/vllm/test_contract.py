@@ -15,7 +15,7 @@ from gateway.core.types import SamplingParams
 from tests.contract.engine_contract import PROMPT, TOKENS, EngineContract, Subject, Turn
 from tests.contract.text_contract import TextContract
 from tests.support import vllm
-from tests.support.greedy import transformers_greedy
+from tests.support.greedy import first_stray, transformers_greedy
 from tests.support.tiny_model import VLLM_HEAD_DIM, tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -35,6 +35,7 @@ CONTEXT, LONG = 8192, 8000
 """It makes a thousand tokens a second here: a client that waits for a processor meets a turn of 8 s."""
 TWO_WORDS = ("yesyes", "yesno", "noyes", "nono")
 greedy = functools.partial(transformers_greedy, head_dim=VLLM_HEAD_DIM)
+strays = functools.partial(first_stray, head_dim=VLLM_HEAD_DIM)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
     # vLLM 0.33 tells a stream's versions, 0.32 only those of /inference/v1/generate.
     subject = Subject(
-        "vllm", directory, start, greedy, VLLM_HEAD_DIM, proves_first=True, tells_versions=False, long=LONG
+        "vllm", directory, start, greedy, strays, VLLM_HEAD_DIM, proves_first=True, tells_versions=False, long=LONG
     )
     yield subject
     subject.daemon.stop()
