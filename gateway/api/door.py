@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.api.openai_errors import Handler, TooSlow, error_bytes, error_response, no_http
@@ -63,10 +63,11 @@ class Turnstile:
 class _Connection(web.RequestHandler):
     """One client's connection."""
 
-    __slots__ = ("_head_due", "_held", "_rounds")
+    __slots__ = ("_body", "_head_due", "_held", "_rounds")
 
     def __init__(self, server: web.Server, *, rounds: Turnstile, **kwargs: Any) -> None:
         super().__init__(server, **kwargs)
+        self._body: StreamReader | None = None  # of the newest request; it may be answered before its body has come
         self._head_due: asyncio.TimerHandle | None = None
         self._rounds = rounds
         self._held: list[bytes] = []  # of a request that begins in a later round
@@ -85,11 +86,13 @@ class _Connection(web.RequestHandler):
             self._take(b"".join(held))
 
     def _take(self, data: bytes) -> None:
-        heads = self._request_count
+        """`data` is empty when aiohttp goes on reading after a pause."""
+        heads, in_body = self._request_count, self._body is not None and not self._body.is_eof()
         super().data_received(data)
         if self._request_count != heads:
             self._head_came()
-        elif self._current_request is None and self._head_due is None:
+            self._body = self._messages[-1][1] if self._messages else None
+        elif data and not in_body and self._current_request is None and self._head_due is None:
             self._head_due = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._head_is_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:

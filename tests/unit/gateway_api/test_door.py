@@ -64,6 +64,26 @@ async def test_a_connection_that_is_kept_has_a_deadline_for_each_head() -> None:
         writer.close()
 
 
+async def test_a_body_that_comes_after_its_answer_is_no_late_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows an answer that needed no body is that body, and the kept connection takes the next request."""
+    monkeypatch.setattr(door, "BODY_GRACE_S", WAIT_S)
+    async with serving(ScriptedTurns(lambda request: Script([2])), codecs.tiny()) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST /no/such/route HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            head = await reader.readuntil(b"\r\n\r\n")
+            [length] = [int(line[16:]) for line in head.splitlines() if line.lower().startswith(b"content-length: ")]
+            await reader.readexactly(length)
+        assert head.startswith(b"HTTP/1.1 404 ")
+        for _ in range(2):
+            writer.write(b"x" * 10_000)
+            await asyncio.sleep(0.15)  # beyond a head's deadline
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        async with asyncio.timeout(WAIT_S):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
 async def test_a_slow_body_that_comes_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "BODY_BYTES_PER_S_MIN", 1)
     async with serving(ScriptedTurns(lambda request: Script([2])), codecs.tiny()) as url:
