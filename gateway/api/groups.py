@@ -15,13 +15,16 @@ from gateway.api.answers import answer_json
 from gateway.api.numbers import Count
 from gateway.api.openai_errors import BadField
 from gateway.api.openai_requests import decode, in_range
-from gateway.api.sessions import AbandonRequest, CreateRequest, base_url, session_spec
+from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_url, session_spec
 from gateway.core.groups import GroupPhase
 from gateway.core.types import GroupId
 from gateway.data.groups import Group
 from gateway.groups import Groups
 
 GROUP_SIZE_MAX = 4096
+
+
+EVERY_MEMBER = CreateRequest()
 
 
 class CreateGroupRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,10 +35,10 @@ class CreateGroupRequest(msgspec.Struct, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] | None,
         Meta(description="The older word for `group_size`, which it must equal."),
     ] = None
-    group_id: str | None = None
+    group_id: GroupName | None = None
     group_min: Annotated[int, Meta(ge=1)] | None = None  # None: all of them
     resample_max: Count = 0  # members that fail are sampled again, so often altogether
-    session: CreateRequest = CreateRequest()
+    session: CreateRequest = EVERY_MEMBER
 
 
 class Member(msgspec.Struct):
@@ -80,6 +83,7 @@ class _Handlers:
     async def create(self, request: web.Request) -> web.Response:
         wanted = decode(_create, await request.read())
         size = _size(wanted)
+        _check_members(wanted.session)
         in_range("group_min", wanted.group_min, 1, size)
         name = GroupId(wanted.group_id or f"g-{secrets.token_hex(8)}")
         spec = dataclasses.replace(session_spec(wanted.session), group_id=name, group_size=size)
@@ -104,6 +108,17 @@ def _size(wanted: CreateGroupRequest) -> int:
     if wanted.size not in (None, size):
         raise BadField("size", f"`size` is {wanted.size} and `group_size` {size}", hint="leave `size` out")
     return size
+
+
+def _check_members(session: CreateRequest) -> None:
+    """What differs between members, or is the group's own, is not every member's."""
+    for field in ("session_id", "group_id", "sample_index", "group_size"):
+        if getattr(session, field) != getattr(EVERY_MEMBER, field):
+            raise BadField(
+                f"session.{field}",
+                f"`session` is what every member is, and cannot have a `{field}`",
+                hint="`group_id` and `group_size` stand beside `session`; members get their ids and indexes",
+            )
 
 
 def _group_id(request: web.Request) -> GroupId:

@@ -27,16 +27,19 @@ from gateway.pinning import Pinning
 from protos.errors import InvalidRequest
 
 PRIORITY_MAX = 1000
+GroupName = Annotated[str, Meta(max_length=256)]
+Tags = Annotated[dict[Annotated[str, Meta(max_length=256)], Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)]
+"""They are kept with each trajectory, and come back with it."""
 
 
 class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     session_id: str | None = None
-    group_id: str | None = None
+    group_id: GroupName | None = None
     sample_index: Count = 0
     group_size: AtLeastOne = 1
     split: Split = "train"
     train: bool = True
-    tags: dict[str, str] = {}
+    tags: Tags = {}
     history: History = "record"
     version: Count | None = None
     on_version_loss: VersionPolicy | None = None  # None: "strict" with a `version`, else "segment"

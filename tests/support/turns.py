@@ -219,6 +219,8 @@ async def serving_app(app: web.Application) -> AsyncIterator[str]:
     """Any application on a free port."""
     runner = Runner(app, handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

@@ -56,6 +56,15 @@ async def test_a_groups_size_has_one_word_and_the_older_one_is_taken_too(tmp_pat
         assert "group_size" in told["error"]["message"]
 
 
+async def test_what_is_one_members_own_is_refused_for_all_of_them(tmp_path: Path) -> None:
+    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        for wrong in ({"session_id": "a"}, {"group_id": "g"}, {"group_size": 3}, {"sample_index": 1}):
+            told = await post(http, "/groups", {"group_size": 2, "session": wrong}, 400)
+            assert told["error"]["param"] == f"session.{next(iter(wrong))}"
+        for wrong in ({"group_id": "g" * 257}, {"session": {"tags": {"k": "v" * 5000}}}):
+            await post(http, "/groups", {"group_size": 2, **wrong}, 400)
+
+
 async def test_a_group_of_several_versions_is_marked(tmp_path: Path) -> None:
     async with CuttingEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
         group = await post(http, "/groups", {"size": 2})
