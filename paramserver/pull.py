@@ -3,8 +3,10 @@
 Invariants:
 - one pull at a time writes into a directory: whatever another put there would count as verified;
 - files are written under names ending in `.partial` and renamed only when the version's root matched the sealed one;
-- the journal holds the digest of every chunk that was verified; on resuming, what is on disk is hashed against it,
-  so a torn write costs its chunk and nothing else.
+- the journal holds the digest of every chunk that was verified, and only grows until the pull is finished; on
+  resuming, what is on disk is hashed against it, so a torn write costs its chunk and nothing else;
+- a file that has its own name already was put there by nobody else only if the journal proves every chunk of it: a
+  pull was killed while it gave files their names. Any other is refused, and left as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import logging
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from paramserver.config import show_bytes
-from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, Manifest, digest, version_root
+from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, FileSpec, Manifest, digest, version_root
 from paramserver.data.fetch import Fetch
 from paramserver.data.tcp import TcpLink, dialer
 from paramserver.data.transport import Source
@@ -49,17 +52,20 @@ class PartialFiles:
         self._directory = directory
         self._root_digest = root_digest
         self._digests: list[bytes | None] = [None] * self.chunks.num_chunks
+        self._named: set[int] = set()  # files that a killed pull finished: they have their own names
         self._maps: list[mmap.mmap | None] = []
         self._journal = -1
+        self._journal_end = 0  # of what it has whole
         self._journal_failed = False
 
     def __enter__(self) -> Self:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._lock()
-            self._refuse_present()
-            self._maps = [self._map(spec.name, spec.size_bytes) for spec in self.manifest.files]
-            self._resume()
+            entries = self._entries()
+            self._refuse_present(entries)
+            self._maps = [self._map(self._path(number), spec.size_bytes) for number, spec in self._files()]
+            self._resume(entries)
         except LaminarError:
             self._close()
             raise
@@ -113,16 +119,24 @@ class PartialFiles:
                 f"the files have root {root}, version {self.manifest.version} was sealed as {self._root_digest}"
             )
         try:
-            for spec, mapping in zip(self.manifest.files, self._maps, strict=True):
+            for (number, spec), mapping in zip(self._files(), self._maps, strict=True):
                 if mapping is not None:
                     mapping.flush()
-                os.rename(self._directory / (spec.name + PARTIAL), self._directory / spec.name)
+                if number not in self._named:
+                    os.rename(self._path(number), self._directory / spec.name)
             (self._directory / JOURNAL).unlink()
         except OSError as error:
             raise Unavailable(f"cannot finish the files in {self._directory}: {error}") from error
 
-    def _map(self, name: str, size: int) -> mmap.mmap | None:
-        fd = os.open(self._directory / (name + PARTIAL), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def _files(self) -> Iterator[tuple[int, FileSpec]]:
+        return enumerate(self.manifest.files)
+
+    def _path(self, number: int) -> Path:
+        """Where the file of that number is as long as the pull is not finished."""
+        return self._directory / (self.manifest.files[number].name + ("" if number in self._named else PARTIAL))
+
+    def _map(self, path: Path, size: int) -> mmap.mmap | None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(fd, size)
             if size:  # a full disk refuses here; met while writing through the mapping, it would kill
@@ -143,28 +157,52 @@ class PartialFiles:
         if not mine:
             raise Conflict(f"another pull writes there: {self._directory}", hint="give each its own --out, or wait")
 
-    def _refuse_present(self) -> None:
-        for spec in self.manifest.files:
-            if (self._directory / spec.name).exists():
-                if os.fstat(self._journal).st_size == 0:  # made just now, and nothing was to be resumed
-                    (self._directory / JOURNAL).unlink()
-                raise Conflict(f"{self._directory / spec.name} exists", hint="choose an empty --out directory")
-
-    def _resume(self) -> None:
-        """The journal begins with the root it belongs to; a journal of another version is started over."""
+    def _entries(self) -> dict[int, set[bytes]]:
+        """Digests in the journal, by chunk. It begins with the root it belongs to: none of another version's count."""
         found = (self._directory / JOURNAL).read_bytes()
         head = f"{self._root_digest}\n".encode()
-        entries = found[len(head) :] if found.startswith(head) else b""
-        os.ftruncate(self._journal, 0)
-        os.write(self._journal, head)
-        for start in range(0, len(entries) - _ENTRY.size + 1, _ENTRY.size):
-            index, chunk_digest = _ENTRY.unpack_from(entries, start)
-            if (
-                index < self.chunks.num_chunks
-                and self._digests[index] is None
-                and digest(self.place(index)) == chunk_digest
-            ):
-                self.present(index, chunk_digest)
+        ours = found.startswith(head)
+        num_entries = (len(found) - len(head)) // _ENTRY.size if ours else 0
+        entries: dict[int, set[bytes]] = {}
+        for number in range(num_entries):
+            index, chunk_digest = _ENTRY.unpack_from(found, len(head) + number * _ENTRY.size)
+            entries.setdefault(index, set()).add(chunk_digest)
+        self._journal_end = len(head) + num_entries * _ENTRY.size if ours else 0
+        return entries
+
+    def _refuse_present(self, entries: dict[int, set[bytes]]) -> None:
+        for number, spec in self._files():
+            path = self._directory / spec.name
+            if not path.exists():
+                continue
+            if not self._is_proven(number, path, entries):
+                if os.fstat(self._journal).st_size == 0:  # made just now, and nothing was to be resumed
+                    (self._directory / JOURNAL).unlink()
+                raise Conflict(f"{path} exists", hint="choose an empty --out directory")
+            self._named.add(number)
+
+    def _is_proven(self, number: int, path: Path, entries: dict[int, set[bytes]]) -> bool:
+        """Whether every byte of that file is what a pull of this version has verified."""
+        if not entries or not path.is_file() or path.stat().st_size != self.manifest.files[number].size_bytes:
+            return False
+        with path.open("rb") as file:
+            for index in range(self.chunks.num_chunks):
+                chunk = self.chunks.chunk(index)
+                if chunk.file == number:
+                    file.seek(chunk.offset)
+                    if digest(file.read(chunk.length)) not in entries.get(index, ()):
+                        return False
+        return True
+
+    def _resume(self, entries: dict[int, set[bytes]]) -> None:
+        """Takes what is on disk and in the journal alike; the journal keeps what it has, so a kill costs nothing."""
+        os.ftruncate(self._journal, self._journal_end)  # a torn entry is its last one
+        os.lseek(self._journal, 0, os.SEEK_END)
+        if not self._journal_end:
+            os.write(self._journal, f"{self._root_digest}\n".encode())
+        for index in range(self.chunks.num_chunks):
+            if index in entries and (found := digest(self.place(index))) in entries[index]:
+                self._digests[index] = found
 
 
 async def pull(relay: str, model: str, version: int | None, out: Path, *, num_stripes: int, patience_s: float) -> None:
