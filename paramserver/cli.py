@@ -176,8 +176,13 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
     async with LocalEtcd(data_dir=pool_dir.with_name(f"{pool_dir.name}.etcd")) as etcd:
         config = dataclasses.replace(config, etcd=etcd.endpoint)
         keeping = asyncio.create_task(etcd.keep())
+
+        def ready(addresses: dict[str, str]) -> None:
+            etcd.settle()
+            _ready(ready_file, {**addresses, "etcd": config.etcd})
+
         try:
-            await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
+            await serve(config, ready)
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
@@ -202,6 +207,7 @@ async def _etcd(port: int, data_dir: Path | None, ready_file: Path | None) -> No
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with LocalEtcd(data_dir=data_dir, port=port) as local:
+        local.settle()
         _ready(ready_file, {"etcd": local.endpoint})
         ended = asyncio.ensure_future(local.wait())
         stopped = asyncio.ensure_future(stop.wait())

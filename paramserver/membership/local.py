@@ -3,6 +3,7 @@
 Invariants:
 - one whose data is kept comes back with it under the same address, so that versions go on where they were;
 - its data and its port have one process at a time;
+- a start that fails leaves no data behind: the folder that it made goes again with an error before `settle`;
 - one that dies while it is kept (`keep`) is started again on the same address, with its data.
 """
 
@@ -63,6 +64,7 @@ class LocalEtcd:
         self._keep = data_dir
         self._port = port
         self._lock_fd: int | None = None
+        self._made = False  # the folder, by this start, and nobody was told of what is in it
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._saying: asyncio.Task[bytes] | None = None
@@ -93,6 +95,8 @@ class LocalEtcd:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            self.settle()
         await self._end()
         self._clean()
 
@@ -152,6 +156,7 @@ class LocalEtcd:
     def _claim(self, directory: Path) -> None:
         """Locks the directory and reads the port of the last life. Conflict when another process is there."""
         try:
+            made = not directory.exists()
             directory.mkdir(parents=True, exist_ok=True)
             self._lock_fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -161,6 +166,8 @@ class LocalEtcd:
             ) from error
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(self._lock_fd).st_nlink:
+                raise BlockingIOError("a start that failed just now removed it")
         except BlockingIOError as error:
             self._clean()
             raise Conflict(
@@ -168,6 +175,7 @@ class LocalEtcd:
                 hint="a relay of this --name runs on this host without --etcd: end it, give another --name, or --etcd; "
                 "`paramserver etcd`: give another --data-dir",
             ) from error
+        self._made = made
         with contextlib.suppress(FileNotFoundError, ValueError):  # its first life
             told = int((directory / PORT_FILE).read_text())
             self._port = self._port or (told if 0 < told <= PORT_MAX else 0)
@@ -177,6 +185,10 @@ class LocalEtcd:
             partial = self._keep / f"{PORT_FILE}.partial"
             partial.write_text(self.endpoint.rpartition(":")[2])
             partial.rename(self._keep / PORT_FILE)
+
+    def settle(self) -> None:
+        """Somebody was told of it: from now on its data is kept, whatever comes."""
+        self._made = False
 
     async def kill(self) -> None:
         """kill -9, for tests; `start` brings it back with its data."""
@@ -244,6 +256,9 @@ class LocalEtcd:
     def _clean(self) -> None:
         if self._scratch is not None:
             self._scratch.cleanup()
+        if self._made and self._keep is not None:
+            self._made = False
+            shutil.rmtree(self._keep)  # while it is locked: nobody else's data can be in it
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None

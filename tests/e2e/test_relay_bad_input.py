@@ -152,6 +152,30 @@ def test_wrong_usage_is_told_apart_from_failure(arguments: tuple[str, ...]) -> N
 # ---- etcd
 
 
+def test_a_start_that_fails_leaves_no_etcd_behind_but_keeps_that_of_an_earlier_life(tmp_path: Path) -> None:
+    """Its log alone takes 64 MiB of shared memory, beside a pool that never was."""
+    pool = tmp_path / "pool"
+    small = ("serve", "--name", "a", "--pool-dir", str(pool), "--log-level", "error", "--pool-bytes", "1MiB")
+    impossible = (*small[:-1], "9999TiB")
+    says_in_one_line(paramserver(*impossible), "has room for")
+    assert not list(tmp_path.glob("*.etcd"))
+    daemon = start("a", ["paramserver", *small], tmp_path)
+    assert daemon.stop() == 0
+    port = (tmp_path / "pool.etcd" / "port").read_text()
+    says_in_one_line(paramserver(*impossible), "has room for")
+    assert (tmp_path / "pool.etcd" / "port").read_text() == port
+    assert (tmp_path / "pool.etcd" / "etcd").is_dir()
+
+
+def test_an_etcd_that_cannot_start_leaves_the_folder_only_if_it_was_there(shared_etcd: str, tmp_path: Path) -> None:
+    taken = ("etcd", "--port", shared_etcd.split(":")[1], "--data-dir")
+    says_in_one_line(paramserver(*taken, str(tmp_path / "new")), "Address already in use")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    says_in_one_line(paramserver(*taken, str(tmp_path / "mine")), "Address already in use")
+    assert (tmp_path / "mine").is_dir()
+
+
 def test_an_etcd_on_a_taken_port_never_says_that_it_serves(shared_etcd: str, tmp_path: Path) -> None:
     found = paramserver("etcd", "--port", shared_etcd.split(":")[1], "--ready-file", str(tmp_path / "ready"))
     says_in_one_line(found, rf"cannot listen on {shared_etcd}: Address already in use .*\(choose another --port\)")
