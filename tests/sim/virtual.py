@@ -143,9 +143,11 @@ class Process(asyncio.BaseEventLoop):
 
     def _follow(self, task: asyncio.Task[Any], future: asyncio.Future[Any]) -> None:
         def done(task: asyncio.Task[Any]) -> None:
-            if future.done() or task.cancelled():
+            if task.cancelled():
                 return
-            error = task.exception()
+            error = task.exception()  # read even if nobody waits any more: then it is nobody's, as a thread's is
+            if future.done():
+                return
             if error is not None:
                 future.set_exception(error)
             else:
