@@ -4,7 +4,8 @@ Invariants:
 - before it announces anything, a new master ends what an earlier one announced and never sealed;
 - every write holds only while this relay's election does;
 - only the newest sealed version can be lost: older ones retire by design. It is not lost while a live relay may hold
-  it, whatever the registry has heard: every member is asked before.
+  it, whatever the registry has heard: every member is asked before;
+- no model waits for another: each is presided over by a task of its own, one at a time, beside the elections.
 """
 
 from __future__ import annotations
@@ -52,21 +53,31 @@ class Presiding:
         self._drafts = drafts
         self._dial = dial
         self._troubles = Troubles(log)
+        self._presided: set[str] = set()  # models with a task of `preside` under way
         self._settled: dict[str, Epoch] = {}
         self._lost_since: dict[tuple[str, int], float] = {}
 
     async def preside(self) -> None:
-        """Stands in elections, settles what an earlier master left, and records what was lost."""
-        while True:
-            await asyncio.sleep(RETRY_S / 2)
-            won: list[str] = []
-            with self._troubles.contained("this relay stands in no election"):
-                won = await self._relay.seat.stand(self._newest_holders(), time.monotonic())
-            for model in sorted({*won, *self._mastered()}):
-                with self._troubles.contained(f"as master of {model} this relay leaves something undone"):
-                    await self._preside_over(model)
+        """Stands in elections; beside them settles what earlier masters left, and records what was lost."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(RETRY_S / 2)
+                won: list[str] = []
+                with self._troubles.contained("this relay stands in no election"):
+                    won = await self._relay.seat.stand(self._newest_holders(), time.monotonic())
+                for model in sorted({*won, *self._mastered()} - self._presided):
+                    self._presided.add(model)
+                    group.create_task(self._preside_over(model))
 
     async def _preside_over(self, model: str) -> None:
+        """Once. Whatever fails costs this model alone, until the next time: no error leaves the task."""
+        try:
+            with self._troubles.contained(f"as master of {model} this relay leaves something undone"):
+                await self._do_duties(model)
+        finally:
+            self._presided.discard(model)
+
+    async def _do_duties(self, model: str) -> None:
         try:
             await self.settle(model)  # again, when an answer was lost in the election or in settling
             await self._note_lost(model)

@@ -378,17 +378,22 @@ class Seat:
             return False
         since = self._vacant_since.setdefault(model, now)
         delay_s, reason = candidacy(self.member.name, list(self.view.members.values()), newest_holders)
-        if now - since < delay_s or not await self.campaign(model):
+        if now - since < delay_s:
+            return False
+        # A model that was dropped meanwhile must not be made again by its election, and looks masterless until it is
+        # forgotten here: only the model that this relay has seen wanted is stood for.
+        wanted = self.view.created(keys.wanted_key(model))
+        if wanted is None or not await self.campaign(model, [Created(keys.wanted_key(model), wanted)]):
             return False
         log.info("elected master of %s (%s)", model, reason)
         return True
 
-    async def campaign(self, model: str) -> bool:
-        """Tries to become master at once. False when somebody else is."""
+    async def campaign(self, model: str, guards: Sequence[Guard] = ()) -> bool:
+        """Tries to become master at once, and makes the model known. False when somebody else is, or a guard failed."""
         master = Master(self.member.name, self.member.instance)
         key = keys.master_key(model)
         outcome = await self._registry.transact(
-            [Absent(key), Created(keys.member_key(self.member.name), await self._member_revision())],
+            [Absent(key), Created(keys.member_key(self.member.name), await self._member_revision()), *guards],
             [Put(key, msgspec.json.encode(master), self._lease), Put(keys.wanted_key(model), b"")],
         )
         return outcome.succeeded

@@ -221,6 +221,11 @@ class View:
         """Whether the registry has the key, as far as this relay has seen."""
         return key in self._raw
 
+    def created(self, key: str) -> int | None:
+        """The revision at which the key came to be; None when this relay knows no such key."""
+        found = self._raw.get(key)
+        return found[1] if found is not None else None
+
     def keys_of(self, model: str) -> list[str]:
         """All that the registry has below a model's name."""
         return sorted(key for key in self._raw if key.startswith(f"{_MODELS}{model}/"))

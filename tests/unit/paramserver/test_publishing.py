@@ -902,6 +902,45 @@ async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no
     assert (await world.ended(1)) == Ended("lost", "no verified holder is left")
 
 
+async def test_a_silent_relay_keeps_nobody_from_an_election_nor_from_asking_for_another_model(
+    world: World, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is asked for up to 2 s, and again after a while: a model without a master must not wait for that."""
+    monkeypatch.setattr(presiding, "LOST_GRACE_S", 0.2)
+    monkeypatch.setattr(host.seat, "stand", _stands_for_nothing)
+    await host.publish()
+    other = await world.host("b")
+    other.dialled = hung = HungPeer()
+    gone = [Delete(keys.master_key(MODEL)), Delete(keys.holder_key(MODEL, 1, "a"))]
+    await other.registry.transact([], gone)
+
+    async def asks() -> bool:
+        return MODEL in hung.asked
+
+    await until(asks, "the new master asks what is held")
+    await other.seat.want("newer")
+
+    async def elected() -> bool:
+        return other.seat.is_master("newer")
+
+    await until(elected, "the model without a version has its master meanwhile", timeout_s=DEADLINE_S)
+    assert hung.asked == [MODEL], "the answer is still waited for, once"
+    sealed, announced = (world.store.keys[keys.version_key(MODEL, 1, what)].value for what in ("sealed", "announced"))
+    copies = {"sealed": _of_model("newer", sealed), "announced": announced.replace(b'"policy"', b'"newer"')}
+    writes = [Put(keys.version_key("newer", 1, what), value) for what, value in copies.items()]  # type: ignore[arg-type]
+    await other.registry.transact([], writes)
+
+    async def asks_for_both() -> bool:
+        return sorted(hung.asked) == sorted(["newer", MODEL])
+
+    await until(asks_for_both, "what is held of the other one is asked beside it", timeout_s=DEADLINE_S)
+    hung.go_on.set()
+
+
+def _of_model(model: str, sealed: bytes) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(msgspec.json.decode(sealed, type=Sealed), model=model))
+
+
 async def _stands_for_nothing(newest_holders: object, now: float) -> list[str]:
     return []
 
@@ -937,6 +976,20 @@ class SilentPeer(Peer):
         if self.holds_nothing:
             return []
         raise Unavailable("silent")
+
+
+class HungPeer(SilentPeer):
+    """One that answers when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.go_on = asyncio.Event()
+
+    async def versions(self, model: str) -> list[Sealed]:
+        self.asked.append(model)
+        await self.go_on.wait()
+        return []
 
 
 async def test_old_records_are_deleted_in_parts_and_forgotten_only_then(world: World, host: Host) -> None:
@@ -1005,7 +1058,11 @@ async def test_what_fails_for_one_model_on_a_relay_costs_no_other(
     if method == "tidy":
         await until(failed_again, "it is tried again")
     await host.publish()
-    assert host.shown() == [2], "the one before has retired"
+
+    async def retired() -> bool:
+        return host.shown() == [2]
+
+    await until(retired, "the one before has retired", timeout_s=5.0)
     assert logged(caplog, "versions of cursed neither come nor go") == (method == "tidy")
     assert not any(task.done() for task in host._tasks)
 

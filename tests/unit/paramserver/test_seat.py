@@ -135,6 +135,25 @@ async def test_the_best_candidate_stands_first_and_the_next_after_a_delay(world:
     assert await a.stand(holders, now=10.0) == [], "the key is taken"
 
 
+@pytest.mark.parametrize("heard", [True, False], ids=["heard of it", "has not heard of it"])
+async def test_a_model_that_was_dropped_is_not_made_again_by_an_election(world: World, heard: bool) -> None:
+    """Between the end of its master's key and the moment in which a relay forgets the model, it looks masterless."""
+    a, b = await world.seat("a"), await world.seat("b", ttl_s=10.0)
+    await a.campaign("policy")
+    world.clock.now += 1.0
+    await b.refresh()
+    assert "policy" not in b.view.masters, "its master died"
+    await MemoryRegistry(world.store).transact([], [Delete(keys.wanted_key("policy"))])
+    if heard:
+        await b.refresh()
+    assert "policy" in b.view.models
+    assert [await b.stand({}, now=now) for now in (0.0, 10.0)] == [[], []]
+    assert not [key for key in world.store.keys if "policy" in key]
+    await b.want("policy")
+    await b.refresh()
+    assert await b.stand({}, now=20.0) == ["policy"], "somebody wants it anew"
+
+
 async def test_a_relay_without_a_seat_cannot_be_elected(world: World) -> None:
     a = await world.seat("a")
     world.clock.now += 1.0
@@ -376,10 +395,10 @@ async def test_an_election_that_fails_costs_no_other_models(world: World) -> Non
     await a.refresh()
     campaign = a.campaign
 
-    async def fails_for_one(model: str) -> bool:
+    async def fails_for_one(model: str, guards: Sequence[Guard] = ()) -> bool:
         if model == "m2":
             raise RuntimeError("unforeseen")
-        return await campaign(model)
+        return await campaign(model, guards)
 
     a.campaign = fails_for_one  # type: ignore[method-assign]
     assert await a.stand({}, now=0.0) == ["m1", "m3"]
