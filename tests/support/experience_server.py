@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -36,7 +36,7 @@ class ExperienceServer:
     lent: dict[str, list[Trajectory]] = field(default_factory=dict)
     answers_lost: int = 0  # of the next acknowledgements, which are carried out
     groups_max: int = 1000  # in one answer, however many are asked for
-    answer: web.Response | None = None  # instead of all that
+    answer: Callable[[], web.Response] | None = None  # makes what is answered instead of all that
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
@@ -58,7 +58,7 @@ class ExperienceServer:
         self.requests.append(body)
         self.asked.release()
         if self.answer is not None:
-            return self.answer
+            return self.answer()
         count = body.get("trajectories") or min(body["groups"], self.groups_max) * body["group_size"]
         taken, self.stock = self.stock[:count], self.stock[count:]
         sampled = {"lease_id": f"lease-{len(self.requests)}", "trajectories": taken, "added_later": 1}

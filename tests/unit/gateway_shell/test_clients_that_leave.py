@@ -133,7 +133,7 @@ async def test_a_turn_that_somebody_reads_is_not_ended_by_a_finish(
     engine = CuttingEngine("e0", chunk=1, hold_at=4)
     async with engine, gateway(tmp_path, engine) as (_, http):
         await post(http, "/s/s/v1/completions", {"model": MODEL, "prompt": [5], "max_tokens": 2})
-        asked = {"model": MODEL, "prompt": [5], "max_tokens": NUM, "stream": True}
+        asked = {"model": MODEL, "prompt": [5], "max_tokens": NUM, "stream": True, "return_token_ids": True}
         async with http.post("/s/s/v1/completions", json=asked) as answer:
             assert await answer.content.readline()
             told = await post(http, "/sessions/s/finish", {"reward": 1.0}, 409)

@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -190,7 +191,7 @@ async def test_a_loop_waits_for_a_gateway_that_is_started_again(
     monkeypatch.setattr("trainer_client.experience.AWAY_RETRY_S", 0.01)
     batches = reader.batches(trajectories=1, wait_s=0.01)
     await anext(batches)
-    gateway.answer = error_response(503, "the gateway is shutting down", "unavailable")
+    gateway.answer = partial(error_response, 503, "the gateway is shutting down", "unavailable")
     pending = asyncio.ensure_future(anext(batches))
     async with asyncio.timeout(60):
         for _ in range(3):
@@ -199,7 +200,7 @@ async def test_a_loop_waits_for_a_gateway_that_is_started_again(
         gateway.answer = None
         assert (await pending).trajectories == (TRAJECTORIES[1],)
         monkeypatch.setattr("trainer_client.experience.AWAY_PATIENCE_S", 0.0)
-        gateway.answer = error_response(503, "the gateway is shutting down", "unavailable")
+        gateway.answer = partial(error_response, 503, "the gateway is shutting down", "unavailable")
         with pytest.raises(Unavailable, match="shutting down"):
             await anext(batches)
 
@@ -267,18 +268,20 @@ async def test_break_gives_the_last_batch_back_at_once(gateway: ExperienceServer
 async def test_errors_speak_with_the_gateways_words(
     gateway: ExperienceServer, reader: AsyncExperienceReader, answer: Any, kind: type[LaminarError], message: str
 ) -> None:
-    gateway.answer = answer()
+    gateway.answer = answer
     with pytest.raises(kind, match=message) as caught:
         await reader.sample(trajectories=1)
     assert type(caught.value) is kind
 
 
 async def test_a_full_gateway_says_when_to_come_again(gateway: ExperienceServer, reader: AsyncExperienceReader) -> None:
-    gateway.answer = error_response(429, "full", "out_of_capacity", **{"Retry-After": "7"})
+    gateway.answer = partial(error_response, 429, "full", "out_of_capacity", **{"Retry-After": "7"})
     with pytest.raises(OutOfCapacity) as caught:
         await reader.sample(trajectories=1)
     assert caught.value.retry_after_s == 7.0
-    gateway.answer = error_response(429, "full", "out_of_capacity", **{"Retry-After": "Sun, 06 Nov 1994 08:49:37 GMT"})
+    gateway.answer = partial(
+        error_response, 429, "full", "out_of_capacity", **{"Retry-After": "Sun, 06 Nov 1994 08:49:37 GMT"}
+    )
     with pytest.raises(OutOfCapacity, match="full") as caught:
         await reader.sample(trajectories=1)
     assert caught.value.retry_after_s == 1.0, "a proxy may say it so"
