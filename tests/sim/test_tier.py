@@ -10,7 +10,7 @@ import sys
 import pytest
 
 FAULTS_S = 8.0
-NUM_QUICK, NUM_SLOW = 15, 150  # seeds of one test, or as many as fit into its budget
+NUM_QUICK, NUM_SLOW = 8, 150  # seeds of one test, or as many as fit into its budget
 BUDGET_S = 60.0
 SLOW = [pytest.param(NUM_QUICK + at * NUM_SLOW, NUM_SLOW, marks=pytest.mark.slow) for at in range(2)]
 

@@ -20,6 +20,8 @@ from deploy.demo.recording import EngineChange, GatewayStatus, LastPlans, Note, 
 from deploy.demo.report import summarise
 from deploy.demo.run import Outcome, Run
 
+pytestmark = pytest.mark.slow  # each starts the demo's processes
+
 STAND_IN = str(Path(__file__).with_name("standin.py"))
 
 

@@ -15,6 +15,8 @@ from protos.errors import LaminarError
 from tests.support.tiny_model import Family, tiny_model
 from tests.unit.embedded.helpers import config, ids, prompts, request, run
 
+pytestmark = pytest.mark.slow  # each turn is computed once for every place to cut it
+
 LENGTH = 24
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
 

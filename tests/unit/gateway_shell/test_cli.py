@@ -22,6 +22,8 @@ from tests.support import processes
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.words import tokenizer
 
+pytestmark = pytest.mark.slow  # each starts the daemon itself
+
 FORM = r"is not NAME=KIND=URL[@RELAY] (such as e0=vllm=http://127.0.0.1:8000@127.0.0.1:7070)"
 
 

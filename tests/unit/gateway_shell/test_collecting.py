@@ -19,6 +19,8 @@ from gateway.collecting import collect_regularly
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.unit.gateway_shell.test_status import config
 
+pytestmark = pytest.mark.slow  # full passes of the garbage collector
+
 
 class Cycle:
     def __init__(self) -> None:

@@ -13,6 +13,8 @@ import pytest
 from deploy.setup_env import ROOT
 from tests.support.skips import LIST, Allowed, Skip, allowed, lines, needs, unlisted
 
+pytestmark = pytest.mark.slow  # each runs pytest in a process of its own
+
 SUITE = """
 import pytest
 from tests.support.skips import needs
