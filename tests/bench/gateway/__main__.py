@@ -16,6 +16,7 @@ PARTS = {
     "cpu": "tests.bench.gateway.cpu",
     "streams": "tests.bench.gateway.streams",
     "journal": "tests.bench.gateway.journal",
+    "kill": "tests.bench.gateway.kill",
     "prefix": "tests.bench.gateway.prefix",
 }
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
+
+from tests.bench.gateway.arrivals import Arrivals
 
 
 class AnswerFailed(Exception):
@@ -27,6 +29,7 @@ class Call:
     events: int = 0
     longest_gap_s: float = 0.0
     body: bytearray = field(default_factory=bytearray)
+    arrivals: Arrivals | None = None
 
 
 def numbered(body: dict[str, Any], number: int) -> dict[str, Any]:
@@ -47,11 +50,12 @@ def post(url: str, path: str, body: dict[str, Any], headers: dict[str, str] | No
 
 
 class Agent(asyncio.Protocol):
-    """A connection that is kept alive; one request at a time. `keep`: whether answers' bodies are kept."""
+    """A connection that is kept alive; one request at a time. `keep`: whether answers' bodies are kept;
+    `arrivals`: makes what counts each answer's tokens as they come."""
 
-    def __init__(self, keep: bool = False) -> None:
+    def __init__(self, keep: bool = False, arrivals: Callable[[], Arrivals] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._keep = keep
+        self._keep, self._arrivals = keep, arrivals
         self._transport: asyncio.Transport
         self._done: asyncio.Future[Call]
         self._call = Call()
@@ -69,7 +73,7 @@ class Agent(asyncio.Protocol):
 
     def send(self, request: bytes) -> asyncio.Future[Call]:
         """The call once it is answered; AnswerFailed if it is not."""
-        self._call = Call(sent_at=self._loop.time())
+        self._call = Call(sent_at=self._loop.time(), arrivals=self._arrivals and self._arrivals())
         self._head, self._tail = b"", b""
         self._done = self._loop.create_future()
         self._transport.write(request)
@@ -100,6 +104,8 @@ class Agent(asyncio.Protocol):
         call.events += data.count(b"data: {")
         if self._keep:
             call.body += data
+        if call.arrivals is not None:
+            call.arrivals.take(data, now)
         if self._length is not None:
             self._length -= len(data)
             ended = self._length <= 0
@@ -118,12 +124,14 @@ class Agent(asyncio.Protocol):
             self._done.set_exception(error)
 
 
-async def connect(url: str, num: int, *, keep: bool = False) -> list[Agent]:
+async def connect(
+    url: str, num: int, *, keep: bool = False, arrivals: Callable[[], Arrivals] | None = None
+) -> list[Agent]:
     """`num` connections, 100 at a time: a listen queue need not hold them all."""
     loop, host, port = asyncio.get_running_loop(), urlsplit(url).hostname, urlsplit(url).port
     agents: list[Agent] = []
     for at in range(0, num, 100):
-        made = [loop.create_connection(lambda: Agent(keep), host, port) for _ in range(min(100, num - at))]
+        made = [loop.create_connection(lambda: Agent(keep, arrivals), host, port) for _ in range(min(100, num - at))]
         agents += [protocol for _, protocol in await asyncio.gather(*made)]
     return agents
 

@@ -32,15 +32,23 @@ def chat(text: str, max_tokens: int, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Processor seconds of a contender, and how many answers or tokens it passed on meanwhile."""
+    """Processor seconds of a contender, and how many answers or tokens it passed on meanwhile; of tokens, in how many
+    events they left the engines and reached the clients."""
 
     cpu_s: float
     num: int
+    engine_events: int = 0
+    client_events: int = 0
 
     @property
     def us(self) -> float:
         """Of each, in microseconds."""
         return self.cpu_s / self.num * 1e6
+
+    @property
+    def tokens_per_event(self) -> tuple[float, float]:
+        """As the engines sent them, and as clients received them: what waited together is shown together."""
+        return self.num / self.engine_events, self.num / self.client_events
 
 
 async def requests(contender: Contender, body: dict[str, Any], *, num: int, connections: int) -> Cost:
@@ -69,10 +77,13 @@ async def stream(
     try:
         calls = await at_work(contender, agents, body, rate)
         await asyncio.sleep(SETTLE_S)
-        sent, before = await tokens_sent(engines), contender.cpu_s()
+        received = sum(agent.call.events for agent in agents)
+        sent, before = await engines_sent(engines), contender.cpu_s()
         await asyncio.sleep(seconds)
         cpu_s = contender.cpu_s() - before
-        cost = Cost(cpu_s, await tokens_sent(engines) - sent)
+        now = await engines_sent(engines)
+        received = sum(agent.call.events for agent in agents) - received
+        cost = Cost(cpu_s, now.tokens - sent.tokens, now.events - sent.events, received)
         raise_failure(calls)
         ended, left = await asyncio.wait(calls, timeout=END_S)
         if left:
@@ -85,10 +96,24 @@ async def stream(
     return cost
 
 
-async def tokens_sent(engines: Sequence[str]) -> int:
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """By all engines' timed streams so far."""
+
+    tokens: int
+    events: int
+
+
+async def engines_sent(engines: Sequence[str]) -> Sent:
+    pages = await engines_tell(engines, "sent")
+    return Sent(sum(page["tokens"] for page in pages), sum(page["events"] for page in pages))
+
+
+async def engines_tell(engines: Sequence[str], page: str) -> list[Any]:
+    """`/bench/PAGE` of each mock engine."""
     async with httpx.AsyncClient() as client:
-        pages = await asyncio.gather(*(client.get(f"{url}/bench/sent") for url in engines))
-    return sum(int(page.raise_for_status().json()["tokens"]) for page in pages)
+        answers = await asyncio.gather(*(client.get(f"{url}/bench/{page}") for url in engines))
+    return [answer.raise_for_status().json() for answer in answers]
 
 
 async def at_work(

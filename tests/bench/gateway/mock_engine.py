@@ -4,7 +4,8 @@
 is prebuilt bytes. A stream sends `stream_interval` tokens per event (the body's; 1 unless told), `--rate` tokens per
 second, and so long a whole answer takes; rate 0 sends all at once.
 
-`GET /bench/sent` tells how many tokens an engine's timed streams have had. With `--cache-tokens` and `--tokenizer`,
+`GET /bench/sent` tells how many tokens an engine's timed streams have had, and in how many events; `GET /bench/turns`
+what its latest timed streams were asked and how far they came. With `--cache-tokens` and `--tokenizer`,
 `GET /bench/prefix` tells how many of the prompts' tokens it had seen before. A text becomes ids through the chat
 template, and an answer's text becomes the ids again that it was made from: for who sends text and for who sends ids the
 same blocks are the same.
@@ -17,8 +18,9 @@ import asyncio
 import functools
 import json
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +35,21 @@ BLOCK = 16  # tokens of one block of the prefix cache
 CONTEXT_TOKENS = 32_768
 KV_TOKENS = 100_000_000  # as told: never what limits the number of streams here
 STARTED_UNIX_S = time.time()
+NAMING = 3  # ids of a prompt that tell one stream from another
+TURNS_MAX = 10_000  # streams told of, the latest
+
+
+@dataclass(slots=True)
+class Turn:
+    """A timed stream. Times are `time.monotonic()`: one clock for all processes of a machine."""
+
+    name: tuple[int, ...]  # the prompt's first ids; none of a text
+    prompt_tokens: int
+    tokens: int
+    interval: int
+    begun_at: float
+    sent: int = 0
+    ended_at: float | None = None
 
 
 class PrefixCache:
@@ -124,7 +141,8 @@ class Engine:
         self.rate = rate
         self.codec = codec
         self.running = 0
-        self.tokens_sent = 0
+        self.tokens_sent = self.events_sent = 0
+        self.turns = deque[Turn](maxlen=TURNS_MAX)
         self.cache = PrefixCache(cache_tokens // BLOCK) if cache_tokens else None
 
     def page(self, path: str) -> bytes | None:
@@ -140,11 +158,13 @@ class Engine:
             "/get_model_info": info,
             "/server_info": info,
             "/get_server_info": info,
-            "/bench/sent": {"tokens": self.tokens_sent},
+            "/bench/sent": {"tokens": self.tokens_sent, "events": self.events_sent},
             "/bench/prefix": {"tokens": self.cache.tokens, "hits": self.cache.hits} if self.cache else {},
         }
         if path == "/metrics":
             return self._metrics()
+        if path == "/bench/turns":
+            return json.dumps([asdict(turn) for turn in self.turns]).encode()
         return json.dumps(pages[path]).encode() if path in pages else None
 
     def _metrics(self) -> bytes:
@@ -163,6 +183,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()
         self._timer: asyncio.TimerHandle | None = None
+        self._turn: Turn | None = None  # None: a whole answer
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -173,6 +194,8 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
             self._engine.running -= 1
+            if self._turn is not None:
+                self._turn.ended_at = time.monotonic()
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -224,6 +247,10 @@ class Connection(asyncio.Protocol):
         self._engine.running += 1
         self._due = self._loop.time()
         self._sent, self._total, self._interval, self._chat, self._tokens = 0, total, interval, chat, tokens
+        prompt = body.get("prompt")
+        ids = prompt if isinstance(prompt, list) else []
+        self._turn = Turn(tuple(ids[:NAMING]), len(ids), total, interval, time.monotonic())
+        self._engine.turns.append(self._turn)
         self._timer = self._loop.call_later(0, self._decode)
 
     def _answer_whole(self, page: bytes, total: int) -> None:
@@ -231,6 +258,7 @@ class Connection(asyncio.Protocol):
             self._answer(page)
             return
         self._engine.running += 1
+        self._turn = None
         self._timer = self._loop.call_later(total / self._engine.rate, self._end_whole, page)
 
     def _end_whole(self, page: bytes) -> None:
@@ -244,10 +272,14 @@ class Connection(asyncio.Protocol):
         finish = "length" if self._sent + count >= self._total else None
         first = self._sent % NUM_IDS
         self._transport.write(chunk(event(count, first, self._chat, self._tokens, finish, None)))
+        assert self._turn is not None
         self._sent += count
+        self._turn.sent = self._sent
         self._engine.tokens_sent += count
+        self._engine.events_sent += 1
         if finish is not None:
             self._timer = None
+            self._turn.ended_at = time.monotonic()
             self._engine.running -= 1
             self._transport.write(DONE)
             return
