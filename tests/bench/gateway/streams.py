@@ -29,7 +29,7 @@ from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.gateway import load
 from tests.bench.gateway.arrivals import ON_TIME_S, Arrivals, Script, received
 from tests.bench.gateway.client import Agent, AnswerFailed, Call, close, connect, numbered, post
-from tests.bench.gateway.contenders import contenders, mock_engines
+from tests.bench.gateway.contenders import ContenderFailed, contenders, mock_engines
 from tests.bench.gateway.mock_engine import NUM_IDS, answer_ids
 from tests.support.tiny_model import tiny_model
 
@@ -136,7 +136,7 @@ def streams_max() -> Iterator[Figure]:
     steps: list[Held] = []
     with mock_engines(NUM_ENGINES, rate=RATE) as engines, contenders(["laminar"], engines) as found:
         for streams in STEPS:
-            steps.append(uvloop.run(held(found["laminar"], streams)))
+            steps.append(uvloop.run(held_or_not(found["laminar"], streams)))
             print(f"streams_max: {steps[-1]}", flush=True)
             if not steps[-1].passed and not steps[-1].passed_by_counter:
                 break
@@ -176,6 +176,19 @@ def said() -> Script:
     """What the mock engines' ids are in the gateway's text."""
     codec = Codec.load(tiny_model())
     return Script([json.dumps(codec.decode([token]))[1:-1].encode() for token in answer_ids(NUM_IDS)])
+
+
+async def held_or_not(contender: load.Contender, streams: int) -> Held:
+    """A step whose streams do not even begin is not passed; those before it stand."""
+    try:
+        return await held(contender, streams)
+    except ContenderFailed as e:
+        return failed(streams, str(e))
+
+
+def failed(streams: int, why: str) -> Held:
+    none = float("nan")
+    return Held(streams, none, none, none, none, none, none, none, 0, none, why)
 
 
 async def held(contender: load.Contender, streams: int) -> Held:

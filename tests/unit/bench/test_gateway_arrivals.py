@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.gateway.arrivals import Arrivals, Script, received
 from tests.bench.gateway.mock_engine import chunk
-from tests.bench.gateway.streams import Held, judged, said, step_figures
+from tests.bench.gateway.streams import Held, failed, judged, said, step_figures
 
 WORDS = [b"um", b'{\\"', b" of", b" the"]
 SCRIPT = Script(WORDS)
@@ -136,6 +136,11 @@ def test_a_text_that_is_not_the_engines_fails_a_step() -> None:
     step = held([wrong])
     assert "not the engines' text" in step.failure
     assert not step.passed
+
+
+def test_a_step_whose_streams_did_not_begin_leaves_the_steps_before_it() -> None:
+    steps = [held([paced(20, 48)]), failed(2, "leaves 1 of 2 streams without an event")]
+    assert [figure.value for figure in step_figures(steps)] == [1.0, 1.0]
 
 
 def test_both_definitions_stand_in_the_results() -> None:
