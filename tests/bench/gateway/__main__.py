@@ -12,6 +12,7 @@ from tests.bench.figures import Figure, keep, show
 from tests.bench.needs import stop_if_lacking, stop_if_unmeasured
 
 PARTS = {
+    "chat": "tests.bench.gateway.chat",
     "request": "tests.bench.gateway.request",
     "cpu": "tests.bench.gateway.cpu",
     "streams": "tests.bench.gateway.streams",
