@@ -53,7 +53,7 @@ def run() -> Iterator[Figure]:
                 if number:  # the first warms up
                     rounds[name].append(cost.us)
     told = {"us_per_chat": load.medians(rounds), "sessions": SESSIONS, "turns": TURNS, "tokens_per_s": RATE}
-    what = "CPU per chat of 2 KiB in sessions, tokens recorded, finish and reward included, ours over the better Rust router's"
+    what = "CPU per chat of 2 KiB in finished sessions, tokens recorded, ours over the better Rust router's"
     yield median("cpu_per_chat_vs_rust", what, over_better(rounds, OURS), bar=BAR, details=told)
 
 

@@ -96,6 +96,22 @@ async def test_an_operation_that_raises_anything_costs_itself_alone(tmp_path: Pa
         assert database.failure == "", "the store itself is well"
 
 
+async def test_an_operation_alone_in_its_transaction_undoes_itself(tmp_path: Path) -> None:
+    async with Database(tmp_path / "db") as database:
+        await database.run(lambda connection: connection.execute("CREATE TABLE t(x)") and None)
+
+        def fails(connection: sqlite3.Connection) -> None:
+            fill(connection, 100)
+            raise KeyError("x")
+
+        for operate in (database.run, database.owe):
+            with pytest.raises(LaminarError, match="KeyError"):
+                await asyncio.wait_for(operate(fails), 30)
+        await asyncio.wait_for(database.run(lambda connection: fill(connection, 1)), 30)
+        assert await values(database) == [1]
+        assert database.failure == "", "the store itself is well"
+
+
 async def test_a_full_disk_fails_what_can_be_refused_and_is_over_by_itself(tmp_path: Path) -> None:
     async with Database(tmp_path / "db") as database:
         disk = Disk()
