@@ -77,13 +77,11 @@ async def stream(
     try:
         calls = await at_work(contender, agents, body, rate)
         await asyncio.sleep(SETTLE_S)
-        received = sum(agent.call.events for agent in agents)
-        sent, before = await engines_sent(engines), contender.cpu_s()
+        sent, cpu_s, received = await _so_far(contender, engines, agents)
         await asyncio.sleep(seconds)
-        cpu_s = contender.cpu_s() - before
-        now = await engines_sent(engines)
-        received = sum(agent.call.events for agent in agents) - received
-        cost = Cost(cpu_s, now.tokens - sent.tokens, now.events - sent.events, received)
+        sent_then, cpu_then, received_then = await _so_far(contender, engines, agents)
+        tokens, events = sent_then.tokens - sent.tokens, sent_then.events - sent.events
+        cost = Cost(cpu_then - cpu_s, tokens, events, received_then - received)
         raise_failure(calls)
         ended, left = await asyncio.wait(calls, timeout=END_S)
         if left:
@@ -94,6 +92,13 @@ async def stream(
         close(agents)
         await asyncio.sleep(SETTLE_S)
     return cost
+
+
+async def _so_far(contender: Contender, engines: Sequence[str], agents: Sequence[Agent]) -> tuple[Sent, float, int]:
+    """What the engines sent, and right after that the contender's time and the clients' events: asking the engines
+    takes a while, which at both ends of a measurement belongs to the same side."""
+    sent = await engines_sent(engines)
+    return sent, contender.cpu_s(), sum(agent.call.events for agent in agents)
 
 
 @dataclass(frozen=True, slots=True)
