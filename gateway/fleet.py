@@ -74,9 +74,12 @@ class Fleet:
         self.relays: Relays
         self.pinning: Pinning
         self._timeline = timeline
-        self._places = Places(self.state, admission, left=self._left, changed=self.changed, queue_max=config.queue_max)
+        self._places = Places(
+            self.state, admission, left=self._left, changed=self._change_soon, queue_max=config.queue_max
+        )
         self._watching: Watching
         self._refreshing: Refreshing
+        self._changing: asyncio.Handle | None = None  # `changed` is due in this round of the event loop
         self._tasks = StandingTasks()
 
     async def __aenter__(self) -> Fleet:
@@ -113,6 +116,8 @@ class Fleet:
     async def close(self) -> None:
         """Stops looking, fails whoever still waits, and closes every connection."""
         self._places.close()
+        if self._changing is not None:
+            self._changing.cancel()
         for task in self._standing:
             task.cancel()
         for name in list(self.members):
@@ -205,7 +210,7 @@ class Fleet:
         if member is not None:
             member.left.set()
         if self._places.queued or member is None or not self.state.unmoved(member.state):
-            self.changed()
+            self._change_soon()
 
     def decoded(self, engine: EngineName, num_tokens: int, seconds: float) -> None:
         """Tokens of one turn came `seconds` after those before them."""
@@ -222,8 +227,20 @@ class Fleet:
 
     # -- what follows from a change
 
+    def _change_soon(self) -> None:
+        """`changed`, once for all turns that leave engines or begin to wait in one round of the event loop.
+
+        It looks at the whole queue. When engines load under a thousand turns all of them leave and wait again: once for
+        each of them took the gateway four seconds, in which no engine could begin to load.
+        """
+        if self._changing is None:
+            self._changing = asyncio.get_running_loop().call_soon(self.changed)
+
     def changed(self) -> None:
         """Opens and closes intakes, starts refreshes that became possible, serves the queue."""
+        if self._changing is not None:
+            self._changing.cancel()
+            self._changing = None
         now = time.monotonic()
         for change in intake_changes(self.state, now):
             state = "intake open" if change.open else "intake closed"

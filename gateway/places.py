@@ -60,9 +60,9 @@ def _standing(demand: Demand | TextDemand, *, resumed: bool) -> Standing:
     return 1 if isinstance(demand, Demand) and demand.session.engine is not None else 2
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiter:
-    """A turn in the queue."""
+    """A turn in the queue; the same one is meant, not one like it."""
 
     demand: Demand | TextDemand
     standing: Standing

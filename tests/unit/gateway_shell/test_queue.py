@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway import places
 from gateway.core.fleet import FleetConfig, TurnLoad
-from gateway.core.scheduler import Demand, Placement
+from gateway.core.scheduler import Demand, Placement, place
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId
 from protos.errors import OutOfCapacity
@@ -20,6 +21,7 @@ from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 E0 = EngineName("e0")
 KV_TOKENS = BLOCKS * BLOCK_TOKENS
+TOGETHER = 100
 
 
 @contextlib.asynccontextmanager
@@ -127,3 +129,39 @@ async def test_who_fits_nowhere_is_told_how_long_the_contexts_are(tmp_path: Path
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0, queue_timeout_s=0.05) as found:
         with pytest.raises(OutOfCapacity, match="have contexts of 4096 tokens at most, and it may come to 5003"):
             await read(found.run(budget=5000))
+
+
+async def test_turns_that_leave_together_are_decided_on_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All turns of an engine leave it at once when it loads under them. A look at the whole queue for each that left,
+    and each that came, would cost the square of their number: with a thousand turns, seconds."""
+    decided = 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal decided
+        decided += 1
+        return place(*given)
+
+    monkeypatch.setattr(places, "place", counted)
+    limits = FleetConfig(mode="inflight", max_running=TOGETHER)
+    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=limits) as found:
+        engine, sessions = found.fleet.state.engines[E0], [found.session(f"s{i}") for i in range(TOGETHER)]
+        demands = [Demand(session, 3, turn_id=TurnId(f"turn-{session.session_id}")) for session in sessions]
+        for demand in demands:
+            await found.fleet.place(demand, resumed=False, timeout_s=60.0)
+        engine.to("refreshing")
+        decided = 0
+
+        async def go_on(demand: Demand) -> Placement:
+            assert demand.turn_id is not None
+            found.fleet.leave(E0, demand.turn_id)
+            return await found.fleet.place(demand, resumed=True, timeout_s=60.0)
+
+        waiting_again = [asyncio.create_task(go_on(demand)) for demand in demands]
+        await until(lambda: found.fleet.statistics().queued == TOGETHER, "every turn in the queue")
+        engine.to("serving")
+        found.fleet.changed()
+        assert {(await task).engine for task in waiting_again} == {"e0"}
+        assert found.fleet.statistics().queued == 0
+        assert decided <= 4 * TOGETHER

@@ -311,7 +311,8 @@ async def test_a_client_that_leaves_as_it_is_placed_leaves_no_booking(tmp_path: 
         place = found.fleet.place(Demand(session, 3, turn_id=TurnId("waiting")), resumed=False, timeout_s=5.0)
         waiting = asyncio.create_task(place)
         await until(lambda: found.fleet.statistics().queued == 1, "a queued turn")
-        found.fleet.leave(EngineName("e0"), TurnId("first"))  # serves the queue
+        found.fleet.leave(EngineName("e0"), TurnId("first"))
+        found.fleet.changed()  # serves the queue
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -326,7 +327,8 @@ async def test_an_engine_that_dies_between_placing_and_streaming_keeps_no_bookin
         run = found.run()
         reading = asyncio.create_task(read(run))
         await until(lambda: found.fleet.statistics().queued == 1, "a queued turn")
-        found.fleet.leave(EngineName("e0"), TurnId("other"))  # books the turn there
+        found.fleet.leave(EngineName("e0"), TurnId("other"))
+        found.fleet.changed()  # books the turn there
         found.fleet.state.engines[EngineName("e0")].to("dead")
         found.fleet.leave(EngineName("e1"), TurnId("other"))
         check_whole(run, await reading)
