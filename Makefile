@@ -58,7 +58,7 @@ bench-gateway: env  ## the gateway's cost and latency against its peers and bars
 bench-gpu: env  ## publish from a GPU and load onto it, over plain copies (without a GPU it says so and ends well)
 	@$(RUN) -m tests.bench.gpu $(ARGS)
 
-bench-repack: env  ## what packing the long tail is worth, through the real gateway (ARGS=--sim: in virtual time, minutes); an hour on a quiet machine
+bench-repack: env  ## what packing the long tail is worth, through the real gateway (ARGS="paper shipped" runs parts, ARGS=--sim: in virtual time, minutes); two and a half hours on a quiet machine
 	@$(RUN) -m tests.bench.repack $(ARGS)
 
 bench: env  ## benchmarks that the project's figures come from; tables, and bench-results/*.json

@@ -7,15 +7,15 @@ from typing import Any, cast
 
 from gateway.core.fleet import FleetConfig, Mode
 from gateway.sim.rollouts import Rollouts, Settings
+from tests.bench.repack.engines import TRACE_LENGTH
 from tests.bench.repack.run import Point
 from tests.bench.repack.trace import COMMITTED, decode_ms, lengths
-
-TRACE_LENGTH = 100_000
 
 
 def simulate(point: Point) -> dict[str, Any]:
     """Figures named as `tests.bench.repack.run` names them; nothing can be late or wrong here."""
     c = COMMITTED
+    drain_max_s, staleness_max = point.relief
     fleet = FleetConfig(
         mode=cast(Mode, point.mode),
         max_running=c["max_running"],
@@ -23,8 +23,8 @@ def simulate(point: Point) -> dict[str, Any]:
         intake_batch=point.batch,
         intake_min_batch=point.batch,
         intake_age_s=1e9,
-        drain_max_s=c["drain_max_s"],
-        staleness_max=c["staleness_max"],
+        drain_max_s=drain_max_s,
+        staleness_max=staleness_max,
     )
     settings = Settings(
         fleet=fleet,
@@ -40,9 +40,17 @@ def simulate(point: Point) -> dict[str, Any]:
         repack_interval_s=c["repack_interval_s"],
         warm_up_s=point.warm_up_s,
         measured_s=point.measured_s,
+        seed=point.repeat,
     )
-    found = Rollouts(settings, lengths(TRACE_LENGTH)).run()
+    found = Rollouts(settings, lengths(TRACE_LENGTH)[point.first_trajectory :]).run()
     again = found.prefilled_again_tokens / max(1.0, found.tokens_per_s * point.measured_s)
-    shape = {"mode": point.mode, "batch": point.batch, "publish_period_s": point.publish_period_s}
+    shape = {
+        "mode": point.mode,
+        "shipped": point.shipped,
+        "repeat": point.repeat,
+        "batch": point.batch,
+        "publish_period_s": point.publish_period_s,
+        "measured_s": point.measured_s,
+    }
     figures = {k: round(v, 4) for k, v in dataclasses.asdict(found).items()}
     return {**shape, **figures, "prefilled_again_share": round(again, 4), "wrong_answers": 0}
