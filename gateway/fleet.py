@@ -231,7 +231,7 @@ class Fleet:
         """`changed`, once for all turns that leave engines or begin to wait in one round of the event loop.
 
         It looks at the whole queue. When engines load under a thousand turns all of them leave and wait again: once for
-        each of them took the gateway four seconds, in which no engine could begin to load.
+        each of them took nearly two seconds of a core, in which no engine could begin to load.
         """
         if self._changing is None:
             self._changing = asyncio.get_running_loop().call_soon(self.changed)
