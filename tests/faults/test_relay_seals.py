@@ -55,6 +55,10 @@ async def make_master(daemon: Daemon, name: str) -> None:
     await until(lambda: led_by(daemon, name), f"{name} is master")
 
 
+LEASE_S = "12"
+"""Of a master that etcd does not hear any more: time enough to copy a version before another is elected."""
+
+
 # ---- just before the sealed record
 
 
@@ -63,7 +67,7 @@ async def test_a_master_killed_just_before_the_seal_leaves_a_version_that_nobody
 ) -> None:
     """The bytes are on every relay, the seal never reached etcd: while nobody knows, the ticket says so; then: lost."""
     with Middleman(etcd) as between:
-        a = await start(relays, "a", "--etcd", between.address, "--lease-ttl-s", "4")
+        a = await start(relays, "a", "--etcd", between.address, "--lease-ttl-s", LEASE_S)
         b, c = await start(relays, "b"), await start(relays, "c")
         await make_master(a, "a")
         copied, go_on = threading.Event(), threading.Event()
@@ -114,7 +118,7 @@ async def test_a_sealing_transaction_whose_answer_was_lost_is_settled_by_reading
 ) -> None:
     """It went through: that is what every relay and the ticket say in the end, whoever lives to say it."""
     with Middleman(etcd) as between:
-        a = await start(relays, "a", "--etcd", between.address, "--lease-ttl-s", "4")
+        a = await start(relays, "a", "--etcd", between.address, "--lease-ttl-s", LEASE_S)
         b, c = await start(relays, "b"), await start(relays, "c")
         await make_master(a, "a")
         copied, go_on = threading.Event(), threading.Event()

@@ -17,7 +17,7 @@ from tests.support.tiny_model import Dtype, tiny_model
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str, timeout_s: float = 60.0) -> T:
+def until(condition: Callable[[], T], what: str, timeout_s: float = 180.0) -> T:
     """Polls until the condition holds; fails naming what never came."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -267,7 +267,7 @@ def _base36(number: int) -> str:
     return digits[high % len(digits)] + digits[low]
 
 
-def _wait_listening(daemon: Daemon, host: str, port: int, timeout_s: float = 60.0) -> None:
+def _wait_listening(daemon: Daemon, host: str, port: int, timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):

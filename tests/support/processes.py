@@ -31,7 +31,7 @@ class Daemon:
         self.process.kill()
         self.process.wait()
 
-    def stop(self, timeout_s: float = 60.0) -> int:
+    def stop(self, timeout_s: float = 180.0) -> int:
         """SIGTERM, wait, and return the exit status; SIGKILL and fail when it does not end."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -47,7 +47,7 @@ def start(
     command: list[str],
     directory: Path,
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     env: dict[str, str] | None = None,
     wait_ready: bool = True,
     prefix: Sequence[str] = (),

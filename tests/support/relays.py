@@ -33,7 +33,7 @@ class Relays:
         *flags: str,
         pool_bytes: str = "64MiB",
         on: Host | None = None,
-        ready_within_s: float = 60.0,
+        ready_within_s: float = 180.0,
     ) -> Daemon:
         """`on`: a host of `tests.support.links`, which it then listens on; else loopback."""
         daemon = start(
@@ -71,7 +71,7 @@ def relays(etcd: str, tmp_path: Path) -> Iterator[Relays]:
     found.close()
 
 
-async def until(condition: Callable[[], Awaitable[T]], what: str, timeout_s: float = 60.0) -> T:
+async def until(condition: Callable[[], Awaitable[T]], what: str, timeout_s: float = 180.0) -> T:
     """Polls until `condition` gives something true; fails naming `what`."""
 
     deadline = time.monotonic() + timeout_s

@@ -68,7 +68,7 @@ async def registered(endpoint: str) -> list[str]:
 
 
 async def identical(
-    daemons: Iterable[Daemon], version: int, seed: int, scale: int = 1, *, timeout_s: float = 60.0
+    daemons: Iterable[Daemon], version: int, seed: int, scale: int = 1, *, timeout_s: float = 180.0
 ) -> None:
     """Every one comes to hold the version as its newest, with the seed's bytes, under one root."""
     expected, roots = contents(seed, scale), set()
