@@ -57,10 +57,14 @@ class KnownTurns:
     def find(self, call: Call, choices: int = 1) -> list[Run] | None:
         """The turns, one a choice, that the request joins. Raises Conflict as `core.joining.join` does."""
         bucket = self._buckets.get(_bucket(call.session_id, call.idempotency_key, call.digest), {})
+        # Without a key only turns of the same body can be its own: the others of a long session are not looked at.
+        any_body = call.idempotency_key is not None
         asked = [
             _known(found)
             for first, run in bucket.items()
-            if run.request.choice == 0 and (found := _choices(bucket, first, choices)) is not None
+            if run.request.choice == 0
+            and (any_body or run.request.origin.digest == call.digest)
+            and (found := _choices(bucket, first, choices)) is not None
         ]
         others = bool(self._refused.get(_refused(call))) or call.digest in self._swept.get(call.session_id, ())
         turn_id = join(call, asked, others=others)

@@ -102,7 +102,11 @@ class TurnTree:
 
     def ids(self, turn: Turn | None) -> list[int]:
         """All ids up to the end of `turn`."""
-        return [i for t in self.path(turn) for part in (t.prompt_ids, t.token_ids) for i in part]
+        found: list[int] = []
+        for one in self.path(turn):
+            found += one.prompt_ids
+            found += one.token_ids
+        return found
 
     def children(self, turn: Turn | None) -> list[Turn]:
         parent = None if turn is None else turn.turn_id

@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
 
 import msgspec
 
@@ -365,8 +366,7 @@ class ExperienceBuffer:
 
 
 def _oldest_version(leaves: Sequence[Trajectory]) -> int:
-    sampled = (v for leaf in leaves for v, mask in zip(leaf.versions, leaf.loss_mask, strict=True) if mask)
-    return min(sampled, default=0)
+    return min(chain.from_iterable(compress(leaf.versions, leaf.loss_mask) for leaf in leaves), default=0)
 
 
 def check_wanted(trajectories: int | None, groups: int | None, group_size: int | None) -> int:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,10 @@ class Codec:
     def shared(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The same ids, as the very integers that all others are made of: 8 bytes a token instead of 36."""
         try:
-            return tuple(map(self._integers.__getitem__, token_ids))
+            if len(token_ids) < 2:  # of one, `itemgetter` makes no tuple
+                return tuple([self._integers[token_id] for token_id in token_ids])
+            found: tuple[int, ...] = itemgetter(*token_ids)(self._integers)  # twice as fast as one by one
+            return found
         except IndexError:  # of a record that was made with a larger vocabulary
             return tuple(token_ids)
 

@@ -18,6 +18,9 @@ DEPTH_MAX = 64
 INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 64) - 1
 """What msgpack and the engines' parsers keep."""
 
+_PLAIN = frozenset({str, float, bool, type(None)})
+"""Kinds of which every value can be kept: nearly all fields of a body."""
+
 _At = tuple[Any, Any] | None
 """Where a value stands: where its container stands, and its key there."""
 
@@ -90,9 +93,9 @@ def check(body: Any, *, leave: frozenset[str] = frozenset()) -> None:
     while waiting:
         value, at, depth = waiting.pop()
         for key, inner in _items(value):
-            if depth == 0 and key in leave:
-                continue
             kind = type(inner)
+            if kind in _PLAIN or (depth == 0 and key in leave):
+                continue
             if kind is int and not INTEGER_MIN <= inner <= INTEGER_MAX:
                 raise OddValue(_path((at, key)), "an integer of more than 64 bits")
             if kind in (dict, list) or isinstance(inner, msgspec.Struct):
@@ -106,7 +109,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
         return iter(value.items())
     if isinstance(value, list):
         return iter(enumerate(value))
-    return ((name, getattr(value, name)) for name in value.__struct_fields__)
+    return zip(value.__struct_fields__, msgspec.structs.astuple(value), strict=True)
 
 
 def _path(at: _At) -> str:
