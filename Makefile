@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test test-vllm quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test soak test-vllm quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,8 +19,11 @@ system-packages:  ## as root: the Debian packages that tests and benchmarks want
 demo: env  ## the main job on this machine: train, publish, refresh, repack, kill, report (ARGS="--seed 2" ...)
 	@$(RUN) -m deploy.demo $(ARGS)
 
-test: env  ## every test of the README (some minutes)
-	@$(RUN) -m pytest tests --ignore=tests/vllm $(PARALLEL) $(ARGS)
+test: env  ## every test of the README, without those of `make soak` (some minutes)
+	@$(RUN) -m pytest tests --ignore=tests/vllm -m "not soak" $(PARALLEL) $(ARGS)
+
+soak: env  ## relays and etcd away for long, twenty joiners, slow hosts, one after the other (some five minutes)
+	@$(RUN) -m pytest tests/faults/test_relay_soak.py $(ARGS)
 
 test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB on disk): refresh, moves, kill -9; some ten minutes
 	@$(RUN) -m pytest tests/vllm -m vllm $(ARGS)

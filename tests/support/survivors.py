@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from safetensors.numpy import save
 
-from paramserver.client import RelayClient, RelayStatus, Ticket, publish
+from paramserver.client import Lease, RelayClient, RelayStatus, Ticket, publish
 from paramserver.core import view as keys
 from paramserver.membership import EtcdRegistry
 from protos.errors import LaminarError, Unavailable
@@ -16,6 +17,7 @@ from tests.support.relays import until
 from tests.support.weights import source_of, weights
 
 MODEL = "policy"
+PAUSE_S = 0.2  # of a reader between two looks
 
 
 def client(daemon: Daemon) -> RelayClient:
@@ -92,3 +94,54 @@ async def stage_of(ticket: Ticket) -> str:
     with contextlib.suppress(LaminarError):
         return await ticket.stage()
     return ""
+
+
+class Reading:
+    """A reader beside one relay for as long as a test runs: every version that it gets is whole, and none is older.
+
+    `read_at` has the loop's clock for each seed, in order; `refused` is what it was told instead once it had a version.
+    """
+
+    def __init__(self, daemon: Daemon, contents_of: Callable[[int], bytes]) -> None:
+        self.name = str(daemon.ready["name"])
+        self.read_at: dict[int, float] = {}
+        self.refused: list[str] = []
+        self._daemon = daemon
+        self._contents_of = contents_of
+        self._newest = 0
+
+    async def go_on(self) -> None:
+        """Until cancelled. AssertionError for a torn version, or one that is older than one before."""
+        async with client(self._daemon) as relay:
+            while True:
+                try:
+                    lease = await relay.acquire(MODEL, holder="reading")
+                    await self._look(lease)
+                    await relay.release(lease)
+                except LaminarError as error:
+                    self.refused += [error.message] if self._newest else []
+                await asyncio.sleep(PAUSE_S)
+
+    async def _look(self, lease: Lease) -> None:
+        assert lease.version >= self._newest, f"{self.name} went back from {self._newest} to {lease.version}"
+        if lease.version == self._newest:
+            return
+        found = await asyncio.to_thread((lease.path / "model.safetensors").read_bytes)
+        assert found == self._contents_of(lease.step), f"version {lease.version} is torn at {self.name}"
+        self._newest = lease.version
+        self.read_at[lease.step] = asyncio.get_running_loop().time()
+
+
+@contextlib.asynccontextmanager
+async def reading(daemons: Iterable[Daemon], contents_of: Callable[[int], bytes]) -> AsyncIterator[list[Reading]]:
+    """Readers beside all of them; what one found wrong is raised at the end."""
+    readers = [Reading(daemon, contents_of) for daemon in daemons]
+    tasks = [asyncio.create_task(reader.go_on()) for reader in readers]
+    try:
+        yield readers
+    finally:
+        for task in tasks:
+            task.cancel()
+        for end in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(end, Exception):
+                raise end
