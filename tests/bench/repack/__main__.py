@@ -251,18 +251,24 @@ def earlier(kept: Run, shape: Run) -> Run:
 
 def report(runs: Mapping[str, Sequence[Run]], sweep: Sequence[Run], simulated: bool) -> dict[str, Any]:
     """All that is said of runs, beside the runs themselves."""
-    found, by_mode = headline(runs), {name: medians(of_mode) for name, of_mode in runs.items()}
-    show(by_mode, sweep, found)
-    spreads = {name: spread(values) for name, values in found.items()}
+    spreads = {name: spread(values) for name, values in headline(runs).items()}
     values = {name: s["median"] for name, s in spreads.items()}
-    words = missed(values)
+    by_mode = {name: medians(of_mode) for name, of_mode in runs.items()}
     slow = [] if simulated else too_slow([f for of_mode in [*runs.values(), sweep] for f in of_mode])
-    said = purity(by_mode)
-    for line in [*said, *(f"missed: {w}" for w in words), *(f"the machine was the bottleneck: {w}" for w in slow)]:
-        print(line)
     bars = {k: f"{h} {v:g}" for k, (h, v) in BARS.items()}
-    told = {"figures": values, "spread": spreads, "bars": bars, "missed": words, "purity": said, "too_slow": slow}
-    return {**told, "by_mode": by_mode}
+    told = {"figures": values, "spread": spreads, "bars": bars, "missed": missed(values), "purity": purity(by_mode)}
+    return {**told, "too_slow": slow, "by_mode": by_mode}
+
+
+def say(told: Mapping[str, Any], sweep: Sequence[Run]) -> None:
+    """The report as tables and lines."""
+    show(told["by_mode"], sweep, {name: s["repeats"] for name, s in told["spread"].items()})
+    for line in told["purity"]:
+        print(line)
+    for line in told["missed"]:
+        print(f"missed: {line}")
+    for line in told["too_slow"]:
+        print(f"the machine was the bottleneck: {line}")
 
 
 def main(arguments: Sequence[str] = ()) -> None:
@@ -273,7 +279,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--repeats", type=int, choices=range(1, REPEATS_MAX + 1), default=REPEATS_MAX)
     parser.add_argument("--sim", action="store_true", help="in virtual time: minutes, on any machine")
     given = parser.parse_args(arguments)
-    parts = given.parts or list(PARTS)
+    parts: list[str] = given.parts or list(PARTS)
     name = "repack-sim" if given.sim else "repack"
     shape = {"committed": COMMITTED, "repeats": given.repeats, "measured_s": given.measured_s}
     shape |= {} if given.sim else {"scale": given.scale}
@@ -284,6 +290,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     measured = dict(kept.get("parts", {}))
     runs: dict[str, list[Run]] = {mode: list(of_mode) for mode, of_mode in kept.get("runs", {}).items()}
     sweep: list[Run] = list(kept.get("sweep", []))
+    told: dict[str, Any] = {}
     for part in parts:
         print(f"== {part}", flush=True)
         if part == "sweep":
@@ -294,8 +301,9 @@ def main(arguments: Sequence[str] = ()) -> None:
             for mode, point in mode_points(base, PARTS[part], given.repeats):
                 runs[mode].append(measure(point, given.sim))
         measured[part] = today
-    told = report(runs, sweep, given.sim)
-    results.write(name, {**shape, "parts": measured, **told, "runs": runs, "sweep": sweep})
+        told = report(runs, sweep, given.sim)  # what a later part breaks does not take this one away
+        results.write(name, {**shape, "parts": measured, **told, "runs": runs, "sweep": sweep})
+    say(told, sweep)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 from gateway.core.fleet import FleetConfig, Mode
@@ -10,6 +11,11 @@ from gateway.sim.rollouts import Rollouts, Settings
 from tests.bench.repack.engines import TRACE_LENGTH
 from tests.bench.repack.run import Point
 from tests.bench.repack.trace import COMMITTED, decode_ms, lengths
+
+
+@functools.cache
+def _trace() -> list[int]:
+    return lengths(TRACE_LENGTH)
 
 
 def simulate(point: Point) -> dict[str, Any]:
@@ -42,7 +48,7 @@ def simulate(point: Point) -> dict[str, Any]:
         measured_s=point.measured_s,
         seed=point.repeat,
     )
-    found = Rollouts(settings, lengths(TRACE_LENGTH)[point.first_trajectory :]).run()
+    found = Rollouts(settings, _trace()[point.first_trajectory :]).run()
     again = found.prefilled_again_tokens / max(1.0, found.tokens_per_s * point.measured_s)
     shape = {
         "mode": point.mode,

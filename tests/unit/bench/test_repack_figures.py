@@ -19,6 +19,7 @@ from tests.bench.repack.__main__ import (
     point_of,
     purity,
     report,
+    say,
     spread,
     sweep_points,
 )
@@ -121,4 +122,5 @@ def test_the_report_says_median_and_spread(capsys: pytest.CaptureFixture[str]) -
     told = report(runs, [], simulated=True)
     assert told["spread"]["repack_gain"] == {"median": 1.25, "min": 1.2, "max": 1.3, "repeats": [1.2, 1.3]}
     assert told["missed"][0] == "repack_gain is 1.25, at least 1.26 was wanted"
+    say(told, [])
     assert "1.2 .. 1.3" in capsys.readouterr().out
