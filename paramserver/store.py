@@ -65,6 +65,11 @@ class Snapshot:
         chunk = self.chunks.chunk(index)
         return self.files[chunk.file].view()[chunk.offset : chunk.offset + chunk.length]
 
+    def where(self, index: int) -> tuple[int, int, int]:
+        """The chunk's bytes as (descriptor of the file, first byte, byte after the last)."""
+        chunk = self.chunks.chunk(index)
+        return self.files[chunk.file].fd, chunk.offset, chunk.offset + chunk.length
+
     def present(self, index: int, chunk_digest: bytes) -> None:
         """The chunk's bytes lie in place and match `chunk_digest`."""
         with self._changed:

@@ -13,7 +13,7 @@ from statistics import median
 CHUNK_BYTES_MIN = 256 << 10
 """Below this the digest and the frame of a chunk cost more than its bytes."""
 CHUNK_BYTES_MAX = 4 << 20
-"""Above this a chunk has left the processor's cache before its digest is checked."""
+"""Above this a chunk that is hashed once it is whole (over nixl, from disk) has left the processor's cache by then."""
 WAKE_S = 1e-4
 """What a relay needs to notice that a chunk is there, and to begin to send it."""
 

@@ -240,6 +240,10 @@ def digest(data: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+Digest = xxhash.xxh3_128
+"""The same from parts in order: `update` with each, then `digest()`."""
+
+
 def version_root(manifest: Manifest, digests: Sequence[bytes]) -> str:
     """The root over layout and file roots; a file root is the hash of its ordered chunk digests."""
     chunks = ChunkMap.of(manifest)

@@ -19,7 +19,7 @@ from typing import Protocol
 from paramserver.core.bypass import Bypasses
 from paramserver.core.records import ChunkMap, digest
 from paramserver.core.transfer import TransferState, Want
-from paramserver.data.transport import Dial, Link, Source
+from paramserver.data.transport import Arrived, Dial, Link, Source
 from paramserver.data.wire import HEARTBEAT_S, Greeting
 from protos.errors import Corrupt, LaminarError, OutOfCapacity, Unavailable
 
@@ -187,7 +187,7 @@ class Fetch:
                     self._changed.wait_for(self._over, HEARTBEAT_S)
                 continue
             arrived = link.receive(self._sink.place, self._received)
-            again = self._verify(arrived.index, arrived.digest)
+            again = self._verify(arrived)
             if again is not None:
                 log.warning("chunk %d came with a wrong digest; %s is to check its own", again.index, self.upstream)
                 link.ask(again)
@@ -202,9 +202,11 @@ class Fetch:
         if self._cancelled.is_set():
             raise Unavailable("the transfer was cancelled")
 
-    def _verify(self, index: int, expected: bytes) -> Want | None:
+    def _verify(self, arrived: Arrived) -> Want | None:
         """What to ask of the same sender again; None when the chunk is there and right. Corrupt the second time."""
-        if digest(self._sink.place(index)) != expected:
+        index, expected = arrived.index, arrived.digest
+        found = arrived.found if arrived.found is not None else digest(self._sink.place(index))
+        if found != expected:
             with self._changed:
                 again = self._state.recheck(index)
                 if again is not None:

@@ -146,6 +146,7 @@ class DataServer:
             raise Conflict(
                 f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --data-port"
             ) from error
+        wire.tune(listener)
         self._accept_on(listener, self._by_tcp, self._serve_tcp)
         return f"{host}:{listener.getsockname()[1]}"
 
@@ -235,7 +236,6 @@ class DataServer:
                 admission.left(sock)
 
     def _serve_tcp(self, sock: socket.socket) -> None:
-        wire.tune(sock)
         greeting = wire.receive_greeting(sock)
         if greeting.purpose == "fetch":
             self._serve_fetch(sock, greeting)
@@ -303,10 +303,10 @@ class DataServer:
 
     def _answer(self, sock: socket.socket, snapshot: Snapshot, index: int, from_byte: int, *, suspect: bool) -> None:
         chunk_digest = self._await_chunk(sock, snapshot, index, from_byte, suspect=suspect)
-        rest = snapshot.place(index)[from_byte:]
-        header = Header(Kind.DATA, index, from_byte, len(rest), chunk_digest)
+        fd, start, end = snapshot.where(index)
+        header = Header(Kind.DATA, index, from_byte, end - start - from_byte, chunk_digest)
         wire.send_all(sock, header.pack(), socket.MSG_MORE)
-        self._send(sock, rest)
+        self._send(sock, fd, start + from_byte, end)
 
     def _await_chunk(
         self, sock: socket.socket, snapshot: Snapshot, index: int, from_byte: int, *, suspect: bool
@@ -325,15 +325,20 @@ class DataServer:
                 raise
         return chunk_digest
 
-    def _send(self, sock: socket.socket, rest: memoryview) -> None:
-        self.bytes_sent += len(rest)
+    def _send(self, sock: socket.socket, fd: int, start: int, end: int) -> None:
+        """Bytes [start, end) of a file of the pool.
+
+        The last of them may still wait to be sent when this returns, and with it the hold on their memory: a version
+        that goes just then may reach an asker in part as what was written there next. Its digest tells the asker.
+        """
+        self.bytes_sent += end - start
         if self._pacer.rate_bytes_s is None:
-            wire.send_all(sock, rest)
+            wire.send_file(sock, fd, start, end - start)
             return
-        for start in range(0, len(rest), _PACED_BYTES):
-            piece = rest[start : start + _PACED_BYTES]
-            wire.send_all(sock, piece)
-            self._pacer.pause(len(piece))
+        for at in range(start, end, _PACED_BYTES):
+            num_bytes = min(_PACED_BYTES, end - at)
+            wire.send_file(sock, fd, at, num_bytes)
+            self._pacer.pause(num_bytes)
 
     # ---- a publisher writes
 

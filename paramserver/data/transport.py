@@ -23,12 +23,14 @@ class Arrived:
     """The rest of a chunk lies in place; `digest` is what the publisher computed for the whole chunk.
 
     `began_at`: monotonic seconds when the holder had it and began to send; `num_bytes` came since.
+    `found`: the digest of what lies there, where the link computed it as the bytes came; None: it did not.
     """
 
     index: int
     digest: bytes
     num_bytes: int
     began_at: float
+    found: bytes | None = None
 
 
 class Link(Protocol):

@@ -12,6 +12,8 @@ A connection opens with a greeting (magic, length, JSON) and its answer (WELCOME
 from __future__ import annotations
 
 import errno
+import os
+import select
 import socket
 import struct
 import sys
@@ -38,7 +40,11 @@ FDS_PER_MESSAGE = 128  # the kernel takes at most 253
 NO_DIGEST = bytes(DIGEST_BYTES)
 
 CONGESTION_CONTROL = "cubic"
-"""Some hosts default to bbr, whose pacing takes 1.2 x the processor time of cubic for the same bytes on a fast link."""
+"""Some hosts default to bbr, whose pacing takes 1.2 x the processor time of cubic for the same bytes on a fast link.
+
+It is chosen before a connection is made: the kernel goes on pacing a connection that began under bbr, whatever it is
+given later, and one whose file pages it sends as they lie (`send_file`) then takes twice the time.
+"""
 
 _OUT_OF_ORDER_AT = 224  # tcp_info.tcpi_rcv_ooopack: Linux 5.4, include/uapi/linux/tcp.h
 
@@ -145,6 +151,33 @@ def send_all(sock: socket.socket, data: bytes | memoryview, flags: int = 0) -> N
         raise LinkBroken(f"sending failed: {error}") from error
 
 
+def send_file(sock: socket.socket, fd: int, offset: int, num_bytes: int) -> None:
+    """Sends a range of a file like `send_all`, from its own pages: the only copy is the one that the receiver makes.
+
+    So until the other side's kernel has them, what is written into that range meanwhile is what is sent.
+    """
+    try:
+        while num_bytes:
+            try:
+                sent = os.sendfile(sock.fileno(), fd, offset, num_bytes)
+            except BlockingIOError:
+                _wait_writable(sock)
+                continue
+            if sent == 0:
+                raise LinkBroken(f"the file ends at byte {offset}, {num_bytes} too soon")
+            offset, num_bytes = offset + sent, num_bytes - sent
+    except OSError as error:
+        raise LinkBroken(f"sending failed: {error}") from error
+
+
+def _wait_writable(sock: socket.socket) -> None:
+    timeout_s = sock.gettimeout()
+    waiting = select.poll()
+    waiting.register(sock, select.POLLOUT)
+    if not waiting.poll(None if timeout_s is None else timeout_s * 1000):
+        raise TimeoutError("timed out")
+
+
 def receive_exactly(sock: socket.socket, into: memoryview, by: float | None = None) -> None:
     """Fills `into`; the socket's timeout bounds each piece of progress, the monotonic clock's `by` the whole."""
     filled = 0
@@ -245,24 +278,55 @@ def ranges(indices: list[int]) -> list[tuple[int, int]]:
 
 
 def connect(address: str, timeout_s: float, *, bind_host: str = "") -> socket.socket:
-    """A TCP connection to "host:port" without Nagle's delay, from `bind_host` where given. Raises LinkBroken."""
+    """A tuned TCP connection to "host:port", from `bind_host` where given. Raises LinkBroken."""
     host, _, port = address.rpartition(":")
     try:
-        sock = socket.create_connection((host, int(port)), timeout_s, (bind_host, 0) if bind_host else None)
+        return _connected(host, int(port), timeout_s, bind_host)
     except (OSError, ValueError) as error:
         raise LinkBroken(f"cannot connect to {address}: {error}") from error
-    tune(sock)
-    return sock
+
+
+def _connected(host: str, port: int, timeout_s: float, bind_host: str) -> socket.socket:
+    """Like `socket.create_connection`, which has no place to tune a socket before it connects."""
+    failed = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            tune(sock)
+            sock.settimeout(timeout_s)
+            if bind_host:
+                sock.bind((bind_host, 0))
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failed = error
+        else:
+            return sock
+    raise failed
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay of small frames; CONGESTION_CONTROL where the host lets us, else its default."""
+    """No delay of small frames; CONGESTION_CONTROL where the host lets us, else its default.
+
+    For a socket that is not connected yet, or one that listens: what it accepts inherits both.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL.encode())
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EPERM):
             raise
+
+
+def wait_in_kernel(sock: socket.socket, timeout_s: float) -> None:
+    """Like `settimeout`, but the calls themselves wait, so that one which needs all its bytes is one call.
+
+    A call in which nothing came or went raises BlockingIOError.
+    """
+    sock.settimeout(None)
+    limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def out_of_order(sock: socket.socket) -> int:

@@ -179,6 +179,7 @@ def test_a_request_may_start_in_the_middle_of_a_chunk(make_host: MakeHost) -> No
         link.ask(Want(1, 1000))
         arrived = link.receive(downstream.snapshot.place, lambda index, upto: progress.append(upto))
     assert (arrived.index, arrived.digest) == (1, digest(CONTENT[CHUNK : 2 * CHUNK]))
+    assert arrived.found == digest(bytes(downstream.snapshot.place(1)))  # what was there before counts, too
     assert arrived.num_bytes == CHUNK - 1000
     assert bytes(downstream.snapshot.place(1)) == bytes(1000) + CONTENT[CHUNK + 1000 : 2 * CHUNK]
     assert progress[-1] == CHUNK
@@ -681,3 +682,110 @@ def trickle(sock: socket.socket) -> None:
     while time.monotonic() < deadline:
         wire.send_all(sock, b"L")
         time.sleep(0.05)
+
+
+# ---- sockets
+
+
+def _congestion_control(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+def test_a_connection_is_tuned_before_it_is_made_and_what_a_listener_accepts_is_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel goes on pacing a connection that began under bbr, whatever it is given later."""
+    begun: list[tuple[bytes, int]] = []
+
+    class Watched(socket.socket):
+        def connect(self, address: object) -> None:
+            begun.append((_congestion_control(self), self.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            super().connect(address)  # type: ignore[arg-type]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        wire.tune(listener)
+        wanted = (_congestion_control(listener), 1)
+        monkeypatch.setattr(socket, "socket", Watched)
+        with wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", 5.0, bind_host="127.0.0.1"):
+            monkeypatch.undo()
+            accepted, _ = listener.accept()
+            with accepted:
+                nodelay = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert (_congestion_control(accepted), nodelay) == wanted
+    assert begun == [wanted]
+
+
+def test_nobody_at_an_address_is_a_broken_link() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(LinkBroken, match=r"cannot connect to 127\.0\.0\.1"):
+        wire.connect(f"127.0.0.1:{port}", 5.0)
+
+
+@pytest.fixture
+def file_of_a_mib() -> Iterator[int]:
+    fd = os.memfd_create("file")
+    os.write(fd, os.urandom(1 << 20))
+    yield fd
+    os.close(fd)
+
+
+def test_a_range_of_a_file_is_sent_to_a_slow_reader_whole(file_of_a_mib: int) -> None:
+    ours, theirs = _pair()
+    got = bytearray()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        ours.settimeout(5.0)
+        sent = pool.submit(wire.send_file, ours, file_of_a_mib, 1000, (1 << 20) - 1000)
+        while len(got) < (1 << 20) - 1000:
+            got += theirs.recv(10_000)
+        sent.result()
+    assert bytes(got) == os.pread(file_of_a_mib, 1 << 20, 1000)
+
+
+def test_a_file_that_ends_too_soon_or_a_reader_that_takes_nothing_breaks_the_link(file_of_a_mib: int) -> None:
+    ours, theirs = _pair()
+    with ours, theirs:
+        ours.settimeout(0.1)
+        with pytest.raises(LinkBroken, match="ends at byte 1048576"):
+            wire.send_file(ours, file_of_a_mib, (1 << 20) - 10, 11)
+        with pytest.raises(LinkBroken, match="timed out"):
+            _send_for_ever(ours, file_of_a_mib)
+
+
+def _send_for_ever(sock: socket.socket, fd: int) -> None:
+    while True:
+        wire.send_file(sock, fd, 0, 1 << 20)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection whose receiver takes little at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        ours = wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", 5.0)
+        return ours, listener.accept()[0]
+
+
+def test_bytes_that_trickle_are_signs_of_life(make_host: MakeHost) -> None:
+    """A chunk comes in more time than a silence may last, with no pause in it that is as long."""
+    target = make_host()
+    content = CONTENT[:CHUNK]
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(_trickle, listener, target.snapshot.manifest, content)
+        link = tcp.TcpLink(Source("slow", f"127.0.0.1:{listener.getsockname()[1]}"), FETCH, silence_s=1.0)
+        with contextlib.closing(link):
+            link.ask(Want(0, 0))
+            arrived = link.receive(target.snapshot.place, lambda *_: None)
+        served.result()
+    assert arrived.found == arrived.digest == digest(bytes(target.snapshot.place(0)))
+
+
+def _trickle(listener: socket.socket, of: Manifest, content: bytes) -> None:
+    """Serves the first chunk in eight pieces, 0.2 s apart."""
+    with listener.accept()[0] as sock:
+        wire.receive_greeting(sock)
+        wire.send_message(sock, Kind.WELCOME, wire.Welcome(of, []))
+        wire.receive_bytes(sock, wire.REQUEST.size)
+        wire.send_all(sock, Header(Kind.DATA, 0, 0, len(content), digest(content)).pack())
+        for at in range(0, len(content), len(content) // 8):
+            wire.send_all(sock, content[at : at + len(content) // 8])
+            time.sleep(0.2)
