@@ -7,11 +7,12 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench import kinds
 from tests.bench.results import RESULTS, write
 
 ROUNDS = 5  # at least: every figure is the median of so many
@@ -69,15 +70,30 @@ def show(of: str, figures: Sequence[Figure]) -> None:
     Console(width=None if Console().is_terminal else 160).print(table)
 
 
-def keep(name: str, figures: Sequence[Figure]) -> None:
-    """Adds the figures to `bench-results/NAME.json`, in the place of earlier ones of the same key."""
+def keep(name: str, figures: Sequence[Figure], *, processor: str = "") -> None:
+    """Adds the figures to `bench-results/NAME.json`, in the place of earlier ones of the same key.
+
+    With `processor`, in the place of those of the same key and that kind: see `kinds`.
+    """
     path = RESULTS / f"{name}.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    kept: dict[str, object] = dict(found.get("figures", {}))
+    kept: dict[str, Any] = dict(found.get("figures", {}))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     for figure in figures:
         as_kept = asdict(figure)
         del as_kept["key"]
         value = None if figure.value is None else round(figure.value, 4)
-        kept[figure.key] = {**as_kept, "value": value, "verdict": figure.verdict, "measured": today}
+        kept[figure.key] = row = {**as_kept, "value": value, "verdict": figure.verdict, "measured": today}
+        if processor:
+            rows = kinds.rows_of(found.get("figures", {}).get(figure.key, {}), found.get("machine", ""))
+            kept[figure.key] = {kinds.ROWS: {**rows, processor: row}}
+    if processor:
+        kept = _by_kind(kept, found.get("machine", ""))
     write(name, {"figures": kept})
+
+
+def _by_kind(kept: Mapping[str, Mapping[str, object]], machine: str) -> dict[str, object]:
+    """Every figure with a row for each kind that it was run on; the kinds are all that any figure was run on."""
+    rows = {key: kinds.rows_of(figure, machine) for key, figure in kept.items()}
+    known = {kind for of in rows.values() for kind in of}
+    return {key: kinds.headline(of, known) for key, of in rows.items()}

@@ -43,6 +43,7 @@ def packages(environment: Environment, *names: str) -> list[str]:
 
 
 def libraries() -> list[str]:
-    """Of the host, for peers that load them."""
-    absent = system_packages.lacking(system_packages.BENCHMARKS)
+    """Of the host: what peers load, and a compiler for what gives them all the same sockets."""
+    compiler = [package for package in system_packages.SET_UP if package.name in ("gcc", "libc6-dev")]
+    absent = system_packages.lacking([*system_packages.BENCHMARKS, *compiler])
     return [f"{package.name}, for {package.purpose}: `make system-packages`" for package in absent]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -18,6 +20,8 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
+
+from paramserver.data.wire import CONGESTION_CONTROL
 
 ROOT = Path(__file__).resolve().parents[3]
 PEERS = Path(__file__).parent / "peers"
@@ -74,7 +78,7 @@ class Contender:
             stderr=self._log,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **same_sockets()},
             start_new_session=True,
         )
         try:
@@ -131,6 +135,18 @@ class Contender:
 def _pipe(pipe: IO[str] | None) -> IO[str]:
     assert pipe is not None
     return pipe
+
+
+@functools.cache
+def same_sockets() -> dict[str, str]:
+    """The environment in which a process's TCP sockets begin as this project's do: see `peers/congestion.c`."""
+    directory = Path(tempfile.mkdtemp(prefix="laminar-bench-"))
+    atexit.register(shutil.rmtree, directory)
+    library = directory / "congestion.so"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(PEERS / "congestion.c"), "-ldl"], check=True
+    )
+    return {"LD_PRELOAD": str(library), "BENCH_CONGESTION": CONGESTION_CONTROL}
 
 
 def project(name: str) -> list[str]:

@@ -2,10 +2,11 @@
 
 Method. Every contender moves the same random bytes between two processes over loopback, from memory that is warm into
 memory that is warm (files in shared memory; Ray: its own store). Each is first tried with several settings (this
-project with several numbers of stripes) and goes on with its best. Then rounds are interleaved, ours and the peer's in
-turn, after one warm-up each; the figure is the median of the rounds' ratios. `best_over_best` compares the fastest
-rounds of both. Peers take the host's congestion control, as their users get it. No peer verifies what it received;
-this project's time includes the digest of every chunk. Bytes are compared once outside the timing.
+project with several numbers of stripes, in chunks as two relays choose them) and goes on with its best. Then rounds are
+interleaved, ours and the peer's in turn, after one warm-up each; the figure is the median of the rounds' ratios.
+`best_over_best` compares the fastest rounds of both. Every contender's TCP connections begin under the congestion
+control that relays choose, as far as this user may set it. No peer verifies what it received; this project's time
+includes the digest of every chunk. Bytes are compared once outside the timing.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ def run() -> Iterator[Figure]:
 
 
 def _bare(where: Files, settings: Mapping[str, Any]) -> Figure:
-    """With the same stripes as ours, and the best size of pieces."""
+    """With the same stripes as ours, the best size of pieces, and the better of send and sendfile."""
     command = project("bare")
-    candidates = [{**settings, "piece": piece} for piece in BARE_PIECES]
+    candidates = [{**settings, "piece": piece, "pages": pages} for piece in BARE_PIECES for pages in (False, True)]
     best, tried = best_settings(command, candidates, where)
     with Contender(project("ours"), settings, where) as ours, Contender(command, best, where) as bare:
         pairs = interleave(ours, bare, INTERLEAVED)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.figures import Figure, keep, median
+from tests.bench.kinds import processor
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,46 @@ def test_parts_run_alone_add_to_what_is_there(tmp_path: Path, monkeypatch: pytes
     keep("relay", [Figure("one", "what", 3.0, 2.0)])
     kept = json.loads((tmp_path / "bench-results" / "relay.json").read_text())["figures"]
     assert {key: figure["verdict"] for key, figure in kept.items()} == {"one": "MISSED", "two": "reported"}
+
+
+def kept_on(tmp_path: Path) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = json.loads((tmp_path / "bench-results" / "relay.json").read_text())["figures"]
+    return found
+
+
+def test_the_worse_of_two_kinds_of_processor_stands_for_a_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep("relay", [Figure("hop", "what", 1.2, 1.0, "more"), Figure("stall", "what", 1.1, 1.15)], processor="a")
+    keep("relay", [Figure("hop", "what", 0.9, 1.0, "more")], processor="b")
+    keep("relay", [Figure("stall", "what", 1.2, 1.15)], processor="b")
+    found = kept_on(tmp_path)
+    assert [(found[key]["value"], found[key]["verdict"], found[key]["processor"]) for key in ("hop", "stall")] == [
+        (0.9, "MISSED", "b"),
+        (1.2, "MISSED", "b"),
+    ]
+    assert found["hop"]["by_processor"]["a"]["value"] == 1.2  # type: ignore[index]
+
+
+def test_a_bar_is_open_where_a_kind_was_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure that was kept before there were kinds counts for the machine that the file named."""
+    monkeypatch.chdir(tmp_path)
+    keep("relay", [Figure("hop", "what", 1.2, 1.0, "more"), Figure("stall", "what", 1.3, 1.15)])
+    path = tmp_path / "bench-results" / "relay.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "machine": "AMD EPYC, 2 cores, 24 GiB"}))
+    keep("relay", [Figure("new", "what", 1.0, 1.0)], processor="Intel (avx2)")
+    found = kept_on(tmp_path)
+    assert {key: (f["verdict"], f["not_run_there"]) for key, f in found.items()} == {
+        "hop": ("open", ["Intel (avx2)"]),
+        "stall": ("MISSED", ["Intel (avx2)"]),
+        "new": ("open", ["AMD EPYC (flags not recorded)"]),
+    }
+    keep("relay", [Figure("hop", "what", 1.1, 1.0, "more")], processor="Intel (avx2)")
+    assert kept_on(tmp_path)["hop"]["verdict"] == "met"
+
+
+def test_a_processor_is_its_model_name_and_what_tells_it_from_others_of_that_name() -> None:
+    text = "processor : 0\nmodel name\t: Intel(R) Xeon(R) Processor\nflags\t\t: fpu avx2 avx512f avx512_bf16 sse2\n"
+    assert processor(text) == "Intel(R) Xeon(R) Processor (avx2 avx512f avx512_bf16)"
+    assert processor("") == "unknown (flags not recorded)"

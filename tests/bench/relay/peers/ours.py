@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paramserver.core.chunking import HopCost, choose_chunk_bytes
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
 from paramserver.data import tcp
 from paramserver.data.fetch import Fetch
@@ -24,7 +25,7 @@ from paramserver.data.wire import Greeting
 from paramserver.pool import Pool
 from paramserver.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt
-from tests.bench.relay.peers.common import MIB, Other, arguments, end_with_stdin, mapped, rounds, say
+from tests.bench.relay.peers.common import Other, arguments, end_with_stdin, mapped, rounds, say
 from tests.support.nixl import environment, installed
 
 NUM_BLANKS = 4  # the pool's warm files; each holds one version
@@ -71,7 +72,8 @@ def movers_of(settings: dict[str, Any]) -> Movers | None:
 
 def main() -> None:
     args = arguments()
-    size, chunk_bytes = args.source.stat().st_size, args.settings.get("chunk_bytes", MIB)
+    size, chunk_bytes = args.source.stat().st_size, args.settings.get("chunk_bytes", 0)
+    chunk_bytes = chunk_bytes or choose_chunk_bytes(size, 2, HopCost())  # as two relays would
     store, movers = store_of(size), movers_of(args.settings)
     try:
         if args.role == "sender":
