@@ -51,7 +51,7 @@ async def holds(relay: RelayClient, version: int) -> bool:
 async def is_in_mid_chunk(relay: RelayClient, version: int) -> bool:
     transfers = [t for t in (await relay.status()).transfers if t.version == version]
     done, total = (transfers[0].bytes_done, transfers[0].bytes_total) if transfers else (0, 1)
-    return total // 4 < done < total // 2 and MIB // 4 < done % MIB < MIB // 2  # in the middle of a chunk
+    return total // 4 < done < total // 2 and MIB // 4 <= done % MIB <= MIB // 2  # pieces of a chunk are here
 
 
 async def publish_weights(head: RelayClient, seed: int, scale: int = 1) -> tuple[Ticket, bytes]:
