@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,32 @@ def test_nothing_torn_nothing_back_memory_bounded_and_everything_heals(first: in
 
 def test_what_failed_once_does_not_fail_again() -> None:
     _simulate("--kept", "--seeds", "0")
+
+
+LIVES_SLOWLY = """
+import pathlib, sys, time
+from tests.sim import __main__ as sim, tier
+
+def live(seed, faults_s):
+    begun = pathlib.Path(sys.argv[1], str(seed))
+    begun.touch()
+    time.sleep(0.2 * (1 + seed % 2))
+    begun.rename(begun.with_suffix(".ended"))
+    raise RuntimeError("told")
+
+tier.live = live
+print(len(sim.run([(seed, 1.0) for seed in range(50)], 2, 0.3)))
+"""
+
+
+def test_a_budget_that_is_used_up_breaks_off_no_story(tmp_path: Path) -> None:
+    """One that is killed leaves its relays' pools in shared memory."""
+    command = [sys.executable, "-c", LIVES_SLOWLY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    begun = [path.suffix for path in tmp_path.iterdir()]
+    assert 2 <= len(begun) < 50
+    assert set(begun) == {".ended"}
+    assert done.stdout.splitlines()[-1] == str(len(begun))
 
 
 def _simulate(*arguments: str) -> dict[str, int]:
