@@ -43,7 +43,15 @@ def packages(environment: Environment, *names: str) -> list[str]:
 
 
 def libraries() -> list[str]:
-    """Of the host: what peers load, and a compiler for what gives them all the same sockets."""
-    compiler = [package for package in system_packages.SET_UP if package.name in ("gcc", "libc6-dev")]
-    absent = system_packages.lacking([*system_packages.BENCHMARKS, *compiler])
+    """Of the host, for peers that load them."""
+    return _absent(system_packages.BENCHMARKS)
+
+
+def compiler() -> list[str]:
+    """For what gives every contender the same sockets."""
+    return _absent([package for package in system_packages.SET_UP if package.name in ("gcc", "libc6-dev")])
+
+
+def _absent(packages: Sequence[system_packages.SystemPackage]) -> list[str]:
+    absent = system_packages.lacking(packages)
     return [f"{package.name}, for {package.purpose}: `make system-packages`" for package in absent]

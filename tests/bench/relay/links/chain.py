@@ -25,7 +25,7 @@ from paramserver.client import RelayClient, TensorSource
 from paramserver.core.chunking import HopCost, choose_chunk_bytes
 from tests.bench.environment import peers
 from tests.bench.figures import ROUNDS, Figure, median
-from tests.bench.needs import namespaces, packages
+from tests.bench.needs import compiler, namespaces, packages
 from tests.bench.relay.contenders import PEERS, Contender, files, project
 from tests.bench.relay.links.stations import stations, together
 from tests.bench.relay.scene import MIB, WAIT_S, Scene, content, scene, tensors, timed_publish
@@ -69,7 +69,7 @@ class Tier:
 
 
 def lacking() -> list[str]:
-    return [*namespaces(), *packages(peers(PEERS / "requirements.txt"), "torch")]
+    return [*namespaces(), *compiler(), *packages(peers(PEERS / "requirements.txt"), "torch")]
 
 
 def run() -> Iterator[Figure]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.relay.contenders import ROOT
+from tests.bench.relay.contenders import ROOT, same_sockets
 
 
 class Station:
@@ -19,7 +20,13 @@ class Station:
     def __init__(self, command: Sequence[str], log: Path) -> None:
         with log.open("ab") as to:
             self._process = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=to, text=True, cwd=ROOT
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=to,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, **same_sockets()},
             )
         self._log = log
 
