@@ -129,7 +129,10 @@ def _install(target: Path, arguments: tuple[str, ...], is_complete: bool) -> Non
 def thin_environment(shared: Path, venv: Path = VENV, tools: Sequence[str] = TOOLS) -> None:
     """`venv`: the shared packages through a path file, this checkout in editable form, its commands in bin."""
     stamp = venv / ".stamp"
-    wanted = f"{shared}\n{ROOT}\n{digest((ROOT / 'pyproject.toml').read_bytes(), repr(tools).encode())}"
+    built_from = [
+        (ROOT / name).read_bytes() for name in ("pyproject.toml", "hatch_build.py", "paramserver/data/stream.c")
+    ]
+    wanted = f"{shared}\n{ROOT}\n{digest(*built_from, repr(tools).encode())}"
     if stamp.exists() and stamp.read_text() == wanted:
         return
     if venv.is_symlink():
