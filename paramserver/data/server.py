@@ -303,10 +303,11 @@ class DataServer:
 
     def _answer(self, sock: socket.socket, snapshot: Snapshot, index: int, from_byte: int, *, suspect: bool) -> None:
         chunk_digest = self._await_chunk(sock, snapshot, index, from_byte, suspect=suspect)
-        fd, start, end = snapshot.where(index)
-        header = Header(Kind.DATA, index, from_byte, end - start - from_byte, chunk_digest)
+        rest = snapshot.place(index)[from_byte:]
+        fd, start, _ = snapshot.where(index)
+        header = Header(Kind.DATA, index, from_byte, len(rest), chunk_digest)
         wire.send_all(sock, header.pack(), socket.MSG_MORE)
-        self._send(sock, fd, start + from_byte, end)
+        self._send(sock, rest, fd, start + from_byte)
 
     def _await_chunk(
         self, sock: socket.socket, snapshot: Snapshot, index: int, from_byte: int, *, suspect: bool
@@ -325,20 +326,22 @@ class DataServer:
                 raise
         return chunk_digest
 
-    def _send(self, sock: socket.socket, fd: int, start: int, end: int) -> None:
-        """Bytes [start, end) of a file of the pool.
+    def _send(self, sock: socket.socket, rest: memoryview, fd: int, start: int) -> None:
+        """The bytes `rest`, which lie in a file of the pool from `start` on.
 
         The last of them may still wait to be sent when this returns, and with it the hold on their memory: a version
         that goes just then may reach an asker in part as what was written there next. Its digest tells the asker.
         """
-        self.bytes_sent += end - start
-        if self._pacer.rate_bytes_s is None:
-            wire.send_file(sock, fd, start, end - start)
-            return
-        for at in range(start, end, _PACED_BYTES):
-            num_bytes = min(_PACED_BYTES, end - at)
-            wire.send_file(sock, fd, at, num_bytes)
-            self._pacer.pause(num_bytes)
+        self.bytes_sent += len(rest)
+        copied = wire.is_paced(sock)
+        step = len(rest) if self._pacer.rate_bytes_s is None else _PACED_BYTES
+        for at in range(0, len(rest), step):
+            piece = rest[at : at + step]
+            if copied:
+                wire.send_all(sock, piece)
+            else:
+                wire.send_file(sock, fd, start + at, len(piece))
+            self._pacer.pause(len(piece))
 
     # ---- a publisher writes
 

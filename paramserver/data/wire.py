@@ -329,6 +329,11 @@ def wait_in_kernel(sock: socket.socket, timeout_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
+def is_paced(sock: socket.socket) -> bool:
+    """Under bbr, where that is the host's default and we may not choose: copies cost less than pages then."""
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"bbr"
+
+
 def out_of_order(sock: socket.socket) -> int:
     """Segments that came behind a lost one, since the connection began: bytes that the kernel keeps until the lost
     one is sent again. 0 where the kernel does not tell. What the other side repeats for want of answers is not in it.

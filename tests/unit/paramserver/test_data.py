@@ -789,3 +789,19 @@ def _trickle(listener: socket.socket, of: Manifest, content: bytes) -> None:
         for at in range(0, len(content), len(content) // 8):
             wire.send_all(sock, content[at : at + len(content) // 8])
             time.sleep(0.2)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_paced_connection_is_sent_copies_of_the_same_bytes(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    """Whether a host leaves us bbr is not for a test to choose."""
+    upstream, downstream = make_host(), make_host()
+    upstream.fill()
+    monkeypatch.setattr(wire, "is_paced", lambda _: copied)
+    sent: list[int] = []
+    send_file = wire.send_file
+    monkeypatch.setattr(wire, "send_file", lambda *args: (sent.append(args[-1]), send_file(*args)))
+    assert fetch(downstream, upstream).run()
+    assert downstream.snapshot.root() == upstream.snapshot.root()
+    assert bool(sent) is not copied
