@@ -103,6 +103,7 @@ async def test_nothing_is_written_under_a_lease_that_has_ended(registry: Registr
     assert await values(registry, root) == {}
 
 
+@pytest.mark.slow
 async def test_a_lease_that_is_not_kept_alive_runs_out(registry: Registry, root: str) -> None:
     kept, left = await registry.grant(2.0), await registry.grant(2.0)
     await registry.transact([], [Put(root + "kept", b"", kept), Put(root + "left", b"", left)])

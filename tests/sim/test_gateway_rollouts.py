@@ -12,6 +12,8 @@ from gateway.core.fleet import FleetConfig, Mode
 from gateway.sim.rollouts import Figures, Rollouts, Settings
 from tests.bench.repack.trace import decode_ms, lengths
 
+pytestmark = pytest.mark.slow  # whole rollouts in virtual time
+
 LENGTHS = lengths(20_000)
 SETTINGS = Settings(
     fleet=FleetConfig(max_running=16, intake_batch=32, intake_min_batch=32, drain_max_s=1e9, staleness_max=100),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # lives of whole relay tiers
+
 FAULTS_S = 8.0
 NUM_QUICK, NUM_SLOW = 8, 150  # seeds of one test, or as many as fit into its budget
 BUDGET_S = 60.0

@@ -18,6 +18,8 @@ from agents_env.progress import describe, show_live, show_log
 from agents_env.runner import Statistics
 from tests.unit.agents_env.scripted_server import perfect, serving
 
+pytestmark = pytest.mark.slow  # each starts the command itself
+
 
 async def start(*words: str) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE

@@ -183,6 +183,7 @@ async def test_a_run_ends_after_its_time() -> None:
     assert statistics.rollouts <= len(server.finished) <= statistics.rollouts + statistics.abandoned
 
 
+@pytest.mark.slow
 async def test_an_answer_that_is_no_session_or_no_completion_is_attributed() -> None:
     async with serving(repeat) as server:
         server.refuse["open"].append(Refusal(200, body="[]"))

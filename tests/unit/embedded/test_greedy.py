@@ -94,6 +94,7 @@ def stopping_prompt() -> tuple[list[int], int]:
     raise AssertionError("no prompt of the 100 ends by itself")
 
 
+@pytest.mark.slow
 def test_end_token_ends_unless_ignored_or_too_early() -> None:
     prompt, length = stopping_prompt()
     engine = Engine(config())

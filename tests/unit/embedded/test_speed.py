@@ -26,6 +26,7 @@ def figures(choice: Choice) -> dict[tuple[str, int], Figure]:
     return {(figure.dtype, figure.threads): figure for figure in choice.figures}
 
 
+@pytest.mark.slow
 def test_both_dtypes_are_measured_and_two_threads_where_there_are_two_cores() -> None:
     threads = torch.get_num_threads()
     alone, beside = measure(TINY, cores=1), measure(TINY, cores=2)

@@ -233,6 +233,7 @@ async def test_a_wrong_address_is_answered_in_the_apis_own_shape(
         assert message in error["message"]
 
 
+@pytest.mark.slow
 async def test_a_body_over_the_limit_is_refused_by_size(url: str) -> None:
     body = io.BytesIO(b" " * (BODY_BYTES_MAX + 1))
     async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", data=body) as answer:

@@ -18,6 +18,8 @@ from tests.support.fake_relay import relay
 from tests.unit.gateway_shell.shell import check_whole, read, shell
 from tests.unit.gateway_shell.test_versions import AT_ONCE, serve
 
+pytestmark = pytest.mark.slow  # version after version is loaded and refused
+
 
 def refuses(*bad: int) -> Callable[[str, Any], Answer | None]:
     """An engine that fails in the middle of the load of `bad` versions: it stays fenced."""

@@ -59,6 +59,7 @@ async def test_the_tail_that_no_client_was_sent_is_not_trained_on(tmp_path: Path
     assert one["versions"][5:] == [-1] * (NUM - 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "in flight"])
 async def test_what_no_client_was_sent_is_not_trained_on_after_a_restart_either(tmp_path: Path, ended: bool) -> None:
     """Of a turn in flight nobody knows how much was sent; its client did not see its end, and no agent acted on it."""
@@ -79,6 +80,7 @@ async def test_what_no_client_was_sent_is_not_trained_on_after_a_restart_either(
     assert sum(one["loss_mask"]) == (4 if ended else 0)
 
 
+@pytest.mark.slow
 async def test_who_asks_again_after_a_restart_is_trained_on_all(tmp_path: Path) -> None:
     engine = CuttingEngine("e0", chunk=1, hold_at=4)
     async with engine:

@@ -45,6 +45,7 @@ async def turn(http: aiohttp.ClientSession, session: str, status: int = 200) -> 
     return await post(http, f"/s/{session}/v1/completions", body, status)
 
 
+@pytest.mark.slow
 async def test_a_session_is_not_moved_past_it_and_its_version_is_loaded_again_while_there_is_one(
     tmp_path: Path,
 ) -> None:

@@ -27,6 +27,8 @@ from tests.support.fake_relay import relay
 from tests.unit.gateway_shell.shell import check_at_rest, check_whole, read, shell
 from tests.unit.gateway_shell.test_status import gateway, get
 
+pytestmark = pytest.mark.slow  # each waits for several looks at an engine
+
 STARTED = "process_start_time_seconds 1.0\n"
 DEEP = '{"x":' + "[" * 100_000 + "]" * 100_000 + "}"
 ODD: dict[str, dict[str, Answer]] = {

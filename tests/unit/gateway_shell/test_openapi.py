@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -155,6 +156,7 @@ def requests(draw: Any) -> tuple[str, str, bytes | None]:
     return route.method, path, json.dumps(body).encode()
 
 
+@pytest.mark.slow
 async def test_nothing_asked_by_the_schema_meets_a_5xx(tmp_path: Path) -> None:
     drawn: list[tuple[str, str, bytes | None]] = []
 

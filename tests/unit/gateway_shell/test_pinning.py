@@ -22,6 +22,8 @@ from tests.support.fake_relay import FakeRelay, relay
 from tests.unit.gateway_shell.shell import Shell, read, shell
 from tests.unit.gateway_shell.test_versions import serve
 
+pytestmark = pytest.mark.slow  # leases are renewed and run out by the clock
+
 
 @asynccontextmanager
 async def one_engine(directory: Path, **fleet: Any) -> AsyncIterator[tuple[Shell, FakeRelay, CuttingEngine]]:

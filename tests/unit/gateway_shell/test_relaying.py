@@ -26,6 +26,8 @@ from tests.support.fake_relay import relay
 from tests.support.text_engine import CHAT, COMPLETION, TextEngine, asked_of, said_in, words
 from tests.unit.gateway_shell.test_status import config
 
+pytestmark = pytest.mark.slow  # each starts engines of its own
+
 NUM = 6
 ENGINE, VERSION = "X-Laminar-Engine", "X-Laminar-Weight-Version"
 

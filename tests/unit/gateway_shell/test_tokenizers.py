@@ -72,6 +72,7 @@ async def test_a_fresh_gateway_on_a_paused_engine_says_what_it_waits_for(tmp_pat
         assert (await get(http, "/status"))["engines"][0]["reason"] == ""
 
 
+@pytest.mark.slow
 async def test_turns_that_wait_for_the_trainer_are_told_with_what_they_wait_for(tmp_path: Path) -> None:
     body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4}
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=60.0) as (found, http):

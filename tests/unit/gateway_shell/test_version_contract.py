@@ -18,6 +18,8 @@ from tests.support.fake_relay import FakeRelay, relay
 from tests.support.reading import heard
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
+pytestmark = pytest.mark.slow  # every policy, with waits that end by themselves
+
 POLICIES: tuple[VersionPolicy, ...] = ("segment", "strict", "fail")
 SLACK_S = 60.0
 """For the load itself, the gateway's look every half second, and a busy machine."""

@@ -294,6 +294,7 @@ def test_without_a_thread_for_every_stripe_no_other_goes_on_writing(
     assert not started[0].is_alive()
 
 
+@pytest.mark.slow
 def test_a_data_port_without_a_thread_to_be_had_serves_again_when_there_is_one(
     make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -457,6 +458,7 @@ def publish(how: str, host: Host, image: Image) -> None:
         mappings.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["mapped", "streamed"])
 def test_a_tensor_that_takes_longer_to_read_than_a_silence_may_last_breaks_nothing(
     make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
@@ -765,6 +767,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
         return ours, listener.accept()[0]
 
 
+@pytest.mark.slow
 def test_bytes_that_trickle_are_signs_of_life(make_host: MakeHost) -> None:
     """A chunk comes in more time than a silence may last, with no pause in it that is as long."""
     target = make_host()

@@ -878,6 +878,7 @@ async def test_a_version_without_a_holder_is_lost_after_a_while_and_numbers_go_o
     assert (await other.announce()).manifest.version == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [False, True], ids=["says that it holds it", "does not answer"])
 async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no_holder(
     world: World, host: Host, silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -902,6 +903,7 @@ async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no
     assert (await world.ended(1)) == Ended("lost", "no verified holder is left")
 
 
+@pytest.mark.slow
 async def test_a_silent_relay_keeps_nobody_from_an_election_nor_from_asking_for_another_model(
     world: World, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ async def test_what_the_watch_repeats_of_a_list_does_not_take_the_view_back(worl
     assert [fact.present for fact in await anext(facts)] == [False]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 async def test_two_live_relays_cannot_have_one_name(world: World) -> None:
     await world.seat("a")
     with pytest.raises(Conflict, match="a relay named 'a' is alive already"):
