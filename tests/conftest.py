@@ -1,4 +1,19 @@
 """Fixtures that more than one folder uses; each lives beside what it starts, in `tests/support`."""
 
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
 # skips comes first: the others import it, and pytest wants to import its plugins itself
 pytest_plugins = ["tests.support.skips", "tests.support.etcd", "tests.support.relays"]
+
+
+@pytest.fixture(autouse=True)
+def _the_root_loggers_level() -> Iterator[None]:
+    """A command that runs in this process sets it; the next test's `caplog` would have the libraries' lines, too."""
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)

@@ -168,7 +168,8 @@ async def test_a_loop_that_waits_long_says_what_for(
         for _ in range(2):  # it asks again after it said so
             await gateway.asked.acquire()
     pending.cancel()
-    assert re.search(r"no batch of groups=3, group_size=2.* for \d+ s.*status", caplog.records[0].getMessage())
+    said = [record.getMessage() for record in caplog.records if record.name == "trainer_client.experience"]
+    assert re.search(r"no batch of groups=3, group_size=2.* for \d+ s.*status", said[0])
 
 
 async def test_empty_answers_are_asked_again_and_never_yielded(
