@@ -18,6 +18,7 @@ import msgspec
 from paramserver.core import view as keys
 from paramserver.core.records import RegisteredEngine
 from paramserver.membership.registry import Changed, Event, Registry, Removed, State
+from protos.decoding import decode_json
 from protos.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class EngineView:
 def _read(key: str, value: bytes) -> list[RegisteredEngine]:
     """The engine that an entry tells of; none when nobody can read it, such as a newer relay's."""
     try:
-        engine = msgspec.json.decode(value, type=RegisteredEngine)
+        engine = decode_json(value, RegisteredEngine)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         log.warning("%s is no engine: %s", key, error)
         return []

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, Manifest, version_root
+from protos.decoding import decode_json
 from protos.errors import Corrupt, NotFound, OutOfCapacity
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ def _read(base: Path, path: Path) -> Iterator[Kept]:
 
 def _parse(base: Path, record: bytes) -> Kept:
     head, _, tail = record.partition(b"\n")
-    told = msgspec.json.decode(head, type=_Head)
+    told = decode_json(head, _Head)
     digests = tuple(tail[start : start + DIGEST_BYTES] for start in range(0, len(tail), DIGEST_BYTES))
     return Kept(base, told.manifest, told.root_digest, digests)
 

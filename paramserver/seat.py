@@ -39,6 +39,7 @@ from paramserver.membership.registry import (
     parts,
 )
 from paramserver.troubles import Troubles
+from protos.decoding import decode_json
 from protos.errors import Conflict, StaleEpoch, Unavailable
 
 log = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ class Seat:
         if other is None:  # gone again: the next try takes the name
             return
         try:
-            address = msgspec.json.decode(other, type=Member).grpc_address
+            address = decode_json(other, Member).grpc_address
         except msgspec.MsgspecError:
             address = "an unknown address"
         taken_by = f"the name {self.member.name} was taken by another relay, at {address}, while this one had no lease"

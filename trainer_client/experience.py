@@ -22,6 +22,7 @@ from typing import Any, Self, TypedDict, Unpack
 import httpx
 import msgspec
 
+from protos.decoding import decode_json
 from protos.errors import BY_CODE, Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
 from trainer_client.loop import LoopThread
 from trainer_client.trajectories import Packed, Trajectory, pack
@@ -266,7 +267,7 @@ _WRONG = "is another server listening there? `gateway serve` prints its URL"
 def _error_of(answer: httpx.Response, url: str) -> LaminarError:
     """The gateway's error as the class that its code names."""
     try:
-        body = msgspec.json.decode(answer.content, type=_ErrorAnswer).error
+        body = decode_json(answer.content, _ErrorAnswer).error
     except msgspec.DecodeError:
         return Unavailable(f"{url} answered {answer.status_code} without a gateway's error body", hint=_WRONG)
     kind = BY_CODE.get(body.code or "", LaminarError)

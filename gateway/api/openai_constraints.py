@@ -16,6 +16,7 @@ from gateway.api.openai_types import ChatRequest, CompletionRequest
 from gateway.core.sampling import kinds_for
 from gateway.ports import ModelInfo
 from gateway.tokens.toolcalls import CLOSE, OPEN, ToolFormat
+from protos.decoding import decode_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
     if isinstance(schema, dict):
         return _json(schema)
     try:
-        msgspec.json.decode(schema, type=dict[str, Any])
+        decode_json(schema, dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as e:
         raise BadField("structured_outputs.json", f"a JSON schema is an object: {e}") from e
     return schema

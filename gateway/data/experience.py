@@ -29,6 +29,7 @@ from gateway.data.database import Database
 from gateway.data.filters import of_equal_rewards
 from gateway.data.leases import BufferState, Entry, LeaseState
 from gateway.orders import Orders
+from protos.decoding import decode_msgpack
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity
 
 CAPACITY = 65_536
@@ -323,7 +324,7 @@ class ExperienceBuffer:
         for entry, body in zip(chosen, bodies, strict=True):
             leaves: list[Trajectory] | None = None
             with leaving_out("trajectories", entry.seq):
-                leaves = msgspec.msgpack.decode(body, type=list[Trajectory])
+                leaves = decode_msgpack(body, list[Trajectory])
             if leaves is None:
                 self._state.leave_out(lease, entry)
                 await self._database.owe(lambda connection, seq=entry.seq: rows.unlease(connection, seq))

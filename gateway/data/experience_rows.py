@@ -11,6 +11,7 @@ from gateway.clock import unix_s
 from gateway.core.types import Trajectory
 from gateway.data.damage import leaving_out, reading
 from gateway.data.leases import Entry
+from protos.decoding import decode_msgpack
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS trajectories(
@@ -67,7 +68,7 @@ def delete(connection: sqlite3.Connection, entries: Sequence[Entry]) -> None:
 def revise(connection: sqlite3.Connection, seq: int, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
     [body] = connection.execute("SELECT body FROM trajectories WHERE seq=?", (seq,)).fetchone()
     with reading("trajectories", seq):
-        before = msgspec.msgpack.decode(body, type=list[Trajectory])
+        before = decode_msgpack(body, list[Trajectory])
     leaves = change(before)
     connection.execute("UPDATE trajectories SET body=? WHERE seq=?", (msgspec.msgpack.encode(leaves), seq))
 

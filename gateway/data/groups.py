@@ -12,6 +12,7 @@ from gateway.core.sessions import SessionSpec
 from gateway.core.types import GroupId, SessionId
 from gateway.data.damage import leaving_out
 from gateway.data.database import Database
+from protos.decoding import decode_msgpack
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS groups(group_id TEXT PRIMARY KEY, body BLOB NOT NULL)"
 
@@ -51,7 +52,7 @@ class GroupStore:
         found: list[Group] = []
         for group_id, body in rows:
             with leaving_out("groups", group_id):
-                found.append(msgspec.msgpack.decode(body, type=Group))
+                found.append(decode_msgpack(body, Group))
         return found
 
 

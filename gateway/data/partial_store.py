@@ -24,6 +24,7 @@ import msgspec
 
 from gateway.core.types import Segment, SessionId, TopLogprob, TurnId, TurnRecord, TurnRequest
 from gateway.data.damage import reading
+from protos.decoding import decode_msgpack
 from protos.errors import Corrupt
 
 log = logging.getLogger(__name__)
@@ -273,18 +274,18 @@ def _read_turn(
             token_ids.frombytes(ids)
             logprobs.frombytes(probs)
             if tops is not None:
-                top_logprobs += msgspec.msgpack.decode(tops, type=list[tuple[TopLogprob, ...]])
+                top_logprobs += decode_msgpack(tops, list[tuple[TopLogprob, ...]])
     segments: list[Segment] = []
     for position, blob in connection.execute(
         "SELECT position, segment FROM turn_segments WHERE turn_id=? ORDER BY position", (turn_id,)
     ):
         with reading("turn_segments", (turn_id, position)):
-            segments.append(msgspec.msgpack.decode(blob, type=Segment))
+            segments.append(decode_msgpack(blob, Segment))
     kept = len(token_ids) if num_tokens is None else num_tokens
     if len(token_ids) < kept:
         raise Corrupt(f"turn {turn_id} lacks {kept - len(token_ids)} of its {kept} tokens")
     return TurnRecord(
-        request=msgspec.msgpack.decode(request, type=TurnRequest),
+        request=decode_msgpack(request, TurnRequest),
         token_ids=list(token_ids[:kept]),
         logprobs=list(logprobs[:kept]),
         top_logprobs=top_logprobs[:kept],

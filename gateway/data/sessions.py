@@ -20,6 +20,7 @@ from gateway.core.tree import Turn
 from gateway.core.types import SessionId, TurnId
 from gateway.data.damage import leaving_out, reading
 from gateway.data.database import Database
+from protos.decoding import decode_msgpack
 
 Message = Mapping[str, Any]
 
@@ -133,7 +134,7 @@ class SessionStore:
 def _ended(name: SessionId, body: bytes | None) -> Ended:
     if body is not None:
         with leaving_out("ended", name):
-            return msgspec.msgpack.decode(body, type=Ended)
+            return decode_msgpack(body, Ended)
     return Ended("finished")
 
 
@@ -165,7 +166,7 @@ def _load(connection: sqlite3.Connection) -> list[tuple[SessionId, KeptSession |
 
 
 def _kept(connection: sqlite3.Connection, spec: bytes, api_key: str, created_unix_s: float) -> KeptSession:
-    made = msgspec.msgpack.decode(spec, type=SessionSpec)
+    made = decode_msgpack(spec, SessionSpec)
     messages: dict[str, tuple[Message, tuple[Message, ...]]] = {}
     for turn, head, said in connection.execute(
         "SELECT turn_id, head, messages FROM turn_messages WHERE session_id=?", (made.session_id,)
@@ -177,7 +178,7 @@ def _kept(connection: sqlite3.Connection, spec: bytes, api_key: str, created_uni
     )
     waits = connection.execute("SELECT body FROM unrewarded WHERE session_id=?", (made.session_id,)).fetchone()
     with reading("unrewarded", made.session_id):
-        unrewarded = None if waits is None else msgspec.msgpack.decode(waits[0], type=Unrewarded)
+        unrewarded = None if waits is None else decode_msgpack(waits[0], Unrewarded)
     return KeptSession(
         made,
         api_key,

@@ -20,6 +20,7 @@ import msgspec
 
 from gateway.data.damage import leaving_out
 from gateway.data.database import Database
+from protos.decoding import decode_msgpack
 from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Timeline:
         rows = await self._database.run(lambda connection: _load(connection, self._capacity))
         for seq, blob in rows:
             with leaving_out("timeline", seq):
-                self._events.append(msgspec.msgpack.decode(blob, type=TimelineEvent))
+                self._events.append(decode_msgpack(blob, TimelineEvent))
         if self._events:
             self._written_seq = self._events[-1].seq
             self._next_seq = self._written_seq + 1

@@ -18,6 +18,7 @@ import msgspec
 from gateway.engines.base import EngineFailed, PassedAnswer, RequestRefused, StreamCut
 from gateway.engines.http1 import Refused
 from gateway.engines.wire import CONNECT_TIMEOUT_S, Events, Wire
+from protos.decoding import decode_json
 
 CONTROL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 300.0
@@ -46,7 +47,7 @@ class _Tokenized(msgspec.Struct):
 def reason_in(text: str) -> str:
     """What a server says in the body of an error, in one line; the body itself where it is no such message."""
     try:
-        failure = msgspec.json.decode(text, type=_Failure)
+        failure = decode_json(text, _Failure)
     except (msgspec.MsgspecError, RecursionError):
         failure = _Failure()
     said = failure.error.message if failure.error is not None else failure.message
@@ -131,7 +132,7 @@ class EngineHttp:
         if status != 200:
             return None
         try:
-            return msgspec.json.decode(answer, type=_Tokenized).tokens
+            return decode_json(answer, _Tokenized).tokens
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
@@ -148,7 +149,7 @@ class EngineHttp:
 
     def _decode(self, method: str, path: str, text: str, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(text, type=kind)
+            return decode_json(text, kind)
         except (msgspec.DecodeError, RecursionError) as e:
             raise EngineFailed(f"{method} {self.url}{path} gave no {kind.__name__.strip('_')}: {e}") from e
 

@@ -23,6 +23,7 @@ from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp
 from gateway.engines.sglang_push import LOADER, manifest_tensor
 from gateway.engines.sglang_stream import Reader, generate_body
 from gateway.engines.streams import EventChunks
+from protos.decoding import decode_json
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class SglangEngine:
     async def _must(self, path: str, body: dict[str, object]) -> None:
         text = await self._http.post(path, body, timeout_s=self._load_timeout_s)
         try:
-            done = msgspec.json.decode(text, type=_Done)
+            done = decode_json(text, _Done)
         except (msgspec.DecodeError, RecursionError) as e:
             raise EngineFailed(f"POST {self.url}{path} did not say whether it was done: {text[:300]!r}") from e
         if not done.success:

@@ -31,6 +31,7 @@ from gateway.engines.base import (
 )
 from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp, refuses
 from gateway.engines.streams import EventChunks
+from protos.decoding import decode_json
 
 UPDATE_OPEN_MESSAGE = "a weight update is open"
 NOT_FOUND_HINT = (
@@ -196,7 +197,7 @@ class VllmEngine:
         path = "/server_info?config_format=text"
         text = await self._http.text("GET", path, timeout_s=DTYPE_TIMEOUT_S)
         try:
-            found = DTYPE.search(msgspec.json.decode(text, type=_ServerInfo).vllm_config)
+            found = DTYPE.search(decode_json(text, _ServerInfo).vllm_config)
         except msgspec.DecodeError as e:
             raise EngineFailed(f"GET {self.url}{path} is not what vLLM says there: {e}") from e
         return "" if found is None else found[1]

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
-
 from paramserver.core.chain import Place
 from paramserver.core.records import (
     Announced,
@@ -28,6 +26,7 @@ from paramserver.core.records import (
     Sealed,
     check_model_name,
 )
+from protos.decoding import decode_json
 
 ROOT = "/laminar/"
 STORE = ROOT + "store"
@@ -293,7 +292,7 @@ class View:
         elif key.startswith(_CONTINUES):
             self.continues.add(key.removeprefix(_CONTINUES))
         elif key.startswith(_MEMBERS):
-            member = msgspec.json.decode(value, type=Member)
+            member = decode_json(value, Member)
             _demand(member.name == key.removeprefix(_MEMBERS), f"it is of {member.name!r}")
             self.members[member.name] = member
             yield MemberFact(member.name, member)
@@ -305,7 +304,7 @@ class View:
             yield SpilledFact(model, int(version), relay, present=True)
         elif key.startswith(_PINS):
             model, version, lease_id = key.removeprefix(_PINS).split("/")
-            self.pins.setdefault((model, int(version)), {})[lease_id] = msgspec.json.decode(value, type=FleetPin)
+            self.pins.setdefault((model, int(version)), {})[lease_id] = decode_json(value, FleetPin)
         elif key.startswith(_DROPPED):
             model, number = check_model_name(key.removeprefix(_DROPPED)), int(value)
             self.dropped[model] = number
@@ -318,15 +317,15 @@ class View:
     def _parse_model(self, model: str, rest: list[str], value: bytes, created: int) -> Iterator[Fact]:
         match rest:
             case ["master"]:
-                seen = MasterSeen(msgspec.json.decode(value, type=Master), created)
+                seen = MasterSeen(decode_json(value, Master), created)
                 self.masters[model] = seen
                 yield MasterFact(model, seen)
             case ["plan"]:
-                self.plans[model] = msgspec.json.decode(value, type=Plan)
+                self.plans[model] = decode_json(value, Plan)
             case ["skipped", _]:
                 yield SkippedFact(model, int(value))
             case ["versions", version, what] if what in _RECORDS:
-                record = msgspec.json.decode(value, type=_RECORDS[what])
+                record = decode_json(value, _RECORDS[what])
                 _check_record(model, int(version), record)
                 yield VersionFact(model, int(version), record)
 
@@ -362,7 +361,7 @@ def _model_of(key: str) -> str:
 
 
 def _holding(value: bytes) -> Holding:
-    return msgspec.json.decode(value, type=Holding) if value else Holding()
+    return decode_json(value, Holding) if value else Holding()
 
 
 def _check_record(model: str, version: int, record: Record) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 
 import msgspec
 
+from protos.decoding import decode_json
+
 VARIANTS = ("nixl_cu13", "nixl_cu12")  # by name: the package `nixl` would import torch to choose between them
 POLL_S = 0.0002  # while bytes are on their way the library moves them only when it is asked to
 MESSAGE_BYTES_MAX = 1 << 20
@@ -118,7 +120,7 @@ class Mover:
                 length, fds = _receive(self._sock, self._buffer)
                 if not length:
                     return
-                self._obey(msgspec.json.decode(self._buffer[:length], type=Order), fds)
+                self._obey(decode_json(self._buffer[:length], Order), fds)
             if self._reads:
                 self._progress()
             elif self._lending:

@@ -39,6 +39,7 @@ from paramserver.data.mover import (
     Unmapped,
 )
 from paramserver.data.wire import HEARTBEAT_S, TransportFailed
+from protos.decoding import decode_json
 from protos.errors import OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class MoverProcess:
             raise TransportFailed(f"a mover cannot be heard: {error}") from error
         if not length:
             raise TransportFailed("a mover died; its link is given up")
-        answer: Answer = msgspec.json.decode(self._buffer[:length], type=Answer)
+        answer: Answer = decode_json(self._buffer[:length], Answer)
         if isinstance(answer, Failed):
             raise TransportFailed(f"nixl: {answer.why}")
         return answer

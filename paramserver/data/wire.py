@@ -26,6 +26,7 @@ import msgspec
 
 from paramserver.config import show_bytes
 from paramserver.core.records import DIGEST_BYTES, Epoch, Manifest, check_model_name, check_peer_name
+from protos.decoding import decode_json
 from protos.errors import BY_CODE, LaminarError, Unavailable
 
 MAGIC = b"LMN1"
@@ -261,7 +262,7 @@ def _decode(
     if length > bytes_max:
         raise LinkBroken(f"a message of {show_bytes(length)} announced")
     try:
-        return msgspec.json.decode(receive_bytes(sock, length, by), type=kind)
+        return decode_json(receive_bytes(sock, length, by), kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # nested too deep, it is the last of these
         raise LinkBroken(f"a malformed message: {error}") from error
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from paramserver.plugins.snapshot import Tensors, check_tied, prove
+from protos.decoding import decode_json
 from protos.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -56,6 +57,6 @@ def _manifest(named: list[tuple[str, torch.Tensor]]) -> Manifest:
             f"tensors {[name for name, _ in named]} are no manifest", hint=f"one tensor of bytes named {MANIFEST!r}"
         )
     try:
-        return msgspec.json.decode(bytes(named[0][1].tolist()), type=Manifest)
+        return decode_json(bytes(named[0][1].tolist()), Manifest)
     except (msgspec.MsgspecError, ValueError, TypeError) as e:
         raise InvalidRequest(f"the manifest cannot be read: {e}") from e

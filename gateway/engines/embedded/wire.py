@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from gateway.engines.embedded.sequence import GenerationRequest, SamplingParams
+from protos.decoding import decode_json
 from protos.errors import InvalidRequest, TooLarge, UnknownModel, UnsupportedField
 
 LOGPROBS_MAX = 20
@@ -130,7 +131,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 def decode(raw: bytes, kind: type[T]) -> T:
     """A checked body; InvalidRequest says which field is wrong and what it should be."""
     try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
+        return decode_json(raw or b"{}", kind)
     except msgspec.ValidationError as e:
         raise InvalidRequest(f"malformed body: {e}", hint=f"fields: {', '.join(kind.__struct_fields__)}") from e
     except msgspec.DecodeError as e:
