@@ -322,10 +322,10 @@ class Endings:
         done = self._groups_done[spec.group_id] = self._groups_done.get(spec.group_id, 0) + 1
         if done >= spec.group_size:
             del self._groups_done[spec.group_id]
-            self._fleet.state.group_versions.pop(spec.group_id, None)
+            self._fleet.state.forget_group(spec.group_id)
         while len(self._groups_done) > GROUPS_MAX:
             oldest, _ = self._groups_done.popitem(last=False)
-            self._fleet.state.group_versions.pop(oldest, None)
+            self._fleet.state.forget_group(oldest)
 
 
 def _finished(

@@ -137,7 +137,7 @@ class Fleet:
             state.available = self.relays.newest(spec.relay) or NO_VERSION
             state.loadable = self.relays.held(spec.relay)
         member = self.members[name] = Member(spec, adapter, state, self._timeline)
-        self.state.engines[name] = state
+        self.state.add(state)
         watching = self._watching
         member.watcher = self._tasks.keep(
             lambda: watching.watch(member), f"watch-{name}", lambda error: watching.failed(member, error)
@@ -173,7 +173,7 @@ class Fleet:
         member = self.members.pop(name, None)
         if member is None:
             raise NotFound(f"no engine named {name!r}", hint=f"there are: {', '.join(sorted(self.members)) or 'none'}")
-        del self.state.engines[name]
+        self.state.remove(name)
         try:
             await member.close()
         finally:

@@ -168,12 +168,12 @@ class Places:
 
     def enter(self, engine: EngineName, load: TurnLoad) -> None:
         """The turn runs on `engine` from now on."""
-        self._state.engines[engine].turns[load.turn_id] = load
+        self._state.engines[engine].enter(load)
 
     def leave(self, engine: EngineName, turn_id: TurnId) -> None:
         """The turn no longer runs on `engine`."""
         state = self._state.engines.get(engine)
-        if state is not None and state.turns.pop(turn_id, None) is not None:
+        if state is not None and state.leave(turn_id):
             self._left.happened(time.monotonic())
         self._told_left(engine)
 

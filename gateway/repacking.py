@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from gateway.config import GatewayConfig
@@ -12,7 +13,7 @@ from gateway.core.fleet import EngineState, TurnLoad
 from gateway.core.receipts import ReceiptBook
 from gateway.core.repack import EngineView, Plan, RepackConfig, SessionLoad, plan_repack, turn_load
 from gateway.core.sessions import SessionState
-from gateway.core.types import EngineName
+from gateway.core.types import EngineName, Version
 from gateway.data import Timeline
 from gateway.endings import Endings
 from gateway.fleet import Fleet
@@ -21,6 +22,9 @@ from gateway.sessions import Sessions
 from gateway.turns import Run
 
 log = logging.getLogger(__name__)
+
+Waiting = Mapping[tuple[EngineName, Version], Sequence[SessionState]]
+"""Sessions that wait for a tool, by engine and version."""
 
 
 class Repacker:
@@ -90,9 +94,13 @@ class Repacker:
     # -- what the planner sees
 
     def _views(self) -> list[EngineView]:
-        serving = [e for e in self._fleet.state.sorted_engines() if e.status == "serving" and e.kv_capacity_tokens]
+        all_serving = self._serving()
+        serving = [e for e in all_serving if e.kv_capacity_tokens]
         newest = self._fleet.state.newest
-        held = {e.name: [] if e.intake_open or e.version >= newest else self.loads(e) for e in serving}
+        waiting, contexts = self._sessions.waiting(), _smallest_contexts(all_serving)
+        held = {
+            e.name: [] if e.intake_open or e.version >= newest else self._loads(e, waiting, contexts) for e in serving
+        }
         inbound: dict[EngineName, list[SessionLoad]] = {e.name: [] for e in serving}
         for load in (load for loads in held.values() for load in loads):
             there = self._mover.inbound.get(load.key)
@@ -116,16 +124,21 @@ class Repacker:
 
     def loads(self, engine: EngineState) -> list[SessionLoad]:
         """What lies on one engine, as the planner sees it."""
+        return self._loads(engine, self._sessions.waiting(), _smallest_contexts(self._serving()))
+
+    def _serving(self) -> list[EngineState]:
+        return [e for e in self._fleet.state.sorted_engines() if e.status == "serving"]
+
+    def _loads(self, engine: EngineState, all_waiting: Waiting, contexts: Mapping[Version, int]) -> list[SessionLoad]:
         each_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
         back_s = self._endings.typical_duration_s / 2
         runs = [(load, self._sessions.runs.get(load.turn_id)) for load in engine.turns.values()]
-        serving = self._fleet.state.serving(engine.version)
-        smallest = min((e.context_tokens for e in serving if e.context_tokens), default=0)
+        smallest = contexts.get(engine.version, 0)
         running = [self._running(load, run, each_s, back_s, smallest) for load, run in runs if run is not None]
         relayed = [
             SessionLoad(t.session_id, t.turn_id, t.tokens, stays=True) for t in engine.turns.values() if t.relayed
         ]
-        waiting = (self._waiting(s, back_s) for s in self._sessions.waiting_at(engine.name, engine.version))
+        waiting = (self._waiting(s, back_s) for s in all_waiting.get((engine.name, engine.version), ()))
         return [*running, *relayed, *waiting]
 
     def _running(self, load: TurnLoad, run: Run, each_s: float, back_s: float, smallest: int) -> SessionLoad:
@@ -150,3 +163,12 @@ class Repacker:
             remaining_s=back_s,
             moves=session.moves,
         )
+
+
+def _smallest_contexts(serving: Sequence[EngineState]) -> Mapping[Version, int]:
+    """Of each version's engines, where they told theirs."""
+    found: dict[Version, int] = {}
+    for engine in serving:
+        if engine.context_tokens:
+            found[engine.version] = min(engine.context_tokens, found.get(engine.version, engine.context_tokens))
+    return found

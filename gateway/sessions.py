@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from gateway.clock import unix_s
@@ -193,7 +194,8 @@ class Sessions:
     def _want_version(self, state: SessionState) -> None:
         if state.version is not None and not state.spec.ephemeral:
             self.fleet.state.note_session(state.session_id, state.version, state.spec.on_version_loss)
-            self.fleet.state.group_versions.setdefault(state.spec.group_id, state.version)
+            if state.spec.group_id not in self.fleet.state.group_versions:
+                self.fleet.state.note_group(state.spec.group_id, state.version)
             self.fleet.state.kept.note(state.session_id, state.version if state.insists else None)
 
     # -- gateway.turns.TurnOwner
@@ -245,7 +247,7 @@ class Sessions:
         """The session is live no more."""
         self.live.forget(state, ended)
         if state.spec.ephemeral:
-            self.fleet.state.group_versions.pop(state.spec.group_id, None)  # its turns may be asked for again
+            self.fleet.state.forget_group(state.spec.group_id)  # its turns may be asked for again
         else:
             self.known.forget_session(state.session_id)
 
@@ -263,9 +265,13 @@ class Sessions:
         """Turns under way."""
         return self.known.running
 
-    def waiting_at(self, engine: EngineName, version: Version) -> list[SessionState]:
-        """Sessions that wait for a tool and will come back to this engine."""
-        return [s for s in self.live if s.engine == engine and not s.running and s.version == version and s.tokens]
+    def waiting(self) -> Mapping[tuple[EngineName, Version], Sequence[SessionState]]:
+        """Sessions that wait for a tool, by the engine that they will come back to and their version."""
+        found: defaultdict[tuple[EngineName, Version], list[SessionState]] = defaultdict(list)
+        for state in self.live:
+            if state.engine is not None and state.version is not None and not state.running and state.tokens:
+                found[state.engine, state.version].append(state)
+        return found
 
     def interrupt(self, turn_id: TurnId) -> None:
         """Its engine is needed: the turn pauses and goes on where the scheduler puts it."""

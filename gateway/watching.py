@@ -147,6 +147,7 @@ class Watching:
         if not state.must_load:
             state.good = max(state.good, state.version)
         self.settle(member)
+        self._changed()
 
     def _trust(self, member: Member) -> None:
         """It answered as the incarnation it was, and nothing broke since it was asked."""
@@ -161,7 +162,6 @@ class Watching:
         wanted = self._state.wanted(state)
         if state.status == "joining" and wanted and self._relay_seen(member):
             member.to("serving", f"version {state.version}")
-        self._changed()
 
     def _relay_seen(self, member: Member) -> bool:
         """Whether its relay has told what it holds: before that nobody knows which version is wanted."""

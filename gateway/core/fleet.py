@@ -2,19 +2,22 @@
 
 Invariants:
 - only the transitions of `TRANSITIONS` happen; an illegal one raises and changes nothing;
-- turns run only on `serving` engines.
+- turns run only on `serving` engines;
+- engines that serve stand in the order of their load (`gateway.core.order`), whoever changed what: each tells the fleet
+  that its place may be another, and it is found anew before the order is next read.
 
 When an engine takes new sessions is `intake`'s to say, when it loads another version `refresh`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.core.curves import SECONDS_PER_TOKEN, DecodeCurve, KvCeiling
 from gateway.core.keeping import KeptVersions
+from gateway.core.order import Load, LoadOrder, Pool
 from gateway.core.prefixes import Holding, PrefixIndex
 from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version, VersionPolicy
 
@@ -30,6 +33,8 @@ TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
 }
 
 
+ORDERED_BY = frozenset({"status", "version", "intake_open", "admitted", "turns"})
+"""What an engine's place in the order of load follows from, besides tokens."""
 BAD_MAX = 64
 """Versions that an engine gave up and remembers: more than relays hold."""
 
@@ -70,6 +75,7 @@ class EngineState:
     kind: str
     url: str
     relay: str = ""  # beside it; none: it loads nothing
+    displaced: set[EngineName] = field(default_factory=set, init=False, repr=False, compare=False)  # the fleet's
     status: EngineStatus = "dead"
     version: Version = NO_VERSION
     incarnation: str = ""
@@ -89,7 +95,7 @@ class EngineState:
     held_before_s: float = 0.0  # the same, before the last turn of one of them
     leaving: bool = False  # a plan empties it: nothing more is placed here if another engine will do
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway
-    turns: dict[TurnId, TurnLoad] = field(default_factory=dict)
+    turns: dict[TurnId, TurnLoad] = field(default_factory=dict)  # changed by `enter` and `leave` alone
     available: Version = NO_VERSION  # newest version that its host's relay holds
     loadable: frozenset[Version] | None = frozenset()  # all that it holds; None: it has not told yet
     loading: Version = NO_VERSION  # while it refreshes
@@ -108,10 +114,39 @@ class EngineState:
     curve: DecodeCurve = field(default_factory=DecodeCurve)
     ceiling: KvCeiling | None = None  # C_max as learnt; made with the first report
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Whoever changes an engine need not know that engines are ordered."""
+        object.__setattr__(self, name, value)
+        if name in ORDERED_BY:
+            self.displaced.add(self.name)
+
+    def enter(self, load: TurnLoad) -> None:
+        """The turn runs here from now on."""
+        self.turns[load.turn_id] = load
+        self.displaced.add(self.name)
+
+    def leave(self, turn_id: TurnId) -> bool:
+        """The turn runs here no more; False: it did not."""
+        self.displaced.add(self.name)
+        return self.turns.pop(turn_id, None) is not None
+
     @property
     def tokens(self) -> int:
         """KV tokens of its turns in flight, by the gateway's own count."""
-        return sum(turn.tokens for turn in self.turns.values())
+        return sum([turn.tokens for turn in self.turns.values()])
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self.turns), self.tokens, self.admitted, self.name)
+
+    def within(self, pool: Pool) -> bool:
+        return self.status == "serving" and self.version == pool.version and (self.intake_open or not pool.opened)
+
+    @property
+    def pools(self) -> Sequence[Pool]:
+        if self.status != "serving":
+            return ()
+        return (Pool(self.version), Pool(self.version, True)) if self.intake_open else (Pool(self.version),)
 
     @property
     def last_error(self) -> str:
@@ -189,20 +224,47 @@ class FleetState:
     turn_tokens: float = 256.0  # that a turn typically generates, as learnt; before that, a guess
     prefill_tokens_per_s: float = 1000.0
     kept: KeptVersions = field(init=False)
+    _on: dict[Version, set[SessionId]] = field(default_factory=dict, init=False)  # `session_versions`, by version
+    _order: LoadOrder = field(default_factory=LoadOrder, init=False)
+    _displaced: set[EngineName] = field(default_factory=set, init=False)  # whose places in it are to be found anew
 
     def __post_init__(self) -> None:
         self.kept = KeptVersions(self.config.pinned_versions_max)
+        for engine in self.engines.values():
+            self.add(engine)
+
+    def add(self, engine: EngineState) -> None:
+        self.engines[engine.name], engine.displaced = engine, self._displaced
+        self._displaced.add(engine.name)
+
+    def remove(self, name: EngineName) -> None:
+        self.engines.pop(name).displaced = set()
+        self._order.put(Load(0, 0, 0, name), ())
 
     def note_session(self, session_id: SessionId, version: Version, policy: VersionPolicy) -> None:
         """A live session is on `version`, and will have turns there."""
+        self.forget_session(session_id)
         self.session_versions[session_id] = version
+        self._on.setdefault(version, set()).add(session_id)
         if policy != "segment":
             self.policies[session_id] = policy
 
+    def note_group(self, group_id: GroupId, version: Version) -> None:
+        """Sessions of the group that have yet to begin follow the first one to `version`, while it is served."""
+        self.group_versions[group_id] = version
+
+    def forget_group(self, group_id: GroupId) -> None:
+        """All its sessions have ended."""
+        self.group_versions.pop(group_id, None)
+
     def forget_session(self, session_id: SessionId) -> None:
         """It has had its last turn."""
-        self.session_versions.pop(session_id, None)
+        version = self.session_versions.pop(session_id, None)
         self.policies.pop(session_id, None)
+        if version is not None:
+            self._on[version].discard(session_id)
+            if not self._on[version]:
+                del self._on[version]
 
     def fallbacks(self) -> dict[str, Version]:
         """By relay: the newest version that an engine beside it has held whole, until one of them holds a newer one."""
@@ -225,11 +287,57 @@ class FleetState:
     def sorted_engines(self) -> list[EngineState]:
         return [self.engines[name] for name in sorted(self.engines)]
 
-    def serving(self, version: Version) -> list[EngineState]:
-        return [e for e in self.sorted_engines() if e.status == "serving" and e.version == version]
+    # -- engines that serve
+
+    def _ordered(self) -> LoadOrder:
+        """As it is after all that happened to engines."""
+        for name in self._displaced:
+            if name in self.engines:
+                engine = self.engines[name]
+                self._order.put(engine.load, engine.pools)
+        self._displaced.clear()
+        return self._order
+
+    def served(self, *, opened: bool = False) -> list[Version]:
+        """Versions that engines serve, or take new sessions for; the newest first."""
+        return [pool.version for pool in self._ordered().pools() if pool.opened == opened]
+
+    def num_serving(self, pool: Pool) -> int:
+        return len(self._ordered().loads(pool))
+
+    def serving(self, pool: Pool) -> Iterator[EngineState]:
+        """In no order that anything may depend on."""
+        return (self.engines[load.name] for load in self._ordered().loads(pool))
+
+    def least_loaded(self, pool: Pool, prompt_tokens: int, suits: Callable[[EngineState], bool]) -> EngineState | None:
+        """Of a pool, the engine with the least load that has room for so long a prompt and `suits`."""
+        order, at = self._ordered(), 0
+        while at < len(loads := order.loads(pool)) and (kept := loads[at]).turns < self.config.max_running:
+            engine = self.engines[kept.name]
+            if not self.has_room(engine, prompt_tokens, kept.tokens) or not suits(engine):
+                at += 1  # nor has it with what came since
+            elif (load := engine.load) != kept:
+                order.put(load, engine.pools)
+            else:
+                return engine
+        return None
+
+    def has_room(self, engine: EngineState, prompt_tokens: int, tokens: int | None = None) -> bool:
+        """`tokens`: that it holds, if they were counted already."""
+        num = len(engine.turns)
+        if engine.status != "serving" or engine.suspected or num >= self.config.max_running:
+            return False
+        if not num or not engine.kv_capacity_tokens:
+            return True
+        held = engine.tokens if tokens is None else tokens
+        return held + prompt_tokens <= self.config.kv_max * engine.kv_capacity_tokens
+
+    def needed(self, version: Version) -> bool:
+        """Live sessions are on it."""
+        return version in self._on
 
     def live_sessions(self, version: Version) -> tuple[SessionId, ...]:
-        return tuple(sorted(s for s, v in self.session_versions.items() if v == version))
+        return tuple(sorted(self._on.get(version, ())))
 
     def kv_ceiling(self, engine: EngineState) -> KvCeiling:
         if engine.ceiling is None:
@@ -240,7 +348,7 @@ class FleetState:
         """Whether a joining engine may serve with what it holds: the newest there is, or what live sessions are on."""
         if engine.must_load:
             return False
-        return engine.version >= engine.available or bool(self.live_sessions(engine.version))
+        return engine.version >= engine.available or self.needed(engine.version)
 
     def unmoved(self, engine: EngineState) -> bool:
         """No intake opens or closes, and no refresh begins, because a turn left it: it takes sessions, and nothing

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gateway.core.fleet import EngineState, FleetState
+from gateway.core.order import Pool
 from gateway.core.types import SessionId, VersionPolicy
 
 HOLD_WORTH_S: Mapping[VersionPolicy, float] = {"segment": 5.0, "strict": 30.0, "fail": 60.0}
@@ -48,11 +49,11 @@ def named(sessions: tuple[SessionId, ...]) -> str:
 def hold(fleet: FleetState, engine: EngineState, now: float) -> Hold | None:
     """Why the engine does not load the newer version that it could; None: no session is in the way of it."""
     empty = engine.status == "serving" and engine.newer and not engine.turns and not engine.intake_open
-    if not empty or fleet.config.mode == "inflight" or len(fleet.serving(engine.version)) > 1:
+    if not empty or fleet.config.mode == "inflight" or fleet.num_serving(Pool(engine.version)) > 1:
+        return None
+    if not fleet.needed(engine.version):
         return None
     sessions = fleet.live_sessions(engine.version)
-    if not sessions:
-        return None
     worth_s = sum(HOLD_WORTH_S[fleet.policies.get(session, "segment")] for session in sessions)
     left_s = fleet.config.version_hold_s - (now - engine.intake_closed_at)
     return Hold(sessions, left_s, _waited(fleet, engine, now), worth_s)
@@ -62,9 +63,11 @@ def note_holds(fleet: FleetState, now: float) -> None:
     """How long each engine has been held since its intake closed; to be called whenever something changed."""
     for engine in fleet.engines.values():
         if engine.intake_open or engine.status != "serving":
-            engine.held_since, engine.held_before_s = None, 0.0
+            if engine.held_since is not None or engine.held_before_s:
+                engine.held_since, engine.held_before_s = None, 0.0
         elif hold(fleet, engine, now) is None:
-            engine.held_before_s, engine.held_since = held_s(engine, now), None
+            if engine.held_since is not None:
+                engine.held_before_s, engine.held_since = held_s(engine, now), None
         elif engine.held_since is None:
             engine.held_since = now
 

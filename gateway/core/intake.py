@@ -67,7 +67,8 @@ def _note_use(fleet: FleetState, engine: EngineState, now: float) -> None:
     c = fleet.config
     closed = engine.status == "serving" and not engine.intake_open and engine.newer
     if not closed or len(engine.turns) >= c.min_util * c.max_running:
-        engine.below_since = None
+        if engine.below_since is not None:
+            engine.below_since = None
     elif engine.below_since is None:
         engine.below_since = now
 

@@ -10,6 +10,7 @@ their beginnings.
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ BLOCKS_MAX = 1 << 16
 
 Holding = tuple[str, Version]
 """Incarnation and version under which an engine's cache was filled."""
+
+_NOBODY: Mapping[EngineName, Holding] = {}
 
 
 def chain(token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -51,16 +54,19 @@ class PrefixIndex:
         while len(self._blocks) > BLOCKS_MAX:
             self._blocks.popitem(last=False)
 
-    def held(self, blocks: Sequence[int], engines: Mapping[EngineName, Holding]) -> dict[EngineName, int]:
-        """Tokens of the prompt that each engine holds from its beginning on; engines that hold none are left out."""
-        tokens: dict[EngineName, int] = {}
-        holders = dict(engines)
-        for count, block in enumerate(blocks):
-            known = self._blocks.get(block, {})
-            for name in [name for name, holding in holders.items() if known.get(name) != holding]:
-                tokens[name] = count * BLOCK_TOKENS
-                del holders[name]
-            if not holders:
-                break
-        tokens |= dict.fromkeys(holders, len(blocks) * BLOCK_TOKENS)
-        return {name: held for name, held in tokens.items() if held}
+    def held(self, blocks: Sequence[int], engine: EngineName, holding: Holding) -> int:
+        """Tokens of the prompt that the engine holds from its beginning on.
+
+        It was sent each block with all those before it, and blocks are forgotten after those behind them: so where it
+        holds one, it holds the ones before, and a search by halves finds the last.
+        """
+        first_missing = bisect.bisect_left(blocks, True, key=lambda block: self._of(block).get(engine) != holding)
+        return first_missing * BLOCK_TOKENS
+
+    def holders(self, blocks: Sequence[int], beyond_tokens: int) -> Mapping[EngineName, Holding]:
+        """Engines that were sent more of the prompt than so many tokens, and what they were then."""
+        at = beyond_tokens // BLOCK_TOKENS
+        return self._of(blocks[at]) if at < len(blocks) else {}
+
+    def _of(self, block: int) -> Mapping[EngineName, Holding]:
+        return self._blocks.get(block, _NOBODY)

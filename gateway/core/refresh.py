@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from gateway.core.fleet import EngineState, FleetState
 from gateway.core.hold import hold, note_holds
 from gateway.core.intake import fresh, stragglers, straggling
+from gateway.core.order import Pool
 from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Version
 
 LOAD_TRIES = 2
@@ -47,8 +48,9 @@ def refresh_decisions(fleet: FleetState, now: float) -> list[RefreshDecision]:
         decision = _reload(fleet, version, now)
         if decision is not None:
             decisions.append(_decided(fleet, decision))
+    barred = fleet.config.mode == "barrier" and _others_run(fleet)  # engines that begin to load change nothing of it
     for engine in fleet.sorted_engines():
-        decision = _refresh(fleet, engine, now)
+        decision = _refresh(fleet, engine, now, barred=barred)
         if decision is not None:
             decisions.append(_decided(fleet, decision))
     note_holds(fleet, now)
@@ -68,7 +70,7 @@ def _reload(fleet: FleetState, version: Version, now: float) -> RefreshDecision 
     need, c = fleet.insisted[version], fleet.config
     coming = any(e.status == "refreshing" and e.loading == version for e in fleet.engines.values())
     pays = need.sessions >= c.strict_sessions_min or need.tokens >= c.strict_tokens_min
-    if coming or not pays or fleet.serving(version):
+    if coming or not pays or fleet.num_serving(Pool(version)):
         return None
     free = [
         e
@@ -85,11 +87,11 @@ def _reload(fleet: FleetState, version: Version, now: float) -> RefreshDecision 
 
 def _held(fleet: FleetState, engine: EngineState, now: float) -> bool:
     """Live sessions need its version, nobody else serves it, and that not yet for too long."""
-    last = len(fleet.serving(engine.version)) == 1 and bool(fleet.live_sessions(engine.version))
+    last = fleet.num_serving(Pool(engine.version)) == 1 and fleet.needed(engine.version)
     return last and (engine.intake_open or now - engine.intake_closed_at < fleet.config.version_hold_s)
 
 
-def _refresh(fleet: FleetState, engine: EngineState, now: float) -> RefreshDecision | None:
+def _refresh(fleet: FleetState, engine: EngineState, now: float, *, barred: bool) -> RefreshDecision | None:
     if engine.available == 0 or _waits(engine, now):
         return None
     if engine.turns:
@@ -102,7 +104,7 @@ def _refresh(fleet: FleetState, engine: EngineState, now: float) -> RefreshDecis
         return None  # who waits for it comes now, or gives up at a deadline
     if fleet.config.mode == "inflight":
         return RefreshDecision(engine.name, engine.available, "a newer version is here")
-    if engine.intake_open or (fleet.config.mode == "barrier" and _others_run(fleet)):
+    if engine.intake_open or barred:
         return None
     held = hold(fleet, engine, now)
     if held is None:
@@ -141,7 +143,7 @@ def _interrupting(fleet: FleetState, engine: EngineState, now: float) -> Refresh
         return RefreshDecision(engine.name, engine.available, "a newer version is here", (), turns)
     if engine.intake_open or not straggling(fleet, engine, now) or fresh(fleet, engine):
         return None
-    alone = len(fleet.serving(engine.version)) == 1
+    alone = fleet.num_serving(Pool(engine.version)) == 1
     stranded = fleet.live_sessions(engine.version) if alone else ()
     reason = f"{stragglers(fleet, engine)}; beyond the staleness bound"
     return RefreshDecision(engine.name, engine.available, reason, stranded, turns)

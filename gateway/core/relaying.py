@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gateway.core.fleet import EngineState, FleetState, TurnLoad
-from gateway.core.scheduler import Placement, Wait, has_room
+from gateway.core.scheduler import Placement, Wait
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 
 TextApi = Literal["chat", "completion"]
@@ -72,7 +72,7 @@ def place_text(demand: TextDemand, fleet: FleetState) -> Placement | Wait | Unab
         return (engine.name in demand.avoid, -engine.version, len(engine.turns), engine.relayed, engine.name)
 
     for engine in sorted(able, key=order):
-        if engine.name not in demand.reserved and engine.intake_open and has_room(engine, fleet, demand.tokens):
+        if engine.name not in demand.reserved and engine.intake_open and fleet.has_room(engine, demand.tokens):
             return Placement(engine.name, f"least loaded of version {engine.version}")
     return Wait("engines that take text are full, or load a version")
 
@@ -82,7 +82,7 @@ def admit_text(placement: Placement, demand: TextDemand, fleet: FleetState) -> N
     engine = fleet.engines[placement.engine]
     engine.admitted += 1
     engine.relayed += 1
-    engine.turns[demand.turn_id] = demand.load
+    engine.enter(demand.load)
 
 
 def _unable(api: TextApi, fleet: FleetState) -> Unable:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.core.fleet import EngineState, FleetState, Wanted
+from gateway.core.order import Load, Pool
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version, VersionChange
 from gateway.core.waiting import UNKNOWN_S
@@ -66,6 +67,10 @@ class Demand:
         """The engine's context holds all of it, as far as both are known."""
         return not engine.context_tokens or self.tokens_max <= engine.context_tokens
 
+    def suits(self, engine: EngineState) -> bool:
+        """Whether it may go there at all, once there is room."""
+        return self.takes(engine) and self.fits(engine) and engine.name not in self.reserved
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -121,14 +126,6 @@ def _awaits_trainer(spec: SessionSpec) -> bool:
     return spec.split == "train" and spec.train and not spec.blocks_parent
 
 
-def has_room(engine: EngineState, fleet: FleetState, prompt_tokens: int) -> bool:
-    if engine.status != "serving" or engine.suspected or len(engine.turns) >= fleet.config.max_running:
-        return False
-    if not engine.turns or not engine.kv_capacity_tokens:
-        return True
-    return engine.tokens + prompt_tokens <= fleet.config.kv_max * engine.kv_capacity_tokens
-
-
 def place(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait | Lost:
     """The engine for this turn, or why it has to wait, or cannot be."""
     if demand.session.version is not None:
@@ -142,8 +139,8 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
     if session.version is None:
         group = session.spec.group_id
         version = fleet.group_versions.get(group)
-        if version is None or not fleet.serving(version):
-            fleet.group_versions[group] = engine.version
+        if version is None or not fleet.num_serving(Pool(version)):
+            fleet.note_group(group, engine.version)
             engine.admitted += session.spec.group_size
     if session.version is not None and session.version != engine.version:
         request = None if demand.turn_id is None else session.running.get(demand.turn_id)
@@ -164,16 +161,23 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
         if own.status == "refreshing":
             return Wait(f"engine {own.name} loads a version", cause="version")
         allowed = demand.session.spec.allows(own.version) and demand.fits(own) and own.name not in demand.reserved
-        fits = allowed and has_room(own, fleet, demand.prompt_tokens)
+        fits = allowed and fleet.has_room(own, demand.prompt_tokens)
         if own.status == "serving" and fits:
             return Placement(own.name, "holds its place", version_changed=own.version != version)
-    same = [e for e in fleet.serving(version) if demand.fits(e)]
-    if same:
-        usable = [e for e in same if e.name not in demand.avoid] or same
-        staying = [e for e in usable if not e.leaving]
-        chosen = _choose(staying, demand, fleet) or _choose(usable, demand, fleet)
-        return chosen or Wait(f"engines of version {version} {_why(same, demand)}")
-    return _place_lost(demand, fleet, version)
+    pool = Pool(version)
+    if not any(demand.fits(e) for e in fleet.serving(pool)):
+        return _place_lost(demand, fleet, version)
+    avoid = _avoid(demand, (e for e in fleet.serving(pool) if demand.fits(e)))
+    chosen = _choose(pool, demand, fleet, lambda e: e.name not in avoid and not e.leaving)
+    chosen = chosen or _choose(pool, demand, fleet, lambda e: e.name not in avoid)
+    if chosen is not None:
+        return chosen
+    return Wait(f"engines of version {version} {_why([e for e in fleet.serving(pool) if demand.fits(e)], demand)}")
+
+
+def _avoid(demand: Demand, engines: Iterable[EngineState]) -> frozenset[EngineName]:
+    """Engines that just cut it, unless there are no others."""
+    return demand.avoid if any(e.name not in demand.avoid for e in engines) else frozenset()
 
 
 def _place_lost(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait | Lost:
@@ -186,16 +190,17 @@ def _place_lost(demand: Demand, fleet: FleetState, version: Version) -> Placemen
         return Wait(f"{lost}: it is loaded once an engine is free whose relay holds it", cause="version")
     if spec.on_version_loss == "fail":
         return Lost(f"{lost} any more, and the session is to fail then")
-    serving = [e for e in fleet.sorted_engines() if e.status == "serving"]
-    allowed = [e for e in serving if spec.allows(e.version)]
-    others = [e for e in allowed if e.name not in demand.avoid] or allowed
-    for newest in sorted({e.version for e in others}, reverse=True):
-        chosen = _choose([e for e in others if e.version == newest], demand, fleet)
+    served = fleet.served()
+    pools = [Pool(v) for v in served if spec.allows(v)]
+    avoid = _avoid(demand, (e for pool in pools for e in fleet.serving(pool)))
+    for pool in pools:
+        chosen = _choose(pool, demand, fleet, lambda e: e.name not in avoid)
         if chosen is not None:
-            return Placement(chosen.engine, f"{lost} any more; going on under version {newest}", version_changed=True)
-    if others:
+            reason = f"{lost} any more; going on under version {pool.version}"
+            return Placement(chosen.engine, reason, version_changed=True)
+    if pools:
         return Wait(f"{lost} any more, and no other engine has room")
-    return Wait(f"no engine serves {_bounds(spec)}", cause="version") if serving else Wait("no engine serves")
+    return Wait(f"no engine serves {_bounds(spec)}", cause="version") if served else Wait("no engine serves")
 
 
 def _insists(session: SessionState, fleet: FleetState) -> bool:
@@ -206,7 +211,7 @@ def _insists(session: SessionState, fleet: FleetState) -> bool:
     spec = session.spec
     if session.insists or spec.max_version is None or spec.on_version_loss == "fail":
         return session.insists
-    return not any(e.status == "serving" and spec.allows(e.version) for e in fleet.engines.values())
+    return not any(spec.allows(version) for version in fleet.served())
 
 
 def _bounds(spec: SessionSpec) -> str:
@@ -230,10 +235,12 @@ def wanted_versions(waiting: Iterable[Demand], fleet: FleetState) -> dict[Versio
 def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Placement | Wait | Lost:
     spec = demand.session.spec
     group_version = fleet.group_versions.get(spec.group_id)
-    if group_version is not None and spec.allows(group_version) and fleet.serving(group_version):
-        same = fleet.serving(group_version)
+    if group_version is not None and spec.allows(group_version) and fleet.num_serving(Pool(group_version)):
+        same = Pool(group_version)
         chosen = _choose(same, demand, fleet)
-        return chosen or Wait(f"engines of its group's version {group_version} {_why(same, demand)}")
+        if chosen is not None:
+            return chosen
+        return Wait(f"engines of its group's version {group_version} {_why(list(fleet.serving(same)), demand)}")
     if spec.max_version is not None and fleet.past(spec.max_version):
         reason = f"every engine is past version {spec.max_version}, the newest that it may be on"
         return Lost(reason, "a higher `max_version`; or name a `version`, which is loaded again")
@@ -241,86 +248,97 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
     if admission.full and _awaits_trainer(spec) and not begun:
         reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
         return Wait(reason, admission.next_batch_s, "trainer")
-    open_ = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open]
+    pools = [Pool(version, True) for version in fleet.served(opened=True)]
     if spec.min_version or spec.max_version is not None:
-        open_ = [e for e in open_ if spec.allows(e.version)]
-        if not open_:
+        pools = [pool for pool in pools if spec.allows(pool.version)]
+        if not pools:
             return Wait(f"no engine with an open intake serves {_bounds(spec)}")
     if demand.session.insists:
-        full, open_ = bool(open_), [e for e in open_ if fleet.kept.room_for(e.version)]
-        if full and not open_:
+        full, pools = bool(pools), [pool for pool in pools if fleet.kept.room_for(pool.version)]
+        if full and not pools:
             return Wait(fleet.kept.full, cause="version")
-    for version in sorted({e.version for e in open_}, reverse=True):
-        chosen = _choose([e for e in open_ if e.version == version], demand, fleet)
+    for pool in pools:
+        chosen = _choose(pool, demand, fleet)
         if chosen is not None:
             return chosen
+    open_ = [e for pool in pools for e in fleet.serving(pool)]
     return Wait(f"open intakes {_why(open_, demand)}" if open_ else "every intake is closed")
 
 
 def _why(engines: Sequence[EngineState], demand: Demand) -> str:
     """None of them has a place."""
+    if any(demand.suits(e) for e in engines):
+        return "are full"
     able = [e for e in engines if demand.takes(e)]
     if not able:
         return "cannot constrain an answer so"
-    if not any(demand.fits(e) for e in able):
-        longest = max(e.context_tokens for e in able)
-        return f"have contexts of {longest} tokens at most, and it may come to {demand.tokens_max}"
-    if all(e.name in demand.reserved for e in able if demand.fits(e)):
+    if any(demand.fits(e) for e in able):
         return "are kept for a prompt that has waited long for their room"
-    return "are full"
+    longest = max(e.context_tokens for e in able)
+    return f"have contexts of {longest} tokens at most, and it may come to {demand.tokens_max}"
 
 
 def reservable(demand: Demand, fleet: FleetState) -> EngineState | None:
     """The engine that will have room for it soonest, if nobody else is given what comes free there."""
-    version = demand.session.version
+    version, spec = demand.session.version, demand.session.spec
     if version is not None:
-        able = fleet.serving(version)
+        pools = [Pool(version)]
     else:
-        spec = demand.session.spec
-        able = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open and spec.allows(e.version)]
-    able = [e for e in able if demand.takes(e) and demand.fits(e) and e.name not in demand.reserved]
+        pools = [Pool(v, True) for v in fleet.served(opened=True) if spec.allows(v)]
+    able = [e for pool in pools for e in fleet.serving(pool) if demand.suits(e)]
     return min(able, key=lambda e: (e.tokens, len(e.turns), e.name), default=None)
 
 
-def _choose(engines: Sequence[EngineState], demand: Demand, fleet: FleetState) -> Placement | None:
-    """Among engines of one version: the session's own if it has room, else who holds its prompt's prefix, if that pays,
+def _anyone(engine: EngineState) -> bool:
+    return True
+
+
+def _choose(
+    pool: Pool, demand: Demand, fleet: FleetState, may: Callable[[EngineState], bool] = _anyone
+) -> Placement | None:
+    """Of a pool: the session's own engine if it has room, else the one that holds its prompt's prefix, if that pays,
     else the least loaded."""
-    able = [e for e in engines if demand.takes(e) and demand.fits(e) and e.name not in demand.reserved]
-    roomy = [e for e in able if has_room(e, fleet, demand.prompt_tokens)]
-    if not roomy:
+    session = demand.session
+
+    def suits(engine: EngineState) -> bool:
+        return demand.suits(engine) and may(engine)
+
+    own = None if session.engine is None else fleet.engines.get(session.engine)
+    own = own if own is not None and own.within(pool) and own.version == session.version else None
+    if own is not None and suits(own) and fleet.has_room(own, demand.prompt_tokens):
+        return Placement(own.name, "holds its prefix")
+    least = fleet.least_loaded(pool, demand.prompt_tokens, suits)
+    if least is None:
         return None
-    for engine in roomy:
-        if engine.name == demand.session.engine and engine.version == demand.session.version:
-            return Placement(engine.name, "holds its prefix")
-    least = min(roomy, key=_load)
-    holder = _holder(roomy, least, demand, fleet) if demand.prefix else None
-    return holder or Placement(least.name, f"least loaded of {len(roomy)}")
+    holder = _holder(pool, least, demand, fleet, suits) if demand.prefix else None
+    return holder or Placement(least.name, f"least loaded of {fleet.num_serving(pool)}")
 
 
-def _load(engine: EngineState) -> tuple[int, int, int, str]:
-    """Idle engines take sessions in turn: else the first would hold all that come one by one, and stay with it."""
-    return (len(engine.turns), engine.tokens, engine.admitted, engine.name)
+def _holder(
+    pool: Pool, least: EngineState, demand: Demand, fleet: FleetState, suits: Callable[[EngineState], bool]
+) -> Placement | None:
+    """The engine where the prefix that need not be computed again is worth most more than the larger batch costs.
 
-
-def _holder(engines: Sequence[EngineState], least: EngineState, demand: Demand, fleet: FleetState) -> Placement | None:
-    """The engine where the prefix that need not be computed again is worth most more than the larger batch costs."""
-    held = fleet.prefixes.held(demand.prefix, {e.name: e.holding for e in engines})
-    if not held:
-        return None
-    turn_tokens = demand.session.spec.expected_output_tokens or fleet.turn_tokens
-
-    def gain_s(engine: EngineState) -> float:
-        saved = held.get(engine.name, 0) - held.get(least.name, 0)
+    Only one that holds more of it than the least loaded: its batch is no smaller.
+    """
+    blocks, turn_tokens = demand.prefix, demand.session.spec.expected_output_tokens or fleet.turn_tokens
+    least_held = fleet.prefixes.held(blocks, least.name, least.holding)
+    turns_max = len(least.turns) + fleet.config.max_running * LEAD_MAX
+    found: list[tuple[float, Load, int]] = []
+    for name, holding in fleet.prefixes.holders(blocks, least_held).items():
+        engine = fleet.engines.get(name)
+        if engine is None or engine.holding != holding or len(engine.turns) > turns_max or not engine.within(pool):
+            continue
+        if not suits(engine) or not fleet.has_room(engine, demand.prompt_tokens):
+            continue
+        held = fleet.prefixes.held(blocks, name, holding)
         more = len(engine.turns) - len(least.turns)
         slower_s = engine.curve.seconds_per_turn(fleet.config.max_running) * more * turn_tokens
-        return saved / fleet.prefill_tokens_per_s - slower_s
-
-    lead_max = len(least.turns) + fleet.config.max_running * LEAD_MAX
-    bearable = [e for e in engines if e.name in held and len(e.turns) <= lead_max]
-    best = max(sorted(bearable, key=_load), key=gain_s, default=least)
-    if best is least or gain_s(best) <= 0:
+        gain_s = (held - least_held) / fleet.prefill_tokens_per_s - slower_s
+        if gain_s > 0:
+            found.append((-gain_s, engine.load, held))
+    if not found:
         return None
-    more = len(best.turns) - len(least.turns)
-    return Placement(
-        best.name, f"holds {held[best.name]} tokens of its prompt, with {more} turns more than {least.name}"
-    )
+    _, load, held = min(found)
+    more = load.turns - len(least.turns)
+    return Placement(load.name, f"holds {held} tokens of its prompt, with {more} turns more than {least.name}")

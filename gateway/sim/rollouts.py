@@ -108,7 +108,7 @@ class Rollouts:
         s = self.settings
         state = EngineState(name, "sim", f"sim://{name}", status="serving", version=Version(1), available=Version(1))
         state.kv_capacity_tokens = s.kv_capacity_tokens
-        self.state.engines[name] = state
+        self.state.add(state)
         self.engines[name] = SimEngine(state, s.decode_s, s.prefill_tokens_per_s)
         self._to_move[name], self._moving[name] = deque(), set()
 
@@ -205,13 +205,13 @@ class Rollouts:
         if turn.session.version not in (None, self.state.engines[found.engine].version):
             self._seen.mixed += 1
         admit(found, Demand(turn.session, turn.load.tokens), self.state)
-        self.state.group_versions.pop(turn.session.spec.group_id, None)
+        self.state.forget_group(turn.session.spec.group_id)
         self._arrive(turn, found.engine)
 
     def _arrive(self, turn: SimTurn, name: EngineName) -> None:
         engine = self._sync(name)
         turn.engine = turn.session.engine = name
-        engine.state.turns[turn.turn_id] = turn.load
+        engine.state.enter(turn.load)
         if turn.left_at:
             self._seen.again += turn.load.tokens
         engine.enter(turn)
@@ -221,7 +221,7 @@ class Rollouts:
         assert turn.engine is not None
         engine = self._sync(turn.engine)
         engine.leave(turn)
-        engine.state.turns.pop(turn.turn_id, None)
+        engine.state.leave(turn.turn_id)
         turn.left_at = self.now
         self._schedule(turn.engine)
 
@@ -232,7 +232,7 @@ class Rollouts:
             self._at(engine.now, lambda: self._move_on(engine.state.name))
 
     def _ended(self, engine: SimEngine, turn: SimTurn) -> None:
-        engine.state.turns.pop(turn.turn_id, None)
+        engine.state.leave(turn.turn_id)
         del self._turns[turn.turn_id]
         self._learnt.ended(turn.length)
         self._seen.latencies.append(engine.now - turn.started_at)

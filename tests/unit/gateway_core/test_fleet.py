@@ -16,6 +16,7 @@ from gateway.core.fleet import (
     staleness_histogram,
 )
 from gateway.core.intake import intake_changes
+from gateway.core.order import Pool
 from gateway.core.refresh import LOAD_TRIES, RefreshDecision, load_failed, refresh_decisions
 from gateway.core.types import SessionId, Version
 from tests.unit.gateway_core.helpers import engine, fleet
@@ -34,7 +35,8 @@ LIMITS: dict[str, Any] = {
 
 
 def on_versions(state: FleetState, **sessions: int) -> FleetState:
-    state.session_versions = {SessionId(name): Version(version) for name, version in sessions.items()}
+    for name, version in sessions.items():
+        state.note_session(SessionId(name), Version(version), "segment")
     return state
 
 
@@ -66,7 +68,7 @@ def test_the_table_keeps_its_promises() -> None:
 def test_tokens_and_serving_engines_are_counted() -> None:
     state = fleet(engine("e2", 1), engine("e0", 1, [3, 4]), engine("e1", 2), engine("e3", 1, status="joining"))
     assert [e.name for e in state.sorted_engines()] == ["e0", "e1", "e2", "e3"]
-    assert [e.name for e in state.serving(Version(1))] == ["e0", "e2"]
+    assert sorted(e.name for e in state.serving(Pool(Version(1)))) == ["e0", "e2"]
     assert state.sorted_engines()[0].tokens == 7
     assert on_versions(state, b=1, c=2, a=1).live_sessions(Version(1)) == ("a", "b")
 
@@ -268,7 +270,7 @@ def test_of_two_empty_engines_one_stays_for_the_sessions() -> None:
     decisions = refresh_decisions(on_versions(state, a=1), 1000.0)
     assert [(d.engine, d.forced_sessions) for d in decisions] == [("e0", ())]
     assert [e.status for e in state.sorted_engines()] == ["refreshing", "serving"]
-    state.session_versions.clear()
+    state.forget_session(SessionId("a"))
     assert [d.engine for d in refresh_decisions(state, 1000.0)] == ["e1"], "its sessions ended"
 
 
@@ -405,12 +407,12 @@ def test_whatever_the_fleet_only_empty_engines_go_and_no_held_version_is_left(
             assert e.version < going[e.name].to_version == e.available
     for version in served & set(state.session_versions.values()):
         forced = [d for name, d in going.items() if state.engines[name].version == version and d.forced_sessions]
-        assert state.serving(version) or [d.forced_sessions for d in forced] == [state.live_sessions(version)]
+        assert state.num_serving(Pool(version)) or [d.forced_sessions for d in forced] == [state.live_sessions(version)]
         assert all(state.engines[d.engine].intake_closed_at == 900.0 for d in forced), "after the hold, not before"
     for e in engines:  # and none is kept without a reason
         if e.status == "serving" and e.version < e.available and not e.turns and not e.intake_open:
             assert state.live_sessions(e.version)
-            assert state.serving(e.version) == [e]
+            assert list(state.serving(Pool(e.version))) == [e]
 
 
 @pytest.mark.parametrize(

@@ -38,18 +38,20 @@ def test_an_engine_holds_the_longest_beginning_that_it_was_sent(
     index = PrefixIndex()
     for name, ids in sent:
         index.sent(chain(ids), name, HERE)
-    held = index.held(chain(prompt), {E0: HERE, E1: HERE})
     for name in (E0, E1):
-        assert held.get(name, 0) == max((common(ids, prompt) for to, ids in sent if to == name), default=0)
+        held = max((common(ids, prompt) for to, ids in sent if to == name), default=0)
+        assert index.held(chain(prompt), name, HERE) == held
+        for tokens in range(0, len(prompt), BLOCK_TOKENS):
+            assert (name in index.holders(chain(prompt), tokens)) is (held > tokens)
 
 
 @pytest.mark.parametrize("now", [("another", Version(1)), ("i", Version(2))])
 def test_what_was_sent_before_a_restart_or_a_load_is_held_no_more(now: Holding) -> None:
     index, blocks = PrefixIndex(), chain(range(64))
     index.sent(blocks, E0, HERE)
-    assert index.held(blocks, {E0: now}) == {}
+    assert index.held(blocks, E0, now) == 0
     index.sent(blocks[:2], E0, now)
-    assert index.held(blocks, {E0: now}) == {E0: 2 * BLOCK_TOKENS}
+    assert index.held(blocks, E0, now) == 2 * BLOCK_TOKENS
 
 
 def test_it_is_bounded_and_forgets_ends_before_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +60,8 @@ def test_it_is_bounded_and_forgets_ends_before_beginnings(monkeypatch: pytest.Mo
     index.sent(first, E0, HERE)
     index.sent(second, E0, HERE)
     assert len(index) == 6
-    assert index.held(first, {E0: HERE}) == {E0: 2 * BLOCK_TOKENS}
-    assert index.held(second, {E0: HERE}) == {E0: 4 * BLOCK_TOKENS}
+    assert index.held(first, E0, HERE) == 2 * BLOCK_TOKENS
+    assert index.held(second, E0, HERE) == 4 * BLOCK_TOKENS
 
 
 def test_no_more_than_the_beginning_of_a_long_prompt_is_looked_at() -> None:

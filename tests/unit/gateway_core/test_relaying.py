@@ -66,7 +66,7 @@ def test_one_whose_client_was_told_a_version_goes_nowhere_else() -> None:
 def test_who_takes_no_new_session_takes_none_of_these(fields: dict[str, Any]) -> None:
     state = fleet(open_engine("e0", **fields), max_running=4)
     assert isinstance(place_text(demand(), state), Wait)
-    state.engines[EngineName("e1")] = open_engine("e1", 0)
+    state.add(open_engine("e1", 0))
     assert place_text(demand(), state) == Placement(EngineName("e1"), "least loaded of version 0")
 
 
@@ -87,7 +87,7 @@ def test_engines_without_the_route_are_no_candidates_and_the_error_says_what_wou
     nobody = place_text(demand(), fleet())
     assert isinstance(nobody, Unable)
     assert "no engine" in nobody.reason
-    state.engines[EngineName("e1")] = open_engine("e1", status="dead")
+    state.add(open_engine("e1", status="dead"))
     assert isinstance(place_text(demand(api="chat"), state), Wait), "one that is away now may come back"
 
 
@@ -117,7 +117,7 @@ def test_engines_as_loaded_as_each_other_take_turns() -> None:
         outcome = place_text(asked, state)
         assert isinstance(outcome, Placement)
         admit_text(outcome, asked, state)
-        del state.engines[outcome.engine].turns[asked.turn_id]  # answered before the next one comes
+        state.engines[outcome.engine].leave(asked.turn_id)  # answered before the next one comes
         took.append(outcome.engine)
     assert took == ["e0", "e1", "e2"] * 2
 
@@ -131,5 +131,5 @@ def test_they_close_an_intake_for_a_newer_version_as_sessions_do() -> None:
     [change] = intake_changes(state, 1.0)
     assert not change.open
     assert refresh_decisions(state, 1.0) == [], "the refresh waits for it"
-    del state.engines[EngineName("e0")].turns[asked.turn_id]
+    state.engines[EngineName("e0")].leave(asked.turn_id)
     assert [d.to_version for d in refresh_decisions(state, 1.0)] == [2]

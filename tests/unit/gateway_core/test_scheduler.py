@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.fleet import EngineState, FleetState
-from gateway.core.scheduler import Admission, Demand, Placement, Wait, admit, has_room, place
+from gateway.core.scheduler import Admission, Demand, Placement, Wait, admit, place
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, GroupId, Version
 from tests.unit.gateway_core.helpers import engine, fleet, session
@@ -90,7 +90,7 @@ def test_it_is_placed_whatever_the_intake_and_the_trainer_say() -> None:
 )
 def test_an_engine_has_room(turns: list[int], prompt: int, capacity: int, room: bool) -> None:
     state = fleet(engine("e0", 1, turns, kv_capacity_tokens=capacity), max_running=4, kv_max=0.5)
-    assert has_room(state.sorted_engines()[0], state, prompt) is room
+    assert state.has_room(state.sorted_engines()[0], prompt) is room
     expected = "e0" if room else "engines of version 1 are full"
     assert placed(demand(session(version=1), prompt), state) == expected
 
@@ -159,7 +159,8 @@ def test_a_group_stays_on_the_version_of_its_first() -> None:
     state = fleet(opened("e0", 1))
     first, second, third = (session(name, "g", group_size=3) for name in "abc")
     admit(Placement(EngineName("e0"), ""), demand(first), state)
-    state.engines |= {e.name: e for e in (engine("e1", 1), opened("e2", 2))}
+    for more in (engine("e1", 1), opened("e2", 2)):
+        state.add(more)
     state.engines[EngineName("e0")].close_intake(1.0)
     state.engines[EngineName("e0")].turns = engine("e0", 1, [10]).turns
     assert placed(demand(second), state) == "e1", "neither the closed intake nor the newer version sways it"
@@ -276,7 +277,7 @@ def test_whatever_the_fleet_a_place_has_room_and_a_version_changes_only_when_los
     outcome = place(demand(session(version=version, on=on), prompt), state, FREE)
     same = [e for e in engines if e.status == "serving" and e.version == version]
     allowed = [e for e in engines if e.intake_open] if version is None else same or engines
-    roomy = [e for e in allowed if e.status == "serving" and has_room(e, state, prompt)]
+    roomy = [e for e in allowed if e.status == "serving" and state.has_room(e, prompt)]
     if isinstance(outcome, Wait):
         assert not roomy
         assert outcome.reason

@@ -114,7 +114,7 @@ def test_it_is_loaded_when_sessions_or_tokens_pay_for_it(sessions: int, tokens: 
 
 def test_no_engine_is_taken_that_others_need_unless_they_had_their_time() -> None:
     state = wanting(fleet(engine("e0", 3, intake_closed_at=990.0), version_hold_s=60.0))
-    state.session_versions[SessionId("waits-for-a-tool")] = Version(3)
+    state.note_session(SessionId("waits-for-a-tool"), Version(3), "segment")
     assert decided(state, now=1000.0) == []
     assert decided(state, now=1050.0) == [("e0", 1)]
 
@@ -199,7 +199,7 @@ def test_a_session_is_on_no_older_version_than_it_may() -> None:
     outcome = place(lost, state, FREE)
     assert isinstance(outcome, Placement)
     assert outcome.engine == "e1"
-    del state.engines[EngineName("e1")]
+    state.remove(EngineName("e1"))
     assert isinstance(place(lost, state, FREE), Wait)
 
 
@@ -333,7 +333,7 @@ def test_kept_versions_are_bounded_and_end_with_their_sessions(
 
 def test_when_nobody_needs_it_any_more_the_engine_goes_back_to_the_newest() -> None:
     state = fleet(engine("e0", 1, available=Version(3)))
-    state.session_versions[SessionId("s")] = Version(1)
+    state.note_session(SessionId("s"), Version(1), "segment")
     assert decided(state, now=100.0) == []
-    del state.session_versions[SessionId("s")]
+    state.forget_session(SessionId("s"))
     assert decided(state, now=100.0) == [("e0", 3)]

@@ -572,9 +572,8 @@ async def test_a_session_goes_on_under_another_version_when_its_own_is_gone(tmp_
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         e0.before_cut = found.taken
         session = found.session()
-        found.fleet.state.session_versions[session.session_id] = session.version = found.fleet.state.engines[
-            EngineName("e0")
-        ].version
+        session.version = found.fleet.state.engines[EngineName("e0")].version
+        found.fleet.state.note_session(session.session_id, session.version, "segment")
         run = found.run(session)
         check_whole(run, await read(run))
         assert session.newest.versions[len(PROMPT) :] == [5] * 4 + [6] * 8

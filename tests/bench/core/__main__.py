@@ -1,0 +1,175 @@
+"""`make bench-core`: what decisions cost in a fleet of 1,024 engines with 20,480 turns. In-process, in processor time.
+
+- `place`: a turn's engine, among turns that come, grow and end, and beside it what booking and ends cost;
+- `publish`: what is decided when a version arrives everywhere at once: intakes, refreshes, and the plan of moves.
+
+Writes bench-results/core.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from gateway.core.intake import intake_changes
+from gateway.core.lengths import KEPT, TurnLengths
+from gateway.core.order import Pool
+from gateway.core.refresh import refresh_decisions
+from gateway.core.repack import RepackConfig, plan_repack
+from gateway.core.scheduler import Wait, place
+from gateway.core.types import SamplingParams, Version
+from gateway.repacking import Repacker
+from tests.bench.core.scene import FREE, NEWEST, ONE, SEVERAL, Scene, scene
+from tests.bench.figures import ROUNDS, Figure, keep, median, show
+from tests.bench.repack.trace import lengths
+
+PLACEMENTS = 1_000
+"""Of a round."""
+GROWN, GROWN_TOKENS = 64, 8
+"""Events between two placements, and the tokens of each: turns of 50 tokens/s and ten seconds."""
+PLACE_MS, PUBLISH_MS = 0.3, 10.0
+"""The bars: at 2,000 placements a second they leave the gateway most of its core; a publish is not to hold streams up
+for longer than an event of theirs takes."""
+
+
+@contextmanager
+def timed(into: list[float]) -> Iterator[None]:
+    """Adds the milliseconds of processor time that the block took."""
+    began = time.process_time()
+    yield
+    into.append((time.process_time() - began) * 1e3)
+
+
+# -- placements
+
+
+def placements(made: Scene) -> tuple[list[float], list[float]]:
+    """Milliseconds of each placement, and of each booking together with the end of another turn."""
+    placed: list[float] = []
+    booked: list[float] = []
+    for number in range(PLACEMENTS):
+        made.grow(GROWN, GROWN_TOKENS)
+        demand = made.demand(new=number % 2 == 0)
+        with timed(placed):
+            found = made.place(demand)
+        with timed(booked):
+            made.book(demand, found)
+            made.end_one()
+    return placed, booked
+
+
+def refusals(made: Scene) -> list[float]:
+    """The same where no engine with an open intake has room for a turn so long."""
+    told: list[float] = []
+    for _ in range(PLACEMENTS):
+        made.grow(GROWN, GROWN_TOKENS)
+        demand = made.too_long()
+        with timed(told):
+            found = place(demand, made.fleet, FREE)
+        assert isinstance(found, Wait), found
+    return told
+
+
+def place_figures() -> Iterator[Figure]:
+    for name, versions in (("place", SEVERAL), ("place_one_version", ONE)):
+        made = scene(versions)
+        gc.freeze()
+        rounds = [placements(made) for _ in range(ROUNDS)]
+        placed, booked = [r[0] for r in rounds], [r[1] for r in rounds]
+        where = f"{len(made.turns):,} turns on {len(made.fleet.engines):,} engines of {len(versions)} version(s)"
+        what = f"a placement, {where}: median of {PLACEMENTS:,}"
+        each = [statistics.median(r) for r in placed]
+        yield median(f"{name}_ms", what, each, bar=PLACE_MS, unit="ms")
+        yield median(f"{name}_p99_ms", "the same, p99", [p99(r) for r in placed], bar=PLACE_MS, unit="ms")
+        what = "booking it, and the end of another turn: mean"
+        yield median(f"{name}_booked_ms", what, [statistics.fmean(r) for r in booked], better="reported", unit="ms")
+        told = [statistics.median(refusals(made)) for _ in range(ROUNDS)]
+        yield median(
+            f"{name}_refused_ms", "a turn too long for the KV that is left: median", told, better="reported", unit="ms"
+        )
+        gc.unfreeze()
+
+
+def p99(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=100)[-1]
+
+
+# -- a version arrives
+
+
+def publish_figures() -> Iterator[Figure]:
+    rounds = [publish(seed) for seed in range(ROUNDS)]
+    parts = {part: statistics.median(r[part] for r in rounds) for part in rounds[0]}
+    what = "all that is decided when a version arrives everywhere: intakes, refreshes, plan of moves"
+    details = {f"{part}_ms": round(ms, 3) for part, ms in parts.items()}
+    yield median("publish_ms", what, [sum(r.values()) for r in rounds], bar=PUBLISH_MS, unit="ms", details=details)
+    fleet = [sum(r[part] for part in ("arrived", "intake", "refresh")) for r in rounds]
+    yield median("publish_fleet_ms", "of it, without the plan", fleet, better="reported", unit="ms")
+    plan = [sum(r[part] for part in ("views", "plan")) for r in rounds]
+    yield median("publish_plan_ms", "of it, the plan and what it sees", plan, better="reported", unit="ms")
+
+
+def publish(seed: int) -> Mapping[str, float]:
+    """Milliseconds of each part."""
+    made, newer = scene(SEVERAL, seed=seed), Version(NEWEST + 1)
+    repacker, parts = planner(made), defaultdict[str, list[float]](list)
+    gc.collect()
+    gc.freeze()
+    with timed(parts["arrived"]):
+        made.fleet.newest = newer
+        for engine in made.fleet.engines.values():
+            engine.available = newer
+    with timed(parts["intake"]):
+        changes = intake_changes(made.fleet, 1000.0)
+    with timed(parts["refresh"]):
+        going = refresh_decisions(made.fleet, 1000.0)
+    with timed(parts["views"]):
+        views = repacker._views()
+    with timed(parts["plan"]):
+        plans = plan_repack(views, newer, RepackConfig(), seed=seed)
+    gc.unfreeze()
+    assert len(changes) == len(list(made.fleet.serving(Pool(NEWEST)))), "every open intake closes"
+    assert going, "those that are empty load it"
+    assert sum(len(plan.freed) for plan in plans) > 0, "some engines can be emptied"
+    return {part: sum(ms) for part, ms in parts.items()}
+
+
+def planner(made: Scene) -> Repacker:
+    """The gateway's own, over sessions and turns that stand in for running ones."""
+    learnt = TurnLengths()
+    for length in lengths(KEPT):
+        learnt.ended(length)
+    runs = {turn.load.turn_id: _run(turn.session, turn.load.tokens // 4) for turn in made.turns}
+    sessions: Any = SimpleNamespace(runs=runs, lengths=learnt, waiting=dict)
+    config: Any = SimpleNamespace(fleet=made.fleet.config, prefill_tokens_per_s=1000.0, seed=0)
+    fleet: Any = SimpleNamespace(state=made.fleet)
+    return Repacker(config, fleet, sessions, SimpleNamespace(typical_duration_s=60.0), None)  # type: ignore[arg-type]
+
+
+def _run(session: Any, generated: int) -> Any:
+    request = SimpleNamespace(sampling=SamplingParams(max_tokens=4096))
+    return SimpleNamespace(session=session, request=request, record=SimpleNamespace(token_ids=range(generated)))
+
+
+PARTS = {"place": place_figures, "publish": publish_figures}
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(prog="make bench-core ARGS=...", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=f"any of: {', '.join(PARTS)} (default: all)")
+    for part in parser.parse_args(arguments).parts or list(PARTS):
+        figures = list(PARTS[part]())
+        show(part, figures)
+        keep("core", figures)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
