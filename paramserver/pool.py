@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import mmap
 import os
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.config import show_bytes
+from paramserver.data.mapping import HUGE_BYTES, FileMapping
 from paramserver.host import mount_of
 from protos.errors import Conflict, OutOfCapacity, TooLarge, Unavailable
 
@@ -37,8 +39,7 @@ log = logging.getLogger(__name__)
 NUM_BLANKS = 4  # the pool starts as at least as many warm files: two retained, one in transit, one quarantined
 BLANK_BYTES_MAX = (4 << 30) + (1 << 20)  # a file of the SDK's default size with its header is cut without allocating
 LAYOUTS_MAX = 16  # models for whose next version the pool keeps files of the right sizes
-PIECE_BYTES = 256 << 20  # allocated at once: how long an order to stop may wait
-TOUCH_BYTES = 16 << 20  # touched at once: the interpreter's lock is held meanwhile
+PIECE_BYTES = 256 << 20  # allocated, or touched, at once: how long an order to stop may wait
 SMALL_BYTES = 1 << 20  # a smaller file is not worth cutting from a warm one
 OURS = {".lock", "free", "filling", "snapshots", "records", "publish.sock"}  # all that a relay puts into its directory
 
@@ -53,17 +54,20 @@ class PoolFile:
         self.path = path
         self.size_bytes = size_bytes
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if found else os.O_CREAT | os.O_EXCL), 0o644)
-        self._map: mmap.mmap | None = None
+        self._map: FileMapping | None = None
 
     def allocate(self, grown: Callable[[int], None]) -> None:
         """Gets its memory from the kernel. `grown` is told of each piece, and may raise to stop: the file is gone then.
 
-        Raises OutOfCapacity when the file system has less.
+        In huge pages, as far as the kernel gives them. Raises OutOfCapacity when the file system has less.
         """
         try:
+            os.ftruncate(self.fd, self.size_bytes)
+            huge = True
             for start in range(0, self.size_bytes, PIECE_BYTES):
                 piece = min(PIECE_BYTES, self.size_bytes - start)
-                os.posix_fallocate(self.fd, start, piece)
+                huge = huge and self._allocate_huge(start, piece)
+                os.posix_fallocate(self.fd, start, piece)  # the rest: what is there already stays as it is
                 grown(piece)
         except BaseException as error:
             self.destroy()
@@ -74,26 +78,41 @@ class PoolFile:
                 ) from error
             raise
 
+    def _allocate_huge(self, start: int, num_bytes: int) -> bool:
+        """The whole huge pages of a range, each grown from one small page; whether the kernel gave them.
+
+        Nothing beyond the file's end: the pool counts files by their sizes.
+        """
+        num_bytes -= num_bytes % HUGE_BYTES
+        for at in range(start, start + num_bytes, HUGE_BYTES):
+            os.posix_fallocate(self.fd, at, mmap.PAGESIZE)
+        try:
+            if num_bytes:
+                self._mapping().collapse(start, num_bytes)
+        except OSError as error:  # an older kernel, no tmpfs, or memory in small pieces only
+            _say_small(error.strerror)
+            return False
+        return True
+
+    def _mapping(self) -> FileMapping:
+        if self._map is None:
+            self._map = FileMapping(self.fd, self.size_bytes)
+        return self._map
+
     def view(self) -> memoryview:
         """The whole file, writable; the mapping is made once and kept."""
-        if not self.size_bytes:
-            return memoryview(bytearray())
-        if self._map is None:
-            self._map = mmap.mmap(self.fd, self.size_bytes)
-        return memoryview(self._map)
+        return self._mapping().view() if self.size_bytes else memoryview(bytearray())
 
     def touch(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Brings every page in, so that the first version is not slower than the next; some of them when stopped."""
-        if self.size_bytes:
-            self.view().release()
-            assert self._map is not None
-            with contextlib.suppress(OSError):  # huge pages, where the tmpfs has huge=advise; none is fine
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-            for start in range(0, self.size_bytes, TOUCH_BYTES):
-                if stopped():
-                    return
-                piece = min(TOUCH_BYTES, self.size_bytes - start)
-                self._map.madvise(getattr(mmap, "MADV_POPULATE_WRITE", 23), start, piece)
+        if not self.size_bytes:
+            return
+        with contextlib.suppress(OSError):  # small pages are fine
+            self._mapping().prefer_huge()
+        for start in range(0, self.size_bytes, PIECE_BYTES):
+            if stopped():
+                return
+            self._mapping().populate(start, min(PIECE_BYTES, self.size_bytes - start))
 
     def move(self, path: Path) -> None:
         os.rename(self.path, path)
@@ -126,11 +145,15 @@ class PoolFile:
         os.close(self.fd)
 
     def _unmap(self) -> None:
-        if self._map is None:
-            return
-        with contextlib.suppress(BufferError):  # a view of it still lives: it goes when that does
+        if self._map is not None:
             self._map.close()
         self._map = None
+
+
+@functools.cache
+def _say_small(why: str) -> None:
+    """Once for each reason."""
+    log.debug("the pool's memory stays in small pages: %s", why)
 
 
 @dataclass(frozen=True, slots=True)

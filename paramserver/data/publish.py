@@ -1,7 +1,7 @@
 """The publisher's side of moving bytes: into the relay's mapped files, or over the data port.
 
 Invariants:
-- every byte is copied once; each chunk is hashed before it is copied, in blocks that stay in the cache;
+- every byte is copied once, and digested while it is copied;
 - several threads copy, each a chunk at a time, in the order in which the chain wants them;
 - a tensor's `read` is called when its first byte is due; of the views that it gave the last used VIEWS_KEPT are kept,
   so that threads at work on one tensor share one;
@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
-import mmap
 import os
 import socket
 import threading
@@ -25,18 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import xxhash
-
 from paramserver.core.layout import FileLayout
 from paramserver.core.records import Chunk, ChunkMap
 from paramserver.data import stream, wire
+from paramserver.data.mapping import FileMapping
 from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
 from protos.errors import Conflict, Corrupt, InvalidRequest, LaminarError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
-POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)  # Linux 5.14; named by Python from 3.14 on
-BLOCK_BYTES = 1 << 20  # hashed, then copied out of the cache: 1.0 x a memcpy on two threads; 256 KiB 1.4, 8 MiB 1.1
 PUBLISH_STALL_S = 30.0
 MAPPINGS_MAX = 64
 COPY_THREADS_MAX = 4
@@ -48,7 +44,7 @@ SLOW_READ_S = 10.0  # said then, and whenever it has taken twice as long as when
 VIEWS_KEPT = 2 * COPY_THREADS_MAX  # tensors being copied: each thread may be at another one
 
 Read = Callable[[], memoryview]
-Copy = Callable[[memoryview, memoryview], None]
+Copy = Callable[[memoryview, Sequence[memoryview]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +72,22 @@ class Image:
         self._loading = threading.Lock()
         self.reading: tuple[str, float] | None = None  # the tensor whose `read` was called and has not returned, since
 
-    def blocks(self, chunk: Chunk) -> Iterator[tuple[int, memoryview]]:
-        """(offset within the chunk, bytes) pieces of at most BLOCK_BYTES that cover the chunk."""
+    def pieces(self, chunk: Chunk) -> Iterator[memoryview]:
+        """The chunk's bytes, a piece of each tensor that has some of them."""
         position, end = chunk.offset, chunk.offset + chunk.length
         segments, number = self._segments[chunk.file], bisect.bisect(self._offsets[chunk.file], chunk.offset) - 1
         while position < end:
             segment = segments[number]
             start = position - segment.offset
-            if start >= segment.size_bytes:
-                number += 1
-                continue
-            num = min(segment.size_bytes - start, end - position, BLOCK_BYTES)
-            yield position - chunk.offset, self._load(segment)[start : start + num]
-            position += num
+            num = min(segment.size_bytes - start, end - position)
+            if num > 0:
+                yield self._load(segment)[start : start + num]
+                position += num
+            number += 1
 
     def fill(self, chunk: Chunk, target: memoryview, copy: Copy = stream.through_caches) -> bytes:
         """Copies the chunk into `target` and returns the digest of what was read: a bad copy will not match it."""
-        hasher = xxhash.xxh3_128()
-        for offset, block in self.blocks(chunk):
-            hasher.update(block)
-            copy(target[offset : offset + len(block)], block)
-        return hasher.digest()
+        return copy(target[: chunk.length], list(self.pieces(chunk)))
 
     def _load(self, segment: _Segment) -> memoryview:
         with self._loading:
@@ -131,8 +122,8 @@ class MappedFile:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
-        self._map = mmap.mmap(fd, size_bytes)
-        self.view = memoryview(self._map)
+        self._map = FileMapping(fd, size_bytes)
+        self.view = self._map.view()
         self.warm = False
 
     def __len__(self) -> int:
@@ -145,9 +136,8 @@ class MappedFile:
         """Maps the pages in one call, unless that was done: each fault by itself costs four times as much."""
         if self.warm:
             return
-        start = offset - offset % mmap.PAGESIZE
         with contextlib.suppress(OSError):  # a kernel that does not know it maps them one by one
-            self._map.madvise(POPULATE_WRITE, start, offset + num_bytes - start)
+            self._map.populate(offset, num_bytes)
 
     def drop(self) -> None:
         os.close(self._fd)  # the mapping goes when its last view does

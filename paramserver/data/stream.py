@@ -1,59 +1,75 @@
-"""Copying large pieces of memory beside the caches, by the library made of `stream.c`; without it, as numpy copies.
+"""Copying large pieces of memory beside the caches and digesting them on the way, by the library made of `stream.c`.
 
-Invariants: source and target do not overlap; other threads run meanwhile; what was copied is there for whoever is told.
+Where that is not there, or not for this processor, numpy copies and xxhash digests, block by block.
+Invariants: target and pieces do not overlap; other threads run meanwhile; what was copied is there for whoever is told.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_stream.so")
 STREAM_BYTES_MIN = 256 << 10
-"""A smaller piece may be in a cache, and stay there."""
+"""A smaller target may be in a cache, and stay there."""
+BLOCK_BYTES = 1 << 20  # digested, then copied out of the cache
+DIGEST_BYTES = 16
 
 
 class _Copy(Protocol):
-    def __call__(self, target: int, source: int, size: int, /) -> None: ...
+    def __call__(self, target: int, pieces: object, sizes: object, num: int, digest: object, /) -> int: ...
 
 
 def _load() -> _Copy | None:
     try:
-        found: _Copy = _typed(ctypes.CDLL(str(LIBRARY)))
-    except OSError as error:
+        function = ctypes.CDLL(str(LIBRARY)).laminar_copy_digest
+    except (OSError, AttributeError) as error:  # not compiled, or by an older version of this file
         log.info("large copies go through the caches, which takes up to twice as long: %s", error)
         return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    function.restype = ctypes.c_int
+    found: _Copy = function
     return found
-
-
-def _typed(library: ctypes.CDLL) -> _Copy:
-    function = library.laminar_stream_copy
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
-    return function
 
 
 _copy = _load()
 
 
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copies all of `source` into `target`, which is as long."""
-    to, of = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    if to.nbytes != of.nbytes:
-        raise ValueError(f"{of.nbytes} bytes do not fit {to.nbytes}")
-    if not to.flags.writeable:
-        raise ValueError("the target is read-only")
-    if _copy is None or of.nbytes < STREAM_BYTES_MIN:
-        np.copyto(to, of)
-    else:
-        _copy(to.ctypes.data, of.ctypes.data, of.nbytes)
+def copy(target: memoryview, pieces: Sequence[memoryview]) -> bytes:
+    """Copies the pieces, one after the other, into `target`, which is as long. Returns the digest of what was read."""
+    if _copy is not None and len(target) >= STREAM_BYTES_MIN:
+        to, of = np.frombuffer(target, np.uint8), [np.frombuffer(piece, np.uint8) for piece in pieces if piece]
+        sizes = np.array([piece.nbytes for piece in of], np.uintp)
+        if not to.flags.writeable or sizes.sum() != to.nbytes:
+            raise ValueError(f"{sizes.sum()} bytes do not fit {to.nbytes}, or it is read-only")
+        addresses = np.array([_address(piece) for piece in of], np.uintp)
+        digest = ctypes.create_string_buffer(DIGEST_BYTES)
+        if _copy(_address(to), _address(addresses), _address(sizes), len(of), digest):
+            return digest.raw
+    return through_caches(target, pieces)
 
 
-def through_caches(target: memoryview, source: memoryview) -> None:
+def _address(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def through_caches(target: memoryview, pieces: Sequence[memoryview]) -> bytes:
     """As `copy`, for a target that is read soon."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    hasher, at = xxhash.xxh3_128(), 0
+    for piece in pieces:
+        for start in range(0, len(piece), BLOCK_BYTES):
+            block = piece[start : start + BLOCK_BYTES]
+            hasher.update(block)
+            np.copyto(np.frombuffer(target[at : at + len(block)], np.uint8), np.frombuffer(block, np.uint8))
+            at += len(block)
+    if at != len(target):
+        raise ValueError(f"{at} bytes do not fit {len(target)}")
+    return hasher.digest()

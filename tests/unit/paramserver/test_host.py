@@ -22,6 +22,7 @@ GOOD = Host(
     file_system="tmpfs",
     free_bytes=100 << 30,
     huge="within_size",
+    kernel=(5, 15),
     files_max=FILES_MIN,
     receive_buffer_max=BUFFER_MIN,
     send_buffer_max=BUFFER_MIN,
@@ -36,6 +37,10 @@ def wrong(findings: list[Finding]) -> list[str]:
 
 def test_a_good_host_has_nothing_wrong() -> None:
     assert wrong(judge(GOOD, 64 << 30)) == []
+
+
+def test_a_newer_kernel_needs_no_huge_pages_of_the_mount() -> None:
+    assert wrong(judge(replace(GOOD, huge="never", kernel=(6, 1)), 64 << 30)) == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -19,9 +20,11 @@ from paramserver import kept
 from paramserver import pool as pool_module
 from paramserver import store as store_module
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
+from paramserver.data.mapping import HUGE_BYTES, FileMapping
 from paramserver.pool import Pool, PoolFile
 from paramserver.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
+from tests.support.skips import needs
 
 MIB = 1 << 20
 
@@ -493,3 +496,84 @@ def test_free_memory_that_makes_room_is_nobodys_though_a_publisher_kept_its_mapp
     for one, fd in zip(maps, kept, strict=True):
         one.close()
         os.close(fd)
+
+
+# ---- huge pages
+
+
+def small_pages_only(mapping: FileMapping, start: int, num_bytes: int) -> None:
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def huge_bytes(file: PoolFile) -> int:
+    """How much of the file is mapped here by huge pages."""
+    file.touch()
+    rows = Path("/proc/self/smaps").read_text().splitlines()
+    start = next(at for at, row in enumerate(rows) if row.endswith(str(file.path)))
+    row = next(row for row in rows[start:] if row.startswith("ShmemPmdMapped:"))
+    return int(row.split()[1]) << 10
+
+
+def test_a_file_costs_its_size_whether_in_huge_pages_or_not(directory: Path) -> None:
+    pool = Pool(directory / "pool", 32 * MIB)
+    sizes = [9 * MIB + 5, 4 * MIB, 2 * MIB - 1, 17]
+    for file, size in zip(pool.take(sizes), sizes, strict=True):
+        held = os.fstat(file.fd).st_blocks * 512
+        assert size <= held < size + 4096
+    pool.close()
+
+
+def test_memory_is_in_huge_pages_as_far_as_they_fit_and_the_rest_of_a_cut_one_is_given_back(directory: Path) -> None:
+    with (directory / "probe").open("w+b") as probe:
+        probe.truncate(HUGE_BYTES)
+        probe.write(b"here")
+        probe.flush()
+        try:
+            FileMapping(probe.fileno(), HUGE_BYTES).collapse(0, HUGE_BYTES)
+        except OSError as error:
+            pytest.skip(needs(f"huge pages in shared memory ({error.strerror})", "Linux 6.1, and memory to spare"))
+    pool = Pool(directory / "pool", 16 * MIB)
+    (file,) = pool.take([9 * MIB])
+    assert huge_bytes(file) == 8 * MIB
+    file.view()[-5:] = b"whole"
+    pool.give_back([file])
+    (cut,) = pool.take([5 * MIB])
+    assert (inode(cut.fd), huge_bytes(cut)) == (inode(file.fd), 4 * MIB)
+    assert os.fstat(cut.fd).st_blocks * 512 == 5 * MIB
+    pool.close()
+
+
+def test_a_kernel_that_makes_no_huge_pages_is_said_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FileMapping, "collapse", small_pages_only)
+    pool_module._say_small.cache_clear()
+    caplog.set_level("DEBUG")
+    pool = Pool(directory / "pool", 16 * MIB)
+    pool.preallocate()
+    assert caplog.text.count("stays in small pages: Invalid argument") == 1
+    for file in pool.take([4 * MIB, 4 * MIB]):
+        assert os.fstat(file.fd).st_blocks * 512 == 4 * MIB
+        file.view()[:5] = b"bytes"
+    pool.close()
+
+
+def test_a_mapping_begins_where_huge_pages_do_and_goes_with_its_last_view(directory: Path) -> None:
+    with (directory / "file").open("w+b") as file:
+        file.truncate(3 * MIB)
+        mapping = FileMapping(file.fileno(), 3 * MIB)
+    view = mapping.view()
+    assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % HUGE_BYTES == 0
+    assert len(view) == len(mapping) == 3 * MIB
+    mapping.close()
+    view[-4:] = b"last"
+    assert (directory / "file").read_bytes()[-4:] == b"last"
+    assert str(directory / "file") in Path("/proc/self/maps").read_text()
+    view.release()
+    mapping.close()
+    assert str(directory / "file") not in Path("/proc/self/maps").read_text()
+
+
+def test_what_cannot_be_mapped_is_refused_with_its_reason() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        FileMapping(-1, MIB)

@@ -1,42 +1,94 @@
-"""Copies beside the caches: every byte, at every alignment, and no byte more."""
+"""Copies beside the caches: every byte, at every alignment, no byte more, and the digest that xxhash makes of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
+import xxhash
 
 from paramserver.data import stream
 
-PAGES = 4 * 4096  # copied side by side
-SIZES = [0, 1, 63, 64, 65, PAGES - 1, PAGES, PAGES + 65, 3 * PAGES + 4097, stream.STREAM_BYTES_MIN + 1]
+GROUP = 4 * 4096  # pages copied side by side
+SIZES = [241, 256, 1023, 1024, 1025, GROUP - 1, 2 * GROUP - 1, 2 * GROUP, 3 * GROUP + 65, stream.STREAM_BYTES_MIN + 1]
+BYTES = np.random.default_rng(0).integers(1, 256, max(SIZES) + 256, np.uint8)
+
+Copy = Callable[[memoryview, Sequence[memoryview]], bytes]
 
 
-@pytest.mark.parametrize("built", [True, False])
-def test_every_byte_is_copied_and_none_beside_it(monkeypatch: pytest.MonkeyPatch, built: bool) -> None:
-    if built:
-        assert stream._copy is not None, "`make env` compiles stream.c"
-    else:
-        monkeypatch.setattr(stream, "_copy", None)
+def cut(source: memoryview, *at: int) -> list[memoryview]:
+    return [source[start:end] for start, end in zip((0, *at), (*at, len(source)), strict=True)]
+
+
+def aligned(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Zeros from the beginning of a cache line on."""
+    found = np.zeros(size + 64, np.uint8)
+    start = -found.ctypes.data % 64
+    return found[start : start + size]
+
+
+def check(copy: Copy, to: int, pieces: list[memoryview]) -> None:
+    source = b"".join(pieces)
+    target = aligned(to + len(source) + 64)
+    digest = copy(memoryview(target)[to : to + len(source)], pieces)
+    assert digest == xxhash.xxh3_128(source).digest()
+    assert target[to : to + len(source)].tobytes() == source
+    assert not target[:to].any()
+    assert not target[to + len(source) :].any()
+
+
+def streamed(target: memoryview, pieces: Sequence[memoryview]) -> bytes:
+    """What the library does, and nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "through_caches", lambda *_: pytest.fail("the library did not do it"))
+        return stream.copy(target, pieces)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stream._copy is not None, "`make env` compiles stream.c"
     monkeypatch.setattr(stream, "STREAM_BYTES_MIN", 1)
-    source = np.random.default_rng(0).integers(1, 256, max(SIZES) + 256, np.uint8)
-    for size in SIZES:
-        for to, of in [(0, 0), (1, 0), (0, 1), (17, 33), (63, 64), (64, 1)]:
-            target = np.zeros(size + 256, np.uint8)
-            stream.copy(memoryview(target)[to : to + size], memoryview(source)[of : of + size])
-            assert np.array_equal(target[to : to + size], source[of : of + size])
-            assert not target[:to].any()
-            assert not target[to + size :].any()
 
 
-def test_what_does_not_fit_or_may_not_be_written_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 bytes do not fit 4"):
-        stream.copy(memoryview(bytearray(4)), memoryview(bytes(5)))
-    with pytest.raises(ValueError, match="read-only"):
-        stream.copy(memoryview(bytes(4)), memoryview(bytes(4)))
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("size", SIZES)
+def test_every_byte_is_copied_and_digested_and_none_beside_it(size: int) -> None:
+    for of in (0, 1, 33, 64):
+        source = memoryview(BYTES)[of : of + size]
+        check(streamed, 64, [source])
+        check(stream.copy, 17, [source])
+        check(stream.through_caches, 0, [source])
 
 
-def test_a_read_only_source_is_fine() -> None:
-    source = bytes(range(256)) * (stream.STREAM_BYTES_MIN // 256)
-    target = bytearray(len(source))
-    stream.copy(memoryview(target), memoryview(source))
-    assert target == source
+@pytest.mark.usefixtures("built")
+def test_pieces_may_end_anywhere() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(200):
+        size = int(random.integers(2 * GROUP, max(SIZES)))
+        source = memoryview(BYTES)[:size]
+        near = random.choice([1, 63, 64, 65, 128, 1024, GROUP], 3) + random.integers(0, 2, 3)
+        cuts = sorted({*random.integers(0, size, 4).tolist(), *near.tolist(), size - 1, size - 65})
+        check(streamed, 0, cut(source, *cuts))
+
+
+@pytest.mark.usefixtures("built")
+def test_few_bytes_are_digested_as_well() -> None:
+    for size in (0, 1, 16, 17, 128, 129, 240):
+        check(stream.copy, 0, [memoryview(BYTES)[:size]])
+
+
+def test_without_the_library_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_copy", None)
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 1000)
+    check(stream.copy, 0, cut(memoryview(BYTES), 1, 4096, 70_000))
+
+
+@pytest.mark.parametrize("least", [1, 1 << 30])
+def test_what_does_not_fit_or_may_not_be_written_is_refused(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    monkeypatch.setattr(stream, "STREAM_BYTES_MIN", least)
+    for size in (4, 6):
+        with pytest.raises(ValueError):
+            stream.copy(memoryview(bytearray(size)), [memoryview(bytes(5))])
+    with pytest.raises(ValueError):
+        stream.copy(memoryview(bytes(4)), [memoryview(bytes(4))])
