@@ -64,7 +64,7 @@ bench-core: env  ## what decisions cost with 1,024 engines and 20,480 turns, aga
 bench-gpu: env  ## publish from a GPU and load onto it, over plain copies (without a GPU it says so and ends well)
 	@$(RUN) -m tests.bench.gpu $(ARGS)
 
-bench-repack: env  ## what packing the long tail is worth, through the real gateway (ARGS="paper shipped" runs parts, ARGS=--sim: in virtual time, minutes); two and a half hours on a quiet machine
+bench-repack: env  ## what packing the long tail is worth, through the real gateway; 40 minutes on a quiet machine (ARGS=sweep: batches and publish periods, 49 more; ARGS=--sim: all of it in virtual time, some 10 minutes)
 	@$(RUN) -m tests.bench.repack $(ARGS)
 
 bench: env  ## benchmarks that the project's figures come from; tables, and bench-results/*.json

@@ -27,6 +27,7 @@ class SimEngine:
     now: float = 0.0
     decoded_tokens: float = 0.0
     kv_share_s: float = 0.0
+    running_s: float = 0.0  # summed over turns, from the end of their prefill
     idle_s: float = 0.0
     running: dict[TurnId, SimTurn] = field(default_factory=dict)
     _prefill: deque[tuple[SimTurn, float]] = field(default_factory=deque)  # with the seconds still to go
@@ -54,6 +55,7 @@ class SimEngine:
         passed, self.now = now - self.now, now
         if self.state.kv_capacity_tokens:
             self.kv_share_s += passed * self.state.tokens / self.state.kv_capacity_tokens
+        self.running_s += passed * len(self.running)
         if self._prefill:
             turn, left = self._prefill[0]
             self._prefill[0] = (turn, left - passed)

@@ -81,9 +81,13 @@ class _Seen:
     again: int = 0
     mixed: int = 0
 
+    def add(self, later: _Seen) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+
 
 class Rollouts:
-    """One simulation; `run` gives its figures."""
+    """One simulation; `run` gives its figures, `stretches` also those of each of several times of `measured_s`."""
 
     def __init__(self, settings: Settings, lengths: Sequence[int]) -> None:
         self.settings = settings
@@ -113,6 +117,12 @@ class Rollouts:
         self._to_move[name], self._moving[name] = deque(), set()
 
     def run(self) -> Figures:
+        found, _ = self.stretches(1)
+        return found
+
+    def stretches(self, count: int) -> tuple[Figures, list[Figures]]:
+        """Of all stretches as one, and of each. They follow the warm-up, one after the other; what ends in one counts
+        there, wherever it began."""
         s = self.settings
         self.state.newest = Version(1)
         self._at(s.publish_period_s, self._publish)
@@ -120,10 +130,13 @@ class Rollouts:
             self._at(s.repack_interval_s, self._repack_again)
         self._changed()
         self._until(s.warm_up_s)
-        self._seen = _Seen()
-        before = self._totals()
-        self._until(s.warm_up_s + s.measured_s)
-        return self._figures([b - a for a, b in zip(before, self._totals(), strict=True)])
+        whole, begun, found = _Seen(), self._totals(), list[Figures]()
+        for n in range(count):
+            self._seen, before = _Seen(), self._totals()
+            self._until(s.warm_up_s + (n + 1) * s.measured_s)
+            found.append(self._figures(self._seen, before))
+            whole.add(self._seen)
+        return self._figures(whole, begun), found
 
     # -- time
 
@@ -337,33 +350,34 @@ class Rollouts:
 
     # -- figures
 
-    def _totals(self) -> tuple[float, float, float, float]:
+    def _totals(self) -> tuple[float, ...]:
         engines = self.engines.values()
         decoded, kv = sum(e.decoded_tokens for e in engines), sum(e.kv_share_s for e in engines)
-        return decoded, kv, sum(e.idle_s for e in engines), self.now
+        return decoded, kv, sum(e.running_s for e in engines), sum(e.idle_s for e in engines), self.now
 
-    def _figures(self, passed: list[float]) -> Figures:
-        decoded, kv, idle, seconds = passed
-        latencies, pauses = sorted(self._seen.latencies), sorted(self._seen.pauses)
+    def _figures(self, seen: _Seen, before: tuple[float, ...]) -> Figures:
+        """What was seen since the totals were as `before`."""
+        decoded, kv, running, idle, seconds = (b - a for a, b in zip(before, self._totals(), strict=True))
+        latencies, pauses = sorted(seen.latencies), sorted(seen.pauses)
         each = seconds * len(self.engines)
         return Figures(
             tokens_per_s=decoded / seconds,
             kv_util=kv / each,
-            running_mean=sum(latencies) / each,
+            running_mean=running / each,
             idle_share=idle / each,
             trajectories=len(latencies),
             latency_mean_s=statistics.fmean(latencies) if latencies else 0.0,
             latency_p99_s=_quantile(latencies, 0.99),
             latency_max_s=latencies[-1] if latencies else 0.0,
-            answer_mean_s=statistics.fmean(self._seen.answers) if self._seen.answers else 0.0,
-            answer_p99_s=_quantile(sorted(self._seen.answers), 0.99),
-            refreshes=self._seen.refreshes,
+            answer_mean_s=statistics.fmean(seen.answers) if seen.answers else 0.0,
+            answer_p99_s=_quantile(sorted(seen.answers), 0.99),
+            refreshes=seen.refreshes,
             moves=len(pauses),
             pause_mean_s=statistics.fmean(pauses) if pauses else 0.0,
             pause_p99_s=_quantile(pauses, 0.99),
-            prefilled_again_tokens=self._seen.again,
-            staleness_mean=statistics.fmean(self._seen.staleness) if self._seen.staleness else 0.0,
-            mixed=self._seen.mixed,
+            prefilled_again_tokens=seen.again,
+            staleness_mean=statistics.fmean(seen.staleness) if seen.staleness else 0.0,
+            mixed=seen.mixed,
         )
 
 

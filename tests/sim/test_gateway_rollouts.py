@@ -61,6 +61,16 @@ def test_the_same_settings_give_the_same_figures() -> None:
     assert Rollouts(settings("repack"), LENGTHS).run() == figures("repack")
 
 
+def test_stretches_are_parts_of_one_run() -> None:
+    halves = dataclasses.replace(settings("repack"), measured_s=SETTINGS.measured_s / 2)
+    whole, [first, second] = Rollouts(halves, LENGTHS).stretches(2)
+    assert dataclasses.asdict(whole) == pytest.approx(dataclasses.asdict(figures("repack")))
+    for name in ("trajectories", "moves", "refreshes", "prefilled_again_tokens", "mixed"):
+        assert getattr(first, name) + getattr(second, name) == getattr(whole, name)
+    for name in ("tokens_per_s", "kv_util", "running_mean"):
+        assert (getattr(first, name) + getattr(second, name)) / 2 == pytest.approx(getattr(whole, name))
+
+
 @pytest.mark.parametrize("mode", ["barrier", "drain", "repack", "inflight"])
 def test_no_turn_is_lost_or_run_twice(mode: Mode) -> None:
     """At every event each client waits, or has one turn, which is on one engine or waits to resume."""

@@ -2,14 +2,22 @@
 
 Parts, of which `ARGS="shipped sweep"` runs some:
 
-- `paper`: every mode at the committed point, where engines wait for their last trajectory, as in the paper;
+- `paper`: the committed point, where engines wait for their last trajectory, as in the paper;
 - `shipped`: `drain` and `repack` there, with the gateway's own relief from stragglers;
-- `sweep`: batch and publish period, one run each.
+- `barrier`: the synchronous mode there, for the table;
+- `sweep`: batch and publish period, for `drain` and `repack`.
 
-The first two run `--repeats` times, each over its own stretch of the trace, mode after mode; figures are medians of
-ratios within one repeat, with their spread. Writes bench-results/repack.json; a part is added to what is there if that
-was measured at the same committed point, scale, time and repeats. `--sim` runs the same in virtual time instead,
-through `gateway.sim`.
+Over HTTP the last two run only when they are named: 8 and 49 minutes.
+
+Each mode has one life of fleet and gateway, warmed up once and then measured in `--stretches` stretches of
+`--stretch-s` (in the sweep over HTTP one, of two publish periods). A figure is the ratio between two modes over all
+that was measured; its spread, the ratios between their stretches: stretch n begins at the same time and sees the same
+publishes in every mode. Not the median of stretches: engines that began together drain together, so that drain swings
+from one stretch to the next.
+With `--apart` each stretch has a life of its own, over its own part of the trace; then figures are medians of lives.
+
+Writes bench-results/repack.json; a part is added to what is there if that was measured at the same committed point,
+scale and stretches. `--sim` runs the same in virtual time instead, through `gateway.sim`: repack-sim.json.
 """
 
 from __future__ import annotations
@@ -29,20 +37,25 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.bench import results
-from tests.bench.repack.run import REPEATS_MAX, Point, run
+from tests.bench.repack.run import REPEATS_MAX, Life, Point, run
 from tests.bench.repack.simulated import simulate
 from tests.bench.repack.trace import COMMITTED
 
 Run = Mapping[str, Any]
-"""Figures of one run."""
+"""Figures of one stretch, or of all of a life."""
+Runs = Mapping[str, Sequence[Run]]
+"""By mode, with `_shipped` behind it where the gateway has its relief from stragglers."""
 
 PARTS: Mapping[str, Sequence[str]] = {
-    "paper": ("barrier", "drain", "repack", "inflight"),
+    "paper": ("drain", "repack", "inflight"),
     "shipped": ("drain_shipped", "repack_shipped"),
+    "barrier": ("barrier",),
     "sweep": (),
 }
-ONCE = "barrier"
-"""It has no figure of its own: one run, for the table."""
+DEFAULT = ("paper", "shipped")
+"""Over HTTP."""
+SIMULATED_AS_FAST = 100.0
+"""Seconds that a simulation passes in one of ours, about."""
 BARS: Mapping[str, tuple[str, float]] = {
     "repack_gain": ("at least", 1.26),
     "kv_util_gain": ("at least", 1.14),
@@ -96,8 +109,8 @@ SHOWN = (
 )
 
 
-def headline(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[float]]:
-    """Each figure's value in every repeat; those of modes that were not run are left out."""
+def headline(runs: Runs) -> dict[str, list[float]]:
+    """Each figure's value in every stretch, or life; those of modes that were not run are left out."""
     found: dict[str, list[float]] = {
         name: [round(ours[what] / theirs[what], 3) for ours, theirs in pairs(runs, of, over)]
         for name, (of, over, what) in RATIOS.items()
@@ -107,16 +120,15 @@ def headline(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[float]]:
     return {name: values for name, values in found.items() if values}
 
 
-def pairs(runs: Mapping[str, Sequence[Run]], of: str, over: str) -> list[tuple[Run, Run]]:
-    """Runs of two modes over the same stretch of the trace."""
-    others = {f["repeat"]: f for f in runs.get(over, ())}
-    return [(f, others[f["repeat"]]) for f in runs.get(of, ()) if f["repeat"] in others]
+def pairs(runs: Runs, of: str, over: str) -> list[tuple[Run, Run]]:
+    """The same stretch of two modes."""
+    others = {f["stretch"]: f for f in runs.get(over, ())}
+    return [(f, others[f["stretch"]]) for f in runs.get(of, ()) if f["stretch"] in others]
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """What a figure is, and between which values its repeats lie."""
-    median, least, most = round(statistics.median(values), 3), min(values), max(values)
-    return {"median": median, "min": least, "max": most, "repeats": list(values)}
+    """Between which values the stretches of a figure lie."""
+    return {"min": min(values), "max": max(values), "stretches": list(values)}
 
 
 def medians(runs: Sequence[Run]) -> dict[str, Any]:
@@ -124,7 +136,7 @@ def medians(runs: Sequence[Run]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in runs[0]:
         values = [f[name] for f in runs if f[name] is not None]
-        if name != "repeat" and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+        if name != "stretch" and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
             found[name] = round(statistics.median(values), 4) if values else None
     return found
 
@@ -159,54 +171,71 @@ def _crossings(figures: Run) -> int:
 
 
 def too_slow(runs: Sequence[Run]) -> list[str]:
-    """Runs in which the machine was the bottleneck, so that their figures say little."""
+    """Stretches in which the machine was the bottleneck, so that their figures say little."""
     return [
-        f"{f['mode']} (batch {f['batch']}, period {f['publish_period_s']:g} s, repeat {f['repeat']}): "
+        f"{f['mode']} (batch {f['batch']}, period {f['publish_period_s']:g} s, stretch {f['stretch'] + 1}): "
         f"gateway {f['cores_gateway']:.2f} cores, engines {f['engines_late_share']:.1%} of the time late"
         for f in runs
         if max(f["cores_gateway"], f["cores_engines"], f["cores_clients"]) > CORES_MAX or f["engines_late_share"] > 0.03
     ]
 
 
-def point_of(base: Point, name: str, repeat: int) -> Point:
+def point_of(base: Point, name: str, **changes: Any) -> Point:
     """`name`: a mode, with `_shipped` behind it where the gateway has its relief from stragglers."""
     mode = name.removesuffix("_shipped")
-    return dataclasses.replace(base, mode=mode, shipped=mode != name, repeat=repeat)
+    return dataclasses.replace(base, mode=mode, shipped=mode != name, **changes)
 
 
-def mode_points(base: Point, names: Sequence[str], repeats: int) -> list[tuple[str, Point]]:
-    """Mode after mode within a repeat, so that what changes with time touches all of them."""
+def mode_points(base: Point, names: Sequence[str], apart: bool) -> list[tuple[str, Point]]:
+    """A life of each mode; `apart`, one of each for every stretch, so that what changes with time touches all modes."""
+    if not apart:
+        return [(name, point_of(base, name)) for name in names]
     return [
-        (name, point_of(base, name, repeat))
-        for repeat in range(repeats)
-        for name in names
-        if name != ONCE or repeat == 0
+        (name, point_of(base, name, stretches=1, repeat=repeat)) for repeat in range(base.stretches) for name in names
     ]
 
 
-def sweep_points(base: Point) -> list[Point]:
+def sweep_points(base: Point, simulated: bool) -> list[tuple[str, Point]]:
+    """Over HTTP one stretch each, of two publish periods at least: its time is dear."""
     return [
-        dataclasses.replace(base, mode=mode, batch=batch, publish_period_s=period)
+        (mode, dataclasses.replace(base, mode=mode, batch=batch, publish_period_s=period, **shape))
         for batch in COMMITTED["sweep_batch"]
         for period in COMMITTED["sweep_publish_period_s"]
         for mode in ("drain", "repack")
+        for shape in [{} if simulated else {"stretches": 1, "stretch_s": max(base.stretch_s, 2 * period)}]
     ]
 
 
-def measure(point: Point, simulated: bool) -> dict[str, Any]:
-    found = simulate(point) if simulated else asyncio.run(run(point))
+def wall_s(point: Point, simulated: bool) -> float:
+    """What a life takes, about."""
+    return point.wall_s * point.scale / SIMULATED_AS_FAST if simulated else point.wall_s
+
+
+def measure(point: Point, simulated: bool) -> Life:
+    if simulated:
+        found = simulate(point)
+        for of_stretch in found.stretches:
+            told(of_stretch)
+    else:
+        found = asyncio.run(run(point, told))
     gc.collect()
-    what = f"{point.mode}{' as it ships' if point.shipped else ''}, repeat {point.repeat}"
-    where = f"batch {point.batch}, every {point.publish_period_s:g} s"
-    print(f"{what}, {where}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
     return found
 
 
+def told(found: Run) -> None:
+    """A line for each stretch, as it ends."""
+    print(f"   stretch {found['stretch'] + 1}: {found['tokens_per_s']:.0f} tokens/s", flush=True)
+
+
 def show(
-    by_mode: Mapping[str, Run], sweep: Sequence[Run], found: Mapping[str, Sequence[float]], width: int = 160
+    by_mode: Mapping[str, Run],
+    sweep: Sequence[Run],
+    found: Mapping[str, float],
+    spreads: Mapping[str, Run],
+    width: int = 160,
 ) -> None:
     console = Console(width=width)
-    table = Table(title="the committed point, at the paper's scale; medians of the repeats")
+    table = Table(title="the committed point, at the paper's scale")
     for column in ("", *by_mode):
         table.add_column(column)
     for name in SHOWN:
@@ -215,33 +244,30 @@ def show(
     console.print(table)
     if sweep:
         console.print(_sweep_table(sweep))
-    bars = Table(title="figures: medians of the repeats")
-    for column in ("figure", "value", "spread", "bar"):
+    bars = Table(title="figures")
+    for column in ("figure", "value", "stretches", "bar"):
         bars.add_column(column)
     for name in [*BARS, *(n for n in found if n not in BARS)]:
         how, bar = BARS.get(name, ("none", None))
-        values = found.get(name)
-        value = f"{statistics.median(values):.3g}" if values else "not run"
-        between = f"{min(values):.3g} .. {max(values):.3g}" if values else ""
+        value = f"{found[name]:.3g}" if name in found else "not run"
+        between = f"{spreads[name]['min']:.3g} .. {spreads[name]['max']:.3g}" if name in spreads else ""
         bars.add_row(name, value, between, how if bar is None else f"{how} {bar:g}")
     console.print(bars)
 
 
 def _sweep_table(sweep: Sequence[Run]) -> Table:
-    gains = Table(title="repack over drain: throughput, KV use, p99 latency; one run each")
+    gains = Table(title="repack over drain: throughput, KV use, p99 from the request")
     for column in ("batch", *(f"every {p:g} s" for p in COMMITTED["sweep_publish_period_s"])):
         gains.add_column(column)
-    at = {(f["batch"], f["publish_period_s"], f["mode"]): f for f in sweep}
     for batch in COMMITTED["sweep_batch"]:
-        cells = [_gains(at, batch, period) for period in COMMITTED["sweep_publish_period_s"]]
-        gains.add_row(str(batch), *cells)
+        gains.add_row(str(batch), *(_gains(sweep, batch, period) for period in COMMITTED["sweep_publish_period_s"]))
     return gains
 
 
-def _gains(at: Mapping[tuple[int, float, str], Run], batch: int, period: float) -> str:
-    drain, repack = at[batch, period, "drain"], at[batch, period, "repack"]
+def _gains(sweep: Sequence[Run], batch: int, period: float) -> str:
+    at = {f["mode"]: f for f in sweep if (f["batch"], f["publish_period_s"]) == (batch, period)}
     names = ("tokens_per_s", "kv_util", "answer_p99_s")
-    return "  ".join(f"{repack[n] / drain[n]:.2f}" for n in names)
+    return "  ".join(f"{at['repack'][n] / at['drain'][n]:.2f}" for n in names)
 
 
 def earlier(kept: Run, shape: Run) -> Run:
@@ -249,61 +275,76 @@ def earlier(kept: Run, shape: Run) -> Run:
     return kept if all(kept.get(name) == value for name, value in shape.items()) else {}
 
 
-def report(runs: Mapping[str, Sequence[Run]], sweep: Sequence[Run], simulated: bool) -> dict[str, Any]:
-    """All that is said of runs, beside the runs themselves."""
-    spreads = {name: spread(values) for name, values in headline(runs).items()}
-    values = {name: s["median"] for name, s in spreads.items()}
-    by_mode = {name: medians(of_mode) for name, of_mode in runs.items()}
-    slow = [] if simulated else too_slow([f for of_mode in [*runs.values(), sweep] for f in of_mode])
+def report(lives: Runs, stretches: Runs, sweep: Sequence[Run], simulated: bool) -> dict[str, Any]:
+    """All that is said of what was measured, beside that itself."""
+    values = {name: round(statistics.median(of_lives), 3) for name, of_lives in headline(lives).items()}
+    spreads = {name: spread(of_stretches) for name, of_stretches in headline(stretches).items()}
+    by_mode = {name: medians(of_mode) for name, of_mode in lives.items()}
+    slow = [] if simulated else too_slow([f for of_mode in [*stretches.values(), sweep] for f in of_mode])
     bars = {k: f"{h} {v:g}" for k, (h, v) in BARS.items()}
-    told = {"figures": values, "spread": spreads, "bars": bars, "missed": missed(values), "purity": purity(by_mode)}
-    return {**told, "too_slow": slow, "by_mode": by_mode}
+    found = {"figures": values, "spread": spreads, "bars": bars, "missed": missed(values), "purity": purity(by_mode)}
+    return {**found, "too_slow": slow, "by_mode": by_mode}
 
 
-def say(told: Mapping[str, Any], sweep: Sequence[Run]) -> None:
+def say(found: Mapping[str, Any], sweep: Sequence[Run]) -> None:
     """The report as tables and lines."""
-    show(told["by_mode"], sweep, {name: s["repeats"] for name, s in told["spread"].items()})
-    for line in told["purity"]:
+    show(found["by_mode"], sweep, found["figures"], found["spread"])
+    for line in found["purity"]:
         print(line)
-    for line in told["missed"]:
+    for line in found["missed"]:
         print(f"missed: {line}")
-    for line in told["too_slow"]:
+    for line in found["too_slow"]:
         print(f"the machine was the bottleneck: {line}")
 
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="make bench-repack ARGS=...", description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=f"any of: {', '.join(PARTS)} (default: all)")
+    parts_help = f"any of: {', '.join(PARTS)} (default: {' '.join(DEFAULT)}; all with --sim)"
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=parts_help)
     parser.add_argument("--scale", type=float, default=6.0, help="seconds of the paper in one of ours")
-    parser.add_argument("--measured-s", type=float, default=1000.0, help="of the paper's, for each run")
-    parser.add_argument("--repeats", type=int, choices=range(1, REPEATS_MAX + 1), default=REPEATS_MAX)
+    parser.add_argument("--stretch-s", type=float, default=400.0, help="of the paper's; two publish periods")
+    parser.add_argument("--stretches", type=int, choices=range(1, REPEATS_MAX + 1), default=REPEATS_MAX)
+    parser.add_argument("--apart", action="store_true", help="a life of its own for each stretch")
     parser.add_argument("--sim", action="store_true", help="in virtual time: minutes, on any machine")
     given = parser.parse_args(arguments)
-    parts: list[str] = given.parts or list(PARTS)
+    parts: list[str] = given.parts or list(PARTS if given.sim else DEFAULT)
     name = "repack-sim" if given.sim else "repack"
-    shape = {"committed": COMMITTED, "repeats": given.repeats, "measured_s": given.measured_s}
+    shape = {"committed": COMMITTED, "stretches": given.stretches, "stretch_s": given.stretch_s, "apart": given.apart}
     shape |= {} if given.sim else {"scale": given.scale}
     path = results.RESULTS / f"{name}.json"
     kept = earlier(json.loads(path.read_text()) if path.exists() else {}, shape)
-    base = Point("drain", scale=given.scale, measured_s=given.measured_s)
+    base = Point("drain", scale=given.scale, stretch_s=given.stretch_s, stretches=given.stretches)
+    lives = {
+        part: sweep_points(base, given.sim) if part == "sweep" else mode_points(base, PARTS[part], given.apart)
+        for part in parts
+    }
+    left_s = sum(wall_s(point, given.sim) for of_part in lives.values() for _, point in of_part)
+    print(f"{sum(map(len, lives.values()))} lives of fleet and gateway: about {left_s / 60:.0f} minutes", flush=True)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     measured = dict(kept.get("parts", {}))
-    runs: dict[str, list[Run]] = {mode: list(of_mode) for mode, of_mode in kept.get("runs", {}).items()}
+    whole, stretches = (
+        {mode: list(of_mode) for mode, of_mode in kept.get(name_of, {}).items()} for name_of in ("lives", "runs")
+    )
     sweep: list[Run] = list(kept.get("sweep", []))
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for part in parts:
-        print(f"== {part}", flush=True)
-        if part == "sweep":
-            short = dataclasses.replace(base, measured_s=given.measured_s / 2)
-            sweep = [measure(point, given.sim) for point in sweep_points(short)]
-        else:
-            runs |= {mode: [] for mode in PARTS[part]}
-            for mode, point in mode_points(base, PARTS[part], given.repeats):
-                runs[mode].append(measure(point, given.sim))
+        whole |= {mode: [] for mode in PARTS[part]}
+        stretches |= {mode: [] for mode in PARTS[part]}
+        sweep = [] if part == "sweep" else sweep
+        for mode, point in lives[part]:
+            where = f"{mode}, batch {point.batch}, published every {point.publish_period_s:g} s"
+            print(f"== {part}: {where}; about {left_s / 60:.0f} minutes left", flush=True)
+            life = measure(point, given.sim)
+            if part == "sweep":
+                sweep.append(life.whole)
+            else:
+                whole[mode].append(life.whole)
+                stretches[mode] += life.stretches
+            left_s -= wall_s(point, given.sim)
         measured[part] = today
-        told = report(runs, sweep, given.sim)  # what a later part breaks does not take this one away
-        results.write(name, {**shape, "parts": measured, **told, "runs": runs, "sweep": sweep})
-    say(told, sweep)
+        found = report(whole, stretches, sweep, given.sim)  # what a later part breaks does not take this one away
+        results.write(name, {**shape, "parts": measured, **found, "lives": whole, "runs": stretches, "sweep": sweep})
+    say(found, sweep)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,24 @@
-"""One run: the real gateway in a process of its own, sixteen scripted engines, a trainer that publishes by the clock.
+"""One life: the real gateway in a process of its own, sixteen scripted engines, a trainer that publishes by the clock.
 
+A life is warmed up once, then measured in consecutive stretches of equal length. Every life's stretches begin at the
+same times after its first request, so that stretch n of two modes saw the same publishes and began with the same trace.
 All figures that leave here are at the paper's scale.
+
+Invariants:
+- what a stretch's figures count happened in it: tokens decoded, trajectories that ended (wherever they began), moves
+  planned; none is in two stretches, none between them;
+- a wrong answer counts, in the warm-up too, with the first stretch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +35,11 @@ from tests.support.fake_relay import relay
 from tests.support.words import tokenizer
 
 Mode = str
-REPEATS_MAX = 5
+REPEATS_MAX = 6
 TRAJECTORIES_OF_A_REPEAT = TRACE_LENGTH // REPEATS_MAX
-"""More than any mode gets through in one run."""
+"""More than any mode gets through in a life of one stretch; lives of several all begin with the first."""
+LIFE_EXTRA_S = 8.0
+"""To start engines and gateway, and to end them."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +51,18 @@ class Point:
     publish_period_s: float = COMMITTED["publish_period_s"]
     scale: float = 10.0
     warm_up_s: float = 400.0
-    measured_s: float = 1000.0
+    stretch_s: float = 400.0
+    stretches: int = 1
+    """Measured one after the other in one life, as the means of batches of one simulation are."""
     engines: int = COMMITTED["engines"]
     concurrency: int = COMMITTED["concurrency"]
     shipped: bool = False
     """With the gateway's own relief from stragglers: a drained engine takes another batch, within a bound of staleness.
     Off, as in the paper, engines wait for their last trajectory."""
     repeat: int = 0
-    """Each takes a stretch of the trace of its own."""
+    """Each takes a part of the trace of its own."""
     least: Mapping[str, float] = field(default_factory=dict)
-    """What figures must reach before the measuring ends, however long that takes: for tests, on any machine."""
+    """What figures must reach before the last stretch ends, however long that takes: for tests, on any machine."""
 
     @property
     def relief(self) -> tuple[float, int]:
@@ -62,6 +74,19 @@ class Point:
     @property
     def first_trajectory(self) -> int:
         return self.repeat * TRAJECTORIES_OF_A_REPEAT
+
+    @property
+    def wall_s(self) -> float:
+        """What a life takes over HTTP, about."""
+        return (self.warm_up_s + self.stretches * self.stretch_s) / self.scale + LIFE_EXTRA_S
+
+
+@dataclass(frozen=True)
+class Life:
+    """Figures of all that was measured as one stretch, and of each stretch."""
+
+    whole: dict[str, Any]
+    stretches: list[dict[str, Any]]
 
 
 @dataclass
@@ -121,8 +146,37 @@ def gateway_command(point: Point, engines: Mapping[str, str], relay_address: str
     return ["gateway", "serve", "--no-probe", *(f"--{name}={value}" for name, value in flags.items()), *named]
 
 
-async def run(point: Point) -> dict[str, Any]:
-    """Figures of one point; see `figures`."""
+@dataclass
+class Watch:
+    """What is seen of one life from outside. `ended`: trajectories with their first place's time and their end's."""
+
+    point: Point
+    http: aiohttp.ClientSession
+    url: str
+    engines: processes.Daemon
+    gateway: processes.Daemon
+    clients: Clients
+    ended: list[tuple[int, float, float]] = field(default_factory=list)
+    receipts: list[Any] = field(default_factory=list)
+
+    async def look(self) -> dict[str, Any]:
+        """Counts since the start, at this moment."""
+        async with self.http.get(self.engines.ready["statistics"]) as response:
+            looked: dict[str, Any] = await response.json()
+        async with self.http.get(f"{self.url}/status") as response:
+            looked["status"] = await response.json()
+        times = psutil.Process(self.gateway.process.pid).cpu_times()
+        looked |= {"gateway_cpu_s": times.user + times.system, "client_cpu_s": time.process_time()}
+        async with self.http.get(f"{self.url}/admin/receipts?limit=100000") as response:
+            self.receipts = (await response.json())["receipts"]
+        self.ended += looked["ended"]  # those since the last look
+        wrong = len(self.clients.wrong) + looked["wrong"]
+        looked |= {"ended": len(self.ended), "answered": len(self.clients.answers), "wrong": wrong}
+        return {**looked, "unix_s": time.time()}
+
+
+async def run(point: Point, progress: Callable[[dict[str, Any]], None] = lambda found: None) -> Life:
+    """See `figures`; `progress` gets those of each stretch as it ends."""
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-bench-")))
         tokenizer(directory)
@@ -141,23 +195,34 @@ async def run(point: Point) -> dict[str, Any]:
         )
         await _until_serving(http, url, point.engines)
         clients = Clients(url, next_trajectory=point.first_trajectory)
+        watch = Watch(point, http, url, engines, gateway, clients)
         async with asyncio.TaskGroup() as group:
+            began_at = time.monotonic()
             tasks = [group.create_task(clients.work(http)) for _ in range(point.concurrency)]
-            tasks.append(group.create_task(_publish(found_relay, point.publish_period_s / point.scale)))
-            await asyncio.sleep(point.warm_up_s / point.scale)
-            before = await _look(http, url, engines, gateway, clients)
-            await asyncio.sleep(point.measured_s / point.scale)
-            after = await _look(http, url, engines, gateway, clients)
-            while not _enough(found := figures(point, before, after, clients), point.least):
-                await asyncio.sleep(1.0)
-                later = await _look(http, url, engines, gateway, clients)
-                after = {
-                    **later,
-                    "ended": after["ended"] + later["ended"],
-                }  # each look tells of those since the last one
+            tasks.append(group.create_task(_publish(found_relay, began_at, point.publish_period_s / point.scale)))
+            looks = await _stretches(watch, began_at, progress)
             for task in tasks:
                 task.cancel()
-    return found
+    found = [figures(watch, n, before, after) for n, (before, after) in enumerate(itertools.pairwise(looks))]
+    return Life(figures(watch, 0, looks[0], looks[-1]), found)
+
+
+async def _stretches(watch: Watch, began_at: float, progress: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """A look when the warm-up ends and one at each stretch's end, by the clock: a late look delays no later one."""
+    point, looks = watch.point, list[dict[str, Any]]()
+    for n in range(point.stretches + 1):
+        end = began_at + (point.warm_up_s + n * point.stretch_s) / point.scale
+        await asyncio.sleep(max(0.0, end - time.monotonic()))
+        looks.append(await watch.look())
+        if n == 0:
+            looks[0]["wrong"] = 0
+        elif n < point.stretches:
+            progress(figures(watch, n - 1, *looks[-2:]))
+    while not _enough(found := figures(watch, point.stretches - 1, *looks[-2:]), point.least):
+        await asyncio.sleep(1.0)
+        looks[-1] = await watch.look()
+    progress(found)
+    return looks
 
 
 def _enough(found: Mapping[str, Any], least: Mapping[str, float]) -> bool:
@@ -175,31 +240,18 @@ async def _until_serving(http: aiohttp.ClientSession, url: str, count: int) -> N
         await asyncio.sleep(0.05)
 
 
-async def _publish(found_relay: Any, period_s: float) -> None:
-    version, due_at = 1, time.monotonic()
-    while True:
-        due_at += period_s
-        await asyncio.sleep(max(0.0, due_at - time.monotonic()))
-        version += 1
-        found_relay.publish(version)
+async def _publish(found_relay: Any, began_at: float, period_s: float) -> None:
+    for count in itertools.count(1):
+        await asyncio.sleep(max(0.0, began_at + count * period_s - time.monotonic()))
+        found_relay.publish(1 + count)
 
 
-async def _look(
-    http: aiohttp.ClientSession, url: str, engines: processes.Daemon, gateway: processes.Daemon, clients: Clients
-) -> dict[str, Any]:
-    async with http.get(engines.ready["statistics"]) as response:
-        looked: dict[str, Any] = await response.json()
-    async with http.get(f"{url}/status") as response:
-        looked["status"] = await response.json()
-    times = psutil.Process(gateway.process.pid).cpu_times()
-    looked |= {"gateway_cpu_s": times.user + times.system, "client_cpu_s": time.process_time()}
-    async with http.get(f"{url}/admin/receipts?limit=100000") as response:
-        looked["receipts"] = (await response.json())["receipts"]
-    return {**looked, "answered": len(clients.answers), "unix_s": time.time()}
+def figures(watch: Watch, stretch: int, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Differences of the two looks, at the paper's scale where they are times.
 
-
-def figures(point: Point, before: Mapping[str, Any], after: Mapping[str, Any], clients: Clients) -> dict[str, Any]:
-    """Differences of the two looks, at the paper's scale where they are times."""
+    Moves that are under way when their stretch ends have no pause yet: figures made later have it.
+    """
+    point, clients = watch.point, watch.clients
     wall_s = after["now"] - before["now"]
     paper_s = wall_s * point.scale
 
@@ -209,17 +261,18 @@ def figures(point: Point, before: Mapping[str, Any], after: Mapping[str, Any], c
     def counted(name: str) -> int:
         return int(after["status"]["counters"][name] - before["status"]["counters"][name])
 
-    latencies = sorted((end - start) * point.scale for _, start, end in after["ended"])
+    ended = watch.ended[before["ended"] : after["ended"]]
+    latencies = sorted((end - start) * point.scale for _, start, end in ended)
     answered = clients.answers[before["answered"] : after["answered"]]
     answers = sorted((end - start) * point.scale for start, end in answered)
-    done_tokens = sum(clients.trace[n] for n, _, _ in after["ended"])
-    mine = [r for r in after["receipts"] if r["planned_unix_s"] >= before["unix_s"]]
+    done_tokens = sum(clients.trace[n] for n, _, _ in ended)
+    mine = [r for r in watch.receipts if before["unix_s"] <= r["planned_unix_s"] < after["unix_s"]]
     pauses = sorted(m["pause_s"] * point.scale for r in mine for m in r["moves"] if m["pause_s"] is not None)
     gains = [r for r in mine if r["gain_s"]["measured"] is not None]
     return {
         "mode": point.mode,
         "shipped": point.shipped,
-        "repeat": point.repeat,
+        "stretch": point.repeat + stretch,
         "batch": point.batch,
         "publish_period_s": point.publish_period_s,
         "scale": point.scale,
@@ -254,7 +307,7 @@ def figures(point: Point, before: Mapping[str, Any], after: Mapping[str, Any], c
         "staleness_mean": _staleness(
             before["status"]["staleness"]["generation"], after["status"]["staleness"]["generation"]
         ),
-        "wrong_answers": len(clients.wrong) + after["wrong"],
+        "wrong_answers": after["wrong"] - before["wrong"],
         "cores_gateway": round((after["gateway_cpu_s"] - before["gateway_cpu_s"]) / wall_s, 3),
         "cores_engines": round((after["cpu_s"] - before["cpu_s"]) / wall_s, 3),
         "cores_clients": round((after["client_cpu_s"] - before["client_cpu_s"]) / wall_s, 3),

@@ -7,9 +7,9 @@ import functools
 from typing import Any, cast
 
 from gateway.core.fleet import FleetConfig, Mode
-from gateway.sim.rollouts import Rollouts, Settings
+from gateway.sim.rollouts import Figures, Rollouts, Settings
 from tests.bench.repack.engines import TRACE_LENGTH
-from tests.bench.repack.run import Point
+from tests.bench.repack.run import Life, Point
 from tests.bench.repack.trace import COMMITTED, decode_ms, lengths
 
 
@@ -18,7 +18,7 @@ def _trace() -> list[int]:
     return lengths(TRACE_LENGTH)
 
 
-def simulate(point: Point) -> dict[str, Any]:
+def simulate(point: Point) -> Life:
     """Figures named as `tests.bench.repack.run` names them; nothing can be late or wrong here."""
     c = COMMITTED
     drain_max_s, staleness_max = point.relief
@@ -45,18 +45,23 @@ def simulate(point: Point) -> dict[str, Any]:
         publish_period_s=point.publish_period_s,
         repack_interval_s=c["repack_interval_s"],
         warm_up_s=point.warm_up_s,
-        measured_s=point.measured_s,
+        measured_s=point.stretch_s,
         seed=point.repeat,
     )
-    found = Rollouts(settings, _trace()[point.first_trajectory :]).run()
-    again = found.prefilled_again_tokens / max(1.0, found.tokens_per_s * point.measured_s)
+    whole, stretches = Rollouts(settings, _trace()[point.first_trajectory :]).stretches(point.stretches)
+    found = [_told(point, n, figures, point.stretch_s) for n, figures in enumerate(stretches)]
+    return Life(_told(point, 0, whole, point.stretches * point.stretch_s), found)
+
+
+def _told(point: Point, stretch: int, found: Figures, measured_s: float) -> dict[str, Any]:
+    again = found.prefilled_again_tokens / max(1.0, found.tokens_per_s * measured_s)
     shape = {
         "mode": point.mode,
         "shipped": point.shipped,
-        "repeat": point.repeat,
+        "stretch": point.repeat + stretch,
         "batch": point.batch,
         "publish_period_s": point.publish_period_s,
-        "measured_s": point.measured_s,
+        "measured_s": measured_s,
     }
     figures = {k: round(v, 4) for k, v in dataclasses.asdict(found).items()}
     return {**shape, **figures, "prefilled_again_share": round(again, 4), "wrong_answers": 0}
