@@ -22,7 +22,7 @@ demo: env  ## the main job on this machine: train, publish, refresh, repack, kil
 test: env  ## every test of the README, without those of `make soak` (some minutes)
 	@$(RUN) -m pytest tests --ignore=tests/vllm -m "not soak" $(PARALLEL) $(ARGS)
 
-soak: env  ## relays and etcd away for long, twenty joiners, a slow host, one after the other (some five minutes)
+soak: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, one after the other (some five minutes)
 	@$(RUN) -m pytest tests/faults/test_relay_soak.py $(ARGS)
 
 test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB on disk): refresh, moves, kill -9; some ten minutes

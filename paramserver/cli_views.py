@@ -63,7 +63,7 @@ def _models(console: Console, status: RelayStatus) -> None:
 
 
 def _chain(model: ModelStatus) -> Table:
-    table = _table("", "relay", "holds", "newest came from", "over", "at (one stripe)", "")
+    table = _table("", "relay", "holds", "newest came from", "over", "at", "")
     for place, hop in enumerate(model.hops, start=1):
         rate = f"{show_bytes(int(hop.rate_bytes_s))}/s" if hop.rate_bytes_s else ""
         note = "" if hop.alive else "away"

@@ -140,7 +140,7 @@ class Fetches:
         try:
             if await asyncio.get_running_loop().run_in_executor(self._threads, fetch.run):
                 root = await asyncio.to_thread(snapshot.root)
-                came = Holding(fetch.upstream, fetch.rate_bytes_s, fetch.num_stripes, fetch.rtt_s, fetch.transport)
+                came = Holding(fetch.upstream, fetch.rate_bytes_s, fetch.rtt_s, fetch.transport)
                 fetched = Fetched(root, came, time.monotonic() - started)
         except LaminarError as error:
             log.warning("%s did not come: %s", snapshot, error)

@@ -263,17 +263,8 @@ class Relay:
             case HolderFact(model, version, relay, present, came):
                 self.of(model).holder(version, relay, present=present)
                 if came is not None and came.rate_bytes_s:
-                    self.stragglers(model).saw(
-                        Hop(
-                            version,
-                            came.upstream,
-                            relay,
-                            came.rate_bytes_s,
-                            came.num_stripes,
-                            came.rtt_s,
-                            came.transport,
-                        )
-                    )
+                    hop = Hop(version, came.upstream, relay, came.rate_bytes_s, came.rtt_s, came.transport)
+                    self.stragglers(model).saw(hop)
             case SpilledFact(model, version, relay, present):
                 self.of(model).spilled(version, relay, present=present)
             case SkippedFact(model, number):

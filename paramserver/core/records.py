@@ -167,12 +167,11 @@ class FleetPin(msgspec.Struct, frozen=True):
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """How a version came to a relay: from whom, how fast one stripe was while bytes were there to come (0: not by a
-    hop, or too few), over how many stripes, how long the network's round trip took, and what moved the bytes."""
+    """How a version came to a relay: from whom, how fast while bytes were there to come, over all stripes (0: not by a
+    hop, or none came), how long the network's round trip took, and what moved the bytes."""
 
     upstream: str = ""
     rate_bytes_s: float = 0.0
-    num_stripes: int = 1
     rtt_s: float = 0.0
     transport: str = ""
 

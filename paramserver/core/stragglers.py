@@ -27,13 +27,12 @@ OTHERS_MIN = 2
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """How one version came to one relay: bytes per second of active time, of one stripe."""
+    """How one version came to one relay: bytes per second of the time in which any of its stripes was active."""
 
     version: int
     upstream: str
     relay: str
     rate_bytes_s: float
-    num_stripes: int = 1
     rtt_s: float = 0.0
     transport: str = ""
 
@@ -80,7 +79,7 @@ class Stragglers:
 
     def costs(self) -> list[HopCost]:
         """What the newest version's hops cost, for choosing the next one's chunks."""
-        return [HopCost(hop.rate_bytes_s * hop.num_stripes, hop.rtt_s) for hop in self._last.values()]
+        return [HopCost(hop.rate_bytes_s, hop.rtt_s) for hop in self._last.values()]
 
     def forget(self, members: frozenset[str]) -> None:
         """Relays that left take their record with them."""

@@ -9,6 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +24,33 @@ class Want:
     index: int
     from_byte: int
     suspect: bool = False
+
+
+SPANS_MAX = 64
+"""Spans kept apart: more than one chunk of the slowest stripe takes while the others bring theirs."""
+
+
+class ActiveTime:
+    """How long at least one of several stripes was active. Their spans of time overlap where they run side by side."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, float]] = deque()  # apart from each other, ascending
+        self._before_s = 0.0  # of spans no longer kept
+        self._before = -math.inf  # when the last of those ended
+
+    @property
+    def seconds(self) -> float:
+        return self._before_s + sum(ended - began for began, ended in self._spans)
+
+    def add(self, began: float, ended: float) -> None:
+        """A stripe's span, which ended after all that were added before it."""
+        began = max(began, self._before)
+        while self._spans and self._spans[-1][1] >= began:
+            began = min(began, self._spans.pop()[0])
+        self._spans.append((began, ended))
+        if len(self._spans) > SPANS_MAX:
+            first, self._before = self._spans.popleft()
+            self._before_s += self._before - first
 
 
 class TransferState:

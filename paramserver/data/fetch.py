@@ -18,7 +18,7 @@ from typing import Protocol
 
 from paramserver.core.bypass import Bypasses
 from paramserver.core.records import ChunkMap, digest
-from paramserver.core.transfer import TransferState, Want
+from paramserver.core.transfer import ActiveTime, TransferState, Want
 from paramserver.data.transport import Arrived, Dial, Link, Source
 from paramserver.data.wire import HEARTBEAT_S, Greeting
 from protos.errors import Corrupt, LaminarError, OutOfCapacity, Unavailable
@@ -70,7 +70,7 @@ class Fetch:
         self._failure: BaseException | None = None
         self._last_error: LaminarError | None = None
         self._progress_at = time.monotonic()
-        self._active_s = 0.0
+        self._active = ActiveTime()
         self._active_bytes = 0
         self.upstream = ""
         self.rtt_s = 0.0
@@ -90,9 +90,10 @@ class Fetch:
 
     @property
     def rate_bytes_s(self) -> float:
-        """How fast one stripe's bytes came while they were there to come, verification included; 0: too few to say."""
+        """How fast bytes came, over all stripes, while there were some to come, verification included; 0: none came."""
         with self._mutex:
-            return self._active_bytes / self._active_s if self._active_s else 0.0
+            seconds = self._active.seconds
+            return self._active_bytes / seconds if seconds else 0.0
 
     def bypassed(self) -> set[str]:
         """Sources left alone right now."""
@@ -193,7 +194,7 @@ class Fetch:
                 link.ask(again)
                 continue
             outstanding -= 1
-            self._note_active(arrived.num_bytes, time.monotonic() - arrived.began_at)
+            self._note_active(arrived)
 
     def _received(self, index: int, upto_byte: int) -> None:
         with self._mutex:
@@ -219,10 +220,10 @@ class Fetch:
             self._changed.notify_all()
         return None
 
-    def _note_active(self, num_bytes: int, seconds: float) -> None:
+    def _note_active(self, arrived: Arrived) -> None:
         with self._mutex:
-            self._active_bytes += num_bytes
-            self._active_s += seconds
+            self._active_bytes += arrived.num_bytes
+            self._active.add(arrived.began_at, time.monotonic())
 
     def _pick(self, number: int) -> Source | None:
         with self._mutex:

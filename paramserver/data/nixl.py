@@ -58,7 +58,6 @@ class NixlLink:
         self._ready: dict[int, tuple[Header, float]] = {}
         self._ended: set[int] = set()
         self._begun = False
-        self._ended_at = 0.0
         self._heard_at = self._said_at = time.monotonic()
 
     def begin(self, files: Files) -> None:
@@ -89,8 +88,7 @@ class NixlLink:
         self._went(None)
         self._asked.popleft()
         self._ended.discard(want.index)
-        header, began_at = self._ready.pop(want.index)  # reads overlap: each counts from the end of the one before
-        began_at, self._ended_at = max(began_at, self._ended_at), time.monotonic()
+        header, began_at = self._ready.pop(want.index)
         self._hop.taken(want.index)
         received(want.index, want.from_byte + header.length)
         return Arrived(want.index, header.digest, header.length, began_at)

@@ -10,16 +10,18 @@ import asyncio
 import contextlib
 import functools
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from paramserver.client import RelayClient, Ticket
+from paramserver.core.stragglers import GOOD_AFTER_MAX
 from paramserver.membership import LocalEtcd
 from protos.errors import InDoubt, LaminarError
-from tests.support.links import Host
+from tests.support import links
+from tests.support.links import Host, Net
 from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
 from tests.support.survivors import (
@@ -212,6 +214,73 @@ async def test_twenty_relays_that_join_at_once_all_get_what_is_there_and_what_co
 
 async def all_members(daemon: Daemon, num_members: int) -> bool:
     return len(await members_at(daemon)) == num_members
+
+
+RATE_BIT_S = 50e6  # a version takes a second on each hop: a busy machine's own delays are little beside that
+SLOWED = 10  # times
+CHUNK_BYTES = "1MiB"
+"""Much more than a link lets pass at once after a pause (`links.BURST_BYTES`), so that rates are the link's."""
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    with Net(5, rate_bit_s=RATE_BIT_S) as found:
+        yield found
+
+
+@pytest.fixture
+def five(net: Net, tmp_path: Path) -> Iterator[list[Daemon]]:
+    """Relays a > b > c > d > e, each on a host of its own; the etcd is at the switch."""
+    found = Relays(net.start_etcd(tmp_path).ready["etcd"], tmp_path)
+    flags = ("--lease-ttl-s", "15", "--chunk-bytes", CHUNK_BYTES)
+    yield [found.start(name, *flags, on=host) for name, host in zip("abcde", net.hosts, strict=True)]
+    found.close()
+
+
+@pytest.mark.skipif(bool(links.missing()), reason=links.missing() or "-")
+async def test_a_slow_link_in_the_middle_of_the_chain_costs_the_others_a_few_versions_and_not_their_speed(
+    net: Net, five: list[Daemon]
+) -> None:
+    """Those before it never wait; those behind it do until it has been slow twice and is the tail; then it is back."""
+    a = five[0]
+    async with client(a) as head, reading(five, bytes_of) as readers:
+        for seed in (1, 2):
+            await identical(five, (await publish_seed(head, seed)).version, seed)
+        assert await chain_at(a) == ("a", "b", "c", "d", "e")
+        net.hosts[2].limit(RATE_BIT_S / SLOWED)
+        seed, moved = 3, False
+        while not moved:
+            await ends_the_same(head, seed, five, readers)
+            assert earlier(readers, seed) >= {"a", "b"}, "those before it have it long before"
+            moved = (await chain_at(a))[-1] == "c"
+            seed += 1
+            assert seed < 10, "slow on two versions in a row, it goes to the tail"
+        await ends_the_same(head, seed, five, readers)
+        assert earlier(readers, seed) == {"a", "b", "d", "e"}, "nobody else waits for it now"
+        net.hosts[2].limit(RATE_BIT_S)
+        for _ in range(GOOD_AFTER_MAX):
+            if not await published_and_slow(head, five):
+                break
+        else:
+            raise AssertionError("it had many good versions and is at the tail still")
+        await ends_the_same(head, 99, five, readers)
+    assert not [reader.refused for reader in readers if reader.refused]
+    assert not any("bypassing c" in daemon.log() for daemon in five), "slow is not dead"
+
+
+def earlier(readers: list[Reading], seed: int) -> set[str]:
+    """The relays that had the seed's version half a second, or more, before the slow one."""
+    slow_at = next(reader.read_at[seed] for reader in readers if reader.name == "c")
+    return {reader.name for reader in readers if reader.read_at[seed] < slow_at - 0.5}
+
+
+async def published_and_slow(head: RelayClient, daemons: list[Daemon]) -> str:
+    """After one more version: why the middle one is at the tail; "" when it counts as the others do."""
+    ticket = await publish_seed(head, 50)
+    await identical(daemons, ticket.version, 50)
+    [model] = (await head.status()).models
+    assert sorted(model.chain) == ["a", "b", "c", "d", "e"]
+    return next(hop.slow for hop in model.hops if hop.relay == "c")
 
 
 RUNS_S, RESTS_S = 0.02, 0.18  # of a process that gets a tenth of a processor; its rests are below a hop's silence

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.core.bypass import Bypasses
 from paramserver.core.records import digest
-from paramserver.core.transfer import TransferState, Want
+from paramserver.core.transfer import ActiveTime, TransferState, Want
 from paramserver.data.server import LATE_JOINERS_MAX, OPEN_WAIT_S, _check_epoch
 from paramserver.data.transport import Source
 from paramserver.data.wire import HEARTBEAT_S, SILENCE_S, Greeting, LinkBroken
@@ -185,7 +185,7 @@ class SimFetch:
         self._bypasses = Bypasses()
         self._cancelled = False
         self._progress_at = process.time()
-        self._active_s, self._active_bytes = 0.0, 0
+        self._active, self._active_bytes = ActiveTime(), 0
         self.upstream, self.rtt_s, self.num_stripes, self.transport = "", 0.0, num_stripes, "tcp"
 
     @property
@@ -198,7 +198,7 @@ class SimFetch:
 
     @property
     def rate_bytes_s(self) -> float:
-        return self._active_bytes / self._active_s if self._active_s else 0.0
+        return self._active_bytes / self._active.seconds if self._active.seconds else 0.0
 
     def bypassed(self) -> set[str]:
         return self._bypasses.at(self._process.time())
@@ -271,6 +271,6 @@ class SimFetch:
             return again
         self._sink.present(want.index, known)
         self._state.verified(want.index)
-        self._active_s += self._process.time() - began
+        self._active.add(began, self._process.time())
         self._active_bytes += len(rest)
         return None

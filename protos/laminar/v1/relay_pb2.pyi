@@ -449,7 +449,7 @@ class HopStatus(_message.Message):
     upstream: _builtins.str
     """of the newest version that came to it by a hop"""
     rate_bytes_s: _builtins.float
-    """of one stripe, while bytes were there to come; 0: not known"""
+    """over all stripes, while bytes were there to come; 0: not known"""
     slow: _builtins.str
     """why it is at the tail"""
     alive: _builtins.bool

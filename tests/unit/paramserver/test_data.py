@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -383,6 +384,20 @@ def test_every_break_resumes_where_the_bytes_stopped(make_host: MakeHost) -> Non
     assert downstream.content() == CONTENT
     assert resumed[0] == Want(2, CHUNK // 2)
     assert len(resumed) == running.num_bypasses == 3
+
+
+def test_a_hops_rate_counts_once_the_time_in_which_several_chunks_come_at_once(make_host: MakeHost) -> None:
+    """Or stripes that run side by side would seem slower than those that take turns."""
+    downstream, began_at = make_host(), time.monotonic() - 1.0
+
+    class Beside(FakeLink):
+        def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
+            return dataclasses.replace(super().receive(place, received), began_at=began_at)
+
+    sources = [[Source("s", "")]]
+    running = Fetch(downstream.snapshot, FETCH, lambda: sources, lambda *_: Beside(CONTENT, 7), num_stripes=2)
+    assert running.run()
+    assert running.rate_bytes_s >= len(CONTENT) / (time.monotonic() - began_at)
 
 
 def image_of(*tensors: tuple[str, bytes]) -> tuple[Image, Manifest, bytes]:

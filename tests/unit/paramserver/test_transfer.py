@@ -7,7 +7,7 @@ import random
 import pytest
 
 from paramserver.core.records import ChunkMap
-from paramserver.core.transfer import TransferState, Want
+from paramserver.core.transfer import SPANS_MAX, ActiveTime, TransferState, Want
 
 
 def test_chunks_are_taken_in_order_by_whoever_asks() -> None:
@@ -78,3 +78,37 @@ def test_random_faults_never_lose_or_repeat_a_chunk(seed: int) -> None:
                     verified.append(want.index)
     assert sorted(verified) == list(range(chunks.num_chunks))
     assert state.bytes_done == sum(chunks.chunk(i).length for i in range(chunks.num_chunks))
+
+
+def test_time_in_which_several_stripes_are_active_counts_once() -> None:
+    active = ActiveTime()
+    active.add(0.0, 1.0)
+    active.add(0.5, 1.5)  # beside the first
+    active.add(2.0, 3.0)  # nothing came before it for half a second
+    assert active.seconds == 2.5
+    active.add(1.25, 4.0)  # a slow stripe was active all the while
+    assert active.seconds == 4.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_active_time_is_that_of_every_stripes_spans_together(seed: int) -> None:
+    rng, spans, active = random.Random(seed), [], ActiveTime()
+    for _ in range(4):
+        at = 0
+        for _ in range(2 * SPANS_MAX):
+            began = at + rng.choice((0, 0, 1, 9))
+            at = began + rng.randint(1, 9)
+            spans.append((began, at))
+    for began, ended in sorted(spans, key=lambda span: span[1]):
+        active.add(began, ended)
+    assert active.seconds == len({moment for began, ended in spans for moment in range(began, ended)})
+
+
+def test_spans_long_gone_are_counted_and_not_kept() -> None:
+    active = ActiveTime()
+    for at in range(10 * SPANS_MAX):
+        active.add(2.0 * at, 2.0 * at + 1.0)
+    assert active.seconds == 10 * SPANS_MAX
+    assert len(active._spans) <= SPANS_MAX
+    active.add(0.0, 20.0 * SPANS_MAX)
+    assert 10 * SPANS_MAX < active.seconds <= 20.0 * SPANS_MAX, "none of it is counted twice"
