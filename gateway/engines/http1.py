@@ -3,19 +3,21 @@
 - it carries one request at a time, and serves the next one if its answer was read to the end;
 - events that nobody took are bounded: beyond `EVENTS_WAITING_MAX` the socket is not read, and the engine waits;
   so are the bytes of an answer that is passed on as it is, beyond `PASSED_WAITING_BYTES_MAX`;
-- who waits with `more(push)` is handed events by the very read that brought them, no task is woken for it, or in one
-  of the loop's next rounds when this one is full (`gateway.engines.rounds`); the first ones always at once.
+- who waits with `more(push)` is handed events by the very read that brought them, no task is woken for it; the first
+  ones at once. Later ones are read in batches with other streams' (`gateway.engines.sockets`); where that cannot be,
+  over TLS, they are handed over in one of the loop's next rounds when this one is full (`gateway.engines.rounds`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from gateway.engines import rounds
+from gateway.engines import rounds, sockets
 from gateway.engines.base import StreamCut
 
 PASSED_WAITING_BYTES_MAX = 1 << 18
@@ -30,6 +32,8 @@ HEAD_BYTES_MAX = 1 << 16
 LENGTH = re.compile(rb"[0-9]{1,15}")
 CHUNK_LENGTH = re.compile(rb"[0-9a-fA-F]{1,12}")
 """Python's `int` takes signs, spaces and underscores, too: a chunk of -7 bytes would be read again and again."""
+READ_BYTES = 1 << 16
+"""Of a socket that is read in batches, at once."""
 ERROR_BYTES_MAX = 1 << 16
 """Of an answer that is no stream."""
 
@@ -55,6 +59,9 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._rounds = rounds.of(self._loop)
         self._queued = False  # to be handed over in a later round
+        self._sockets = sockets.of(self._loop)
+        self._fd: int | None = None  # of a socket that may be read in batches
+        self._batched = False  # its socket is read there, not by its transport
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -152,6 +159,7 @@ class Connection(asyncio.Protocol):
             self._waiter = None
 
     def close(self) -> None:
+        self._leave_batches()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -163,13 +171,48 @@ class Connection(asyncio.Protocol):
             self._wake()
         self.close()
 
+    # -- read in batches
+
+    def _join_batches(self) -> None:
+        """Its events are no first ones any more: they may wait for others."""
+        if self._fd is not None and not (self._batched or self.paused or self._done or self._lost):
+            self._batched = True
+            self._transport.pause_reading()
+            self._sockets.add(self._fd, self._read)
+
+    def _leave_batches(self) -> None:
+        if self._batched:
+            assert self._fd is not None
+            self._batched = False
+            self._sockets.remove(self._fd)
+
+    def _read_by_itself(self) -> None:
+        if self._batched:
+            self._leave_batches()
+            self._transport.resume_reading()
+
+    def _read(self) -> None:
+        assert self._fd is not None
+        try:
+            data = os.read(self._fd, READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self.data_received(data)
+        else:
+            self._read_by_itself()  # its transport sees the end, and says so
+
     # -- heard
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._fd = plain_socket(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        self._leave_batches()
         if self._ended is not None:
             self._ended()
         if self._done:
@@ -201,7 +244,7 @@ class Connection(asyncio.Protocol):
             waiter.set_result(None)
         elif self._queued:
             pass  # with what waits already
-        elif not self._has_begun or self._rounds.take(self._hand_over_later):
+        elif self._batched or not self._has_begun or self._rounds.take(self._hand_over_later):
             self._hand_over(waiter, self._push)
         else:
             self._queued = True
@@ -222,6 +265,7 @@ class Connection(asyncio.Protocol):
             waiter.set_result(None)
         elif not self.waiting:
             self._listen()
+            self._join_batches()
 
     def _check_stall(self) -> None:
         silent_s = self._loop.time() - self.heard_at
@@ -274,29 +318,28 @@ class Connection(asyncio.Protocol):
         """`_left` counts a chunk's bytes that are still to come, with the line end after them."""
         if self._received:
             data, self._received = self._received + data, b""
-        at, size = 0, len(data)
+        at, size, left = 0, len(data), self._left or 0
         while at < size:
-            if self._left:
-                end = at + self._left
-                if end > size:
-                    self._take(data[at : min(size, end - 2)])
-                    self._left = end - size
-                    return
-                self._take(data[at : max(at, end - 2)])
-                at, self._left = end, 0
-                continue
-            line_end = data.find(b"\r\n", at)
-            if line_end < 0:
-                if size - at > HEAD_BYTES_MAX:
-                    raise ValueError("an endless chunk length")
-                self._received = data[at:]
-                return
-            length = _number(CHUNK_LENGTH, data[at:line_end].partition(b";")[0].rstrip(b" \t"), 16)
-            if length == 0:
-                self._read_trailers(data[at:], line_end - at)
-                return
-            at = line_end + 2
-            self._left = length + 2
+            if not left:
+                line_end = data.find(b"\r\n", at)
+                if line_end < 0:
+                    if size - at > HEAD_BYTES_MAX:
+                        raise ValueError("an endless chunk length")
+                    self._received = data[at:]
+                    break
+                line = data[at:line_end]
+                length = int(line, 16) if CHUNK_LENGTH.fullmatch(line) else _extended_length(line)
+                if length == 0:
+                    self._read_trailers(data[at:], line_end - at)
+                    break
+                at = line_end + 2
+                left = length + 2
+            end = at + left
+            if body := data[at : end - 2 if left > 2 else at]:
+                self._take(body)
+            left = end - size if end > size else 0
+            at = end
+        self._left = left
 
     def _read_trailers(self, data: bytes, line_end: int) -> None:
         """They say nothing to us, but the answer ends only after them: what came later would be the next one's."""
@@ -316,6 +359,14 @@ class Connection(asyncio.Protocol):
         if self.status != 200:
             self._error = (self._error + body)[:ERROR_BYTES_MAX]
             return
+        if body.find(b"\n") == len(body) - 2 and body.startswith(b"data: ") and body.endswith(b"\n") and not self._line:
+            self.waiting.append(body[6:-2].strip())  # one event in a chunk of its own, as most come
+        else:
+            self._take_lines(body)
+        if len(self.waiting) > EVENTS_WAITING_MAX and not self.paused:
+            self._pause()
+
+    def _take_lines(self, body: bytes) -> None:
         lines = (self._line + body).split(b"\n") if self._line else body.split(b"\n")
         self._line = lines.pop()
         if len(self._line) > EVENT_BYTES_MAX:
@@ -323,18 +374,20 @@ class Connection(asyncio.Protocol):
         for line in lines:
             if line.startswith(b"data:"):
                 self.waiting.append(line[5:].strip())
-        if len(self.waiting) > EVENTS_WAITING_MAX and not self.paused:
-            self.paused = True
-            self._transport.pause_reading()
 
     def _take_bytes(self, body: bytes) -> None:
         self.waiting.append(body)
         self.waiting_bytes += len(body)
         if self.waiting_bytes > PASSED_WAITING_BYTES_MAX and not self.paused:
-            self.paused = True
-            self._transport.pause_reading()
+            self._pause()
+
+    def _pause(self) -> None:
+        self._read_by_itself()
+        self.paused = True
+        self._transport.pause_reading()
 
     def _finish(self) -> None:
+        self._read_by_itself()
         self._listen()  # the next answer on this connection has to be heard
         self._done = True
         if self._timer is not None:
@@ -343,6 +396,18 @@ class Connection(asyncio.Protocol):
         if self._ended is not None:
             self._loop.call_soon(self._ended)  # once the read that brought the end is understood
         self._wake()
+
+
+def plain_socket(transport: asyncio.Transport) -> int | None:
+    """Its descriptor; None where bytes are not what the socket has: of TLS."""
+    if transport.get_extra_info("sslcontext") is not None:
+        return None
+    return int(transport.get_extra_info("socket").fileno())
+
+
+def _extended_length(line: bytes) -> int:
+    """Of a chunk whose length is followed by something, which says nothing to us."""
+    return _number(CHUNK_LENGTH, line.partition(b";")[0].rstrip(b" \t"), 16)
 
 
 def _number(form: re.Pattern[bytes], said: bytes, base: int) -> int:

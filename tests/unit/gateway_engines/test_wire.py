@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.engines import rounds
+from gateway.engines import http1, rounds, sockets
 from gateway.engines.base import StreamCut
 from gateway.engines.http1 import EVENTS_WAITING_MAX, PASSED_WAITING_BYTES_MAX, Refused
 from gateway.engines.wire import Passed, Wire
@@ -22,10 +22,15 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
-@pytest.fixture(autouse=True, params=[rounds.SHARE_S, 0.0], ids=["at-once", "in-later-rounds"])
+@pytest.fixture(autouse=True, params=["at-once", "in-later-rounds", "in-batches", "in-batches-of-one"])
 def _share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether events are handed over by the read that brought them, or wait for another round of the loop."""
-    monkeypatch.setattr(rounds, "SHARE_S", request.param)
+    """Whether events are handed over by the read that brought them, or wait for another round of the loop, as over TLS;
+    or sockets are read together."""
+    if request.param.startswith("in-batches"):
+        monkeypatch.setattr(sockets, "SHARE_S", 0.0 if request.param == "in-batches-of-one" else sockets.SHARE_S)
+    else:
+        monkeypatch.setattr(http1, "plain_socket", lambda transport: None)
+        monkeypatch.setattr(rounds, "SHARE_S", 0.0 if request.param == "in-later-rounds" else rounds.SHARE_S)
 
 
 class Server:
@@ -364,6 +369,7 @@ async def test_a_connection_serves_again_while_its_last_answer_still_waits_for_a
 ) -> None:
     later = LaterRounds()
     monkeypatch.setattr(rounds, "of", lambda loop: later)
+    monkeypatch.setattr(http1, "plain_socket", lambda transport: None)
     server = Server(
         [CHUNKED, *(chunk(b"data: %d\n\n" % at) for at in range(5)), DONE], [CHUNKED + chunk(b"data: 9\n\n"), DONE]
     )
