@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable
+from functools import partial
 
 from gateway.audience import Audience
 from gateway.core.curves import Gaps
@@ -65,6 +66,7 @@ class Driver:
         self._load: TurnLoad | None = None
         self._engine: EngineName | None = None
         self._pace = Gaps()
+        self._last: EngineChunk | None = None  # as it came
 
     @property
     def engine(self) -> EngineName | None:
@@ -229,35 +231,27 @@ class Driver:
         prompt = (*self._request.prompt_ids, *self._record.token_ids)
         request_id = f"{self._request.turn_id}-{self._transcript.last_segment}"
         self._pace.begin()
-        last: EngineChunk | None = None
-
-        def take(chunk: EngineChunk) -> Awaitable[None] | None:
-            nonlocal last
-            last = chunk
-            return self._heard(chunk, engine)
-
         async with adapter.generate(prompt, sampling, request_id, self._request.session_id) as stream:
             self._audience.start()
-            await stream.deliver(take)
-        assert last is not None
-        if not self._transcript.check_version(last):
+            await stream.deliver(partial(self._heard, engine=engine))
+        assert self._last is not None
+        if not self._transcript.check_version(self._last):
             self._fleet.suspect(engine)
         self._record.finish_reason = self._transcript.said
 
     def _heard(self, chunk: EngineChunk, engine: EngineName) -> Awaitable[None] | None:
         """Tokens are recorded, and shown unless they are the last. Returns what the engine has to wait for."""
+        self._last = chunk
         if chunk.versions:
             self._transcript.check_first(chunk)
-        if chunk.token_ids:
-            if len(chunk.token_ids) > self._transcript.left:
-                raise StreamCut(
-                    "protocol", f"engine {engine} says more than the {self._transcript.left} tokens left to it"
-                )
-            self._transcript.check_ids(chunk)
-            self._note_pace(engine, len(chunk.token_ids))
+        if num_tokens := len(chunk.token_ids):
             self._transcript.take(chunk)
             assert self._load is not None
-            self._load.tokens += len(chunk.token_ids)
+            self._load.tokens += num_tokens
+            if self._pace.came(num_tokens):
+                self._note_pace(engine)
+            if self._left_for is not None:
+                self._note_arrival(self._left_for)
         if chunk.finish_reason is not None:
             # Its task comes to it later: who would have the turn leave must know now.
             self._transcript.said = chunk.finish_reason
@@ -269,16 +263,17 @@ class Driver:
         await self._pool.drain()
         await self._audience.keep_up()
 
-    def _note_pace(self, engine: EngineName, num_tokens: int) -> None:
-        """Tokens came: how long those before them lie back goes into the engine's decode curve."""
-        now = time.monotonic()
-        seen = self._pace.came(num_tokens, now)
+    def _note_pace(self, engine: EngineName) -> None:
+        """How long the tokens that came since the last look took goes into the engine's decode curve."""
+        seen = self._pace.looked(time.monotonic())
         if seen is not None:
             self._fleet.decoded(engine, *seen)
-        if self._left_for is not None:
-            if not self._left_for.arrived.done():
-                self._left_for.arrived.set_result(now - self._left_for.asked_at)
-            self._left_for = None
+
+    def _note_arrival(self, leaving: Leaving) -> None:
+        """The first token came from where it went."""
+        if not leaving.arrived.done():
+            leaving.arrived.set_result(time.monotonic() - leaving.asked_at)
+        self._left_for = None
 
     def _note_cut(self, engine: EngineName, cut: StreamCut) -> None:
         counters = self._counters

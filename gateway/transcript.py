@@ -53,15 +53,15 @@ class Transcript:
         self._eos_ids, self._vocab_size, self._logprobs_kind = eos_ids, vocab_size, logprobs_kind
         self.said: FinishReason | None = None  # what the engine ended with; its stream is about to be over
 
-    def check_ids(self, chunk: EngineChunk) -> None:
-        """Ids of another vocabulary are no answer of this model: they are neither recorded nor shown."""
-        for token_id in chunk.token_ids:
+    def take(self, chunk: EngineChunk) -> None:
+        """Raises StreamCut for tokens that are none of this turn's: they are neither recorded nor shown."""
+        record, token_ids, logprobs = self.record, chunk.token_ids, chunk.logprobs
+        if len(token_ids) > self.left:
+            raise StreamCut("protocol", f"an engine says more than the {self.left} tokens left to it")
+        for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:
                 known = f"the vocabulary has {self._vocab_size}"
                 raise StreamCut("protocol", f"an engine sampled token id {token_id}, and {known}")
-
-    def take(self, chunk: EngineChunk) -> None:
-        record, token_ids, logprobs = self.record, chunk.token_ids, chunk.logprobs
         top: tuple[tuple[TopLogprob, ...], ...] = ()
         if self.request.sampling.top_logprobs:
             top = chunk.top_logprobs or ((),) * len(token_ids)

@@ -84,7 +84,8 @@ class Answer:
             self.texts.append(piece.text)
         if piece.reasoning:
             self.reasonings.append(piece.reasoning)
-        self.calls += piece.calls
+        if piece.calls:
+            self.calls += piece.calls
         if piece.token_ids:
             self._extend_span(delta, start)
         self.finish_reason = piece.finish_reason
@@ -144,11 +145,11 @@ class Reader:
 
     def _piece(self, delta: TokenDelta, answer: Answer) -> Piece:
         finish, token_ids = delta.finish_reason, delta.token_ids
+        if finish is None and self.reasoning is None and self.tools is None and not self.decoder.stops:
+            return Piece(self.decoder.text(token_ids), "", (), token_ids, delta.logprobs, delta.top_logprobs)
         silent = finish == "stop" and token_ids[-1:] and token_ids[-1] in self.stop_token_ids
         fed = self.decoder.feed(token_ids[:-1] if silent else token_ids)
         text, stopped_by = fed.text, fed.stopped_by
-        if finish is None and stopped_by is None and self.reasoning is None and self.tools is None:
-            return Piece(text, "", (), token_ids, delta.logprobs, delta.top_logprobs)
         if stopped_by is None and finish is not None:
             rest = self.decoder.finish()
             text, stopped_by = text + rest.text, rest.stopped_by

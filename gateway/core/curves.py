@@ -110,18 +110,16 @@ class Gaps:
         """The next tokens follow none: what lies before them is a queue and a prefill."""
         self._last_at = None
 
-    def came(self, tokens: int, now: float) -> tuple[int, float] | None:
-        """Tokens, and the seconds that they took, once enough came."""
-        last_at = self._last_at
-        if last_at is None:
-            self._last_at, self._tokens = now, 0
-            return None
+    def came(self, tokens: int) -> bool:
+        """Whether it is time to look at the clock, and say so by `looked`."""
         self._tokens += tokens
-        if self._tokens < GAP_TOKENS:
-            return None
-        seen = (self._tokens, now - last_at)
+        return self._tokens >= GAP_TOKENS or self._last_at is None
+
+    def looked(self, now: float) -> tuple[int, float] | None:
+        """Tokens, and the seconds that they took; None of the first, which follow none."""
+        last_at, tokens = self._last_at, self._tokens
         self._last_at, self._tokens = now, 0
-        return seen
+        return None if last_at is None else (tokens, now - last_at)
 
 
 @dataclass(slots=True)

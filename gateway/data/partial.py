@@ -25,7 +25,7 @@ import msgspec
 from gateway.core.types import Segment, SessionId, TopLogprob, TurnId, TurnRecord, TurnRequest
 from gateway.data import partial_store as store
 from gateway.data.database import Database
-from gateway.data.partial_store import KeptTurn, Outcome, Unwritten
+from gateway.data.partial_store import KeptTurn, Outcome, Tokens, Unwritten
 from protos.errors import LaminarError, NotFound
 
 log = logging.getLogger(__name__)
@@ -111,8 +111,14 @@ class PartialResponsePool:
         """
         if self._damaged and turn_id in self._damaged:
             raise self._damaged[turn_id]
-        appended = turn_id, array("q", token_ids), array("d", logprobs), top_logprobs
-        self._unwritten_of(turn_id).tokens.append(appended)
+        ids = array("q", token_ids)  # all of them, or none
+        tokens = self._unwritten.tokens.get(turn_id)
+        if tokens is None:
+            tokens = self._unwritten_of(turn_id).tokens[turn_id] = Tokens()
+        tokens.token_ids += ids
+        tokens.logprobs.extend(logprobs)
+        if top_logprobs:
+            tokens.top_logprobs += top_logprobs
         self._buffered_tokens += len(token_ids)
         if self._buffered_tokens > BUFFERED_TOKENS_MAX:
             self._room.clear()

@@ -16,7 +16,7 @@ import logging
 import sqlite3
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,16 +67,21 @@ Begun = tuple[TurnId, SessionId, bytes, float]
 """A row of `turns`: its request, and when it began."""
 
 
-Appended = tuple[TurnId, "array[int]", "array[float]", Sequence[tuple[TopLogprob, ...]]]
-"""A turn's tokens that came together: ids, logprobs, and alternatives where they were asked for."""
+@dataclass(slots=True)
+class Tokens:
+    """Of one turn, in order; alternatives where they were asked for."""
+
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Unwritten:
-    """What the disk has not, of all turns, in the order in which it came; made into rows by who writes."""
+    """What the disk has not, of all turns; made into rows by who writes."""
 
     begun: list[Begun] = field(default_factory=list)
-    tokens: list[Appended] = field(default_factory=list)
+    tokens: dict[TurnId, Tokens] = field(default_factory=dict)
     segments: list[tuple[TurnId, int, bytes]] = field(default_factory=list)
     ended: list[tuple[Outcome, int | None, float, int, TurnId]] = field(default_factory=list)
     seen: list[tuple[int | None, TurnId]] = field(default_factory=list)
@@ -88,8 +93,8 @@ class Unwritten:
         found: defaultdict[TurnId, Unwritten] = defaultdict(Unwritten)
         for begun in self.begun:
             found[begun[0]].begun.append(begun)
-        for tokens in self.tokens:
-            found[tokens[0]].tokens.append(tokens)
+        for turn_id, tokens in self.tokens.items():
+            found[turn_id].tokens[turn_id] = tokens
         for segment in self.segments:
             found[segment[0]].segments.append(segment)
         for ended in self.ended:
@@ -97,15 +102,6 @@ class Unwritten:
         for seen in self.seen:
             found[seen[-1]].seen.append(seen)
         return found
-
-
-@dataclass(slots=True)
-class _Tokens:
-    """Of one turn."""
-
-    token_ids: array[int] = field(default_factory=lambda: array("q"))
-    logprobs: array[float] = field(default_factory=lambda: array("d"))
-    top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
 
 
 class _Part(msgspec.Struct, array_like=True):
@@ -168,17 +164,11 @@ def write(connection: sqlite3.Connection, taken: Unwritten) -> None:
         )
 
 
-def _parts(appended: Iterable[Appended]) -> list[_Part]:
+def _parts(tokens: Mapping[TurnId, Tokens]) -> list[_Part]:
     """One for each turn."""
-    found: dict[TurnId, _Tokens] = {}
-    for turn_id, token_ids, logprobs, top_logprobs in appended:
-        turn = found.get(turn_id)
-        if turn is None:
-            turn = found[turn_id] = _Tokens()
-        turn.token_ids.extend(token_ids)
-        turn.logprobs.extend(logprobs)
-        turn.top_logprobs.extend(top_logprobs)
-    return [_Part(turn_id, t.token_ids.tobytes(), t.logprobs.tobytes(), t.top_logprobs) for turn_id, t in found.items()]
+    return [
+        _Part(turn_id, t.token_ids.tobytes(), t.logprobs.tobytes(), t.top_logprobs) for turn_id, t in tokens.items()
+    ]
 
 
 def fold(connection: sqlite3.Connection) -> None:
@@ -186,7 +176,7 @@ def fold(connection: sqlite3.Connection) -> None:
 
     From a damaged row on nothing counts: turns in flight go on from what they had before it.
     """
-    found: dict[str, _Tokens] = {}
+    found: dict[str, Tokens] = {}
     rows = connection.execute("SELECT flush, parts FROM turn_journal ORDER BY flush").fetchall()
     if not rows:
         return
@@ -195,7 +185,7 @@ def fold(connection: sqlite3.Connection) -> None:
             with reading("turn_journal", flush):
                 parts = _decode_parts(blob)
             for part in parts:
-                turn = found.setdefault(part.turn_id, _Tokens())
+                turn = found.setdefault(part.turn_id, Tokens())
                 turn.token_ids.frombytes(part.token_ids)
                 turn.logprobs.frombytes(part.logprobs)
                 turn.top_logprobs += part.top_logprobs
@@ -209,7 +199,7 @@ def fold(connection: sqlite3.Connection) -> None:
     connection.execute("DELETE FROM turn_journal")
 
 
-def _rows(turns: Iterable[tuple[str, _Tokens]]) -> list[tuple[bytes, bytes, bytes | None, str]]:
+def _rows(turns: Iterable[tuple[str, Tokens]]) -> list[tuple[bytes, bytes, bytes | None, str]]:
     return [
         (
             u.token_ids.tobytes(),

@@ -26,17 +26,27 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """`table` has the bytes to show for each id: empty for what is hidden."""
 
-    __slots__ = ("_table", "_utf8")
+    __slots__ = ("_table", "_torn", "_utf8")
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._torn = False  # the decoder holds the beginning of a character
 
     def feed(self, token_ids: Sequence[int]) -> str:
         table = self._table
         if len(token_ids) == 1:
-            return self._utf8.decode(table[token_ids[0]])
-        return self._utf8.decode(b"".join([table[token_id] for token_id in token_ids]))
+            said = table[token_ids[0]]
+        else:
+            said = b"".join([table[token_id] for token_id in token_ids])
+        if not self._torn:
+            try:
+                return said.decode()  # whole characters, as nearly always: the incremental decoder is plain Python
+            except UnicodeDecodeError:
+                pass  # a torn or broken one, which the decoder knows how to treat
+        text = self._utf8.decode(said)
+        self._torn = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", True)
@@ -110,9 +120,13 @@ class StreamDecoder:
         """Whether a text may end before its tokens do: it has to be fed as they come."""
         return bool(self._stop)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Feeds where there is no stop string to look for."""
+        return self._detokenizer.feed(token_ids)
+
     def feed(self, token_ids: Sequence[int]) -> TextDelta:
         if not self._stop:
-            return TextDelta(self._detokenizer.feed(token_ids), len(token_ids))
+            return TextDelta(self.text(token_ids), len(token_ids))
         shown: list[str] = []
         for position, token_id in enumerate(token_ids):
             self._held += self._detokenizer.feed((token_id,))

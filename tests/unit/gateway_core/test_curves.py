@@ -109,13 +109,18 @@ def test_c_max_stays_within_its_bounds(reports: list[tuple[float, int, int]], co
 def test_a_turns_tokens_are_told_with_the_time_they_took(events: list[int]) -> None:
     """At a token every second: none counted twice, fewer than `GAP_TOKENS` left out."""
     gaps, now, told = Gaps(), 100.0, []
+
+    def came(tokens: int) -> tuple[int, float] | None:
+        return gaps.looked(now) if gaps.came(tokens) else None
+
     gaps.begin()
-    assert gaps.came(3, now) is None, "the first follow a prefill"
+    assert came(3) is None, "the first follow a prefill"
     for tokens in events:
         now += tokens
-        told.append(gaps.came(tokens, now))
+        told.append(came(tokens))
     seen = [one for one in told if one is not None]
     assert all(tokens == seconds and tokens >= GAP_TOKENS for tokens, seconds in seen)
     assert 0 <= sum(events) - sum(tokens for tokens, _ in seen) < GAP_TOKENS
     gaps.begin()
-    assert gaps.came(GAP_TOKENS, now + 1000) is None, "nor does a pause count"
+    now += 1000
+    assert came(GAP_TOKENS) is None, "nor does a pause count"
