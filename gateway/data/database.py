@@ -4,7 +4,7 @@ Invariants:
 - only the owner thread uses the connection; everybody else posts operations, which run in the order posted;
 - what was queued together commits together (group commit), and an operation's result is given out after its commit;
 - an operation once posted runs, even if who waits for it is cancelled;
-- an operation that fails, whatever it raises, undoes only itself (savepoint, where it has a batch); the others stand;
+- an operation that fails, whatever it raises, undoes only itself: the batch is undone, and each runs by itself;
 - while the disk cannot be written, `run` fails and has had no effect, and what is owed (`owe`: it records what has
   happened already) is kept and tried again, in order and overtaken by nothing, until it lands. `failure` says why.
 
@@ -191,7 +191,10 @@ class Database:
 
     async def run(self, operation: Operation[T]) -> T:
         """Runs the operation in the owner thread and returns its result once committed. Raises what it raises, and
-        Unavailable when the store cannot be written: then it has had no effect."""
+        Unavailable when the store cannot be written: then it has had no effect.
+
+        It may run more than once, as that of `owe` may.
+        """
         return await self._result(operation, owed=False)
 
     async def owe(self, operation: Operation[T]) -> T:
@@ -307,7 +310,7 @@ class Database:
                 self._commit_one_by_one(batch)
 
     def _commit_one_by_one(self, batch: Iterable[_Job]) -> None:
-        """In order, up to the first that is owed and does not land: nothing overtakes it."""
+        """In order, up to the first that is owed and that the store refuses: nothing overtakes it."""
         error: Exception | None = None
         for job in batch:
             if error is None:
@@ -328,54 +331,26 @@ class Database:
             job.future.set_exception(self._told(error))
 
     def _transact(self, batch: Sequence[_Job]) -> None:
-        """All in one transaction. Raises when the store failed; then none has run, and none was told anything.
+        """All in one transaction. Raises what the store or one of them raised; then none has run, and none was told
+        anything.
 
-        One job alone needs no savepoint, since its transaction is one: each statement is a wait for the interpreter.
+        There is no savepoint for each: operations hardly ever fail, and each statement is a wait for the interpreter.
         """
-        connection, done, failed = self._connection, list[tuple[_Job, Any]](), list[tuple[_Job, Exception]]()
-        alone = len(batch) == 1
+        connection = self._connection
         try:
             changes = connection.total_changes
             connection.execute("BEGIN IMMEDIATE")
-            for job in batch:
-                self._run_one(connection, job, done, failed, alone=alone)
-            undone = alone and bool(failed)
-            connection.execute("ROLLBACK" if undone else "COMMIT")
-            wrote = not undone and connection.total_changes != changes
+            results = [job.operation(connection) for job in batch]
+            connection.execute("COMMIT")
+            wrote = connection.total_changes != changes
         except Exception:
             self._roll_back()
             raise
-        if self._write_failure and (wrote or any(job.operation is _write_nothing for job, _ in done)):
+        if self._write_failure and (wrote or any(job.operation is _write_nothing for job in batch)):
             log.info("store %s can be written again", self._name)
             self._write_failure = ""
-        for job, result in done:
+        for job, result in zip(batch, results, strict=True):
             job.future.set_result(result)
-        for job, error in failed:
-            job.future.set_exception(self._told(error))
-
-    def _run_one(
-        self,
-        connection: sqlite3.Connection,
-        job: _Job,
-        done: list[tuple[_Job, Any]],
-        failed: list[tuple[_Job, Exception]],
-        *,
-        alone: bool,
-    ) -> None:
-        if not alone:
-            connection.execute("SAVEPOINT job")
-        try:
-            result = job.operation(connection)
-        except Exception as e:
-            if not connection.in_transaction or _store_failed(e):
-                raise  # SQLite itself may have given up the whole transaction: disk full, I/O error
-            if not alone:
-                connection.execute("ROLLBACK TO job")
-            failed.append((job, e))
-        else:
-            done.append((job, result))
-        if not alone:
-            connection.execute("RELEASE job")
 
     def _roll_back(self) -> None:
         """A connection that cannot even do that is replaced."""
