@@ -73,7 +73,7 @@ class EngineHttp:
         self._not_found_hint = not_found_hint
         self._control_timeout_s = control_timeout_s
         self._wire = Wire(self.url, stall_timeout_s=stall_timeout_s)
-        # vLLM closes a connection after a 500: the next call on it would fail for no fault of its own.
+        # For what must not be asked twice: vLLM closes a connection after a 500, and the next call on it would fail.
         self._control = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # a load says nothing for long
@@ -139,12 +139,14 @@ class EngineHttp:
     async def _ask(self, method: str, path: str, body: object | None, timeout_s: float | None) -> tuple[int, bytes]:
         deadline_s = self._control_timeout_s if timeout_s is None else timeout_s
         try:
-            async with (
-                asyncio.timeout(deadline_s),
-                self._control.request(method, self.url + path, json=body) as response,
-            ):
-                return response.status, await _whole(response)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:  # ValueError: a host that cannot be
+            async with asyncio.timeout(deadline_s):
+                if method == "GET":  # looks, of which each engine gets one a second, and each finish takes two
+                    status, answer = await self._wire.get(path, bytes_max=CONTROL_BYTES_MAX)
+                    if not 300 <= status < 400:
+                        return status, answer
+                async with self._control.request(method, self.url + path, json=body) as response:
+                    return response.status, await _whole(response)
+        except (StreamCut, aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:  # ValueError: no such host
             raise EngineFailed(f"{method} {self.url}{path}: {_said(e, deadline_s)}") from e
 
     def _decode(self, method: str, path: str, text: str, kind: type[T]) -> T:

@@ -1,4 +1,4 @@
-"""Event streams from one engine, over connections that are kept.
+"""Event streams from one engine, and whole answers to GET, over connections that are kept.
 
 aiohttp's client reads a stream through a buffer, a timer per read and three coroutines per line; here the read that
 holds whole events hands them over itself (`Events.deliver`), down to who shows them.
@@ -39,6 +39,7 @@ class Wire:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         common = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
         self._head, self._passed_head = f"{common}Accept: text/event-stream\r\n", f"{common}Accept: */*\r\n"
+        self._get_head = f"Host: {parts.netloc}\r\nAccept: */*\r\n"
         self._stall_timeout_s = stall_timeout_s
         self._idle: deque[tuple[Connection, float]] = deque()
         self._busy: set[Connection] = set()
@@ -81,6 +82,36 @@ class Wire:
         head = f"POST {self._base}{path} HTTP/1.1\r\n{self._passed_head}Content-Length: {len(body)}\r\n\r\n"
         connection.ask(head.encode() + body, stall_timeout_s=stall_timeout_s, passes=True)
         return Passed(connection, self._release)
+
+    async def get(self, path: str, *, bytes_max: int) -> tuple[int, bytes]:
+        """A whole answer: its status and its body. Raises StreamCut, and ValueError for a longer one.
+
+        A kept connection that breaks before it said anything was about to be closed: then a new one is asked.
+        """
+        request = f"GET {self._base}{path} HTTP/1.1\r\n{self._get_head}\r\n".encode()
+        kept = self._idle_one()
+        if kept is not None:
+            try:
+                return await self._whole(kept, request, bytes_max)
+            except StreamCut as e:
+                if e.reason != "reset" or kept.status:
+                    raise
+        return await self._whole(await self._connect(), request, bytes_max)
+
+    async def _whole(self, connection: Connection, request: bytes, bytes_max: int) -> tuple[int, bytes]:
+        self._busy.add(connection)
+        connection.ask(request, stall_timeout_s=self._stall_timeout_s, passes=True)
+        answer = Passed(connection, self._release)
+        try:
+            status, _ = await answer.head()
+            body = bytearray()
+            while some := await answer.some():
+                body += some
+                if len(body) > bytes_max:
+                    raise ValueError(f"an answer of more than {bytes_max} bytes")
+            return status, bytes(body)
+        finally:
+            answer.close()
 
     def _release(self, connection: Connection) -> None:
         self._busy.discard(connection)

@@ -34,7 +34,8 @@ def _share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Server:
-    """Answers each request with the next script: the pieces as they are, then what `close` says."""
+    """Answers each request with the next script: the pieces as they are, then what `close` says. It hangs up on a
+    request whose script is empty."""
 
     def __init__(self, *scripts: list[bytes], close: bool = False) -> None:
         self.scripts, self.close = list(scripts), close
@@ -44,16 +45,22 @@ class Server:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self.open += 1
+        hangs_up = self.close
         while self.scripts:
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
             except (asyncio.IncompleteReadError, ConnectionError):
                 break
-            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r")[0]))
+            if head.startswith(b"POST"):
+                await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r")[0]))
+            if not self.scripts[0]:
+                del self.scripts[0]
+                hangs_up = True
+                break
             async for piece in self.pieces():
                 writer.write(piece)
                 await asyncio.sleep(0)  # they go out one by one
-        if not self.close:
+        if not hangs_up:
             with contextlib.suppress(ConnectionError):
                 await reader.read()
         self.left += 1
@@ -409,3 +416,33 @@ async def test_what_no_http_has_cuts_the_stream_and_nothing_else(head: bytes) ->
         with pytest.raises(StreamCut) as cut:
             await asyncio.wait_for(read(found), 10)
         assert cut.value.reason == "protocol"
+
+
+PAGE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"
+
+
+async def test_whole_answers_come_over_the_connection_of_streams() -> None:
+    server = Server([PAGE + b"hello"], [CHUNKED + DONE], [PAGE[:20], PAGE[20:] + b"th", b"ere"])
+    async with wire(server) as made:
+        assert await made.get("/a", bytes_max=5) == (200, b"hello")
+        assert await read(made) == []
+        await until(lambda: made.num_idle == 1, "the connection kept")
+        assert await made.get("/b", bytes_max=5) == (200, b"there")
+        assert (server.connections, made.num_idle) == (1, 1)
+
+
+async def test_a_longer_answer_than_is_taken_is_refused() -> None:
+    async with wire(Server([PAGE + b"hello"])) as made:
+        with pytest.raises(ValueError, match="more than 4 bytes"):
+            await made.get("/", bytes_max=4)
+
+
+async def test_a_kept_connection_that_was_about_to_be_closed_costs_a_look_nothing() -> None:
+    server = Server([PAGE + b"first"], [], [PAGE + b"again"], [], [])
+    async with wire(server) as made:
+        assert await made.get("/a", bytes_max=5) == (200, b"first")
+        assert await made.get("/b", bytes_max=5) == (200, b"again")
+        assert server.connections == 2
+        with pytest.raises(StreamCut, match="broke the stream"):
+            await made.get("/c", bytes_max=5)
+        assert server.connections == 3, "a new connection that breaks is no kept one"

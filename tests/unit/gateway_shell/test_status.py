@@ -254,7 +254,11 @@ async def test_an_engine_that_is_no_use_is_not_taken_in(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, e1, critic, gateway(tmp_path, e0) as (found, http):
         await e1.die()
         refused = {
-            e1.url: (503, f"engine e9 cannot be used: GET {e1.url}/metrics: Cannot connect to host", "start it first"),
+            e1.url: (
+                503,
+                f"engine e9 cannot be used: GET {e1.url}/metrics: {e1.url} does not accept",
+                "start it first",
+            ),
             critic.url: (503, "serves ['critic'], not 'policy'", "--served-model-name"),
             e0.url + "/": (409, "is engine 'e0' already", "counts once"),
         }
@@ -267,4 +271,4 @@ async def test_an_engine_that_is_no_use_is_not_taken_in(tmp_path: Path) -> None:
             assert answer.status == 201
         await until(lambda: found.fleet.state.engines[EngineName("e9")].last_error, "the first look")
         [told] = [e for e in (await get(http, "/status"))["engines"] if e["name"] == "e9"]
-        assert (told["state"], "Cannot connect" in told["last_error"]) == ("dead", True)
+        assert (told["state"], "does not accept connections" in told["last_error"]) == ("dead", True)
