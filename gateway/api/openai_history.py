@@ -16,7 +16,7 @@ from gateway.core.tree import Turn, TurnTree, matched
 from gateway.core.types import History, HistoryKind, TurnId
 from gateway.ports import Message, SessionView
 from gateway.tokens import Codec
-from gateway.tokens.bridge import comparable, difference
+from gateway.tokens.bridge import comparable, content_text, difference
 
 HEAD_ROLE = "laminar:head"
 
@@ -85,6 +85,19 @@ def chat_prompt(
         reason = f"turn {parent.depth} has been gone on from already"
         return Prompt(bridged.prompt_ids, "branch", parent.turn_id, added, turn, reason)
     return Prompt(bridged.prompt_ids, "closed" if bridged.closed_turn else "extended", parent.turn_id, added, turn)
+
+
+def unrecorded_chars(
+    view: SessionView,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> int:
+    """How much text of the messages the session's record has not: about what `chat_prompt` has to tokenise."""
+    own_head = head(api="chat", tools=tools, template_kwargs=template_kwargs)
+    parent = _extended_turn(view.tree, own_head, messages)
+    recorded = sum(len(turn.messages) for turn in view.tree.path(parent))
+    return sum(len(content_text(message.get("content"))) for message in messages[recorded:])
 
 
 def _continuation(

@@ -46,6 +46,9 @@ BODY_BYTES_MAX = 1 << 30
 """For the application's `client_max_size`: long histories with logprobs outgrow aiohttp's 1 MiB."""
 LONG_BODY_BYTES = 8_000
 """Above this, tokenising would hold the event loop for milliseconds (some 1 ms for each 4 KB): it goes to a thread."""
+LONG_HISTORY_BYTES = 32_000
+"""Up to this, a body of which the session's record has nearly all stays: what is left to tokenise is short, and writing
+the rest through the template takes less than a thread does."""
 TOKENISING_MAX = 4
 """Threads for that, so that large prompts wait for each other and for nothing else."""
 
@@ -71,6 +74,7 @@ class _Call:
     parses_tools: bool
     parses_reasoning: bool
     make_prompts: Callable[[SessionView], list[Prompt]]
+    is_long: Callable[[SessionView], bool]  # making them would hold the event loop
     num_prompts: int = 1
     one_call: bool = False  # no more than one tool call
     continued: bool = False  # the last message is gone on with
@@ -137,6 +141,13 @@ class _Handlers:
                     continued=body.continue_final_message,
                 )
             ],
+            is_long=lambda view: (
+                len(raw) > LONG_HISTORY_BYTES
+                or (
+                    len(raw) > LONG_BODY_BYTES
+                    and history.unrecorded_chars(view, messages, tools, kwargs) > LONG_BODY_BYTES
+                )
+            ),
             one_call=body.parallel_tool_calls is False,
             continued=body.continue_final_message,
         )
@@ -162,6 +173,7 @@ class _Handlers:
             make_prompts=lambda view: [
                 history.completion_prompt(self._codec, view, prompt, add_special_tokens=special) for prompt in prompts
             ],
+            is_long=lambda view: len(raw) > LONG_BODY_BYTES,
             num_prompts=len(prompts),
         )
         return await self._answering.answer(request, await self._prepare(request, raw, call))
@@ -174,7 +186,7 @@ class _Handlers:
         runs = await self._turns.join(asked, call.shape.choices)
         joined = runs is not None
         if runs is None:
-            runs, joined = await self._first_asked(identity, asked, call, long=len(raw) > LONG_BODY_BYTES)
+            runs, joined = await self._first_asked(identity, asked, call)
         first = runs[0].request
         origin = first.origin
         added = call.messages[len(call.messages) - origin.messages_added :]
@@ -195,20 +207,16 @@ class _Handlers:
         choices = [self._choice(call, run) for run in runs]
         return Asked(head, call.record_head, prompt, choices, identity.source, joined, call.continued)
 
-    async def _first_asked(
-        self, identity: SessionIdentity, asked: Call, call: _Call, *, long: bool
-    ) -> tuple[Sequence[TurnRun], bool]:
+    async def _first_asked(self, identity: SessionIdentity, asked: Call, call: _Call) -> tuple[Sequence[TurnRun], bool]:
         """Its turns, and whether another request began them. What is refused now and may come again is noted, lest it
         be taken for another's retry then."""
         try:
-            return await self._new_turns(identity, asked, call, long=long)
+            return await self._new_turns(identity, asked, call)
         except (OutOfCapacity, Unavailable):
             self._turns.refused(asked)
             raise
 
-    async def _new_turns(
-        self, identity: SessionIdentity, asked: Call, call: _Call, *, long: bool
-    ) -> tuple[Sequence[TurnRun], bool]:
+    async def _new_turns(self, identity: SessionIdentity, asked: Call, call: _Call) -> tuple[Sequence[TurnRun], bool]:
         """Session, prompt and sampling. A call without a session gets its own last: refused, it leaves none behind.
 
         While a long prompt is made the same request may come again, and begin: then its turns are joined.
@@ -216,7 +224,7 @@ class _Handlers:
         named = identity.session_id is not None
         choices = call.shape.choices
         view = await self._turns.open_session(identity, choices) if named else NOBODY
-        if long:
+        if call.is_long(view):
             as_it_is = dataclasses.replace(view, tree=view.tree.snapshot())  # for turns end meanwhile
             prompts = await asyncio.get_running_loop().run_in_executor(self._threads, call.make_prompts, as_it_is)
             if (runs := await self._turns.join(asked, choices, again=True)) is not None:
