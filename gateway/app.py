@@ -200,7 +200,6 @@ def _assemble(config: GatewayConfig, codec: Codec, kept: _Kept) -> _Parts:
         fleet,
         trainer,
         pool=kept.pool,
-        store=kept.sessions,
         timeline=timeline,
         context_tokens=lambda: _context(fleet),
         eos_ids=codec.eos_ids,

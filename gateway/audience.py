@@ -181,9 +181,10 @@ class Audience:
         while not (self._started or self._over):
             self._changed.clear()
             await self._changed.wait()
-        self._raise_failure()
+        self.check()
 
-    def _raise_failure(self) -> None:
+    def check(self) -> None:
+        """Raises what its readers are told instead of the turn's end."""
         if self._failure is not None:
             raise self._failure
 
@@ -217,7 +218,7 @@ class Audience:
 
     async def _wait(self, reader: _Reader) -> Awaitable[object] | None:
         """For a reader that has read all there is."""
-        self._raise_failure()
+        self.check()
         reader.waiting = asyncio.get_running_loop().create_future()
         try:
             return await reader.waiting

@@ -25,6 +25,7 @@ from gateway.core.rewards import Given, note, revised, turn_of
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, Trajectory
 from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
+from gateway.data.database import Operation
 from gateway.data.sessions import SessionStore
 from gateway.live import environment
 from gateway.orders import Orders
@@ -141,27 +142,31 @@ class Endings:
         try:
             await self._vouch(state)
             trajectories = state.trajectories(reward, status, metrics, unix_s())
-            stored = await self._stored(state, trajectories)
+            stored = self._to_be_stored(state)
+            ended = Ended("finished", asked, _finished(state, reward, status, trajectories, stored=stored))
+            if stored:
+                await self._buffer.add(*trajectories, along=self._forgetting(state, ended))
         except Exception:
             if state.unrewarded is None:
                 state.phase = "live"  # no place, no disk, or whatever it was: it can be finished again
             raise
-        ended = Ended("finished", asked, _finished(state, reward, status, trajectories, stored=stored))
         self._close(state, ended, reward=reward)
         self._counters.trajectories_finished += 1
         self._durations_s.append(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
-        await self._after(state, ended)
+        await self._after(state, ended, is_written=stored)
         return trajectories
 
-    async def _stored(self, state: SessionState, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether they are in the experience buffer now: not those of a session that is not for training."""
+    def _to_be_stored(self, state: SessionState) -> bool:
+        """Whether the experience buffer is for it: not for a session that is not for training."""
         if not state.vouched:
             log.error("session %s is not trained on: engines contradict its versions", state.session_id)
             return False
-        if not state.spec.trains:
-            return False
-        await self._buffer.add(*trajectories)
-        return True
+        return state.spec.trains
+
+    def _forgetting(self, state: SessionState, ended: Ended) -> Operation[object]:
+        """The end of a session with its trajectory: one commit instead of three."""
+        end, forget = self._store.ending(state.session_id, ended), self._pool.forgetting(state.session_id)
+        return lambda connection: (end(connection), forget(connection))
 
     async def finish_unrewarded(self, session_id: SessionId, asked: Finish) -> None:
         """Ends the session; its trajectories wait `reward_window_s` for their reward, also over a restart."""
@@ -288,11 +293,11 @@ class Endings:
         for child in self._live.children(state.session_id):
             await self._abandon_if_over(child)
 
-    async def _after(self, state: SessionState, ended: Ended) -> None:
-        # The session first: turns without one are taken away at the next start.
-        await self._store.end(state.session_id, ended)
+    async def _after(self, state: SessionState, ended: Ended, *, is_written: bool = False) -> None:
+        if not is_written:
+            await self._pool.flush()  # of turns that were aborted
+            await self._store.end(state.session_id, ended, along=self._pool.forgetting(state.session_id))
         await self._store.synced()
-        await self._pool.forget_session(state.session_id)
         await self._part(state)
         self._fleet.changed()
         await self.on_end(state, ended.how)

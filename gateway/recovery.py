@@ -40,7 +40,7 @@ async def recover(sessions: Sessions, store: SessionStore, pool: PartialResponse
         try:
             if session_id in named and kept is None:
                 raise Corrupt("its own row is damaged")
-            found = _parents_first(await pool.kept_turns(session_id))
+            found = await pool.kept_turns(session_id)
             state = _state(sessions, session_id, kept, found)
             if state is None:
                 gone.append(session_id)
@@ -57,21 +57,6 @@ async def recover(sessions: Sessions, store: SessionStore, pool: PartialResponse
     await pool.forget_sessions(gone)
     if named or turns:
         log.info("recovered %d sessions; %d turns in flight go on", len(sessions.live), turns)
-
-
-def _parents_first(turns: Sequence[KeptTurn]) -> list[KeptTurn]:
-    """In the order in which they ended, but for what cannot be: ends were told by a clock once, and clocks go back."""
-    known = {turn.record.request.turn_id for turn in turns}
-    placed: dict[TurnId, KeptTurn] = {}
-    waiting = list(turns)
-    while waiting:
-        ready = (t for t in waiting if (parent := t.record.request.parent) not in known or parent in placed)
-        turn = next(ready, None)
-        if turn is None:
-            raise Corrupt(f"{len(waiting)} of its turns extend each other in a ring")
-        placed[turn.record.request.turn_id] = turn
-        waiting.remove(turn)
-    return list(placed.values())
 
 
 def _state(

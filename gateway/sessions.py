@@ -22,7 +22,6 @@ from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, TurnRecord, TurnRequest, Version
 from gateway.counters import Counters
 from gateway.data import PartialResponsePool, Timeline
-from gateway.data.sessions import SessionStore
 from gateway.fleet import Fleet
 from gateway.known import KnownTurns
 from gateway.live import LiveSessions
@@ -44,7 +43,6 @@ class Sessions:
         trainer: Trainer,
         *,
         pool: PartialResponsePool,
-        store: SessionStore,
         timeline: Timeline,
         context_tokens: Callable[[], int],
         eos_ids: frozenset[int] = frozenset(),
@@ -55,7 +53,7 @@ class Sessions:
         self.eos_ids, self.vocab_size = eos_ids, vocab_size
         self.known = KnownTurns(config.idempotency_window_s)
         self.lengths = TurnLengths()
-        self._trainer, self._pool, self._store, self._timeline = trainer, pool, store, timeline
+        self._trainer, self._pool, self._timeline = trainer, pool, timeline
         self._context_tokens = context_tokens
         self._started_unix_s = int(time.time())
 
@@ -145,7 +143,7 @@ class Sessions:
         state = self.live.find(request.session_id)
         if state is not None:
             state.tell(request.turn_id, head, messages)
-            await self._store.told(request.session_id, request.turn_id, head, messages)
+            await self._pool.tell(request.session_id, request.turn_id, head, messages)
 
     # -- gateway.recovery
 

@@ -1,7 +1,9 @@
 """A turn from its beginning to its end, and the clients that read it.
 
 Invariants:
-- the turn has left its engine, and its session and the pool hold it, before its finish is shown;
+- the turn has left its engine, and its session holds it, before its readers are told of its finish; it is in the pool,
+  on disk, before they leave it, and so before they show the finish. What they write of it meanwhile (`record_turn`) is
+  one commit with its end;
 - a turn that nobody reads any more goes on for `disconnect_grace_s`, is then aborted, and keeps its tokens: whoever
   asks for it again gets them, and the rest.
 
@@ -130,6 +132,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._detach()
+        if error is None and self.record.finish_reason is not None:
+            self.audience.check()  # what kept its end from the disk
 
     async def read(self, take: TakeDelta, *, at_end: bool = False) -> None:
         await self.audience.read(take, at_end=at_end)
@@ -249,7 +253,8 @@ class Run:
             if self._ended:  # the engine was faster than the reader: the session has the whole answer
                 kept = self.session.shorten_turn(self.request.turn_id, num_tokens)
             else:
-                await self._end()
+                self._take_in()
+                await self._keep()
                 kept = True
             if kept:
                 await self._pool.shorten(self.request.turn_id, num_tokens)
@@ -339,11 +344,13 @@ class Run:
                 self._in_pool = True
                 await self._pool.reopen(self.request)
             else:
-                self._pool.begin(self.request)
+                parent = self.request.parent
+                self._pool.begin(self.request, 0 if parent is None else self.session.tree.turns[parent].end)
                 self._in_pool = True
             await self._driver.run_to_end(self.session)
-            await self._end()
+            self._take_in()
             self.audience.end()
+            await self._keep()
         except LaminarError as e:
             await self._fail(self._told(e))
         except Exception as e:
@@ -372,13 +379,16 @@ class Run:
 
     # -- ends
 
-    async def _end(self) -> None:
-        """The turn is complete: into the session's record and the pool."""
-        reason = self.record.finish_reason
-        assert reason is not None
+    def _take_in(self) -> None:
+        """The turn is complete: into the session's record."""
         self._ended = True
         self._owner.turn_ended(self)
         self._note_seen()
+
+    async def _keep(self) -> None:
+        """A complete turn's end: into the pool."""
+        reason = self.record.finish_reason
+        assert reason is not None
         with self._an_end():
             await self._pool.end(self.request.turn_id, reason, len(self.record.token_ids))
 

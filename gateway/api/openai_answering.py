@@ -113,7 +113,7 @@ class Answering:
             choice.run.sent(0)
             await choice.reader.read(choice.run, choice.answer, None)
             choice.read = True
-        await self._record(asked, choice)
+            await self._record(asked, choice)
         return choice.answer
 
     async def _stream(self, request: web.Request, asked: Asked) -> web.StreamResponse:
@@ -155,10 +155,11 @@ class Answering:
                 choice.read = True
             finally:
                 choice.run.sent(len(choice.answer.token_ids))
-        await self._record(asked, choice)
+            await self._record(asked, choice)
         await events.send(chunks.last(choice.answer))
 
     async def _record(self, asked: Asked, choice: Choice) -> None:
+        """What the turn said, while it is still read: then it is one commit with the turn's end."""
         choice.answer.end(choice.run)
         if asked.ephemeral:
             return

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from gateway.clock import unix_s
 from gateway.core.types import Trajectory
 from gateway.data import experience_rows as rows
 from gateway.data.damage import leaving_out
-from gateway.data.database import Database
+from gateway.data.database import Database, Operation
 from gateway.data.filters import of_equal_rewards
 from gateway.data.leases import BufferState, Entry, LeaseState
 from gateway.orders import Orders
@@ -89,17 +90,17 @@ class ExperienceBuffer:
             held = [entry for entry, of in entries if of == lease_id]
             self._state.lease(lease_id, reader, held, until)
 
-    async def add(self, *leaves: Trajectory) -> None:
-        """One session, whole: its leaves come in, are given out and are used up together.
+    async def add(self, *leaves: Trajectory, along: Operation[object] | None = None) -> None:
+        """One session, whole: its leaves come in, are given out and are used up together. `along` is the same commit.
 
         Raises Conflict for a session that is already in, OutOfCapacity if every place is leased.
         """
         trajectory = leaves[0]
         if trajectory.split == "eval":
             raise ValueError(f"session {trajectory.session_id} is an evaluation: it never enters the buffer")
-        await self._orders.carry_out(self._add(leaves), f"add-{trajectory.session_id}")
+        await self._orders.carry_out(self._add(leaves, along), f"add-{trajectory.session_id}")
 
-    async def _add(self, leaves: Sequence[Trajectory]) -> None:
+    async def _add(self, leaves: Sequence[Trajectory], along: Operation[object] | None) -> None:
         trajectory = leaves[0]
         async with self._order:
             self._refuse(trajectory.session_id)
@@ -107,8 +108,14 @@ class ExperienceBuffer:
             self._next_seq += 1
             gone = self._state.add(entry)
             body = msgspec.msgpack.encode(leaves)
+
+            def write(connection: sqlite3.Connection) -> None:
+                rows.replace(connection, entry, body, gone)
+                if along is not None:
+                    along(connection)
+
             try:
-                await self._database.run(lambda connection: rows.replace(connection, entry, body, gone))
+                await self._database.run(write)
             except LaminarError:
                 self._state.remove(entry)
                 self._state.put_back(gone)

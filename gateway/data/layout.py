@@ -11,10 +11,11 @@ import sqlite3
 
 from protos.errors import Conflict
 
-LAYOUT = 4
-"""4: ends of turns are numbered (a column is added). 3: whose ids they are (a table is added). 2: tokens come through a
-journal of all turns (a table is added). 1: ended and unrewarded sessions, rewards of turns, and groups are kept, too.
-0: from before layouts were counted."""
+LAYOUT = 5
+"""5: of a turn's prompt only what it adds to its parent's path (a column is added). 4: ends of turns are numbered (a
+column is added). 3: whose ids they are (a table is added). 2: tokens come through a journal of all turns (a table is
+added). 1: ended and unrewarded sessions, rewards of turns, and groups are kept, too. 0: from before layouts were
+counted."""
 
 _UNCOUNTED: dict[str, frozenset[str]] = {
     "turns": frozenset({"turn_id", "session_id", "request", "begun_unix_s", "outcome", "num_tokens", "ended_unix_s"}),
@@ -44,7 +45,8 @@ def prepare(connection: sqlite3.Connection, name: str) -> None:
     try:
         if found == 0:
             _count(connection, name)
-        _number_ends(connection)
+        _add_column(connection, "end_number")
+        _add_column(connection, "num_inherited")
         connection.execute(f"PRAGMA user_version = {LAYOUT}")
     except BaseException:
         connection.execute("ROLLBACK")
@@ -83,8 +85,9 @@ def _count(connection: sqlite3.Connection, name: str) -> None:
     connection.execute("DROP TRIGGER IF EXISTS finished")
 
 
-def _number_ends(connection: sqlite3.Connection) -> None:
-    """Before 4. Those that ended before have no number, and are known by their time."""
+def _add_column(connection: sqlite3.Connection, column: str) -> None:
+    """To `turns`. Rows of before have nothing there: ends without a number are known by their time (before 4), and a
+    prompt that inherits nothing is whole (before 5)."""
     found = {row[1] for row in connection.execute("PRAGMA table_info(turns)")}
-    if found and "end_number" not in found:
-        connection.execute("ALTER TABLE turns ADD COLUMN end_number INTEGER")
+    if found and column not in found:
+        connection.execute(f"ALTER TABLE turns ADD COLUMN {column} INTEGER")

@@ -7,13 +7,15 @@ Invariants:
   order, as soon as it can be, and `end` waits for that;
 - what cannot be written of one turn, for no fault of the disk, costs that turn alone;
 - an ended turn is kept until its session is forgotten; one that came to nothing can be reopened and goes on;
-- at most one write of the pool is under way, and at most `BUFFERED_TOKENS_MAX` tokens wait for it before `drain` holds
-  the appender back.
+- one task writes: at most one write of the pool is under way, and at most `BUFFERED_TOKENS_MAX` tokens wait for it
+  before `drain` holds the appender back;
+- what one round of the event loop asks to have on disk is one commit: a turn's end, and what its readers say of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from array import array
@@ -24,8 +26,8 @@ import msgspec
 
 from gateway.core.types import Segment, SessionId, TopLogprob, TurnId, TurnRecord, TurnRequest
 from gateway.data import partial_store as store
-from gateway.data.database import Database
-from gateway.data.partial_store import KeptTurn, Outcome, Tokens, Unwritten
+from gateway.data.database import Database, Operation
+from gateway.data.partial_store import KeptTurn, Message, Outcome, Tokens, Unwritten
 from protos.errors import LaminarError, NotFound
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,26 @@ class PoolStatistics:
     appended_tokens: int
 
 
+class _Landing:
+    """Whether what is unwritten at a moment is on disk yet: any number wait for it, and any of them may leave."""
+
+    __slots__ = ("_error", "_over")
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+        self._error: LaminarError | None = None
+
+    def landed(self, error: LaminarError | None = None) -> None:
+        self._error = error
+        self._over.set()
+
+    async def wait(self) -> None:
+        """Raises what kept it from the disk."""
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class PartialResponsePool:
     """One writer (the gateway's event loop): `begin`, `open_segment`, `append`, `end`; `in_flight` after a restart."""
 
@@ -52,11 +74,14 @@ class PartialResponsePool:
         self._open: dict[TurnId, int] = {}  # turns in flight, with the segments seen of each
         self._unwritten = Unwritten()
         self._buffered_tokens = 0
-        self._dirty = asyncio.Event()
+        self._wanted = asyncio.Event()  # a write: somebody waits for it, or the interval is over
+        self._due: asyncio.TimerHandle | None = None  # the interval's end, while something is unwritten
+        self._landing = _Landing()  # of what is unwritten
+        self._under_way: _Landing | None = None  # of what is being written
         self._room = asyncio.Event()
         self._room.set()
-        self._writing = asyncio.Lock()
-        self._flusher: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._closing = False
         self._damaged: dict[TurnId, LaminarError] = {}  # turns under way that could not be written
         self._next_end = 1  # numbers ends: clocks go back
         self._flushes = 0
@@ -70,20 +95,30 @@ class PartialResponsePool:
         await self._database.run(store.fold)
         self._open = dict(await self._database.run(store.count_segments))
         self._next_end = await self._database.run(store.last_end) + 1
-        self._flusher = asyncio.create_task(self._flush_regularly(), name="partial-response-flush")
+        self._writer = asyncio.create_task(self._write_whenever_wanted(), name="partial-response-writer")
 
     async def close(self) -> None:
         """Writes what is buffered. The database stays open. Raises Unavailable if that cannot be."""
-        if self._flusher is not None:
-            self._flusher.cancel()
-            await asyncio.wait([self._flusher])
-        await self.flush()
+        if self._writer is not None and not self._closing:
+            self._closing = True
+            landing = self._landing if self._unwritten else self._under_way
+            self._wanted.set()
+            await asyncio.wait([self._writer])
+            self._writer.result()
+            if landing is not None:
+                await landing.wait()
 
-    def begin(self, request: TurnRequest) -> None:
-        """Opens a turn: on disk with its first tokens at the latest. Unavailable while nothing can be written."""
+    def begin(self, request: TurnRequest, num_inherited: int = 0) -> None:
+        """Opens a turn: on disk with its first tokens at the latest. Unavailable while nothing can be written.
+
+        The first `num_inherited` ids of its prompt are those of its parent's path, which ended.
+        """
         self._database.check()
         self._open[request.turn_id] = 0
-        begun = (request.turn_id, request.session_id, msgspec.msgpack.encode(request), time.time())
+        kept = request
+        if num_inherited:
+            kept = dataclasses.replace(request, prompt_ids=request.prompt_ids[num_inherited:])
+        begun = (request.turn_id, request.session_id, msgspec.msgpack.encode(kept), time.time(), num_inherited)
         self._unwritten_of(request.turn_id).begun.append(begun)
 
     async def reopen(self, request: TurnRequest) -> None:
@@ -145,7 +180,7 @@ class PartialResponsePool:
             await self._room.wait()
 
     async def end(self, turn_id: TurnId, outcome: Outcome, num_tokens: int | None = None) -> None:
-        """Closes the turn; its tokens, so many, are on disk when this returns, and stay until `forget_session`.
+        """Closes the turn; its tokens, so many, are on disk when this returns, and stay until its session is forgotten.
 
         Waits for a disk that cannot be written. Raises what kept this turn alone from being written.
         """
@@ -156,6 +191,12 @@ class PartialResponsePool:
         self._open.pop(turn_id, None)
         if (damaged := self._damaged.pop(turn_id, None)) is not None:
             raise damaged
+
+    async def tell(self, session_id: SessionId, turn_id: TurnId, head: Message, messages: Sequence[Message]) -> None:
+        """What the turn's ids stand for; on disk when this returns."""
+        told = turn_id, session_id, msgspec.msgpack.encode(head), msgspec.msgpack.encode(messages)
+        self._changed().told.append(told)
+        await self.flush()
 
     async def shorten(self, turn_id: TurnId, num_tokens: int) -> None:
         """An ended turn turns out to have stopped after its first `num_tokens` tokens."""
@@ -170,15 +211,15 @@ class PartialResponsePool:
 
     def note_seen(self, turn_id: TurnId, num_tokens: int | None) -> None:
         """So many tokens of an ended turn were sent to a client; None: all. On disk with the next write."""
-        self._unwritten.seen.append((num_tokens, turn_id))
-        self._dirty.set()
+        self._changed().seen.append((num_tokens, turn_id))
 
-    async def forget_session(self, session_id: SessionId) -> None:
-        """Drops all turns of a session: its trajectory is in the experience buffer, or nobody wants it."""
-        await self.forget_sessions([session_id])
+    def forgetting(self, session_id: SessionId) -> Operation[object]:
+        """What drops all turns of a session, none of which runs: its trajectory is in the experience buffer, or nobody
+        wants it."""
+        return lambda connection: store.delete_sessions(connection, [session_id])
 
     async def forget_sessions(self, session_ids: Sequence[SessionId]) -> None:
-        """The same for many, in one commit."""
+        """Drops all turns of these sessions, in one commit."""
         if not session_ids:
             return
         await self.flush()
@@ -203,21 +244,44 @@ class PartialResponsePool:
 
     async def flush(self) -> None:
         """Returns when everything appended before the call is on disk, however long it cannot be written."""
-        async with self._writing:
-            if not self._unwritten:
-                return
-            taken, self._unwritten = self._unwritten, Unwritten()
-            num_tokens, self._buffered_tokens = self._buffered_tokens, 0
-            self._written_tokens += num_tokens
-            self._dirty.clear()
-            try:
-                await self._database.owe(lambda connection: store.write(connection, taken))
-            except LaminarError as e:
-                if self._database.failure:
-                    raise  # the gateway ends, and the disk cannot be written: it goes with the process
+        if self._unwritten:
+            landing = self._landing
+            self._wanted.set()
+            await landing.wait()
+        elif self._under_way is not None:
+            await self._under_way.wait()
+
+    async def _write_whenever_wanted(self) -> None:
+        while not self._closing or self._unwritten:
+            await self._wanted.wait()
+            self._wanted.clear()
+            if self._unwritten:
+                await self._write()
+
+    async def _write(self) -> None:
+        """All that is unwritten, in one commit."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        taken, self._unwritten = self._unwritten, Unwritten()
+        landing, self._landing = self._landing, _Landing()
+        num_tokens, self._buffered_tokens = self._buffered_tokens, 0
+        self._written_tokens += num_tokens
+        self._under_way = landing
+        failure: LaminarError | None = None
+        try:
+            await self._database.owe(lambda connection: store.write(connection, taken))
+        except LaminarError as e:
+            if self._database.failure:
+                failure = e  # the gateway ends, and the disk cannot be written: it goes with the process
+                log.error("the partial-response pool: %s", e)
+            else:
                 await self._write_apart(taken, e)
-            finally:
-                self._room.set()
+        finally:
+            self._room.set()
+            self._under_way = None
+            landing.landed(failure)
+        if failure is None:
             self._flushes += 1
             self.committed_tokens = self._written_tokens
             await self._fold_in_time(num_tokens)
@@ -234,27 +298,26 @@ class PartialResponsePool:
 
     async def _fold_in_time(self, num_tokens: int) -> None:
         self._journal_tokens += num_tokens
-        if self._journal_tokens > store.JOURNAL_TOKENS_MAX:
-            self._journal_tokens = 0
+        if self._journal_tokens <= store.JOURNAL_TOKENS_MAX:
+            return
+        self._journal_tokens = 0
+        try:
             await self._database.owe(store.fold)
+        except LaminarError as e:  # what reads the journal folds it first
+            log.error("the partial-response pool: %s", e)
 
     def statistics(self) -> PoolStatistics:
         return PoolStatistics(
             len(self._open), self._buffered_tokens, self._flushes, self._written_tokens + self._buffered_tokens
         )
 
-    async def _flush_regularly(self) -> None:
-        while True:
-            await self._dirty.wait()
-            await asyncio.sleep(self._flush_interval_s)
-            try:
-                await self.flush()
-            except LaminarError as e:  # its turns have heard of it; the others go on
-                log.error("the partial-response pool: %s", e)
-
     def _unwritten_of(self, turn_id: TurnId) -> Unwritten:
         if turn_id not in self._open:
             raise NotFound(f"turn {turn_id} is not in flight")
-        if not self._dirty.is_set():
-            self._dirty.set()
+        return self._changed()
+
+    def _changed(self) -> Unwritten:
+        """What is to be added to, and is written within `flush_interval_s`."""
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_later(self._flush_interval_s, self._wanted.set)
         return self._unwritten

@@ -1,9 +1,11 @@
 """The partial-response pool on disk: tables `turns`, `turn_journal`, `turn_parts`, `turn_segments`
-and `turn_seen`.
+and `turn_seen`; and what is written into `turn_messages`, which is the sessions' (`gateway.data.sessions`).
 
 Invariants:
 - a flush is one row of the journal, however many turns it has tokens of: a row for each cost some 25 us and, beside a
   busy event loop, as many waits for the interpreter;
+- a turn's row has of its prompt only what its parent's path has not: else a session's history would be written anew
+  with each turn, and again with each end;
 - `fold` makes the journal into rows of its turns, each token once: before anything is read, and before the journal has
   more than `JOURNAL_TOKENS_MAX` tokens.
 
@@ -12,13 +14,14 @@ Everything here runs in the database's thread, within its transaction.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sqlite3
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +32,7 @@ from protos.errors import Corrupt
 
 log = logging.getLogger(__name__)
 
+Message = Mapping[str, Any]
 Outcome = Literal["stop", "length", "aborted", "lost"]
 """How a turn ended: a finish reason, given up by the client, or by the gateway."""
 
@@ -38,7 +42,7 @@ JOURNAL_TOKENS_MAX = 500_000
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS turns(
     turn_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, request BLOB NOT NULL, begun_unix_s REAL NOT NULL,
-    outcome TEXT, num_tokens INTEGER, ended_unix_s REAL, end_number INTEGER);
+    outcome TEXT, num_tokens INTEGER, ended_unix_s REAL, end_number INTEGER, num_inherited INTEGER);
 CREATE INDEX IF NOT EXISTS turns_by_session ON turns(session_id);
 CREATE TABLE IF NOT EXISTS turn_journal(flush INTEGER PRIMARY KEY, parts BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS turn_parts(
@@ -63,8 +67,8 @@ class KeptTurn:
     seen: int | None = None
 
 
-Begun = tuple[TurnId, SessionId, bytes, float]
-"""A row of `turns`: its request, and when it began."""
+Begun = tuple[TurnId, SessionId, bytes, float, int]
+"""A row of `turns`: its request, when it began, and how many of its prompt's ids are its parent's path and not here."""
 
 
 @dataclass(slots=True)
@@ -85,9 +89,10 @@ class Unwritten:
     segments: list[tuple[TurnId, int, bytes]] = field(default_factory=list)
     ended: list[tuple[Outcome, int | None, float, int, TurnId]] = field(default_factory=list)
     seen: list[tuple[int | None, TurnId]] = field(default_factory=list)
+    told: list[tuple[TurnId, SessionId, bytes, bytes]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.begun or self.segments or self.ended or self.seen)
+        return bool(self.tokens or self.begun or self.segments or self.ended or self.seen or self.told)
 
     def by_turn(self) -> dict[TurnId, Unwritten]:
         found: defaultdict[TurnId, Unwritten] = defaultdict(Unwritten)
@@ -101,6 +106,8 @@ class Unwritten:
             found[ended[-1]].ended.append(ended)
         for seen in self.seen:
             found[seen[-1]].seen.append(seen)
+        for told in self.told:
+            found[told[0]].told.append(told)
         return found
 
 
@@ -147,7 +154,8 @@ def write(connection: sqlite3.Connection, taken: Unwritten) -> None:
     """All that is unwritten. Each statement is a wait for the interpreter: those without rows are left out."""
     if taken.begun:
         connection.executemany(
-            "INSERT INTO turns(turn_id, session_id, request, begun_unix_s) VALUES (?,?,?,?)", taken.begun
+            "INSERT INTO turns(turn_id, session_id, request, begun_unix_s, num_inherited) VALUES (?,?,?,?,?)",
+            taken.begun,
         )
     if taken.tokens:
         connection.execute("INSERT INTO turn_journal(parts) VALUES (?)", (_encode_parts(_parts(taken.tokens)),))
@@ -157,7 +165,14 @@ def write(connection: sqlite3.Connection, taken: Unwritten) -> None:
         connection.executemany(
             "UPDATE turns SET outcome=?, num_tokens=?, ended_unix_s=?, end_number=? WHERE turn_id=?", taken.ended
         )
-    if taken.seen:  # of turns that are kept: who leaves an answer may do so after its session was forgotten
+    # Of turns that are kept: who reads or leaves an answer may do so when its session is forgotten already.
+    if taken.told:
+        connection.executemany(
+            "INSERT OR REPLACE INTO turn_messages(turn_id, session_id, head, messages)"
+            " SELECT turn_id, session_id, ?3, ?4 FROM turns WHERE turn_id=?1 AND session_id=?2",
+            taken.told,
+        )
+    if taken.seen:
         connection.executemany(
             "INSERT OR REPLACE INTO turn_seen(num_tokens, turn_id) SELECT ?, turn_id FROM turns WHERE turn_id=?",
             taken.seen,
@@ -223,11 +238,13 @@ def delete_sessions(connection: sqlite3.Connection, session_ids: Sequence[Sessio
 
 
 def read_in_flight(connection: sqlite3.Connection) -> list[TurnRecord]:
-    fold(connection)
-    rows = connection.execute(
-        "SELECT turn_id, request, outcome, num_tokens FROM turns WHERE outcome IS NULL ORDER BY rowid"
-    )
-    return [_read_turn(connection, *row) for row in rows.fetchall()]
+    rows = connection.execute("SELECT turn_id, session_id FROM turns WHERE outcome IS NULL ORDER BY rowid").fetchall()
+    kept = {
+        turn.record.request.turn_id: turn.record
+        for session_id in dict.fromkeys(session_id for _, session_id in rows)
+        for turn in read_kept(connection, session_id)
+    }
+    return [kept[turn_id] for turn_id, _ in rows]
 
 
 def read_sessions(connection: sqlite3.Connection) -> list[SessionId]:
@@ -236,25 +253,75 @@ def read_sessions(connection: sqlite3.Connection) -> list[SessionId]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Of `turns`. `request` has not the `num_inherited` ids of its parent's path."""
+
+    request: TurnRequest
+    num_inherited: int
+    outcome: Outcome | None
+    num_tokens: int | None
+    ended_unix_s: float | None
+    end_number: int | None
+    seen: int | None
+
+
 def read_kept(connection: sqlite3.Connection, session_id: SessionId) -> list[KeptTurn]:
-    """In the order in which they ended, those in flight last. Corrupt when one of them cannot be read."""
+    """In the order in which they ended, those in flight last, but none before its parent. Corrupt when one of them
+    cannot be read."""
     fold(connection)
     rows = connection.execute(
-        "SELECT turn_id, request, outcome, num_tokens, ended_unix_s, end_number,"
+        "SELECT turn_id, request, num_inherited, outcome, num_tokens, ended_unix_s, end_number,"
         " (SELECT s.num_tokens FROM turn_seen s WHERE s.turn_id = turns.turn_id) FROM turns WHERE session_id=?"
         " ORDER BY outcome IS NULL, end_number, ended_unix_s, rowid",
         (session_id,),
     )
-    found = []
-    for row in rows.fetchall():
-        with reading("turns", row[0]):
-            found.append(KeptTurn(_read_turn(connection, *row[:4]), row[2], *row[4:]))
+    read: list[_Row] = []
+    for turn_id, request, num_inherited, *rest in rows.fetchall():
+        with reading("turns", turn_id):
+            read.append(_Row(decode_msgpack(request, TurnRequest), num_inherited or 0, *rest))
+    found: list[KeptTurn] = []
+    paths: dict[TurnId, tuple[int, ...]] = {}  # all ids up to each turn's end
+    for row in _parents_first(read):
+        record = _read_turn(connection, _whole(row, paths), row.outcome, row.num_tokens)
+        paths[row.request.turn_id] = (*record.request.prompt_ids, *record.token_ids)
+        found.append(KeptTurn(record, row.outcome, row.ended_unix_s, row.end_number, row.seen))
     return found
 
 
+def _parents_first(rows: Sequence[_Row]) -> list[_Row]:
+    """In their order, but for what cannot be: ends were told by a clock once, and clocks go back."""
+    known = {row.request.turn_id for row in rows}
+    placed: dict[TurnId, _Row] = {}
+    waiting = list(rows)
+    while waiting:
+        ready = (row for row in waiting if (parent := row.request.parent) not in known or parent in placed)
+        row = next(ready, None)
+        if row is None:
+            raise Corrupt(f"{len(waiting)} of its turns extend each other in a ring")
+        placed[row.request.turn_id] = row
+        waiting.remove(row)
+    return list(placed.values())
+
+
+def _whole(row: _Row, paths: Mapping[TurnId, tuple[int, ...]]) -> TurnRequest:
+    """With the ids that its parent's path has. Corrupt when that has not so many."""
+    request = row.request
+    if not row.num_inherited:
+        return request
+    inherited = () if request.parent is None else paths.get(request.parent, ())[: row.num_inherited]
+    if len(inherited) < row.num_inherited:
+        lacks = row.num_inherited - len(inherited)
+        raise Corrupt(
+            f"turn {request.turn_id} lacks {lacks} of the {row.num_inherited} ids that it has of {request.parent}"
+        )
+    return dataclasses.replace(request, prompt_ids=(*inherited, *request.prompt_ids))
+
+
 def _read_turn(
-    connection: sqlite3.Connection, turn_id: str, request: bytes, outcome: Outcome | None, num_tokens: int | None
+    connection: sqlite3.Connection, request: TurnRequest, outcome: Outcome | None, num_tokens: int | None
 ) -> TurnRecord:
+    turn_id = request.turn_id
     token_ids, logprobs = array("q"), array("d")
     top_logprobs: list[tuple[TopLogprob, ...]] = []
     for part, ids, probs, tops in connection.execute(
@@ -275,7 +342,7 @@ def _read_turn(
     if len(token_ids) < kept:
         raise Corrupt(f"turn {turn_id} lacks {kept - len(token_ids)} of its {kept} tokens")
     return TurnRecord(
-        request=decode_msgpack(request, TurnRequest),
+        request=request,
         token_ids=list(token_ids[:kept]),
         logprobs=list(logprobs[:kept]),
         top_logprobs=top_logprobs[:kept],

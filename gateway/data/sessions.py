@@ -17,9 +17,9 @@ import msgspec
 from gateway.core.endings import Ended, Unrewarded
 from gateway.core.sessions import SessionSpec
 from gateway.core.tree import Turn
-from gateway.core.types import SessionId, TurnId
+from gateway.core.types import SessionId
 from gateway.data.damage import leaving_out, reading
-from gateway.data.database import Database
+from gateway.data.database import Database, Operation
 from protos.decoding import decode_msgpack
 
 Message = Mapping[str, Any]
@@ -61,10 +61,15 @@ class KeptSession(msgspec.Struct, frozen=True):
     unrewarded: Unrewarded | None
 
 
+def _nothing(connection: sqlite3.Connection) -> None:
+    return None
+
+
 class SessionStore:
     """Opened after the experience buffer, whose table it watches.
 
-    What has happened already when it is written (`told`, `end`) waits for a disk that cannot be written.
+    What has happened already when it is written (`end`) waits for a disk that cannot be written. Messages of turns are
+    written with their ends, by the partial-response pool.
     """
 
     def __init__(self, database: Database) -> None:
@@ -94,12 +99,6 @@ class SessionStore:
         """Everything written before survives a power cut, too."""
         await self._database.synced()
 
-    async def told(self, session_id: SessionId, turn_id: TurnId, head: Message, messages: Sequence[Message]) -> None:
-        row = (turn_id, session_id, msgspec.msgpack.encode(head), msgspec.msgpack.encode(list(messages)))
-        await self._database.owe(
-            lambda connection: connection.execute("INSERT OR REPLACE INTO turn_messages VALUES (?,?,?,?)", row) and None
-        )
-
     async def rewarded(self, session_id: SessionId, turns: Sequence[Turn]) -> None:
         rows = [(turn.turn_id, session_id, turn.reward, turn.leaf_reward) for turn in turns]
         await self._database.run(
@@ -114,10 +113,20 @@ class SessionStore:
             lambda connection: connection.execute("INSERT OR REPLACE INTO unrewarded VALUES (?,?)", row) and None
         )
 
-    async def end(self, session_id: SessionId, ended: Ended) -> None:
-        """The session is gone but for how it ended."""
+    def ending(self, session_id: SessionId, ended: Ended) -> Operation[None]:
+        """The session is gone but for how it ended: what writes that."""
         row = (session_id, msgspec.msgpack.encode(ended))
-        await self._database.owe(lambda connection: _end(connection, row))
+        return lambda connection: _end(connection, row)
+
+    async def end(self, session_id: SessionId, ended: Ended, *, along: Operation[object] = _nothing) -> None:
+        """Writes `ending`; `along` is the same commit."""
+        end = self.ending(session_id, ended)
+
+        def write(connection: sqlite3.Connection) -> None:
+            end(connection)
+            along(connection)
+
+        await self._database.owe(write)
 
     async def ended(self) -> list[tuple[SessionId, Ended]]:
         """Those remembered, oldest first."""

@@ -339,9 +339,7 @@ async def _live(seed: int, rng: random.Random, last_bytes_s: float) -> list[Requ
         async with contextlib.AsyncExitStack() as stack:
             fleet = await Fleet(config, state, timeline, trainer.admission).__aenter__()
             stack.push_async_callback(fleet.close)
-            sessions = Sessions(
-                config, live, fleet, trainer, pool=pool, store=store, timeline=timeline, context_tokens=lambda: 4096
-            )
+            sessions = Sessions(config, live, fleet, trainer, pool=pool, timeline=timeline, context_tokens=lambda: 4096)
             await fleet.looked()
             world = World(seed, sessions, engine, rng, last_bytes_s)
             requests = _requests(rng)

@@ -101,7 +101,6 @@ class ScriptedTurns:
 
     async def record_turn(self, request: TurnRequest, head: Message, messages: Sequence[Message]) -> None:
         kept = self.sessions[request.session_id]
-        assert request.turn_id not in kept.running, "recorded while the turn still ran"
         turn = kept.tree.turns[request.turn_id]
         turn.head, turn.messages = head, tuple(messages)
 
@@ -125,9 +124,6 @@ class ScriptedRun:
     ) -> None:
         self._kept.running.discard(self._request.turn_id)
         self._turns.outcomes.append(self._outcome)
-        if self._outcome != "aborted":
-            finish: FinishReason = "length" if self._outcome == "length" else "stop"
-            self._kept.tree.add(TurnRecord(self._request, self._sent, [-0.5] * len(self._sent), [], finish))
 
     async def read(self, take: Callable[[TokenDelta], Awaitable[object] | None], *, at_end: bool = False) -> None:
         async for delta in self._deltas():
@@ -135,6 +131,8 @@ class ScriptedRun:
             if held is not None:
                 await held
             if self._outcome != "aborted":
+                finish: FinishReason = "length" if self._outcome == "length" else "stop"
+                self._kept.tree.add(TurnRecord(self._request, self._sent, [-0.5] * len(self._sent), [], finish))
                 return
 
     async def _deltas(self) -> AsyncIterator[TokenDelta]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway.core.sessions import SessionSpec
-from gateway.core.types import GroupId, SessionId
-from gateway.data import Database, ExperienceBuffer
+from gateway.core.types import GroupId, SamplingParams, SessionId, TurnId, TurnRequest
+from gateway.data import Database, ExperienceBuffer, PartialResponsePool
 from gateway.data.layout import LAYOUT, claim
 from gateway.data.sessions import SessionStore
 from protos.errors import Conflict, Unavailable
@@ -52,6 +54,32 @@ async def test_a_file_from_before_layouts_were_counted_is_brought_up_to_date(tmp
         await buffer.add(trajectory("s"))
         assert await store.load() == []
         assert [name for name, _ in await store.ended()] == ["s"], "the new trigger stands in the old one's place"
+    assert layout(path) == LAYOUT
+
+
+TURNS_4 = """
+CREATE TABLE turns(
+    turn_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, request BLOB NOT NULL, begun_unix_s REAL NOT NULL,
+    outcome TEXT, num_tokens INTEGER, ended_unix_s REAL, end_number INTEGER);
+PRAGMA user_version = 4;
+"""
+
+
+async def test_whole_prompts_of_layout_4_are_read_beside_those_that_inherit(tmp_path: Path) -> None:
+    path, session_id = tmp_path / "gateway.sqlite", SessionId("s")
+    old = TurnRequest(TurnId("old"), session_id, 0, (1, 2), SamplingParams(max_tokens=8))
+    new = dataclasses.replace(old, turn_id=TurnId("new"), prompt_ids=(1, 2, 3), parent=old.turn_id)
+    with sqlite3.connect(path) as before:
+        before.executescript(TURNS_4)
+        row = ("old", "s", msgspec.msgpack.encode(old), 1.0, "stop", 0, 2.0, 1)
+        before.execute("INSERT INTO turns VALUES (?,?,?,?,?,?,?,?)", row)
+    async with Database(path) as database:
+        pool = PartialResponsePool(database)
+        await pool.open()
+        pool.begin(new, 2)
+        await pool.flush()
+        assert [kept.record.request for kept in await pool.kept_turns(session_id)] == [old, new]
+        await pool.close()
     assert layout(path) == LAYOUT
 
 

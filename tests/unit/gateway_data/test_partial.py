@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sqlite3
@@ -17,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.types import SamplingParams, Segment, SessionId, TopLogprob, TurnId, TurnRequest
-from gateway.data import Database, PartialResponsePool, partial_store
+from gateway.data import Database, ExperienceBuffer, PartialResponsePool, partial_store
 from gateway.data import partial as partial_module
+from gateway.data.sessions import SessionStore
+from protos.decoding import decode_msgpack
 from protos.errors import Corrupt, LaminarError, NotFound, Unavailable
 from tests.unit.gateway_data.disk import Disk, until
 
@@ -88,11 +91,97 @@ async def test_an_ended_turn_is_not_in_flight_and_stays_until_its_session_goes(p
     assert [r.request.turn_id for r in await pool.in_flight()] == ["t2", "other"]
     [first, second] = await pool.kept_turns(SessionId("s1"))
     assert (first.record.token_ids, first.record.finish_reason, second.outcome) == ([10], "stop", None)
-    await pool.forget_session(SessionId("s1"))
+    await pool.forget_sessions([SessionId("s1")])
     assert await pool.kept_turns(SessionId("s1")) == []
     assert [r.request.turn_id for r in await pool.in_flight()] == ["other"]
     with pytest.raises(NotFound, match="t2"):
         pool.append(TurnId("t2"), [1], [0.0])
+
+
+async def turns_of_a_session(pool: PartialResponsePool) -> list[TurnRequest]:
+    """A root and its answer, a turn that goes on from them and ended, and one in flight that goes on from that."""
+    root = request("root")
+    child = dataclasses.replace(request("child", index=1), prompt_ids=(1, 2, 3, 10, 4), parent=root.turn_id)
+    last = dataclasses.replace(request("last", index=2), prompt_ids=(*child.prompt_ids, 11, 12), parent=child.turn_id)
+    for asked, num_inherited, said in ((root, 0, [10]), (child, 4, [11])):
+        pool.begin(asked, num_inherited)
+        pool.append(asked.turn_id, said, [0.0])
+        await pool.end(asked.turn_id, "stop", 1)
+    pool.begin(last, 6)
+    await pool.flush()
+    return [root, child, last]
+
+
+async def test_a_prompt_is_whole_again_though_its_row_has_only_what_it_adds(pool: PartialResponsePool) -> None:
+    asked = await turns_of_a_session(pool)
+    assert [kept.record.request for kept in await pool.kept_turns(SessionId("s1"))] == asked
+    assert [record.request for record in await pool.in_flight()] == asked[2:]
+    [added] = await pool._database.run(
+        lambda connection: connection.execute("SELECT request FROM turns WHERE turn_id='last'").fetchone()
+    )
+    assert decode_msgpack(added, TurnRequest).prompt_ids == (12,)
+
+
+async def test_a_prompt_whose_parent_lacks_ids_is_not_taken_for_whole(pool: PartialResponsePool) -> None:
+    await turns_of_a_session(pool)
+    await pool.shorten(TurnId("child"), 0)
+    with pytest.raises(Corrupt, match="turn last lacks 1 of the 6 ids that it has of child"):
+        await pool.kept_turns(SessionId("s1"))
+
+
+async def open_sessions(database: Database) -> None:
+    """Whose table turns' messages are in."""
+    await ExperienceBuffer(database).open()
+    await SessionStore(database).open()
+
+
+async def test_the_end_of_a_turn_and_what_its_reader_says_of_it_are_one_commit(
+    pool: PartialResponsePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await open_sessions(pool._database)
+    written: list[tuple[int, int]] = []
+    write = partial_store.write
+
+    def writing(connection: sqlite3.Connection, taken: partial_store.Unwritten) -> None:
+        written.append((len(taken.ended), len(taken.told)))
+        write(connection, taken)
+
+    monkeypatch.setattr(partial_store, "write", writing)
+    pool.begin(request("t1"))
+    finish = asyncio.get_running_loop().create_future()
+
+    async def read() -> None:
+        await finish
+        await pool.tell(SessionId("s1"), TurnId("t1"), {"role": "head"}, [{"role": "assistant"}])
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    finish.set_result(None)
+    await asyncio.gather(pool.end(TurnId("t1"), "stop", 0), reading)
+    assert written == [(1, 1)]
+    told = "SELECT count(*) FROM turn_messages"
+    assert await pool._database.run(lambda connection: connection.execute(told).fetchone()) == (1,)
+
+
+async def test_what_is_said_of_a_forgotten_turn_is_not_kept(pool: PartialResponsePool) -> None:
+    await open_sessions(pool._database)
+    pool.begin(request("t1"))
+    await pool.end(TurnId("t1"), "stop", 0)
+    await pool.forget_sessions([SessionId("s1")])
+    await pool.tell(SessionId("s1"), TurnId("t1"), {}, [])
+    told = "SELECT count(*) FROM turn_messages"
+    assert await pool._database.run(lambda connection: connection.execute(told).fetchone()) == (0,)
+
+
+async def test_one_who_waits_for_a_write_and_leaves_disturbs_nobody(pool: PartialResponsePool) -> None:
+    pool.begin(request("t1"))
+    pool.append(TurnId("t1"), [1], [0.0])
+    leaving = asyncio.create_task(pool.flush())
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait_for(pool.flush(), 60)
+    assert pool.statistics().buffered_tokens == 0
+    assert [record.token_ids for record in await pool.in_flight()] == [[1]]
 
 
 async def test_an_unknown_or_ended_turn_is_refused(pool: PartialResponsePool) -> None:
@@ -237,7 +326,7 @@ async def test_tokens_of_many_turns_come_back_to_each_whenever_the_journal_is_fo
         assert {r.request.turn_id: r.token_ids for r in kept} == appended
         assert [r.logprobs for r in kept] == [[-float(i) for i in r.token_ids] for r in kept]
         assert all([top[0].token_id for top in r.top_logprobs] == r.token_ids for r in kept)
-        await pool.forget_session(SessionId("s1"))
+        await pool.forget_sessions([SessionId("s1")])
         pool.begin(request("later"))
         pool.append(TurnId("later"), [1], [0.0])
         assert [r.token_ids for r in await pool.in_flight()] == [[1]], "nothing of what was forgotten is left"

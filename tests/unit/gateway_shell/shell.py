@@ -110,9 +110,7 @@ async def shell(
         live = LiveSessions(settings, state, store, timeline)
         trainer = Trainer(settings, live, buffer)
         made = Fleet(settings, state, timeline, trainer.admission)
-        sessions = Sessions(
-            settings, live, made, trainer, pool=pool, store=store, timeline=timeline, context_tokens=lambda: 4096
-        )
+        sessions = Sessions(settings, live, made, trainer, pool=pool, timeline=timeline, context_tokens=lambda: 4096)
         endings = Endings(sessions, trainer, pool=pool, buffer=buffer, store=store, timeline=timeline)
         made.interrupt = sessions.interrupt
         await recover(sessions, store, pool)

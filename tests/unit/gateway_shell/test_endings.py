@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from gateway.core.endings import Finish
-from gateway.core.types import SessionId, Trajectory
+from gateway.core.types import SessionId, TokenDelta, Trajectory
 from gateway.data import ExperienceBuffer
 from gateway.turns import Run
 from protos.errors import Conflict, Unavailable
@@ -43,10 +43,10 @@ async def test_a_finish_goes_on_without_its_caller_and_is_joined(
 ) -> None:
     gate, entered, add = asyncio.Event(), asyncio.Event(), ExperienceBuffer.add
 
-    async def held(self: ExperienceBuffer, *leaves: Trajectory) -> None:
+    async def held(self: ExperienceBuffer, *leaves: Trajectory, **along: Any) -> None:
         entered.set()
         await gate.wait()
-        await add(self, *leaves)
+        await add(self, *leaves, **along)
 
     monkeypatch.setattr(ExperienceBuffer, "add", held)
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
@@ -100,9 +100,9 @@ async def test_a_client_that_hangs_up_while_it_finishes_finds_it_finished(
 ) -> None:
     gate, add = asyncio.Event(), ExperienceBuffer.add
 
-    async def held(self: ExperienceBuffer, *leaves: Trajectory) -> None:
+    async def held(self: ExperienceBuffer, *leaves: Trajectory, **along: Any) -> None:
         await gate.wait()
-        await add(self, *leaves)
+        await add(self, *leaves, **along)
 
     monkeypatch.setattr(ExperienceBuffer, "add", held)
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
@@ -217,15 +217,19 @@ async def test_an_early_end_that_cannot_be_kept_is_told_to_every_reader(
         async def refused(*_: object) -> None:
             raise Unavailable("the store is closed")
 
-        async with run:
-            other = asyncio.create_task(run.read(lambda delta: None, at_end=True))
-            await until(lambda: len(run.record.token_ids) == 4, "tokens")
-            monkeypatch.setattr(found.pool, "end", refused)
-            with pytest.raises(Unavailable):
-                await run.finish_early(2)
-            with pytest.raises(Unavailable, match="the store is closed"):
-                await asyncio.wait_for(other, 60)
-            monkeypatch.undo()
+        async def read_on() -> None:
+            async with run:
+                other = asyncio.create_task(run.read(lambda delta: None, at_end=True))
+                await until(lambda: len(run.record.token_ids) == 4, "tokens")
+                monkeypatch.setattr(found.pool, "end", refused)
+                with pytest.raises(Unavailable):
+                    await run.finish_early(2)
+                with pytest.raises(Unavailable, match="the store is closed"):
+                    await asyncio.wait_for(other, 60)
+                monkeypatch.undo()
+
+        with pytest.raises(Unavailable, match="the store is closed"):
+            await read_on()
 
 
 async def test_a_clock_that_is_set_ends_no_session_and_no_lease(
@@ -260,3 +264,25 @@ async def test_a_clock_that_is_set_back_vouches_for_nothing_that_was_not_looked_
         e0.version = "4"  # by somebody else, and nobody heard of it
         [segment] = await found.fleet.vouching.vouch([*run.segments])
         assert segment.evidence == "contradicted"
+
+
+async def test_an_end_that_cannot_be_kept_is_told_to_who_has_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers hear of the end before it is on disk, and show it only when they have left."""
+    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+        run = found.run()
+
+        async def refused(*_: object) -> None:
+            raise Unavailable("the store is closed")
+
+        monkeypatch.setattr(found.pool, "end", refused)
+        heard: list[TokenDelta] = []
+
+        async def read_whole() -> None:
+            async with run:
+                await run.read(heard.append)
+
+        with pytest.raises(Unavailable, match="the store is closed"):
+            await read_whole()
+        assert heard[-1].finish_reason == "length"

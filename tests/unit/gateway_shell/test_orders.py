@@ -48,10 +48,10 @@ async def test_a_group_is_abandoned_with_all_its_members(tmp_path: Path, monkeyp
 async def test_a_late_reward_ends_its_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, entered, add = asyncio.Event(), asyncio.Event(), ExperienceBuffer.add
 
-    async def held(self: ExperienceBuffer, *leaves: Trajectory) -> None:
+    async def held(self: ExperienceBuffer, *leaves: Trajectory, **along: Any) -> None:
         entered.set()
         await gate.wait()
-        await add(self, *leaves)
+        await add(self, *leaves, **along)
 
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await turn(http, "s", [5])
