@@ -2,7 +2,7 @@
 
 Invariants:
 - every byte is copied once, and digested while it is copied;
-- several threads copy, each a chunk at a time, in the order in which the chain wants them;
+- several threads copy, each a few chunks at a time, in the order in which the chain wants them;
 - a tensor's `read` is called when its first byte is due; of the views that it gave the last used VIEWS_KEPT are kept,
   so that threads at work on one tensor share one;
 - a `read` may take as long as it likes: the relay gets signs of life meanwhile, and the log names the tensor.
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 PUBLISH_STALL_S = 30.0
 MAPPINGS_MAX = 64
 COPY_THREADS_MAX = 4
+CHUNKS_PER_RUN = 4  # copied in one call, and told together: one by one they take a sixth more processor time
 CHUNKS_PER_THREAD_MIN = 4
 TELL_S = 0.001  # told at once, 256 chunks took 14 ms of processor time from the 80 in which two cores copied them
 ALIVE_S = 1.0  # a relay takes a publisher that says nothing for some seconds to be hung
@@ -44,7 +45,6 @@ SLOW_READ_S = 10.0  # said then, and whenever it has taken twice as long as when
 VIEWS_KEPT = 2 * COPY_THREADS_MAX  # tensors being copied: each thread may be at another one
 
 Read = Callable[[], memoryview]
-Copy = Callable[[memoryview, Sequence[memoryview]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,21 @@ class Image:
                 position += num
             number += 1
 
-    def fill(self, chunk: Chunk, target: memoryview, copy: Copy = stream.through_caches) -> bytes:
+    def fill(self, chunk: Chunk, target: memoryview) -> bytes:
         """Copies the chunk into `target` and returns the digest of what was read: a bad copy will not match it."""
-        return copy(target[: chunk.length], list(self.pieces(chunk)))
+        return stream.through_caches(target[: chunk.length], list(self.pieces(chunk)))
+
+    def runs(self) -> Iterator[list[int]]:
+        """The numbers of the chunks in order, a few at a time that lie side by side in one file."""
+        run: list[int] = []
+        for index in self.indices:
+            after = run and index == run[-1] + 1 and self.chunks.chunk(index).file == self.chunks.chunk(run[0]).file
+            if run and (not after or len(run) == CHUNKS_PER_RUN):
+                yield run
+                run = []
+            run.append(index)
+        if run:
+            yield run
 
     def _load(self, segment: _Segment) -> memoryview:
         with self._loading:
@@ -290,7 +302,7 @@ class _Line:
 def _copy(image: Image, places: Sequence[MappedFile | None], line: _Line) -> list[bytes]:
     """Copies and hashes every chunk, and tells the relay of each; digests in the order of `image.indices`."""
     digests: dict[int, bytes] = {}
-    work = iter(image.indices)
+    work = image.runs()
     mutex = threading.Lock()
     failed = threading.Event()
 
@@ -298,17 +310,18 @@ def _copy(image: Image, places: Sequence[MappedFile | None], line: _Line) -> lis
         try:
             while not failed.is_set():
                 with mutex:
-                    index = next(work, None)
-                if index is None:
+                    run = next(work, None)
+                if run is None:
                     return
-                chunk = image.chunks.chunk(index)
-                place = places[chunk.file]
+                chunks = [image.chunks.chunk(index) for index in run]
+                start, end = chunks[0].offset, chunks[-1].offset + chunks[-1].length
+                place = places[chunks[0].file]
                 assert place is not None, "an empty file has no chunks"
-                place.populate(chunk.offset, chunk.length)
-                target = place.view[chunk.offset : chunk.offset + chunk.length]
-                chunk_digest = image.fill(chunk, target, stream.copy)
-                digests[index] = chunk_digest
-                line.present(Header(Kind.PRESENT, index, 0, chunk.length, chunk_digest))
+                place.populate(start, end - start)
+                found = stream.copy(place.view[start:end], [list(image.pieces(chunk)) for chunk in chunks])
+                for index, chunk, digest in zip(run, chunks, found, strict=True):
+                    digests[index] = digest
+                    line.present(Header(Kind.PRESENT, index, 0, chunk.length, digest))
         except BaseException:
             failed.set()
             raise
