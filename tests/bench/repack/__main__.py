@@ -110,9 +110,9 @@ SHOWN = (
 
 
 def headline(runs: Runs) -> dict[str, list[float]]:
-    """Each figure's value in every stretch, or life; those of modes that were not run are left out."""
+    """Each figure's value in every stretch, or life; left out are those of modes that were not run, or stood still."""
     found: dict[str, list[float]] = {
-        name: [round(ours[what] / theirs[what], 3) for ours, theirs in pairs(runs, of, over)]
+        name: [round(ours[what] / theirs[what], 3) for ours, theirs in pairs(runs, of, over) if theirs[what]]
         for name, (of, over, what) in RATIOS.items()
     }
     found["repack_overhead_s"] = [f["pause_mean_s"] for f in runs.get("repack", ()) if f["pause_mean_s"] is not None]
@@ -266,6 +266,8 @@ def _sweep_table(sweep: Sequence[Run]) -> Table:
 
 def _gains(sweep: Sequence[Run], batch: int, period: float) -> str:
     at = {f["mode"]: f for f in sweep if (f["batch"], f["publish_period_s"]) == (batch, period)}
+    if not {"drain", "repack"} <= at.keys():
+        return "not run"
     names = ("tokens_per_s", "kv_util", "answer_p99_s")
     return "  ".join(f"{at['repack'][n] / at['drain'][n]:.2f}" for n in names)
 
@@ -279,7 +281,7 @@ def report(lives: Runs, stretches: Runs, sweep: Sequence[Run], simulated: bool) 
     """All that is said of what was measured, beside that itself."""
     values = {name: round(statistics.median(of_lives), 3) for name, of_lives in headline(lives).items()}
     spreads = {name: spread(of_stretches) for name, of_stretches in headline(stretches).items()}
-    by_mode = {name: medians(of_mode) for name, of_mode in lives.items()}
+    by_mode = {name: medians(of_mode) for name, of_mode in lives.items() if of_mode}
     slow = [] if simulated else too_slow([f for of_mode in [*stretches.values(), sweep] for f in of_mode])
     bars = {k: f"{h} {v:g}" for k, (h, v) in BARS.items()}
     found = {"figures": values, "spread": spreads, "bars": bars, "missed": missed(values), "purity": purity(by_mode)}
@@ -341,9 +343,11 @@ def main(arguments: Sequence[str] = ()) -> None:
                 whole[mode].append(life.whole)
                 stretches[mode] += life.stretches
             left_s -= wall_s(point, given.sim)
-        measured[part] = today
-        found = report(whole, stretches, sweep, given.sim)  # what a later part breaks does not take this one away
-        results.write(name, {**shape, "parts": measured, **found, "lives": whole, "runs": stretches, "sweep": sweep})
+            measured |= {part: today}
+            found = report(whole, stretches, sweep, given.sim)  # what breaks later does not take this life away
+            results.write(
+                name, {**shape, "parts": measured, **found, "lives": whole, "runs": stretches, "sweep": sweep}
+            )
     say(found, sweep)
 
 

@@ -63,6 +63,16 @@ def test_both_p99_are_told_with_and_without_the_relief_that_ships() -> None:
     assert "repack_over_inflight" not in found
 
 
+def test_a_mode_that_stood_still_or_was_not_run_has_no_ratio() -> None:
+    """What was measured before and after is not lost for it."""
+    still = one(0, tokens_per_s=0.0)
+    lives = {"drain": [still], "repack": [one(0)], "inflight": []}
+    figures = report(lives, {"drain": [still, one(1)], "repack": [one(0), one(1)], "inflight": []}, [], simulated=True)
+    assert "repack_gain" not in figures["figures"]
+    assert figures["spread"]["repack_gain"]["stretches"] == [1.0]
+    assert set(figures["by_mode"]) == {"drain", "repack"}
+
+
 def test_bars_are_told_when_they_are_missed() -> None:
     runs = {
         "drain": [one(0)],
