@@ -2,8 +2,9 @@
 
 An event loop that reads each socket as soon as something is there wakes up for every event, and finds nothing of what
 the event before it had left in the processor's caches: an event by itself took 95 us where one of ten took 69. Here one
-look reads what all sockets have; while looks find something for two, the next one comes `REST_S` later. With fewer
-events there is no rest, and each is read at once. So are answers' heads and first events, which are not read here.
+look reads what all sockets have; the next one comes when about `EVENTS_WANTED` more are there, after `REST_MIN_S` to
+`REST_MAX_S`. While there are few streams, or few events, there is no rest, and each is read at once. So are answers'
+heads and first events, which are not read here.
 
 - a look takes about `SHARE_S` of a round of the event loop; what is over is found by the next round's look, and others
   have their turn in between. The kernel gives out what was not looked at first.
@@ -19,8 +20,15 @@ from collections.abc import Callable
 
 SHARE_S = 0.001
 """A request needs some ten rounds up to its first byte."""
-REST_S = 0.003
+REST_MIN_S = 0.003
+REST_MAX_S = 0.01
 """From look to look: how much later than at once a token may be shown."""
+EVENTS_WANTED = 8
+"""Of one look: with more an event costs hardly less."""
+STREAMS_FEW = 20
+"""Fewer are each read at once, as they stream token by token (`gateway.core.pacing`)."""
+GAP_SHARE = 1 / 8
+"""Of the mean gap between events, that one look is."""
 LOOKED_MAX = 64
 """Sockets of one look."""
 
@@ -34,6 +42,7 @@ class Sockets:
         self._epoll = select.epoll()
         self._reads: dict[int, Callable[[], None]] = {}
         self._looked_at = -math.inf
+        self._gap_s = REST_MAX_S  # between two events, on the mean
         self._watched = False  # by the event loop; else a look is due after a rest, or there is nothing to watch
         self._resting: asyncio.TimerHandle | None = None
 
@@ -56,18 +65,19 @@ class Sockets:
         self._watched = wanted
 
     def _look(self) -> None:
-        now = self._clock()
-        rested, self._resting = self._resting is not None, None
+        now, self._resting = self._clock(), None
         ready = self._epoll.poll(0, LOOKED_MAX)
-        worth_resting = len(ready) > 1 if rested else now - self._looked_at < REST_S
+        gap_s = min(REST_MAX_S, (now - self._looked_at) / max(1, len(ready)))
+        self._gap_s += GAP_SHARE * (gap_s - self._gap_s)
         self._looked_at = now
         all_read = False
         try:
             all_read = self._read([fd for fd, _ in ready], now + SHARE_S) and len(ready) < LOOKED_MAX
         finally:  # whatever one of them raised, the others are looked at again
-            rests = worth_resting and all_read and bool(ready)
+            rests = all_read and len(self._reads) >= STREAMS_FEW and 2 * self._gap_s <= REST_MAX_S
             if rests:
-                self._resting = self.loop.call_later(max(0.0, now + REST_S - self._clock()), self._look)
+                rest_s = min(REST_MAX_S, max(REST_MIN_S, EVENTS_WANTED * self._gap_s))
+                self._resting = self.loop.call_later(max(0.0, now + rest_s - self._clock()), self._look)
             self._watch(not rests and bool(self._reads))
 
     def _read(self, ready: list[int], until: float) -> bool:

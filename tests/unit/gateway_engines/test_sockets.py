@@ -50,7 +50,11 @@ def streams(read_by: Sockets, seen: list[str], names: str) -> Iterator[list[Stre
             one.close()
 
 
-async def test_all_that_comes_is_read_in_order_whether_a_look_rests_or_not() -> None:
+@pytest.mark.parametrize("few", [1, 100])
+async def test_all_that_comes_is_read_in_order_whether_looks_rest_or_not(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "STREAMS_FEW", few)
     seen: list[str] = []
     with streams(Sockets(asyncio.get_running_loop()), seen, "abc") as found:
         for at in range(20):
@@ -66,32 +70,41 @@ async def test_all_that_comes_is_read_in_order_whether_a_look_rests_or_not() -> 
         assert "".join(said[1:] for said in seen if said[0] == name) == "01234567890123456789"
 
 
-async def test_a_rare_event_is_read_at_once() -> None:
+async def test_rare_events_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "STREAMS_FEW", 1)
     clock, seen = Clock(), list[str]()
     with streams(Sockets(asyncio.get_running_loop(), clock), seen, "a") as [one]:
-        for at in range(3):
-            clock.now += 10 * sockets.REST_S
-            one.there.send(b"%d" % at)
+        for at in range(10):
+            clock.now += sockets.REST_MAX_S
+            one.there.send(b"!")
             await until(lambda at=at: len(seen) == at + 1, "the event")  # type: ignore[misc]
             assert one._sockets._resting is None
 
 
-async def test_many_events_are_read_together_after_a_rest() -> None:
+@pytest.mark.parametrize(("few", "rests"), [(5, False), (4, True)])
+async def test_many_events_of_many_streams_are_read_together_after_a_rest(
+    few: int, rests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "STREAMS_FEW", few)
     clock, seen = Clock(), list[str]()
     with streams(Sockets(asyncio.get_running_loop(), clock), seen, "abcd") as found:
-        found[0].there.send(b"0")
-        await until(lambda: seen == ["a0"], "the first")
-        clock.now += sockets.REST_S / 10
-        found[1].there.send(b"1")
-        await until(lambda: seen == ["a0", "b1"], "the second, after which a rest is worth its while")
-        assert found[0]._sockets._resting is not None
-        for one in found:
-            one.there.send(b"2")
-        await until(lambda: len(seen) == 6, "what came in the rest")
-        assert sorted(seen[2:]) == ["a2", "b2", "c2", "d2"]
-        await until(lambda: found[0]._sockets._resting is None, "nothing came any more: the loop watches again")
-        found[2].there.send(b"3")
-        await until(lambda: seen[-1] == "c3", "the next one")
+        for at in range(20):
+            clock.now += sockets.REST_MIN_S
+            for one in found:
+                one.there.send(b"!")
+            await until(lambda at=at: len(seen) >= 4 * (at + 1), "all of them")  # type: ignore[misc]
+        assert (found[0]._sockets._resting is not None) == rests
+        if rests:
+            del seen[:]
+            for one in found:
+                one.there.send(b"2")
+            await until(lambda: len(seen) >= 4, "what came in the rest")
+            assert sorted(seen) == ["a2", "b2", "c2", "d2"]
+        for at in range(50):
+            clock.now += sockets.REST_MAX_S
+            found[2].there.send(b"3")
+            await until(lambda at=at: seen.count("c3") == at + 1, "the next one")  # type: ignore[misc]
+        assert found[0]._sockets._resting is None, "they have become rare: the loop watches again"
 
 
 async def test_what_is_over_a_looks_share_is_read_in_later_rounds_and_others_run_in_between() -> None:

@@ -27,6 +27,7 @@ def _share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Whether events are handed over by the read that brought them, or wait for another round of the loop, as over TLS;
     or sockets are read together."""
     if request.param.startswith("in-batches"):
+        monkeypatch.setattr(sockets, "STREAMS_FEW", 1)
         monkeypatch.setattr(sockets, "SHARE_S", 0.0 if request.param == "in-batches-of-one" else sockets.SHARE_S)
     else:
         monkeypatch.setattr(http1, "plain_socket", lambda transport: None)
