@@ -1,4 +1,4 @@
-"""Compiles `paramserver/data/stream.c` where there is a compiler; without one the package works, and copies slower."""
+"""Compiles the C of `paramserver/data` where there is a compiler; without one the package works, and copies slower."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 DATA = "paramserver/data"
+SOURCES = ("stream.c", "receive.c")
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -23,11 +24,12 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         folder = Path(self.root) / DATA
         partial = folder / f"_stream.{os.getpid()}.partial"  # a process that runs keeps the file it has mapped
-        command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(partial), str(folder / "stream.c")]
+        sources = [str(folder / name) for name in SOURCES]
+        command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(partial), *sources]
         try:
             subprocess.run(command, check=True)
         except subprocess.CalledProcessError as error:
-            self.app.display_warning(f"stream.c does not compile here, copies are slower: {error}")
+            self.app.display_warning(f"{' '.join(SOURCES)} do not compile here, copies are slower: {error}")
             return
         partial.rename(folder / "_stream.so")
         build_data["artifacts"].append(f"{DATA}/_stream.so")

@@ -130,7 +130,8 @@ def thin_environment(shared: Path, venv: Path = VENV, tools: Sequence[str] = TOO
     """`venv`: the shared packages through a path file, this checkout in editable form, its commands in bin."""
     stamp = venv / ".stamp"
     built_from = [
-        (ROOT / name).read_bytes() for name in ("pyproject.toml", "hatch_build.py", "paramserver/data/stream.c")
+        path.read_bytes()
+        for path in (ROOT / "pyproject.toml", ROOT / "hatch_build.py", *sorted(ROOT.glob("paramserver/data/*.c")))
     ]
     wanted = f"{shared}\n{ROOT}\n{digest(*built_from, repr(tools).encode())}"
     if stamp.exists() and stamp.read_text() == wanted:

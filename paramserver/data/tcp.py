@@ -1,22 +1,21 @@
-"""The asking side of the data port over plain TCP sockets: `recv_into` straight into the mapped pool."""
+"""The asking side of the data port over plain TCP sockets, which are received straight into the mapped pool."""
 
 from __future__ import annotations
 
+import functools
 import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
 
-from paramserver.core.records import Digest, Manifest
+from paramserver.core.records import Manifest
 from paramserver.core.transfer import Want
-from paramserver.data import wire
+from paramserver.data import arrival, wire
 from paramserver.data.transport import Arrived, Source
 from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
 
 CONNECT_TIMEOUT_S = 2.0
-PIECE_BYTES = 256 << 10
-"""Received, then hashed, at once: less than a core's own cache, so that hashing reads it from there."""
 
 
 class TcpLink:
@@ -78,13 +77,11 @@ class TcpLink:
             raise LinkBroken(f"{header} answers chunk {want.index} from byte {want.from_byte}")
         began_at = time.monotonic()
         upto = header.from_byte
-        found = Digest(target[:upto])
+        chunk = arrival.begin(self._sock, target, upto)
         while upto < len(target):
-            num = self._some(target[upto : upto + PIECE_BYTES])
-            found.update(target[upto : upto + num])
-            upto += num
+            upto += self._some(functools.partial(chunk.receive, upto))
             received(header.index, upto)
-        return Arrived(header.index, header.digest, header.length, began_at, found.digest())
+        return Arrived(header.index, header.digest, header.length, began_at, chunk.digest())
 
     def close(self) -> None:
         self._sock.close()
@@ -94,7 +91,8 @@ class TcpLink:
         buffer = bytearray(wire.HEADER.size)
         filled = 0
         while filled < len(buffer):
-            filled += self._some(memoryview(buffer)[filled:])
+            rest = memoryview(buffer)[filled:]
+            filled += self._some(functools.partial(self._sock.recv_into, rest, 0, socket.MSG_WAITALL))
         kind, index, from_byte, length, digest = wire.HEADER.unpack(buffer)
         if kind == Kind.REFUSED:
             self._sock.settimeout(self.silence_s)
@@ -110,12 +108,12 @@ class TcpLink:
             if select.select([self._sock], [], [], left)[0]:
                 self.header()
 
-    def _some(self, into: memoryview) -> int:
-        """At least one byte, sending ALIVE while none comes; LinkBroken after `silence_s` without any."""
+    def _some(self, receive: Callable[[], int]) -> int:
+        """At least one byte by `receive`, sending ALIVE while none comes; LinkBroken after `silence_s` without any."""
         heard_at = time.monotonic()
         while True:
             try:
-                num = self._sock.recv_into(into, 0, socket.MSG_WAITALL)
+                num = receive()
             except BlockingIOError:
                 if (num_behind := wire.out_of_order(self._sock)) != self._num_behind_lost:
                     heard_at, self._num_behind_lost = time.monotonic(), num_behind

@@ -57,11 +57,11 @@ ALL = (
         "hop_vs_nixl_tcp",
         "nixl_tcp.py",
         ("nixl", "nixl-cu12"),
-        1.5,
+        1.0,
         [*({**p, "op": op} for op in ("READ", "WRITE") for p in _PIECES)],
     ),
     Peer("hop_vs_mooncake_tcp", "mooncake_tcp.py", ("mooncake-transfer-engine-non-cuda",), 1.5, _PIECES),
-    Peer("hop_vs_gloo", "gloo.py", ("torch",), 1.2, [{"groups": 1}, {"groups": 2}, {"groups": 4}]),
+    Peer("hop_vs_gloo", "gloo.py", ("torch",), 1.0, [{"groups": 1}, {"groups": 2}, {"groups": 4}]),
     Peer("hop_vs_ray", "ray_store.py", ("ray",), 5.0, [{}, {"env": {_CHUNK: str(32 << 20)}}]),
 )
 

@@ -23,8 +23,8 @@ from paramserver import pull
 from paramserver.core.layout import TensorSpec, plan_layout
 from paramserver.core.records import ChunkMap, Epoch, Manifest, digest, version_root
 from paramserver.core.transfer import Want
+from paramserver.data import arrival, tcp, wire
 from paramserver.data import server as data_server
-from paramserver.data import tcp, wire
 from paramserver.data.fetch import Fetch
 from paramserver.data.publish import Image, Mappings, write_mapped, write_tcp
 from paramserver.data.transport import Arrived, Source
@@ -172,6 +172,15 @@ class tcp_link:  # noqa: N801  (reads as a function)
         self.link.close()
 
 
+@pytest.fixture(params=["by the libraries", "in Python"])
+def _both_arrivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in Python":
+        monkeypatch.setattr(arrival, "_libraries", None)
+    else:
+        assert arrival._libraries is not None, "`make env` compiles receive.c, `make system-packages` has libxxhash"
+
+
+@pytest.mark.usefixtures("_both_arrivals")
 def test_a_request_may_start_in_the_middle_of_a_chunk(make_host: MakeHost) -> None:
     upstream, downstream = make_host(), make_host()
     upstream.fill()
