@@ -92,6 +92,8 @@ def segment_sampling(request: TurnRequest, generated: int) -> SamplingParams:
     """The turn's sampling for what is left of it after `generated` tokens."""
     sampling = request.sampling
     seed = sampling.seed
+    if seed is None and not generated:
+        return sampling
     if seed is not None:
         seed = segment_seed(seed, request.choice, request.turn_index, generated)
     return dataclasses.replace(
