@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 KEPT = 2048
@@ -69,22 +70,36 @@ class TurnLengths:
 
     def alive(self, generated: int, further: int, expected: int | None = None) -> float:
         """Probability that a turn with `generated` goes on for more than `further` tokens."""
+        return self._alive(generated, (further,), expected)[0]
+
+    def _alive(self, generated: int, ahead: Sequence[int], expected: int | None) -> Sequence[float]:
         if not self.known:
-            return 1.0
-        scale = self._scale(generated, expected)
-        now = len(self._sorted) - bisect.bisect_right(self._sorted, generated / scale)
-        then = len(self._sorted) - bisect.bisect_right(self._sorted, (generated + further) / scale)
-        return then / now if now else 0.5
+            return [1.0] * len(ahead)
+        num, scale = len(self._sorted), self._scale(generated, expected)
+        now = num - bisect.bisect_right(self._sorted, generated / scale)
+        if not now:
+            return [0.5] * len(ahead)
+        return [(num - bisect.bisect_right(self._sorted, (generated + further) / scale)) / now for further in ahead]
 
     def growth(
-        self, tokens: int, generated: int, left: int, further: int, *, frees: bool, expected: int | None = None
-    ) -> int:
-        """KV tokens more (or, below 0, less) that the turn will probably hold after `further` steps.
+        self,
+        tokens: int,
+        generated: int,
+        left: int,
+        ahead: Sequence[int],
+        *,
+        frees: bool,
+        expected: int | None = None,
+    ) -> tuple[int, ...]:
+        """KV tokens more (or, below 0, less) that the turn will probably hold after each of so many steps.
 
         `frees`: its KV goes when it ends (a call without session); else its next turn will want it.
         """
-        alive = self.alive(generated, further, expected)
-        grown = min(further, left)
-        if frees:
-            return round(alive * (tokens + grown)) - tokens
-        return round(alive * grown + (1 - alive) * grown / 2)
+        found = []
+        for further, alive in zip(ahead, self._alive(generated, ahead, expected), strict=True):
+            grown = min(further, left)
+            if frees:
+                found.append(round(alive * (tokens + grown)) - tokens)
+            else:
+                found.append(round(alive * grown + (1 - alive) * grown / 2))
+        return tuple(found)

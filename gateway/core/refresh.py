@@ -138,15 +138,16 @@ def _interrupting(fleet: FleetState, engine: EngineState, now: float) -> Refresh
     """A refresh although turns run: in mode `inflight`, or when stragglers have no other end."""
     if engine.status != "serving" or not engine.newer:
         return None
-    turns = tuple(sorted(engine.turns))
     if fleet.config.mode == "inflight":
-        return RefreshDecision(engine.name, engine.available, "a newer version is here", (), turns)
+        return RefreshDecision(
+            engine.name, engine.available, "a newer version is here", (), tuple(sorted(engine.turns))
+        )
     if engine.intake_open or not straggling(fleet, engine, now) or fresh(fleet, engine):
         return None
     alone = fleet.num_serving(Pool(engine.version)) == 1
     stranded = fleet.live_sessions(engine.version) if alone else ()
     reason = f"{stragglers(fleet, engine)}; beyond the staleness bound"
-    return RefreshDecision(engine.name, engine.available, reason, stranded, turns)
+    return RefreshDecision(engine.name, engine.available, reason, stranded, tuple(sorted(engine.turns)))
 
 
 def _others_run(fleet: FleetState) -> bool:

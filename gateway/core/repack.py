@@ -14,10 +14,13 @@ Invariants of a plan:
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import operator
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from gateway.core.fleet import TurnLoad
 from gateway.core.lengths import TurnLengths
@@ -49,6 +52,12 @@ class SessionLoad:
     def key(self) -> str:
         """Tells it from others: a session may run several turns at once."""
         return self.turn_id or self.session_id
+
+    def kv_at(self, horizons: int) -> tuple[int, ...]:
+        """Its KV tokens now and at each of so many horizons."""
+        if not self.growth:
+            return (self.tokens,) * (horizons + 1)
+        return (self.tokens, *[self.tokens + more for more in self.growth])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,28 +130,103 @@ class Plan:
         return sum(f.gain_s for f in self.freed)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Bin:
-    """What a destination will hold: grows as the plan does. `kv_at`: its KV tokens now and at each horizon."""
+    """What a destination will hold: grows as the plan does. `kv_at`: its KV tokens now and at each horizon.
+
+    `each_at`: the same of each of its own sessions. `most_at`: the most that one which takes all of them, one by one in
+    their order, holds more on the way; growth may be negative, so that is not what they come to in the end.
+    """
 
     view: EngineView
     tie: float
     kv_at: tuple[int, ...]
+    each_at: Sequence[tuple[int, ...]] = ()
+    most_at: tuple[int, ...] = ()
     sessions: int = 0
+    limit: float = field(init=False)
+    most: int = field(init=False)  # of `kv_at`
 
-    def fits(self, load: SessionLoad) -> bool:
-        limit = self.view.kv_max * self.view.kv_capacity_tokens
-        return self.sessions < self.view.batch_max and max(self._with(load)) <= limit
+    def __post_init__(self) -> None:
+        self.limit, self.most = self.view.kv_max * self.view.kv_capacity_tokens, max(self.kv_at)
 
-    def add(self, load: SessionLoad) -> None:
-        self.kv_at, self.sessions = self._with(load), self.sessions + 1
+    def fits(self, kv_at: tuple[int, ...], num: int = 1) -> bool:
+        """So much more, of so many sessions."""
+        if self.sessions + num > self.view.batch_max:
+            return False
+        return all(kv + more <= self.limit for kv, more in zip(self.kv_at, kv_at, strict=True))
+
+    def add(self, kv_at: tuple[int, ...]) -> None:
+        self.kv_at, self.sessions = tuple(map(operator.add, self.kv_at, kv_at)), self.sessions + 1
+        self.most = max(self.kv_at)
 
     def copy(self) -> _Bin:
-        return _Bin(self.view, self.tie, self.kv_at, self.sessions)
+        return _Bin(self.view, self.tie, self.kv_at, sessions=self.sessions)
 
-    def _with(self, load: SessionLoad) -> tuple[int, ...]:
-        growth = load.growth or (0,) * (len(self.kv_at) - 1)
-        return tuple(kv + load.tokens + more for kv, more in zip(self.kv_at, (0, *growth), strict=True))
+
+Routes = Sequence[tuple[SessionLoad, _Bin]]
+
+
+class _Destinations:
+    """Engines that sessions may go to, the fullest first. One without turns is none: it is free already."""
+
+    def __init__(self, bins: Iterable[_Bin]) -> None:
+        self._fullest = sorted((b for b in bins if b.view.turns or b.view.inbound), key=_fullness)
+        self._places = sum(self._free(b) for b in self._fullest)
+
+    def remove(self, one: _Bin) -> None:
+        if one in self._fullest:
+            self._fullest.remove(one)
+            self._places -= self._free(one)
+
+    def take(self, routes: Routes) -> None:
+        """The sessions are on their way there."""
+        for one in dict.fromkeys(there for _, there in routes):
+            self.remove(one)
+            for load in (load for load, there in routes if there is one):
+                one.add(load.kv_at(len(one.kv_at) - 1))
+            bisect.insort(self._fullest, one, key=_fullness)
+            self._places += self._free(one)
+
+    def routes(self, source: _Bin) -> Routes:
+        """A destination for every session of `source`, or nothing.
+
+        The fullest engine that takes all of it; else the largest session first, each to the fullest that takes it.
+        """
+        num = len(source.each_at)
+        if num > self._places - self._free(source):
+            return []
+        roomiest = max(one.limit for one in self._fullest) - source.most_at[0]
+        begin = bisect.bisect_left(self._fullest, -roomiest, key=lambda one: -one.kv_at[0])  # those before are too full
+        for one in itertools.islice(self._fullest, begin, None):
+            if one is not source and one.fits(source.most_at, num):
+                return [(load, one) for load in source.view.sessions]
+        return self._spread(source)
+
+    def _spread(self, source: _Bin) -> Routes:
+        least = min(map(min, source.each_at))
+        able = [
+            b for b in self._fullest if b is not source and b.sessions < b.view.batch_max and b.most + least <= b.limit
+        ]
+        trial = [b.copy() for b in able]  # with what they take of this source
+        found: list[tuple[SessionLoad, _Bin]] = []
+        loads = zip(source.view.sessions, source.each_at, strict=True)
+        for load, kv_at in sorted(loads, key=lambda of: (-of[0].tokens, of[0].key)):
+            least = min(kv_at)  # where a destination holds the most, it comes to this at least
+            at = next((i for i, b in enumerate(trial) if b.most + least <= b.limit and b.fits(kv_at)), None)
+            if at is None:
+                return []
+            trial[at].add(kv_at)
+            found.append((load, able[at]))
+        return found
+
+    @staticmethod
+    def _free(one: _Bin) -> int:
+        return max(0, one.view.batch_max - one.sessions)
+
+
+def _fullness(one: _Bin) -> tuple[int, float]:
+    return (-one.kv_at[0], one.tie)
 
 
 def turn_load(
@@ -163,11 +247,9 @@ def turn_load(
     """
     left = turn.tokens_max - turn.tokens
     remaining = lengths.remaining(generated, left, expected)
-    ahead = [round(share * lengths.mean) if lengths.known else remaining for share in HORIZONS]
-    growth = tuple(
-        lengths.growth(turn.tokens, generated, left, further, frees=ends_session, expected=expected)
-        for further in ahead
-    )
+    mean = lengths.mean
+    ahead = [round(share * mean) for share in HORIZONS] if lengths.known else [remaining] * len(HORIZONS)
+    growth = lengths.growth(turn.tokens, generated, left, ahead, frees=ends_session, expected=expected)
     remaining_s = max(remaining * each_s, 0.0 if ends_session else back_s)
     return SessionLoad(turn.session_id, turn.turn_id, turn.tokens, growth, remaining_s, moves, stays)
 
@@ -199,25 +281,27 @@ def past_peak(engine: EngineView) -> str:
 
 def _plan_group(group: Sequence[EngineView], version: Version, config: RepackConfig, seed: int) -> Plan:
     tie = random.Random(f"{seed}:{version}")
-    reasons = [f"{e.name} stays: {why}" for e in group if (why := past_peak(e))]
+    past = {e.name: past_peak(e) for e in group}
+    reasons = [f"{name} stays: {why}" for name, why in past.items() if why]
     horizons = max((len(s.growth) for e in group for s in e.expected), default=0)
-    bins = [_bin(e, tie.random(), horizons) for e in group if not past_peak(e)]
+    bins = [_bin(e, tie.random(), horizons) for e in group if not past[e.name]]
     order = sorted(bins, key=lambda b: (b.view.tokens, b.tie))
+    destinations = _Destinations(order)
     taken = {b.view.name for b in order if b.view.inbound}
     moves, freed = list[Move](), list[Freed]()
-    for source in (b.view for b in order):
+    for one in order:
+        source = one.view
         if source.name in taken:
             continue  # others come to it
         why_not = _why_not_at_all(source, config)
-        routes = [] if why_not else _routes(source, [b for b in order if b.view.name != source.name])
+        routes = [] if why_not else destinations.routes(one)
         if not why_not:
             why_not = _why_not(source, routes, config)
         if why_not:
             reasons.append(f"{source.name} stays: {why_not}")
             continue
-        for load, destination in routes:
-            destination.add(load)
-        order = [b for b in order if b.view.name != source.name]
+        destinations.take(routes)
+        destinations.remove(one)
         taken |= {d.view.name for _, d in routes}
         moves += [_move(load, source, d, config) for load, d in routes]
         freed.append(_freed(source, config))
@@ -227,39 +311,14 @@ def _plan_group(group: Sequence[EngineView], version: Version, config: RepackCon
 
 
 def _bin(view: EngineView, tie: float, horizons: int) -> _Bin:
-    found = _Bin(view, tie, (0,) * (horizons + 1))
-    for load in view.expected:
-        found.add(load)
+    none = (0,) * (horizons + 1)
+    each_at = [load.kv_at(horizons) for load in view.sessions]
+    on_the_way = [list(itertools.accumulate(kv)) for kv in zip(*each_at, strict=True)]
+    kv_at = tuple(kv[-1] for kv in on_the_way) or none
+    found = _Bin(view, tie, kv_at, each_at, tuple(map(max, on_the_way)) or none, len(each_at))
+    for load in view.inbound:
+        found.add(load.kv_at(horizons))
     return found
-
-
-def _routes(source: EngineView, others: Sequence[_Bin]) -> list[tuple[SessionLoad, _Bin]]:
-    """A destination for every session of `source`, or nothing.
-
-    The fullest engine that takes all of it; else the largest session first, each to the fullest that takes it. An
-    engine without turns is no destination: it is free already.
-    """
-    real = {b.view.name: b for b in others}
-    fullest = sorted((b.copy() for b in others if b.view.turns or b.view.inbound), key=lambda b: (-b.kv_at[0], b.tie))
-    for one in fullest:
-        whole = one.copy()
-        if all(_take(load, [whole]) is not None for load in source.sessions):
-            return [(load, real[one.view.name]) for load in source.sessions]
-    routes = []
-    for load in sorted(source.sessions, key=lambda s: (-s.tokens, s.key)):
-        destination = _take(load, fullest)
-        if destination is None:
-            return []
-        routes.append((load, real[destination.view.name]))
-    return routes
-
-
-def _take(load: SessionLoad, bins: Sequence[_Bin]) -> _Bin | None:
-    for one in bins:
-        if one.fits(load):
-            one.add(load)
-            return one
-    return None
 
 
 def _why_not_at_all(source: EngineView, config: RepackConfig) -> str:
@@ -272,7 +331,7 @@ def _why_not_at_all(source: EngineView, config: RepackConfig) -> str:
     return f"{len(tired)} of its sessions have moved {config.moves_max} times" if tired else ""
 
 
-def _why_not(source: EngineView, routes: Sequence[tuple[SessionLoad, _Bin]], config: RepackConfig) -> str:
+def _why_not(source: EngineView, routes: Routes, config: RepackConfig) -> str:
     if not routes:
         return "the engines of its version have no room for all of it"
     found = _freed(source, config)
@@ -293,6 +352,6 @@ def _move(load: SessionLoad, source: EngineView, to: _Bin, config: RepackConfig)
     return Move(load.turn_id, load.session_id, source.name, to.view.name, load.tokens, price_s)
 
 
-def _told(source: EngineView, routes: Sequence[tuple[SessionLoad, _Bin]]) -> str:
+def _told(source: EngineView, routes: Routes) -> str:
     where = " and ".join(sorted({d.view.name for _, d in routes}))
     return f"{source.name} goes to {where}: {len(source.turns)} turns, {source.tokens} tokens to prefill again"

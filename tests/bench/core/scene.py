@@ -112,6 +112,7 @@ def scene(versions: Mapping[Version, tuple[float, int]], *, engines: int = ENGIN
     for version, (share, turns) in versions.items():
         for name in itertools.islice(names, round(share * engines)):
             _add(made, EngineName(name), version, turns, system)
+    fleet.served()  # engines are in order before anything is measured, as in a fleet that has been at work
     return made
 
 

@@ -38,9 +38,9 @@ def test_who_is_past_the_median_has_longer_to_go() -> None:
 
 def test_a_call_frees_its_kv_and_a_session_keeps_it() -> None:
     known = learnt([100] * 50 + [300] * 50)
-    assert known.growth(1000, 0, 500, 200, frees=True) == -400  # half are gone, the others hold 200 more
-    assert known.growth(1000, 0, 500, 200, frees=False) == 150
-    assert known.growth(1000, 0, 50, 200, frees=False) == 38, "no more than its budget"
+    assert known.growth(1000, 0, 500, (200,), frees=True) == (-400,)  # half are gone, the others hold 200 more
+    assert known.growth(1000, 0, 500, (200, 0), frees=False) == (150, 0)
+    assert known.growth(1000, 0, 50, (200,), frees=False) == (38,), "no more than its budget"
 
 
 TOKENS = st.integers(0, 6000)
@@ -56,8 +56,8 @@ def test_expectations_stay_within_what_can_be(
     known = learnt(values)
     assert 1 <= known.remaining(generated, left, expected) <= max(1, left)
     assert 0.0 <= known.alive(generated, further, expected) <= 1.0
-    assert 0 <= known.growth(77, generated, left, further, frees=False, expected=expected) <= min(left, further)
-    assert -77 <= known.growth(77, generated, left, further, frees=True, expected=expected) <= min(left, further)
+    assert 0 <= known.growth(77, generated, left, (further,), frees=False, expected=expected)[0] <= min(left, further)
+    assert -77 <= known.growth(77, generated, left, (further,), frees=True, expected=expected)[0] <= min(left, further)
 
 
 @given(st.lists(st.integers(1, 5000), max_size=300), st.integers(1, 9000), st.integers(1, 20_000))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gateway.core.repack import EngineView, Move, Plan, RepackConfig, SessionLoad, past_peak, plan_repack
 from gateway.core.types import EngineName, SessionId, TurnId, Version
+from tests.unit.gateway_core import scanned_repack
 
 NEWEST = Version(4)
 CONFIG = RepackConfig(prefill_tokens_per_s=1000.0)
@@ -341,3 +342,48 @@ def test_an_engine_whose_turn_has_to_end_there_is_no_source_and_may_be_a_destina
     alone = plan_repack([view("e0", staying), view("e1", dataclasses.replace(turn(30), stays=True))], NEWEST, CONFIG)[0]
     assert alone.moves == ()
     assert "have to end where they began" in "; ".join(alone.reasons)
+
+
+GROWING = st.builds(
+    lambda tokens, growth, moves: replace(turn(tokens, moves=moves), growth=tuple(growth)),
+    st.integers(1, 120),
+    st.lists(st.integers(-40, 60), min_size=3, max_size=3),
+    MOVED,
+)
+WAITING = st.builds(lambda tokens: replace(waiting(tokens), growth=()), st.integers(1, 60))
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda sessions, inbound, capacity, batch_max, kv_max, odd: (
+                sessions,
+                inbound,
+                capacity,
+                batch_max,
+                kv_max,
+                odd,
+            ),
+            st.lists(st.one_of(GROWING, GROWING, WAITING), max_size=6),
+            st.lists(GROWING, max_size=2) | st.just([]),
+            st.sampled_from([300, 500, 800]),
+            st.integers(2, 12),
+            st.sampled_from([0.5, 0.9, 1.0]),
+            st.sampled_from([*[{}] * 12, {"intake_open": True}, {"queued": 1}, {"leaving": True}]),
+        ),
+        min_size=2,
+        max_size=14,
+    ),
+    CONFIGS,
+    st.integers(0, 3),
+)
+@settings(max_examples=300, deadline=None)
+def test_plans_are_those_of_a_try_of_every_engine(engines: list[Any], config: RepackConfig, seed: int) -> None:
+    views = [
+        view(f"e{i:02d}", *sessions, inbound=tuple(coming), capacity=kv, batch_max=batch_max, kv_max=kv_max, **odd)
+        for i, (sessions, coming, kv, batch_max, kv_max, odd) in enumerate(engines)
+    ]
+    [found] = plan_repack(views, NEWEST, config, seed=seed)
+    expected = scanned_repack.plan_group(views, Version(1), config, seed)
+    event(f"{len(found.freed)} freed, {'spread' if len(set(routes(found).values())) < len(found.moves) else 'whole'}")
+    assert found == expected
