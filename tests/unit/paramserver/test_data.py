@@ -456,6 +456,27 @@ def test_many_threads_copy_one_version_and_read_each_tensor_once(
     assert set(reads.values()) == {1}
 
 
+def test_no_chunk_that_is_whole_waits_for_the_read_of_another_tensor(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paramserver.data.publish.num_copy_threads", lambda chunks: 1)
+    monkeypatch.setattr("paramserver.data.publish.ALIVE_S", 0.01)
+    (file,) = plan_layout([TensorSpec("a", "U8", (5 * CHUNK,)), TensorSpec("b", "U8", (5 * CHUNK,))])
+    host, mappings = make_host(file.size_bytes), Mappings()
+
+    def gathered() -> memoryview:
+        whole = (len(file.head) + 5 * CHUNK) // CHUNK
+        assert host.snapshot.wait_chunk(whole - 1, 60.0) is not None
+        return memoryview(bytes(5 * CHUNK))
+
+    reads = {"a": lambda: memoryview(bytes(5 * CHUNK)), "b": gathered}
+    image = Image([file.size_bytes], {0: file}, reads, CHUNK)
+    assert max(map(len, image.runs())) > 1
+    write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+    mappings.close()
+    assert host.snapshot.complete
+
+
 def test_a_tensor_that_fails_in_one_thread_ends_them_all(make_host: MakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paramserver.data.publish.num_copy_threads", lambda chunks: 4)
 
