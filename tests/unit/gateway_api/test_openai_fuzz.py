@@ -59,7 +59,7 @@ def take_chat(raw: bytes) -> SamplingParams:
     return requests.sampling(body, prompt_tokens=len(prompt.token_ids), model=MODEL, top=0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(messages=MESSAGES, more=fields(ChatRequest))
 def test_chat_bodies(messages: list[dict[str, Any]], more: dict[str, Any]) -> None:
     raw = json.dumps({"model": "policy", "messages": messages, **more}).encode()
@@ -67,7 +67,7 @@ def test_chat_bodies(messages: list[dict[str, Any]], more: dict[str, Any]) -> No
         assert take_chat(raw).max_tokens >= 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(more=fields(CompletionRequest), prompt=st.one_of(JSON, st.lists(st.integers(-1, 600), max_size=3)))
 def test_completion_bodies(more: dict[str, Any], prompt: Any) -> None:
     with contextlib.suppress(InvalidRequest):

@@ -137,7 +137,7 @@ def parsed(codec: Codec, prompt_ids: list[int], said: list[int], *, tools: bool)
     return asyncio.run(read()).message()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data(), tools=st.booleans(), letters=st.booleans())
 @pytest.mark.parametrize("make", CODECS)
 def test_what_is_bridged_is_what_the_template_writes(
@@ -162,7 +162,7 @@ def test_what_is_bridged_is_what_the_template_writes(
         ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data(), tools=st.booleans(), keep=st.booleans(), mode=st.sampled_from(["record", "template"]))
 @pytest.mark.parametrize("make", REASONS)
 def test_reasoning_stays_in_the_record_or_follows_the_template(

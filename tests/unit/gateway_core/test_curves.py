@@ -65,7 +65,7 @@ def test_what_an_engine_became_is_learnt_again() -> None:
     ),
     st.integers(1, 99),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_whatever_is_seen_b_stays_within_its_bounds(seen: list[tuple[int, int, float]], configured: int) -> None:
     curve = DecodeCurve()
     for batch, tokens, seconds in seen:

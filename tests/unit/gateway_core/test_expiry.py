@@ -70,7 +70,7 @@ AGE_S = st.floats(0, 1000)
 
 
 @given(AGE_S, st.none() | AGE_S, FLAGS, st.sampled_from(["live", "finished", "abandoned"]), st.none() | AGE_S)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_it_is_each_reason_is_true_and_none_is_passed_over(
     touched_s: float, deadline: float | None, how: dict[str, bool], phase: str, reward_until: float | None
 ) -> None:

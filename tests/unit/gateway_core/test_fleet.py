@@ -393,7 +393,7 @@ def engines(draw: st.DrawFn) -> list[EngineState]:
 
 
 @given(engines(), st.lists(st.integers(1, 4), max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_the_fleet_only_empty_engines_go_and_no_held_version_is_left(
     engines: list[EngineState], versions: list[int]
 ) -> None:

@@ -49,7 +49,7 @@ EXPECTED = st.none() | st.integers(1, 9000) | st.just(2**53 - 1)
 
 
 @given(LENGTHS, TOKENS, st.integers(1, 6000), TOKENS, EXPECTED)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_expectations_stay_within_what_can_be(
     values: list[int], generated: int, left: int, further: int, expected: int | None
 ) -> None:
@@ -61,13 +61,13 @@ def test_expectations_stay_within_what_can_be(
 
 
 @given(st.lists(st.integers(1, 5000), max_size=300), st.integers(1, 9000), st.integers(1, 20_000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_turn_that_begins_is_as_long_as_its_client_expects(values: list[int], expected: int, left: int) -> None:
     assert learnt(values).remaining(0, left, expected) == min(left, expected)
 
 
 @given(LENGTHS, TOKENS, TOKENS, TOKENS, st.integers(1, 6000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_turn_that_outlived_what_was_expected_is_as_any_other(
     values: list[int], expected: int, more: int, further: int, left: int
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_turn_that_outlived_what_was_expected_is_as_any_other(
 
 
 @given(st.lists(st.integers(1, 999), min_size=SEEN_MIN, max_size=60), st.integers(1, 8), st.data(), TOKENS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_turn_of_so_many_times_the_length_has_a_tail_of_so_many_times_the_length(
     drawn: list[int], times: int, data: st.DataObject, further: int
 ) -> None:

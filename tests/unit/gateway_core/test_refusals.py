@@ -38,7 +38,7 @@ def some_fleet(open_: bool, full: int) -> FleetState:
 
 
 @given(st.lists(DEMANDS, max_size=12), st.booleans(), st.integers(0, 2), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_same_as_asking_for_each(demands: list[Demand], open_: bool, full: int, stop: bool) -> None:
     state, refusals = some_fleet(open_, full), Refusals()
     admission = Admission(5, 5, 1 if stop else None, 0)

@@ -295,7 +295,7 @@ def every_engine_is_told_of(engines: dict[str, EngineView], found: Plan, config:
     ],
 )
 @given(fleets(), CONFIGS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_in_every_plan(check: Check, engines: list[EngineView], config: RepackConfig) -> None:
     plans = plan_repack(engines, NEWEST, config, seed=3)
     versions = [p.version for p in plans]
@@ -307,14 +307,14 @@ def test_in_every_plan(check: Check, engines: list[EngineView], config: RepackCo
 
 
 @given(st.lists(st.sampled_from([40, 60]), min_size=2, max_size=6), st.integers(0, 99))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_same_seed_gives_the_same_plan(tokens: list[int], seed: int) -> None:
     engines = [view(f"e{i}", turn(n)) for i, n in enumerate(tokens)]
     assert plan_repack(engines, NEWEST, CONFIG, seed=seed) == plan_repack(engines, NEWEST, CONFIG, seed=seed)
 
 
 @given(fleets(), CONFIGS, st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_order_in_which_engines_are_named_changes_nothing(
     engines: list[EngineView], config: RepackConfig, rng: random.Random
 ) -> None:
@@ -377,7 +377,7 @@ WAITING = st.builds(lambda tokens: replace(waiting(tokens), growth=()), st.integ
     CONFIGS,
     st.integers(0, 3),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_plans_are_those_of_a_try_of_every_engine(engines: list[Any], config: RepackConfig, seed: int) -> None:
     views = [
         view(f"e{i:02d}", *sessions, inbound=tuple(coming), capacity=kv, batch_max=batch_max, kv_max=kv_max, **odd)

@@ -268,7 +268,7 @@ ENGINES = st.lists(
 
 
 @given(ENGINES, st.sampled_from([None, 1, 2, 3]), st.sampled_from(["", "e0", "e1"]), st.integers(1, 600))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_the_fleet_a_place_has_room_and_a_version_changes_only_when_lost(
     drawn: list[tuple[str, int, list[int], bool]], version: int | None, on: str, prompt: int
 ) -> None:

@@ -398,4 +398,4 @@ class SessionLife(RuleBasedStateMachine):
 
 
 TestSessionLife = SessionLife.TestCase
-TestSessionLife.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestSessionLife.settings = settings(max_examples=60, stateful_step_count=20)

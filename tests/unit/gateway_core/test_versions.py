@@ -269,7 +269,7 @@ SOME = st.lists(st.tuples(VERSIONS, st.booleans(), st.sampled_from(["serving", "
 
 
 @given(SOME, VERSIONS, st.none() | VERSIONS, st.integers(0, 4), st.none() | VERSIONS, st.sampled_from(POLICIES))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_the_fleet_a_session_is_within_its_bounds(
     drawn: list[tuple[int, bool, str]],
     grouped: int,

@@ -160,7 +160,7 @@ def requests(draw: Any) -> tuple[str, str, bytes | None]:
 async def test_nothing_asked_by_the_schema_meets_a_5xx(tmp_path: Path) -> None:
     drawn: list[tuple[str, str, bytes | None]] = []
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
     @given(requests())
     def draw(request: tuple[str, str, bytes | None]) -> None:
         drawn.append(request)

@@ -53,7 +53,7 @@ def assemble(file: FileLayout, contents: dict[str, bytes]) -> bytes:
     return bytes(body)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(specs, st.one_of(st.none(), st.just({"format": "pt"})))
 def test_equals_what_safetensors_writes(tensors: list[TensorSpec], metadata: dict[str, str] | None) -> None:
     import numpy as np
