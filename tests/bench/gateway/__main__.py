@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from tests.bench.figures import Figure, keep, show
+from tests.bench.kinds import processor
 from tests.bench.needs import stop_if_lacking, stop_if_unmeasured
 
 PARTS = {
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         print(f"== {part}", flush=True)
         for figure in module.run():
             found.append(figure)
-            keep("gateway", [figure])  # what a later part breaks does not take it away
+            keep("gateway", [figure], processor=processor())  # what a later part breaks does not take it away
             print(f"{figure.key}: {figure.value} {figure.verdict} {figure.details}", flush=True)
     show("gateway", found)
     stop_if_unmeasured("bench-gateway", found)
