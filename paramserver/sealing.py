@@ -92,6 +92,7 @@ class Sealing:
             if seat.epoch(manifest.model) != manifest.epoch:
                 raise StaleEpoch(f"{self._relay.config.name} is no longer master of {manifest.model}")
         draft.recorded = True  # the only other writer of this key in this epoch is an earlier try of this call
+        log.info("%s is in the registry: relays fetch it", draft.snapshot)
 
     # ---- sealed
 
