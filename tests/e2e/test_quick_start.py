@@ -1,4 +1,4 @@
-"""README's quick start run as it stands: its commands, trainer and environment; with a smaller model and free ports."""
+"""The quick start runs as it stands: its commands, trainer and environment; with a smaller model and free ports."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ INSTEAD = {
 
 
 def blocks(language: str) -> list[str]:
-    text = (ROOT / "README.md").read_text()
-    section = re.search(r"^## Quick start on a laptop\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
-    assert section is not None
-    return re.findall(rf"^```{language}\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
+    text = (ROOT / "docs/quick-start.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def free_ports() -> dict[str, str]:
-    """Ports that nobody had a moment ago, for README's fixed ones."""
+    """Ports that nobody had a moment ago, for the fixed ones of the page."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in PORTS]
     found = {port: str(one.getsockname()[1]) for port, one in zip(PORTS, sockets, strict=True)}
     for one in sockets:
