@@ -37,7 +37,6 @@ check: env  ## format, lint, strict types, import directions, generated parts fr
 	@$(RUN) -m mypy
 	@PYTHONPATH=. .venv/bin/lint-imports
 	@$(RUN) -m protos.generate --check
-	@$(RUN) -m deploy.module_map --check
 
 SEEDS ?= 5000
 sim: env  ## the relay tier under virtual time, seeded faults on all cores (SEEDS=5000, some 20 minutes on 2 cores)
@@ -73,10 +72,9 @@ bench: env  ## benchmarks that the project's figures come from; tables, and benc
 protos: env  ## generate the gRPC code from protos/*.proto
 	@$(RUN) -m protos.generate
 
-format: env  ## format, mend what ruff can, renew ARCHITECTURE.md's map
+format: env  ## format, mend what ruff can
 	@$(RUN) -m ruff format .
 	@$(RUN) -m ruff check --fix .
-	@$(RUN) -m deploy.module_map
 
 lock: env  ## requirements.lock with the newest versions that pyproject.toml allows
 	@$(PYTHON) -m deploy.lock_env
