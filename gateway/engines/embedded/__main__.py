@@ -1,3 +1,5 @@
+"""`python -m gateway.engines.embedded` is `gateway engine`."""
+
 from gateway.engines.embedded.cli import engine
 
 if __name__ == "__main__":

@@ -1,3 +1,5 @@
+"""The watchers of a model: the state first, then every change in order, in a bounded queue."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""What greedy decoding may say: ties may go either way, and nothing else."""
+
 from __future__ import annotations
 
 import pytest
