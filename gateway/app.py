@@ -12,35 +12,36 @@ from aiohttp import web
 
 from gateway.api.admin import add_admin_routes
 from gateway.api.door import BACKLOG, Runner, bodies_in_time
+from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
 from gateway.api.groups import add_group_routes
-from gateway.api.openai_errors import answer_errors
-from gateway.api.openai_relay import TextDoor
-from gateway.api.openai_routes import OpenAIDeps, add_openai_routes
+from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
+from gateway.api.openai.text_proxy import TextDoor
 from gateway.api.openapi import add_openapi_route
 from gateway.api.sessions import add_session_routes
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.core.types import TurnId
-from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
-from gateway.data.groups import GroupStore
-from gateway.data.layout import claim
-from gateway.data.lineage import LineageStore
-from gateway.data.readers import ReaderStore
-from gateway.data.sessions import SessionStore
-from gateway.endings import Endings
-from gateway.fleet import Fleet
-from gateway.groups import Groups
-from gateway.live import LiveSessions
-from gateway.recovery import recover
-from gateway.registered import Registered
-from gateway.relaying import TextRelay
-from gateway.repacking import Repacker
-from gateway.sessions import Sessions
-from gateway.standing import StandingTasks
-from gateway.status import GatewayStatus
+from gateway.experience import ExperienceBuffer
+from gateway.experience.readers import ReaderStore
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.registrations import Registrations
+from gateway.fleet.text_proxy import TextProxy
+from gateway.operate.status import GatewayStatus
+from gateway.repack.loop import Repacker
+from gateway.runtime.standing import StandingTasks
+from gateway.sessions.endings import Endings
+from gateway.sessions.groups import Groups
+from gateway.sessions.recovery import recover
+from gateway.sessions.registry import SessionRegistry
+from gateway.sessions.service import TurnService
+from gateway.sessions.trainer import Trainer
+from gateway.store import Database, PartialResponsePool, Timeline
+from gateway.store.groups import GroupStore
+from gateway.store.layout import claim
+from gateway.store.lineage import LineageStore
+from gateway.store.sessions import SessionStore
 from gateway.tokens import Codec
-from gateway.trainer import Trainer
 from paramserver.membership import EtcdRegistry
 from protos.process import cannot_listen
 
@@ -56,10 +57,10 @@ class Gateway:
     """A running gateway. `url` is where it listens."""
 
     url: str
-    sessions: Sessions
+    sessions: TurnService
     fleet: Fleet
     status: GatewayStatus
-    relay: TextRelay | None
+    relay: TextProxy | None
     _runner: web.AppRunner
     _standing: StandingTasks
     _stack: AsyncExitStack
@@ -178,23 +179,23 @@ async def _open(config: GatewayConfig, codec: Codec, stack: AsyncExitStack) -> _
 class _Parts:
     """What decides and does. Nothing of it runs yet when it is made."""
 
-    live: LiveSessions
+    live: SessionRegistry
     trainer: Trainer
     fleet: Fleet
-    sessions: Sessions
+    sessions: TurnService
     endings: Endings
     groups: Groups
     repacker: Repacker
-    relay: TextRelay | None
+    relay: TextProxy | None
 
 
 def _assemble(config: GatewayConfig, codec: Codec, kept: _Kept) -> _Parts:
     timeline = kept.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
-    live = LiveSessions(config, state, kept.sessions, timeline)
+    live = SessionRegistry(config, state, kept.sessions, timeline)
     trainer = Trainer(config, live, kept.buffer, kept.reader)
     fleet = Fleet(config, state, timeline, trainer.admission, kept.lineage, codec.encode)
-    sessions = Sessions(
+    sessions = TurnService(
         config,
         live,
         fleet,
@@ -208,7 +209,7 @@ def _assemble(config: GatewayConfig, codec: Codec, kept: _Kept) -> _Parts:
     endings = Endings(sessions, trainer, pool=kept.pool, buffer=kept.buffer, store=kept.sessions, timeline=timeline)
     groups = Groups(live, endings, kept.buffer, kept.groups)
     repacker = Repacker(config, fleet, sessions, endings, timeline)
-    relay = TextRelay(fleet) if config.relay_text else None
+    relay = TextProxy(fleet) if config.relay_text else None
 
     def interrupt(turn_id: TurnId) -> None:
         if relay is None or not relay.interrupt(turn_id):
@@ -252,7 +253,7 @@ def _standing_tasks(config: GatewayConfig, parts: _Parts, registry: EtcdRegistry
     if parts.relay is not None:
         standing.keep(parts.relay.watch, "relay-watch")
     if registry is not None:
-        standing.keep(Registered(registry, parts.fleet).run, "registered-engines")
+        standing.keep(Registrations(registry, parts.fleet).run, "registered-engines")
     if config.fleet.mode == "repack":
         standing.keep(parts.repacker.run, "repack")
     return standing

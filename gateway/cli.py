@@ -254,7 +254,7 @@ def serve(model: str, tokenizer: Path, engines: tuple[str, ...], relay: str | No
 @click.option("--json", "as_json", is_flag=True, help="The gateway's answer as JSON.")
 def repack(url: str, dry_run: bool, as_json: bool) -> None:
     """Packs the long tail of a running gateway now, or shows the plan."""
-    from gateway.cli_repack import ask, told
+    from gateway.operate.repack_view import ask, told
 
     try:
         answer = asyncio.run(ask(url, dry_run=dry_run))
@@ -275,8 +275,8 @@ def repack(url: str, dry_run: bool, as_json: bool) -> None:
 )
 def status(url: str, as_json: bool, wait_s: float) -> None:
     """Shows the engines, turns, buffer and faults of a running gateway."""
-    from gateway.cli_repack import call, wait_for_engine
-    from gateway.cli_status import show
+    from gateway.operate.repack_view import call, wait_for_engine
+    from gateway.operate.status_view import show
 
     try:
         answer = asyncio.run(wait_for_engine(url, wait_s) if wait_s else call("GET", url, "/status"))
@@ -290,7 +290,7 @@ def status(url: str, as_json: bool, wait_s: float) -> None:
 
 async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
     from gateway.app import DRAIN_TIMEOUT_S, start
-    from gateway.collecting import collect_regularly
+    from gateway.runtime.garbage import collect_regularly
 
     gateway = await start(config)
     collector = asyncio.create_task(collect_regularly(lambda: bool(gateway.sessions.runs)), name="garbage")

@@ -19,10 +19,10 @@ from typing import TypeVar
 
 import click
 
+from paramserver.client.relay import RelayClient
 from paramserver.config import EngineBeside, RelayConfig, parse_bytes
 from paramserver.core.records import NUMBER_MAX
 from paramserver.membership import LocalEtcd
-from paramserver.relay_client import RelayClient
 from protos.engines import ENGINE_KINDS
 from protos.errors import InvalidRequest, LaminarError
 from protos.options import LOG_LEVEL, PORT, HostPort
@@ -166,7 +166,7 @@ def _default_pool_dir(name: str) -> Path:
 
 
 async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
-    from paramserver.server import serve
+    from paramserver.daemon.process import serve
 
     if config.etcd:
         await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
@@ -362,7 +362,7 @@ def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, p
     \b
     Example: paramserver pull --relay 127.0.0.1:7001 --model policy --out weights/
     """
-    from paramserver.pull import pull as pull_version
+    from paramserver.client.pull import pull as pull_version
 
     _run(pull_version(relay, model, version, out, num_stripes=stripes, patience_s=patience_s))
 

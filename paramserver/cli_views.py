@@ -11,9 +11,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from paramserver.client.relay import ModelStatus, RelayStatus, SealedVersion
 from paramserver.config import show_bytes
 from paramserver.host import Finding
-from paramserver.relay_client import ModelStatus, RelayStatus, SealedVersion
 
 PIPE_COLUMNS = 10_000
 

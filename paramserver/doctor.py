@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from paramserver.client.relay import RelayClient
 from paramserver.data import wire
 from paramserver.host import Finding, judge, judge_clock, look
 from paramserver.membership.etcd import EtcdRegistry
-from paramserver.relay_client import RelayClient
 from protos.errors import LaminarError
 
 CONNECT_TIMEOUT_S = 3.0

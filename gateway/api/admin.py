@@ -13,15 +13,15 @@ from msgspec import Meta
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.api.answers import answer_json
-from gateway.api.openai_errors import BadField
-from gateway.api.openai_requests import decode
+from gateway.api.errors import BadField
+from gateway.api.openai.requests import decode
 from gateway.config import EngineSpec
 from gateway.core.receipts import Outcome, Receipt
 from gateway.core.repack import Freed, Move, Plan
 from gateway.core.types import EngineName
-from gateway.data.timeline import READ_MAX
-from gateway.orders import Orders
-from gateway.status import GatewayStatus
+from gateway.operate.status import GatewayStatus
+from gateway.runtime.orders import Orders
+from gateway.store.timeline import READ_MAX
 from protos.engines import base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
 

@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.api.openai_errors import Handler, TooSlow, error_bytes, error_response, no_http
+from gateway.api.errors import Handler, TooSlow, error_bytes, error_response, no_http
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from aiohttp import web
 from msgspec import Meta
 
 from gateway.api.answers import answer_json
+from gateway.api.errors import BadField
 from gateway.api.numbers import Count
-from gateway.api.openai_errors import BadField
-from gateway.api.openai_requests import decode
+from gateway.api.openai.requests import decode
 from gateway.core.types import Trajectory
-from gateway.data.experience import LEASE_S, WAIT_S_MAX, ExperienceBuffer, check_wanted
+from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer, check_wanted
 
 MSGPACK = "application/msgpack"
 TRAJECTORIES_MAX = 4096

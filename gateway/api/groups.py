@@ -12,14 +12,14 @@ from aiohttp import web
 from msgspec import Meta
 
 from gateway.api.answers import answer_json
+from gateway.api.errors import BadField
 from gateway.api.numbers import Count
-from gateway.api.openai_errors import BadField
-from gateway.api.openai_requests import decode, in_range
+from gateway.api.openai.requests import decode, in_range
 from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_url, session_spec
 from gateway.core.groups import GroupPhase
 from gateway.core.types import GroupId
-from gateway.data.groups import Group
-from gateway.groups import Groups
+from gateway.sessions.groups import Groups
+from gateway.store.groups import Group
 
 GROUP_SIZE_MAX = 4096
 

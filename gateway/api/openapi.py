@@ -25,12 +25,12 @@ from gateway.api.admin import (
 )
 from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, ReleaseAnswer, SampleAnswer, SampleRequest
 from gateway.api.groups import CreateGroupRequest, GroupAnswer
-from gateway.api.openai_answers import ChatCompletion, Completion, Model, Models
-from gateway.api.openai_identity import KEY_HEADER, SESSION_HEADERS
-from gateway.api.openai_relay import ENGINE_HEADER, VERSION_HEADER
-from gateway.api.openai_requests import CHOICES_MAX, LOGPROBS_MAX, ROLES
-from gateway.api.openai_routes import PREFIXES
-from gateway.api.openai_types import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
+from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
+from gateway.api.openai.identity import KEY_HEADER, SESSION_HEADERS
+from gateway.api.openai.requests import CHOICES_MAX, LOGPROBS_MAX, ROLES
+from gateway.api.openai.routes import PREFIXES
+from gateway.api.openai.schema import ChatCompletion, Completion, Model, Models
+from gateway.api.openai.text_proxy import ENGINE_HEADER, VERSION_HEADER
 from gateway.api.sessions import (
     Abandoned,
     AbandonRequest,
@@ -42,7 +42,7 @@ from gateway.api.sessions import (
     SessionPhase,
 )
 from gateway.core.endings import Finish, Finished
-from gateway.snapshot import Snapshot
+from gateway.operate.report import StatusReport
 
 Json = dict[str, Any]
 
@@ -139,7 +139,7 @@ _TRAINER = [
     Route("post", "/experience/release", "Gives them back unused.", AckRequest, answers=[ReleaseAnswer]),
 ]
 _OPERATOR = [
-    Route("get", "/status", "The gateway, its engines and its counters.", answers=[Snapshot]),
+    Route("get", "/status", "The gateway, its engines and its counters.", answers=[StatusReport]),
     Route(
         "get",
         "/healthz",

@@ -12,18 +12,18 @@ from aiohttp import web
 from msgspec import Meta
 
 from gateway.api.answers import answer_json
+from gateway.api.errors import BadField
 from gateway.api.numbers import EXACT_MAX, AtLeastOne, Count
-from gateway.api.openai_errors import BadField
-from gateway.api.openai_requests import decode, in_range
-from gateway.clock import unix_s
+from gateway.api.openai.requests import decode, in_range
 from gateway.core.endings import Finish, Finished, How
 from gateway.core.rewards import Given
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionChange, VersionPolicy
-from gateway.endings import Endings
-from gateway.groups import Groups
-from gateway.live import LiveSessions
-from gateway.pinning import Pinning
+from gateway.fleet.pins import VersionPins
+from gateway.runtime.clock import unix_s
+from gateway.sessions.endings import Endings
+from gateway.sessions.groups import Groups
+from gateway.sessions.registry import SessionRegistry
 from protos.errors import InvalidRequest
 
 PRIORITY_MAX = 1000
@@ -136,7 +136,7 @@ _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
 def add_session_routes(
-    app: web.Application, live: LiveSessions, endings: Endings, groups: Groups, pinning: Pinning
+    app: web.Application, live: SessionRegistry, endings: Endings, groups: Groups, pinning: VersionPins
 ) -> None:
     handlers = _Handlers(live, endings, groups, pinning)
     app.router.add_post("/sessions", handlers.create)
@@ -148,7 +148,7 @@ def add_session_routes(
 
 
 class _Handlers:
-    def __init__(self, live: LiveSessions, endings: Endings, groups: Groups, pinning: Pinning) -> None:
+    def __init__(self, live: SessionRegistry, endings: Endings, groups: Groups, pinning: VersionPins) -> None:
         self._live, self._endings, self._groups, self._pinning = live, endings, groups, pinning
 
     async def create(self, request: web.Request) -> web.Response:

@@ -25,7 +25,7 @@ from gateway.sim.engine import SimEngine
 from gateway.sim.turn import SimTurn
 
 MOVES_AT_ONCE = 2
-"""As `gateway.moving` paces them."""
+"""As `gateway.repack.mover` paces them."""
 
 
 @dataclass(frozen=True, slots=True)

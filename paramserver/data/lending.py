@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from paramserver.data import wire
 from paramserver.data.movers import MoverProcess, Movers
 from paramserver.data.wire import Header, Kind, LinkBroken
-from paramserver.store import Snapshot
+from paramserver.memory.store import Snapshot
 
 STALL_S = 10.0
 LENT_MAX = 64  # an asker of ours has 4

@@ -27,8 +27,8 @@ from typing import Self
 from paramserver.core.layout import FileLayout
 from paramserver.core.records import Chunk, ChunkMap
 from paramserver.data import stream, wire
-from paramserver.data.mapping import FileMapping
 from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
+from paramserver.memory.mapping import FileMapping
 from protos.errors import Conflict, Corrupt, InvalidRequest, LaminarError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from paramserver.data import wire
 from paramserver.data.lending import Lending
 from paramserver.data.movers import Movers
 from paramserver.data.wire import Greeting, Header, Kind, LinkBroken, TransportFailed
-from paramserver.store import Snapshot
+from paramserver.memory.store import Snapshot
 from paramserver.troubles import Troubles
 from protos.errors import Conflict, Corrupt, LaminarError, NotFound, OutOfCapacity, StaleEpoch
 

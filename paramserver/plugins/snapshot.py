@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.core.records import ChunkMap, digest
-from paramserver.kept import beside
+from paramserver.memory.kept import beside
 from protos.errors import Corrupt, InvalidRequest, NotFound, Unavailable
 
 if TYPE_CHECKING:

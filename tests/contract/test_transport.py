@@ -31,10 +31,10 @@ from paramserver.data import wire
 from paramserver.data.fetch import Fetch, Tiers
 from paramserver.data.movers import Movers
 from paramserver.data.nixl import NixlDialer
+from paramserver.data.spill import Spill
 from paramserver.data.tcp import TcpLink
 from paramserver.data.transport import Link, Source
 from paramserver.data.wire import Greeting, LinkBroken
-from paramserver.spill import Spill
 from protos.errors import NotFound, StaleEpoch, Unavailable
 from tests.support.fleet import until
 from tests.support.hops import CHUNK, CONTENT, FETCH, Host, random_content

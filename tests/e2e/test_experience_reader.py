@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
-from gateway.api.openai_errors import answer_errors
 from gateway.core import types as gateway_types
-from gateway.data.database import Database
-from gateway.data.experience import ExperienceBuffer
+from gateway.experience.buffer import ExperienceBuffer
+from gateway.store.database import Database
 from protos.errors import InvalidRequest, NotFound
 from tests.support.trajectories import make_trajectory
 from trainer_client import AsyncExperienceReader

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save
 
 from paramserver.client import RelayClient, publish
-from paramserver.pull import JOURNAL
+from paramserver.client.pull import JOURNAL
 from tests.support.relays import Relays
 from tests.support.weights import source_of, weights
 

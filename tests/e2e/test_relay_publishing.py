@@ -17,8 +17,8 @@ import pytest
 from safetensors.numpy import save
 
 from paramserver.client import RelayClient, TensorSource, publish
+from paramserver.client.relay import RunHold
 from paramserver.membership import LocalEtcd
-from paramserver.relay_client import RunHold
 from protos.errors import Conflict, InDoubt, NotFound, Unavailable, UnknownModel
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.support.relays import Relays, until

@@ -11,20 +11,21 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver import kept, publisher
+from paramserver.client import publisher
+from paramserver.client.relay import RelayClient
+from paramserver.client.ticket import Ticket
 from paramserver.config import RelayConfig
 from paramserver.core.layout import TensorSpec, plan_layout
 from paramserver.core.records import Member
+from paramserver.daemon.process import _find_again, _live
+from paramserver.daemon.service import RelayService
 from paramserver.data.publish import Image
-from paramserver.pool import Pool
-from paramserver.publishing import Publishing
-from paramserver.relay import Relay
-from paramserver.relay_client import RelayClient
-from paramserver.seat import Seat
-from paramserver.server import _find_again, _live
-from paramserver.service import RelayService
-from paramserver.store import Store
-from paramserver.ticket import Ticket
+from paramserver.master.publications import Publications
+from paramserver.memory import kept
+from paramserver.memory.pool import Pool
+from paramserver.memory.store import Store
+from paramserver.relay.member_lease import MemberLease
+from paramserver.relay.relay import Relay
 from protos.errors import InDoubt, LaminarError, Unavailable, VersionLost
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.sim.registry import SimRegistry
@@ -50,7 +51,7 @@ class SimRelay:
         self.pool_dir = world.directory / name
         self.pool_bytes = pool_bytes
         self.relay: Relay | None = None
-        self.publishing: Publishing | None = None
+        self.publishing: Publications | None = None
         self.service: RelayService | None = None
         self.store: Store | None = None
         self.refused: LaminarError | None = None  # it could not start, and said why
@@ -63,7 +64,7 @@ class SimRelay:
         pool = Pool(self.pool_dir, self.pool_bytes, keep=[path for one in left for path in one.paths])
         self.store = Store(pool, left)
         found = _find_again(self.store, left)
-        seat = Seat(SimRegistry(self.world.registry, self.process), self._member, ttl_s=TTL_S)
+        seat = MemberLease(SimRegistry(self.world.registry, self.process), self._member, ttl_s=TTL_S)
         config = RelayConfig(
             self.name, "", pool_dir=self.pool_dir, pool_bytes=self.pool_bytes, chunk_bytes=CHUNK_BYTES, retain=2
         )
@@ -75,7 +76,7 @@ class SimRelay:
             self.refused = error
             return
         relay.offer_again(found)
-        publishing = Publishing(relay, dial=lambda address: Client(self.world, self.process, address))
+        publishing = Publications(relay, dial=lambda address: Client(self.world, self.process, address))
         service = RelayService(relay, publishing, data_address=self.address, publish_socket=Path("unused"))
         self.relay, self.publishing, self.service = relay, publishing, service
         await _live(relay, publishing)

@@ -1,6 +1,6 @@
 """Clients of a gateway under virtual time: siblings, retries, cuts, give-ups and sweeps, by seed.
 
-What runs is the gateway's own code from `Sessions` down to the drivers of turns, over engines and a store that take
+What runs is the gateway's own code from `TurnService` down to the drivers of turns, over engines and a store that take
 virtual time. An engine's tokens depend on the turn that it says them for, so an answer tells whose it is.
 
 Held after every seed: each request got an answer; no two requests got one turn's; each answer is its turn's, whole; no
@@ -23,20 +23,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from gateway.clock import unix_s
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import FleetConfig, FleetState
 from gateway.core.joining import Call, choice_id
 from gateway.core.types import SamplingParams, SessionId, TokenDelta, TurnId, TurnOrigin, TurnRequest
-from gateway.data import ExperienceBuffer, PartialResponsePool, Timeline
-from gateway.data.sessions import SessionStore
 from gateway.engines.base import EngineChunk, EngineLimits, EngineReport, StreamCut, TakeChunk
-from gateway.fleet import Fleet
-from gateway.live import LiveSessions
+from gateway.experience import ExperienceBuffer
+from gateway.fleet.fleet import Fleet
 from gateway.ports import SessionIdentity
-from gateway.sessions import Sessions
-from gateway.trainer import Trainer
-from gateway.turns import Run
+from gateway.runtime.clock import unix_s
+from gateway.sessions.registry import SessionRegistry
+from gateway.sessions.service import TurnService
+from gateway.sessions.trainer import Trainer
+from gateway.store import PartialResponsePool, Timeline
+from gateway.store.sessions import SessionStore
+from gateway.turns.running import RunningTurn
 from protos.errors import LaminarError, OutOfCapacity, Unavailable
 from tests.sim.virtual import Clock, Process
 
@@ -168,7 +169,7 @@ class Request:
 @dataclass
 class World:
     seed: int
-    sessions: Sessions
+    sessions: TurnService
     engine: SimEngine
     rng: random.Random
     last_bytes_s: float
@@ -241,7 +242,7 @@ class World:
                 )
                 for i in range(choices)
             ]
-        over: list[Run] = []
+        over: list[RunningTurn] = []
         try:
             async with asyncio.TaskGroup() as group:
                 read = [group.create_task(_read(run, over)) for run in runs]
@@ -261,7 +262,7 @@ class World:
             await self.sessions.sweep()
 
 
-async def _read(run: Run, over: list[Run]) -> tuple[int, ...]:
+async def _read(run: RunningTurn, over: list[RunningTurn]) -> tuple[int, ...]:
     """Its tokens. `over`: gets it, once it is read to its end."""
     ids: list[int] = []
 
@@ -324,8 +325,8 @@ async def _live(seed: int, rng: random.Random, last_bytes_s: float) -> list[Requ
         probe=False,
     )
     with (
-        mock.patch("gateway.fleet.connect", return_value=engine),
-        mock.patch("gateway.watching.until_broken", _never),
+        mock.patch("gateway.fleet.fleet.connect", return_value=engine),
+        mock.patch("gateway.fleet.watcher.until_broken", _never),
         contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection,
     ):
         database: Any = SimDatabase(connection, rng)
@@ -334,12 +335,14 @@ async def _live(seed: int, rng: random.Random, last_bytes_s: float) -> list[Requ
         for part in (pool, timeline, buffer, store):
             await part.open()
         state = FleetState(fleet_config)
-        live = LiveSessions(config, state, store, timeline)
+        live = SessionRegistry(config, state, store, timeline)
         trainer = Trainer(config, live, buffer)
         async with contextlib.AsyncExitStack() as stack:
             fleet = await Fleet(config, state, timeline, trainer.admission).__aenter__()
             stack.push_async_callback(fleet.close)
-            sessions = Sessions(config, live, fleet, trainer, pool=pool, timeline=timeline, context_tokens=lambda: 4096)
+            sessions = TurnService(
+                config, live, fleet, trainer, pool=pool, timeline=timeline, context_tokens=lambda: 4096
+            )
             await fleet.looked()
             world = World(seed, sessions, engine, rng, last_bytes_s)
             requests = _requests(rng)

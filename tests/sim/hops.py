@@ -18,7 +18,7 @@ from paramserver.core.transfer import ActiveTime, TransferState, Want
 from paramserver.data.server import LATE_JOINERS_MAX, OPEN_WAIT_S, _check_epoch
 from paramserver.data.transport import Source
 from paramserver.data.wire import HEARTBEAT_S, SILENCE_S, Greeting, LinkBroken
-from paramserver.store import Snapshot
+from paramserver.memory.store import Snapshot
 from protos.errors import Corrupt, LaminarError, NotFound, OutOfCapacity, Unavailable
 from tests.sim.virtual import Clock, Process
 

@@ -24,14 +24,14 @@ from typing import Any
 
 import msgspec
 
-from paramserver import publisher
+from paramserver.client import publisher
+from paramserver.client.ticket import Ticket
 from paramserver.core import view as keys
 from paramserver.core.chain import is_late
 from paramserver.core.records import Announced, Ended, Epoch, Master, Sealed, digest
 from paramserver.data import fetch as data_fetch
 from paramserver.data.wire import Greeting
 from paramserver.membership.registry import Changed, Event
-from paramserver.ticket import Ticket
 from protos.errors import LaminarError
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.sim.actors import VERSION_BYTES, SimReader, SimRelay, SimTrainer, call, write

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from gateway.pinning import FALLBACK_HOLDER
+from gateway.fleet.pins import FALLBACK_HOLDER
 from protos import grpc_errors
 from protos.errors import NotFound
 from protos.laminar.v1 import relay_pb2 as pb

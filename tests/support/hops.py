@@ -17,8 +17,8 @@ from paramserver.data.movers import Movers
 from paramserver.data.server import DataServer
 from paramserver.data.transport import Source
 from paramserver.data.wire import Greeting
-from paramserver.pool import Pool
-from paramserver.store import Snapshot, Store
+from paramserver.memory.pool import Pool
+from paramserver.memory.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt, NotFound
 
 EPOCH = Epoch("store", 1)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.api.openai_constraints import forced_call
-from gateway.api.openai_requests import decode_chat
+from gateway.api.openai.constraints import forced_call
+from gateway.api.openai.requests import decode_chat
 from gateway.core.types import SamplingParams
 from tests.contract.engine_contract import PROMPT, TOKENS, EngineContract, Subject, Turn
 from tests.contract.text_contract import TextContract

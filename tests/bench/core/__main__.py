@@ -26,7 +26,7 @@ from gateway.core.refresh import refresh_decisions
 from gateway.core.repack import RepackConfig, plan_repack
 from gateway.core.scheduler import Wait, place
 from gateway.core.types import SamplingParams, Version
-from gateway.repacking import Repacker
+from gateway.repack.loop import Repacker
 from tests.bench.core.scene import FREE, NEWEST, ONE, SEVERAL, Scene, scene
 from tests.bench.figures import ROUNDS, Figure, keep, median, show
 from tests.bench.repack.trace import lengths

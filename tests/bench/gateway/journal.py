@@ -19,9 +19,10 @@ from unittest import mock
 
 from gateway.core.endings import Ended
 from gateway.core.types import GroupId, SamplingParams, SessionId, Trajectory, TurnId, TurnRequest
-from gateway.data import Database, ExperienceBuffer, PartialResponsePool
-from gateway.data.sessions import SessionStore
-from gateway.data.sync import Syncer
+from gateway.experience import ExperienceBuffer
+from gateway.store import Database, PartialResponsePool
+from gateway.store.sessions import SessionStore
+from gateway.store.sync import Syncer
 from tests.bench.figures import ROUNDS, Figure, median
 
 TURNS, TOKENS_S, FINISHES_S = 64, 50, 100

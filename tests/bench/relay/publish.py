@@ -38,8 +38,8 @@ import psutil
 
 from paramserver.client import RelayClient, TensorSource
 from paramserver.data import publish as copying
-from paramserver.data.mapping import HUGE_BYTES, FileMapping
-from paramserver.pool import NUM_BLANKS
+from paramserver.memory.mapping import HUGE_BYTES, FileMapping
+from paramserver.memory.pool import NUM_BLANKS
 from protos.errors import VersionLost
 from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.relay.contenders import ROOT

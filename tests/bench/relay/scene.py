@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.client import RelayClient, TensorSource, Ticket, publish
-from paramserver.pool import NUM_BLANKS
+from paramserver.memory.pool import NUM_BLANKS
 from tests.support.etcd import start_etcd
 from tests.support.links import Host, Net
 from tests.support.processes import Daemon

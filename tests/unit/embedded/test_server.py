@@ -23,7 +23,7 @@ from gateway.engines.embedded.server import make_app
 from gateway.engines.embedded.service import EngineService
 from gateway.engines.embedded.text import Text
 from gateway.engines.vllm import VllmEngine
-from gateway.probing import probe
+from gateway.fleet.probe import probe
 from tests.support.tiny_model import tiny_model, tiny_snapshot, weights, write_tiny_model
 from tests.unit.embedded.helpers import config, prompts
 from tests.unit.embedded.test_weights import broken

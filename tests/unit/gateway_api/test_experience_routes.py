@@ -10,10 +10,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
-from gateway.api.openai_errors import answer_errors
 from gateway.core.types import Trajectory
-from gateway.data import Database, ExperienceBuffer
+from gateway.experience import ExperienceBuffer
+from gateway.store import Database
 from protos.errors import NotFound
 from tests.support.turns import serving_app
 from trainer_client import AsyncExperienceReader

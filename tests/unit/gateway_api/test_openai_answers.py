@@ -13,8 +13,8 @@ import msgspec
 import openai
 import pytest
 
-from gateway.api import openai_events
-from gateway.api.openai_answers import ChatCompletion, Completion
+from gateway.api.openai import events
+from gateway.api.openai.schema import ChatCompletion, Completion
 from gateway.core.types import TurnRequest, VersionChange
 from gateway.tokens import Codec
 from protos.errors import OutOfCapacity, Unavailable
@@ -312,7 +312,7 @@ async def test_a_client_that_goes_away_gives_its_turn_up(stream: bool) -> None:
 
 
 async def test_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_events, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.01)
     gate = asyncio.Event()
     turns = ScriptedTurns(says("late", gate=gate, chunk=9))
     async with serving(turns, codecs.tiny()) as url, aiohttp.ClientSession() as session:
@@ -328,7 +328,7 @@ async def test_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_long_answer_without_stream_is_kept_alive_with_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_events, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.01)
     gate = asyncio.Event()
     turns = ScriptedTurns(says("late", gate=gate, chunk=9))
     async with serving(turns, codecs.tiny()) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client:
@@ -349,7 +349,7 @@ async def test_a_long_answer_without_stream_is_kept_alive_with_spaces(monkeypatc
 
 
 async def test_an_error_after_a_space_is_a_broken_connection_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_events, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.01)
     gate = asyncio.Event()
     turns = ScriptedTurns(says("late", gate=gate, error=Unavailable("the turn is lost"), fails_after=1))
     async with serving(turns, codecs.tiny()) as url, aiohttp.ClientSession() as session:

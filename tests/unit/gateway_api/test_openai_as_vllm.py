@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.api.openai_errors import RefusedField
-from gateway.api.openai_requests import check_trainable, decode_chat, sampling
+from gateway.api.errors import RefusedField
+from gateway.api.openai.requests import check_trainable, decode_chat, sampling
 from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnRequest
 from gateway.ports import ModelInfo, SessionView

@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.api.openai_errors import RefusedField
-from gateway.api.openai_requests import check_trainable, decode_chat, decode_completion, sampling
-from gateway.api.openai_routes import BODY_BYTES_MAX
-from gateway.api.openai_types import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
+from gateway.api.errors import RefusedField
+from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
+from gateway.api.openai.requests import check_trainable, decode_chat, decode_completion, sampling
+from gateway.api.openai.routes import BODY_BYTES_MAX
 from gateway.core.tree import TurnTree
 from gateway.core.types import SessionId
 from gateway.ports import ModelInfo, SessionView

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai_constraints import Constraint, constraint
-from gateway.api.openai_errors import RefusedField
-from gateway.api.openai_requests import decode_chat
-from gateway.api.openai_types import ChatRequest
+from gateway.api.errors import RefusedField
+from gateway.api.openai.bodies import ChatRequest
+from gateway.api.openai.constraints import Constraint, constraint
+from gateway.api.openai.requests import decode_chat
 from gateway.ports import ModelInfo
 from gateway.tokens.toolcalls import ToolCallParser, ToolFormat
 

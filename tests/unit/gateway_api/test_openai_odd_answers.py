@@ -125,7 +125,7 @@ async def failing(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         raise ZeroDivisionError("a fault")
 
     async with serving(say(codec, "yes"), codec) as url:
-        monkeypatch.setattr("gateway.api.openai_turn.Answer.take", fault)
+        monkeypatch.setattr("gateway.api.openai.turn_view.Answer.take", fault)
         yield url
 
 
@@ -146,7 +146,7 @@ async def test_a_fault_within_a_stream_is_its_last_event(
     def fault(*_: object) -> None:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr("gateway.api.openai_shapes.Chunks.last", fault)
+    monkeypatch.setattr("gateway.api.openai.shapes.Chunks.last", fault)
     with caplog.at_level(logging.ERROR):
         async with serving(say(codec, "yes"), codec) as url:
             status, text = await post(url, {**CHAT, "stream": True})

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.data import Database
+from gateway.store import Database
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.data import Database
+from gateway.store import Database
 from protos.errors import LaminarError, Unavailable
 from tests.unit.gateway_data.disk import Disk, until
 

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.types import Segment, Trajectory
-from gateway.data import Database, ExperienceBuffer
-from gateway.data.leases import BufferState, Entry
+from gateway.experience import ExperienceBuffer
+from gateway.experience.leases import BufferState, Entry
+from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
 
 
@@ -239,7 +240,8 @@ CHILD = textwrap.dedent(
     import asyncio, sys
     from pathlib import Path
     from gateway.core.types import Trajectory
-    from gateway.data import Database, ExperienceBuffer
+    from gateway.experience import ExperienceBuffer
+    from gateway.store import Database
 
     def trajectory(name: str) -> Trajectory:
         return Trajectory(

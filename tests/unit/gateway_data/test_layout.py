@@ -11,9 +11,10 @@ import pytest
 
 from gateway.core.sessions import SessionSpec
 from gateway.core.types import GroupId, SamplingParams, SessionId, TurnId, TurnRequest
-from gateway.data import Database, ExperienceBuffer, PartialResponsePool
-from gateway.data.layout import LAYOUT, claim
-from gateway.data.sessions import SessionStore
+from gateway.experience import ExperienceBuffer
+from gateway.store import Database, PartialResponsePool
+from gateway.store.layout import LAYOUT, claim
+from gateway.store.sessions import SessionStore
 from protos.errors import Conflict, Unavailable
 from tests.unit.gateway_data.test_experience import trajectory
 

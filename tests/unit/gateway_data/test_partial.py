@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.types import SamplingParams, Segment, SessionId, TopLogprob, TurnId, TurnRequest
-from gateway.data import Database, ExperienceBuffer, PartialResponsePool, partial_store
-from gateway.data import partial as partial_module
-from gateway.data.sessions import SessionStore
+from gateway.experience import ExperienceBuffer
+from gateway.store import Database, PartialResponsePool, partial_rows
+from gateway.store import partial as partial_module
+from gateway.store.sessions import SessionStore
 from protos.decoding import decode_msgpack
 from protos.errors import Corrupt, LaminarError, NotFound, Unavailable
 from tests.unit.gateway_data.disk import Disk, until
@@ -140,13 +141,13 @@ async def test_the_end_of_a_turn_and_what_its_reader_says_of_it_are_one_commit(
 ) -> None:
     await open_sessions(pool._database)
     written: list[tuple[int, int]] = []
-    write = partial_store.write
+    write = partial_rows.write
 
-    def writing(connection: sqlite3.Connection, taken: partial_store.Unwritten) -> None:
+    def writing(connection: sqlite3.Connection, taken: partial_rows.Unwritten) -> None:
         written.append((len(taken.ended), len(taken.told)))
         write(connection, taken)
 
-    monkeypatch.setattr(partial_store, "write", writing)
+    monkeypatch.setattr(partial_rows, "write", writing)
     pool.begin(request("t1"))
     finish = asyncio.get_running_loop().create_future()
 
@@ -311,7 +312,7 @@ async def test_tokens_of_many_turns_come_back_to_each_whenever_the_journal_is_fo
         pool = PartialResponsePool(database)
         await pool.open()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(partial_store, "JOURNAL_TOKENS_MAX", folds_at)
+            patch.setattr(partial_rows, "JOURNAL_TOKENS_MAX", folds_at)
             appended: dict[str, list[int]] = {}
             for number, (turn, tokens, flushes) in enumerate(said):
                 if turn not in appended:
@@ -354,7 +355,7 @@ CHILD = textwrap.dedent(
     import asyncio, sys
     from pathlib import Path
     from gateway.core.types import SamplingParams, SessionId, TurnId, TurnRequest
-    from gateway.data import Database, PartialResponsePool
+    from gateway.store import Database, PartialResponsePool
 
     async def main() -> None:
         database = Database(Path(sys.argv[1]))

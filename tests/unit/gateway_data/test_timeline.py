@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.data import Database, Timeline
+from gateway.store import Database, Timeline
 
 
 async def test_paging_misses_nothing_and_repeats_nothing(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway.api.openai_constraints import forced_call
-from gateway.api.openai_requests import decode_chat
+from gateway.api.openai.constraints import forced_call
+from gateway.api.openai.requests import decode_chat
 from gateway.core.types import SamplingParams
 from gateway.engines.base import EngineChunk, EngineFailed, RequestRefused
 from gateway.engines.sglang import SglangEngine

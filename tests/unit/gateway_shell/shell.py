@@ -13,16 +13,17 @@ from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import FleetConfig, FleetState
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SamplingParams, SessionId, TokenDelta, TurnId, TurnRequest
-from gateway.data import Database, ExperienceBuffer, PartialResponsePool, Timeline
-from gateway.data.sessions import SessionStore
-from gateway.endings import Endings
-from gateway.fleet import Fleet
-from gateway.live import LiveSessions
-from gateway.recovery import recover
-from gateway.repacking import Repacker
-from gateway.sessions import Sessions
-from gateway.trainer import Trainer
-from gateway.turns import Run
+from gateway.experience import ExperienceBuffer
+from gateway.fleet.fleet import Fleet
+from gateway.repack.loop import Repacker
+from gateway.sessions.endings import Endings
+from gateway.sessions.recovery import recover
+from gateway.sessions.registry import SessionRegistry
+from gateway.sessions.service import TurnService
+from gateway.sessions.trainer import Trainer
+from gateway.store import Database, PartialResponsePool, Timeline
+from gateway.store.sessions import SessionStore
+from gateway.turns.running import RunningTurn
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
 from tests.support.reading import heard
 
@@ -33,7 +34,7 @@ BUDGET = 12
 @dataclass
 class Shell:
     fleet: Fleet
-    sessions: Sessions
+    sessions: TurnService
     endings: Endings
     trainer: Trainer
     pool: PartialResponsePool
@@ -45,7 +46,7 @@ class Shell:
         name = name or f"s{next(self._numbers)}"
         return self.sessions.live.create(SessionSpec(SessionId(name), GroupId(name), **spec))[0]
 
-    def run(self, session: SessionState | None = None, budget: int = BUDGET, **sampling: Any) -> Run:
+    def run(self, session: SessionState | None = None, budget: int = BUDGET, **sampling: Any) -> RunningTurn:
         """A turn of `session`, not yet started; its prompt is the session's record and `PROMPT`."""
         session = session or self.session()
         prompt = (*session.token_ids, *PROMPT)
@@ -65,7 +66,7 @@ class Shell:
         """Until the only turn's prompt and generated ids are `length`: before a cut, lest the reset take them along."""
         await until(lambda: self.pool.statistics().appended_tokens >= length - len(PROMPT), f"{length} ids taken")
 
-    async def outcome(self, run: Run) -> tuple[list[int], list[float], list[tuple[str, int, int]]]:
+    async def outcome(self, run: RunningTurn) -> tuple[list[int], list[float], list[tuple[str, int, int]]]:
         """What the partial-response pool has of a turn: ids, logprobs, segments."""
         await self.pool.flush()
         kept = [k.record for k in await self.pool.kept_turns(run.request.session_id)]
@@ -107,10 +108,10 @@ async def shell(
         store = SessionStore(database)
         await store.open()
         state = FleetState(settings.fleet)
-        live = LiveSessions(settings, state, store, timeline)
+        live = SessionRegistry(settings, state, store, timeline)
         trainer = Trainer(settings, live, buffer)
         made = Fleet(settings, state, timeline, trainer.admission)
-        sessions = Sessions(settings, live, made, trainer, pool=pool, timeline=timeline, context_tokens=lambda: 4096)
+        sessions = TurnService(settings, live, made, trainer, pool=pool, timeline=timeline, context_tokens=lambda: 4096)
         endings = Endings(sessions, trainer, pool=pool, buffer=buffer, store=store, timeline=timeline)
         made.interrupt = sessions.interrupt
         await recover(sessions, store, pool)
@@ -123,13 +124,13 @@ async def shell(
         yield found
 
 
-async def read(run: Run) -> list[TokenDelta]:
+async def read(run: RunningTurn) -> list[TokenDelta]:
     """The whole turn."""
     async with run:
         return await heard(run)
 
 
-def check_whole(run: Run, deltas: list[TokenDelta], budget: int = BUDGET) -> None:
+def check_whole(run: RunningTurn, deltas: list[TokenDelta], budget: int = BUDGET) -> None:
     """The client's tokens, the record and the session are the uncut turn's, and deltas fit their segments."""
     ids, logprobs = said(run.request.prompt_ids, budget)
     assert [t for d in deltas for t in d.token_ids] == run.record.token_ids == ids

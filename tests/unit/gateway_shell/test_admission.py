@@ -106,7 +106,7 @@ async def test_groups_are_looked_through_only_where_that_decides(
 ) -> None:
     """With thousands of them a look takes milliseconds, and every turn's end changes what may be placed."""
     looks = list[int]()
-    monkeypatch.setattr("gateway.trainer.stranded", lambda *args: looks.append(1) or stranded(*args))
+    monkeypatch.setattr("gateway.sessions.trainer.stranded", lambda *args: looks.append(1) or stranded(*args))
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (found, http):
         await post(http, "/experience/sample", GROUPS)  # it takes two at once, and none may be older
         first = await member(http, "a", 0)

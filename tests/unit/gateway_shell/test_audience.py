@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway import audience as audience_module
-from gateway.audience import UNREAD_TOKENS_MAX, Audience
 from gateway.core.types import SamplingParams, Segment, SessionId, TokenDelta, TurnId, TurnRecord, TurnRequest
+from gateway.turns import audience as audience_module
+from gateway.turns.audience import UNREAD_TOKENS_MAX, Audience
 from protos.errors import Conflict
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from gateway import pinning, refreshing
 from gateway.core.refresh import LOAD_TRIES
 from gateway.core.types import EngineName
+from gateway.fleet import pins as pins_module
+from gateway.fleet import refresh
 from tests.support.cutting_engine import Answer, CuttingEngine, until
 from tests.support.fake_relay import relay
 from tests.unit.gateway_shell.shell import check_whole, read, shell
@@ -37,8 +38,8 @@ async def test_however_many_bad_versions_are_published_the_last_good_one_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bad: int
 ) -> None:
     """Though the relay retires all but the two newest, and each newer version is tried as it comes."""
-    monkeypatch.setattr(refreshing, "RETRY_S", 0.01)
-    monkeypatch.setattr(pinning, "LOOK_S", 0.01)
+    monkeypatch.setattr(refresh, "RETRY_S", 0.01)
+    monkeypatch.setattr(pins_module, "LOOK_S", 0.01)
     bad = range(2, 2 + num_bad)
     e0 = CuttingEngine("e0", answer=refuses(*bad))
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=AT_ONCE) as found:
@@ -64,8 +65,8 @@ async def test_however_many_bad_versions_are_published_the_last_good_one_serves(
 async def test_a_newer_version_is_tried_at_once_not_after_the_wait_of_the_one_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refreshing, "RETRY_S", 3600.0)
-    monkeypatch.setattr(refreshing, "RETRY_MAX_S", 3600.0)
+    monkeypatch.setattr(refresh, "RETRY_S", 3600.0)
+    monkeypatch.setattr(refresh, "RETRY_MAX_S", 3600.0)
     e0 = CuttingEngine("e0", answer=refuses(2))
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address) as found:
         await serve(found, holder, 1, e0)
@@ -77,7 +78,7 @@ async def test_a_newer_version_is_tried_at_once_not_after_the_wait_of_the_one_th
 async def test_a_pin_that_was_taken_away_is_made_again_while_the_version_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinning, "LOOK_S", 3600.0)
+    monkeypatch.setattr(pins_module, "LOOK_S", 3600.0)
     e0 = CuttingEngine("e0")
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address) as found:
         await serve(found, holder, 1, e0)
@@ -85,7 +86,7 @@ async def test_a_pin_that_was_taken_away_is_made_again_while_the_version_is_ther
         await pins.look(now)
         assert holder.fallbacks == [1]
         found.fleet.relays.gone(address, 1)  # type: ignore[arg-type]
-        await pins.look(now + pinning.TTL_S / 3)
+        await pins.look(now + pins.TTL_S / 3)
         assert dict(pins.fallbacks) == {address: 1}, "it is renewed, whatever else was heard"
         holder.retire(1)
         holder.publish(2)

@@ -9,7 +9,7 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from gateway.cli import cli
-from gateway.cli_repack import ask, told
+from gateway.operate.repack_view import ask, told
 from protos.errors import InvalidRequest, Unavailable
 from tests.support.turns import serving_app
 

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from gateway.app import start
-from gateway.collecting import collect_regularly
+from gateway.runtime.garbage import collect_regularly
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.unit.gateway_shell.test_status import config
 

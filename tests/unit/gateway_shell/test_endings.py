@@ -12,8 +12,8 @@ import pytest
 
 from gateway.core.endings import Finish
 from gateway.core.types import SessionId, TokenDelta, Trajectory
-from gateway.data import ExperienceBuffer
-from gateway.turns import Run
+from gateway.experience import ExperienceBuffer
+from gateway.turns.running import RunningTurn
 from protos.errors import Conflict, Unavailable
 from tests.support.cutting_engine import MODEL, CuttingEngine, until
 from tests.unit.gateway_shell.shell import read, shell
@@ -70,14 +70,14 @@ async def test_a_finish_goes_on_without_its_caller_and_is_joined(
 
 
 async def test_an_abandonment_goes_on_without_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, entered, abort = asyncio.Event(), asyncio.Event(), Run.abort
+    gate, entered, abort = asyncio.Event(), asyncio.Event(), RunningTurn.abort
 
-    async def held(self: Run, why: str) -> None:
+    async def held(self: RunningTurn, why: str) -> None:
         entered.set()
         await gate.wait()
         await abort(self, why)
 
-    monkeypatch.setattr(Run, "abort", held)
+    monkeypatch.setattr(RunningTurn, "abort", held)
     e0 = CuttingEngine("e0", hold_at=2)
     async with e0, shell(tmp_path, e0) as found:
         session = found.session("s")
@@ -164,7 +164,7 @@ async def test_a_member_that_ended_as_the_gateway_died_is_counted_at_the_restart
         async with gateway(tmp_path, e0) as (_, http):
             group = await post(http, "/groups", {"size": 2, "resample_max": 1})
             with monkeypatch.context() as patched:
-                patched.setattr("gateway.groups.Groups._member_ended", _unheard)
+                patched.setattr("gateway.sessions.groups.Groups._member_ended", _unheard)
                 for member in group["sessions"]:
                     await turn(http, member["session_id"], [5])
                 name, other = (member["session_id"] for member in group["sessions"])
@@ -184,7 +184,7 @@ async def _unheard(*_: object) -> None:
 async def test_a_session_that_cannot_be_ended_keeps_no_other_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.endings.EXPIRY_INTERVAL_S", 0.02)
+    monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await post(http, "/groups", {"size": 1, "resample_max": 1})  # to be replaced, with no room for another
         await post(http, "/sessions", {"session_id": "s"})

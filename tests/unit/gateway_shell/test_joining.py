@@ -8,23 +8,23 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.api.openai_answering import Asked, Choice
-from gateway.api.openai_history import Prompt
-from gateway.api.openai_shapes import AnswerHead
-from gateway.api.openai_turn import Reader
+from gateway.api.openai.answer import Asked, Choice
+from gateway.api.openai.history import Prompt
+from gateway.api.openai.shapes import AnswerHead
+from gateway.api.openai.turn_view import Reader
 from gateway.core.fleet import FleetConfig
 from gateway.core.joining import Call, choice_id
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SamplingParams, TurnId, TurnOrigin, TurnRequest
-from gateway.data import PartialResponsePool
-from gateway.turns import Run
+from gateway.store import PartialResponsePool
+from gateway.turns.running import RunningTurn
 from protos.errors import Conflict, OutOfCapacity
 from tests.support.cutting_engine import CuttingEngine, said, until
 from tests.support.reading import heard
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, Shell, check_at_rest, check_whole, read, shell
 
 
-def begun(found: Shell, session: SessionState, name: str = "t0", **sampling: Any) -> Run:
+def begun(found: Shell, session: SessionState, name: str = "t0", **sampling: Any) -> RunningTurn:
     params = SamplingParams(max_tokens=BUDGET, **sampling)
     prompt = (*session.token_ids, *PROMPT)
     origin = TurnOrigin(digest="same")
@@ -34,18 +34,18 @@ def begun(found: Shell, session: SessionState, name: str = "t0", **sampling: Any
     return found.sessions.start(request)
 
 
-def asked_of(run: Run, *, read: bool) -> Asked:
+def asked_of(run: RunningTurn, *, read: bool) -> Asked:
     """A request that the turn answers."""
     reader, head = cast(Reader, None), cast(AnswerHead, None)
     return Asked(head, {}, Prompt([], "first"), [Choice(run, reader, read=read)], "body", joined=False)
 
 
-async def join(found: Shell, call: Call) -> Run | None:
+async def join(found: Shell, call: Call) -> RunningTurn | None:
     joined = await found.sessions.join(call, 1)
     return None if joined is None else joined[0]
 
 
-async def leave(run: Run, after: int) -> None:
+async def leave(run: RunningTurn, after: int) -> None:
     """A client that goes once `after` tokens came."""
     async with run:
         await until(lambda: len(run.record.token_ids) == after, f"{after} tokens")

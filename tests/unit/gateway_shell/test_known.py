@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway import known
-from gateway.known import PROMPT_TOKEN_BYTES, TOKEN_BYTES
+from gateway.turns import joinable
+from gateway.turns.joinable import PROMPT_TOKEN_BYTES, TOKEN_BYTES
 from tests.support import codecs
 from tests.support.cutting_engine import CuttingEngine
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, read, shell
@@ -22,12 +22,12 @@ async def test_the_oldest_go_first_when_their_prompts_take_too_much(
         for run in runs:
             await read(run)
         each = len(PROMPT) * PROMPT_TOKEN_BYTES + BUDGET * TOKEN_BYTES
-        monkeypatch.setattr(known, "KEPT_BYTES_MAX", 4 * each)
+        monkeypatch.setattr(joinable, "KEPT_BYTES_MAX", 4 * each)
         assert list(turns.sweep(0.0)) == []
         await runs[2].finish_early(5)  # a stop string of a reader that was slower than the engine
-        monkeypatch.setattr(known, "KEPT_BYTES_MAX", 2 * each)
+        monkeypatch.setattr(joinable, "KEPT_BYTES_MAX", 2 * each)
         assert list(turns.sweep(0.0)) == runs[:2]
-        monkeypatch.setattr(known, "KEPT_BYTES_MAX", each - 1)
+        monkeypatch.setattr(joinable, "KEPT_BYTES_MAX", each - 1)
         assert list(turns.sweep(0.0)) == runs[2:]
         assert turns._over_bytes == 0, "what was counted is given back, also of a turn that became shorter"
         assert turns._bytes == {}

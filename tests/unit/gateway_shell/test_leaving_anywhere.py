@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName
-from gateway.turns import Run
+from gateway.turns.running import RunningTurn
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.reading import slowly
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, read, shell
@@ -82,6 +82,6 @@ async def test_a_reader_that_leaves_at_any_step_of_a_move_leaks_no_count_on_eith
             await settled(found)
 
 
-def _move(run: Run) -> None:
+def _move(run: RunningTurn) -> None:
     assert run.engine is not None
     assert run.move(E1 if run.engine == E0 else E0) is not None

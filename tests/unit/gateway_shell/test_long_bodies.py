@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.api import openai_history
-from gateway.api.openai_history import Prompt
-from gateway.api.openai_routes import LONG_BODY_BYTES
+from gateway.api.openai import history
+from gateway.api.openai.history import Prompt
+from gateway.api.openai.routes import LONG_BODY_BYTES
 from gateway.ports import SessionView
 from tests.support.cutting_engine import MODEL, CuttingEngine
 from tests.unit.gateway_shell.test_rewards import post, turn
@@ -25,13 +25,13 @@ HANG_S = 60.0
 async def test_a_key_that_comes_twice_at_once_is_one_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: str | None
 ) -> None:
-    both, make = threading.Barrier(2), openai_history.completion_prompt
+    both, make = threading.Barrier(2), history.completion_prompt
 
     def making(*args: Any, **how: Any) -> Prompt:
         both.wait(HANG_S)
         return make(*args, **how)
 
-    monkeypatch.setattr(openai_history, "completion_prompt", making)
+    monkeypatch.setattr(history, "completion_prompt", making)
     body = LONG if session is None else {**LONG, "session_id": session}
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
 
@@ -50,7 +50,7 @@ async def test_a_turn_that_ends_while_another_prompt_is_made_disturbs_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making, ended = threading.Event(), threading.Event()
-    make, seen = openai_history.completion_prompt, list[int]()
+    make, seen = history.completion_prompt, list[int]()
 
     def slowly(codec: Any, view: SessionView, prompt: Any, **how: Any) -> Prompt:
         if len(prompt) == len(LONG["prompt"]):  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ async def test_a_turn_that_ends_while_another_prompt_is_made_disturbs_nobody(
             seen.append(1 + len(list(turns)))
         return make(codec, view, prompt, **how)
 
-    monkeypatch.setattr(openai_history, "completion_prompt", slowly)
+    monkeypatch.setattr(history, "completion_prompt", slowly)
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         await turn(http, "s", [5])
         asked = asyncio.create_task(post(http, "/s/s/v1/completions", LONG))

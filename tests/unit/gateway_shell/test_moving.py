@@ -12,8 +12,8 @@ import pytest
 from gateway.core.repack import Freed, Move, Plan
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, Version
-from gateway.moving import MOVES_AT_ONCE, Mover
-from gateway.turns import Run
+from gateway.repack.mover import MOVES_AT_ONCE, TurnMover
+from gateway.turns.running import RunningTurn
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
@@ -21,7 +21,9 @@ E0, E1 = EngineName("e0"), EngineName("e1")
 
 
 @asynccontextmanager
-async def running(directory: Path, count: int) -> AsyncIterator[tuple[Shell, Mover, list[Run], CuttingEngine]]:
+async def running(
+    directory: Path, count: int
+) -> AsyncIterator[tuple[Shell, TurnMover, list[RunningTurn], CuttingEngine]]:
     """`count` turns held on e0 after four tokens; e1 says nothing before `go`."""
     async with AsyncExitStack() as stack:
         e0 = await stack.enter_async_context(CuttingEngine("e0", hold_at=4))
@@ -30,7 +32,7 @@ async def running(directory: Path, count: int) -> AsyncIterator[tuple[Shell, Mov
         runs = [found.run(on_e0(found)) for _ in range(count)]
         reading = [asyncio.create_task(read(run)) for run in runs]
         await until(lambda: all(len(r.record.token_ids) == 4 for r in runs), "held turns")
-        mover = Mover(found.fleet, found.sessions)
+        mover = TurnMover(found.fleet, found.sessions)
         yield found, mover, runs, e1
         e0.go.set()
         e1.go.set()
@@ -48,7 +50,7 @@ def on_e0(found: Shell) -> SessionState:
     return session
 
 
-def plan_for(runs: list[Run], *more: Move) -> Plan:
+def plan_for(runs: list[RunningTurn], *more: Move) -> Plan:
     moves = [Move(r.request.turn_id, r.request.session_id, E0, E1, 7, 0.007) for r in runs]
     return Plan(Version(0), (*moves, *more), (Freed(E0, 0.1, 5.0, 0.5),), ("e0 goes to e1: all of it",))
 
@@ -104,14 +106,14 @@ async def test_a_move_that_fails_as_nobody_foresaw_leaves_the_others_on_their_wa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path, 3) as (_, mover, runs, e1):
-        move = Run.move
+        move = RunningTurn.move
 
-        def moves(run: Run, destination: EngineName) -> object:
+        def moves(run: RunningTurn, destination: EngineName) -> object:
             if run is runs[0]:
                 raise KeyError("nobody thought of it")
             return move(run, destination)
 
-        monkeypatch.setattr(Run, "move", moves)
+        monkeypatch.setattr(RunningTurn, "move", moves)
         e1.go.set()
         mover.start(plan_for(runs))
         await until(lambda: not mover.inbound, "the end of every move")

@@ -11,16 +11,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway import fleet, refreshing, standing
 from gateway.app import Gateway
 from gateway.core.types import EngineName
 from gateway.engines.base import EngineReport
 from gateway.engines.http import CONTROL_BYTES_MAX
 from gateway.engines.tether import READ_BYTES, until_broken
 from gateway.engines.vllm import VllmEngine
-from gateway.fleet import Fleet
-from gateway.members import Member
-from gateway.watching import Watching
+from gateway.fleet import fleet, refresh
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.handle import EngineHandle
+from gateway.fleet.watcher import EngineWatcher
+from gateway.runtime import standing
 from paramserver.client import Lease, RelayClient
 from tests.support.cutting_engine import Answer, CuttingEngine, until
 from tests.support.fake_relay import relay
@@ -149,14 +150,14 @@ async def test_what_nobody_foresaw_is_the_engines_state_too_and_is_said_once(
 async def test_a_look_that_fails_in_the_gateway_itself_costs_no_other_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met, broken = Watching._meet, True
+    met, broken = EngineWatcher._meet, True
 
-    def meet(watching: Watching, member: Member, *rest: Any) -> None:
+    def meet(watching: EngineWatcher, member: EngineHandle, *rest: Any) -> None:
         if broken and member.spec.name == "e1":
             raise AssertionError("nobody thought of it")
         met(watching, member, *rest)
 
-    monkeypatch.setattr(Watching, "_meet", meet)
+    monkeypatch.setattr(EngineWatcher, "_meet", meet)
     e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
     async with e0, e1, gateway(tmp_path, e0, e1, poll_interval_s=0.05) as (found, http):
         assert "nobody thought of it" in (await check_serves(found, http))["e1"]["last_error"]
@@ -167,9 +168,9 @@ async def test_a_look_that_fails_in_the_gateway_itself_costs_no_other_engine(
 async def test_a_load_that_fails_as_nobody_foresaw_fences_its_engine_alone_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refreshing, "RETRY_S", 0.01)
+    monkeypatch.setattr(refresh, "RETRY_S", 0.01)
     e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
-    keep, failures = refreshing._keep, 0
+    keep, failures = refresh._keep, 0
 
     def keeps(client: RelayClient, lease: Lease) -> Any:
         nonlocal failures
@@ -178,7 +179,7 @@ async def test_a_load_that_fails_as_nobody_foresaw_fences_its_engine_alone_and_i
             raise KeyError("nobody thought of it")
         return keep(client, lease)
 
-    monkeypatch.setattr(refreshing, "_keep", keeps)
+    monkeypatch.setattr(refresh, "_keep", keeps)
     async with relay() as (holder, address), e0, e1, shell(tmp_path, e0, e1, relay=address) as found:
         holder.publish(1)
         await until(lambda: (e0.version, e1.version) == ("1", "1"), "version 1 on both")

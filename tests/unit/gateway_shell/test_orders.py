@@ -10,8 +10,9 @@ import aiohttp
 import pytest
 
 from gateway.core.types import SessionId, Trajectory
-from gateway.data import Database, ExperienceBuffer
-from gateway.endings import Endings
+from gateway.experience import ExperienceBuffer
+from gateway.sessions.endings import Endings
+from gateway.store import Database
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.unit.gateway_shell.test_rewards import SAMPLE, post, turn
 from tests.unit.gateway_shell.test_status import gateway, get

@@ -79,7 +79,7 @@ async def test_children_end_with_their_parent_before_its_end_is_told(tmp_path: P
 async def test_a_parent_is_not_idle_while_a_child_that_blocks_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.endings.EXPIRY_INTERVAL_S", 0.02)
+    monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         for name in ("waits", "left", "alone"):
             await made(http, name)
@@ -108,7 +108,7 @@ async def test_a_parent_is_not_idle_while_a_child_that_blocks_it_lives(
 
 
 async def test_families_outlive_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.endings.EXPIRY_INTERVAL_S", 0.02)
+    monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
     async with CuttingEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             for name in ("p", "q"):

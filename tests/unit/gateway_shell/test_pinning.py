@@ -14,7 +14,7 @@ import pytest
 from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName, Version
-from gateway.pinning import FALLBACK_HOLDER, TTL_S
+from gateway.fleet.pins import FALLBACK_HOLDER, TTL_S
 from paramserver.client import Lease, RelayClient
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support.cutting_engine import CuttingEngine, until
@@ -151,6 +151,6 @@ async def test_a_relay_that_stops_answering_is_one_warning_and_stands_in_the_sta
         address = f"127.0.0.1:{holder.port}"
         await holder.stop()
         await until(lambda: found.fleet.relays.unreachable() == [address], "it is known to be gone")
-    said = [r for r in caplog.records if r.name == "gateway.pinning"]
+    said = [r for r in caplog.records if r.name == "gateway.fleet.pins"]
     assert len([r for r in said if "is not pinned or released yet" in r.getMessage()]) == 1
     assert not any(r.exc_info for r in said), "no stack for a relay that does not answer"

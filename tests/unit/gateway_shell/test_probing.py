@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gateway import refreshing
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import SamplingParams, Version
 from gateway.engines.base import EngineChunk, EngineFailed, NoLogprob, StreamCut
-from gateway.probing import PROMPT, Probe, compare, probe
+from gateway.fleet import refresh
+from gateway.fleet.probe import PROMPT, Probe, compare, probe
 from tests.support.cutting_engine import Cut, CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
 from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
@@ -49,7 +49,7 @@ async def test_an_engine_that_computes_as_before_is_shown(tmp_path: Path) -> Non
 async def test_an_engine_that_gives_no_token_after_its_load_loads_again_before_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refreshing, "RETRY_S", 0.01)
+    monkeypatch.setattr(refresh, "RETRY_S", 0.01)
     e0 = CuttingEngine("e0")
     async with probed(tmp_path, e0) as (found, holder):
         await serve(found, holder, 1, e0)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from gateway import places
 from gateway.core.fleet import FleetConfig, TurnLoad
 from gateway.core.scheduler import Demand, Placement, place
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId
+from gateway.fleet import places
 from protos.errors import OutOfCapacity
 from tests.support.cutting_engine import BLOCK_TOKENS, BLOCKS, CuttingEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell

@@ -7,14 +7,14 @@ from typing import Any
 
 from gateway.core.joining import Call
 from gateway.core.types import EngineName, SamplingParams, SessionId, TopLogprob, TurnId, TurnOrigin, TurnRequest
-from gateway.turns import Run
+from gateway.turns.running import RunningTurn
 from tests.support.cutting_engine import CuttingEngine, said, until
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, Shell, check_at_rest, check_whole, read, shell
 
 S = SessionId("s")
 
 
-def begun(found: Shell, name: str, *, digest: str = "same", unnamed: bool = False, **sampling: Any) -> Run:
+def begun(found: Shell, name: str, *, digest: str = "same", unnamed: bool = False, **sampling: Any) -> RunningTurn:
     origin = TurnOrigin(digest, unnamed)
     params = SamplingParams(max_tokens=BUDGET, **sampling)
     session = SessionId("call" if unnamed else S)

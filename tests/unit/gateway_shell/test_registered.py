@@ -12,8 +12,8 @@ import pytest
 
 from gateway.config import EngineSpec
 from gateway.core.types import EngineName
-from gateway.fleet import Fleet
-from gateway.registered import Registered
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.registrations import Registrations
 from paramserver.client import RegisteredEngine
 from paramserver.core import view as keys
 from paramserver.membership import MemoryRegistry, MemoryStore
@@ -47,7 +47,7 @@ class Relay:
 async def following(found: Shell, address: str, store_id: bytes = b"store") -> AsyncIterator[Relay]:
     store = MemoryStore(lambda: 0.0)
     await MemoryRegistry(store).transact([], [Put(keys.STORE, store_id)])
-    task = asyncio.create_task(Registered(MemoryRegistry(store), found.fleet).run())
+    task = asyncio.create_task(Registrations(MemoryRegistry(store), found.fleet).run())
     try:
         yield Relay(store, address)
     finally:

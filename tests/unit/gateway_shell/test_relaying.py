@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from gateway import relaying
-from gateway.api.openai_relay import _Client
+from gateway.api.openai.text_proxy import _Client
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName, Version
+from gateway.fleet import text_proxy
 from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, until
 from tests.support.fake_relay import relay
 from tests.support.text_engine import CHAT, COMPLETION, TextEngine, asked_of, said_in, words
@@ -302,7 +302,7 @@ async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_tim
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is broken soon."""
-    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(text_proxy, "KEEP_ALIVE_S", 0.05)
 
 
 COMMENT = b": keep-alive\n\n"
@@ -387,7 +387,7 @@ async def test_what_was_kept_alive_goes_on_under_its_version_only(tmp_path: Path
 
 
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize(("kind", "tries"), [("500", relaying.TRIES_MAX), ("400", 1)])
+@pytest.mark.parametrize(("kind", "tries"), [("500", text_proxy.TRIES_MAX), ("400", 1)])
 async def test_an_error_after_the_head_is_never_a_good_answer(tmp_path: Path, kind: str, tries: int) -> None:
     """Also where an engine of another version is there."""
     async with (
@@ -544,7 +544,7 @@ async def test_engines_that_take_no_chat_are_told_of(tmp_path: Path) -> None:
 
 
 async def test_an_answer_beyond_the_bound_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaying, "ANSWER_BYTES_MAX", 1000)
+    monkeypatch.setattr(text_proxy, "ANSWER_BYTES_MAX", 1000)
     async with TextEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         assert (await ask(http, chat())).status == 200
         answer = await ask(http, chat(max_tokens=1000))
@@ -567,7 +567,7 @@ async def test_status_and_metrics_count_them(tmp_path: Path) -> None:
 
 async def test_a_client_that_stops_reading_gives_its_engine_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it is recorded: who does not read loses the rest, and the place is another's."""
-    monkeypatch.setattr(relaying, "UNREAD_MAX_S", 0.1)
+    monkeypatch.setattr(text_proxy, "UNREAD_MAX_S", 0.1)
     e0 = TextEngine("e0")
     async with e0, gateway(tmp_path, e0) as (found, _):
         parts = urlsplit(found.url)
@@ -588,7 +588,7 @@ async def test_a_client_that_cannot_be_kept_alive_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One task keeps all clients alive: what fails for one of them ends that request alone."""
-    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(text_proxy, "KEEP_ALIVE_S", 0.05)
     keep_alive, broken = _Client.keep_alive, 0
 
     async def keeps(client: _Client, version: Version) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gateway import relays, standing
 from gateway.core.types import Version
-from gateway.data import Database
-from gateway.data.lineage import LineageStore
-from gateway.relays import Relays
-from gateway.standing import StandingTasks
+from gateway.fleet import relays
+from gateway.fleet.relays import Relays
+from gateway.runtime import standing
+from gateway.runtime.standing import StandingTasks
+from gateway.store import Database
+from gateway.store.lineage import LineageStore
 from paramserver.client import RelayClient
 from protos.errors import Corrupt
 from tests.support.cutting_engine import until
@@ -55,7 +56,7 @@ async def test_a_relay_that_does_not_answer_is_named_once(
     monkeypatch.setattr(RelayClient, "versions", counted)
     async with followed("127.0.0.1:1"):
         await until(lambda: asked > 3, "the relay asked again")
-    said = [r.getMessage() for r in caplog.records if r.name == "gateway.relays"]
+    said = [r.getMessage() for r in caplog.records if r.name == "gateway.fleet.relays"]
     assert len(said) == 1
     assert "relay 127.0.0.1:1 does not answer yet, and is asked again until it does: no relay answers at" in said[0]
 

@@ -10,12 +10,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway import repacking, standing
 from gateway.app import start
-from gateway.cli_repack import ask, told
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import FleetConfig
 from gateway.core.repack import Plan
+from gateway.operate.repack_view import ask, told
+from gateway.repack import loop
+from gateway.runtime import standing
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
 from tests.support.fake_relay import relay
 from tests.support.words import tokenizer
@@ -95,7 +96,7 @@ async def test_a_round_that_fails_as_nobody_foresaw_is_said_and_the_next_one_com
         return ()
 
     monkeypatch.setattr(standing, "RETRY_S", 0.01)
-    monkeypatch.setattr(repacking, "plan_repack", plans)
+    monkeypatch.setattr(loop, "plan_repack", plans)
     async with CuttingEngine("e0") as e0, running(tmp_path, e0, repack_interval_s=0.01):
         await until(lambda: rounds > 2, "further rounds")
     assert caplog.text.count("repack failed, and begins again until it does not") == 1

@@ -80,7 +80,7 @@ async def test_a_finish_without_reward_waits_for_it(tmp_path: Path) -> None:
 async def test_a_window_that_ended_takes_no_reward_and_who_waited_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.endings.EXPIRY_INTERVAL_S", 0.02)
+    monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         for session in ("early", "never", "idle"):
             await turn(http, session, [5])

@@ -40,7 +40,7 @@ async def test_a_session_uses_no_more_context_than_it_may(tmp_path: Path) -> Non
 async def test_a_session_past_its_deadline_is_abandoned_with_its_running_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.endings.EXPIRY_INTERVAL_S", 0.02)
+    monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
     async with CuttingEngine("e0", hold_at=2) as e0, gateway(tmp_path, e0) as (found, http):
         await post(http, "/sessions", {"session_id": "late", "deadline_s": 0.3})
         await post(http, "/sessions", {"session_id": "calm", "deadline_s": 600.0})

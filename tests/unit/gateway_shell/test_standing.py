@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway import standing
-from gateway.standing import StandingTasks, own
+from gateway.runtime import standing
+from gateway.runtime.standing import StandingTasks, own
 from protos.errors import Unavailable
 from tests.support.cutting_engine import until
 

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.app import DATABASE_NAME
 from gateway.core.types import SessionId
-from gateway.data import Database
+from gateway.store import Database
 from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, said, until
 from tests.unit.gateway_data.disk import Disk
 from tests.unit.gateway_shell.test_rewards import SAMPLE, branches, post, turn

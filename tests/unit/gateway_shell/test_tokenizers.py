@@ -10,8 +10,8 @@ import pytest
 
 from gateway.core.reasons import closed_reason
 from gateway.core.types import EngineName
+from gateway.fleet.watcher import PROBE_TEXT
 from gateway.tokens import Codec
-from gateway.watching import PROBE_TEXT
 from tests.support.cutting_engine import Answer, CuttingEngine, until
 from tests.support.tiny_model import tiny_model
 from tests.unit.gateway_shell.shell import shell

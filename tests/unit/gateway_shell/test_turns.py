@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from gateway import audience, driving
-from gateway.audience import UNREAD_TOKENS_MAX
 from gateway.core.fleet import FleetConfig, TurnLoad
 from gateway.core.sampling import segment_seed
 from gateway.core.scheduler import Demand
 from gateway.core.types import EngineName, SessionId, TurnId
 from gateway.engines.base import RequestRefused
 from gateway.engines.wire import EVENTS_AT_ONCE_MAX
-from gateway.turns import Run
+from gateway.turns import audience, driver
+from gateway.turns.audience import UNREAD_TOKENS_MAX
+from gateway.turns.running import RunningTurn
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support.cutting_engine import Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
@@ -58,7 +58,7 @@ CUTS.remove(("repeat", "protocol", 0))  # there is nothing to repeat
 
 @pytest.fixture(autouse=True)
 def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving, "CUT_BACKOFF_S", 0.01)
+    monkeypatch.setattr(driver, "CUT_BACKOFF_S", 0.01)
 
 
 def cutting(name: str, *cuts: Cut, **how: Any) -> CuttingEngine:
@@ -70,7 +70,7 @@ def asks(*engines: CuttingEngine) -> list[tuple[int, int]]:
     return sorted((len(a.prompt) - len(PROMPT), a.body["max_tokens"]) for e in engines for a in e.asked)
 
 
-def spans(run: Run) -> list[tuple[str, int, int, str]]:
+def spans(run: RunningTurn) -> list[tuple[str, int, int, str]]:
     return [(s.engine, s.start, s.end, s.cause) for s in run.segments]
 
 
@@ -210,7 +210,7 @@ async def test_the_turn_waits_for_its_engine_to_return(tmp_path: Path) -> None:
 
 
 async def test_a_turn_that_is_always_cut_is_lost_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving, "CUT_BACKOFF_S", 0.0)
+    monkeypatch.setattr(driver, "CUT_BACKOFF_S", 0.0)
     async with CuttingEngine("e0", always=Cut("eof")) as e0, shell(tmp_path, e0) as found:
         with pytest.raises(Unavailable, match=r"cut 20 times, last by .*without a finish reason"):
             await read(found.run())
@@ -369,7 +369,7 @@ async def test_a_stream_that_fails_as_it_is_closed_leaves_no_booking(
         check_at_rest(found)
 
 
-async def leave_after(run: Run, num_tokens: int) -> None:
+async def leave_after(run: RunningTurn, num_tokens: int) -> None:
     async with run:
         await until(lambda: len(run.record.token_ids) == num_tokens, f"{num_tokens} tokens")
 
@@ -537,8 +537,8 @@ async def test_a_stop_that_matches_just_as_the_engine_ends_closes_the_turn_in_th
 
 
 async def test_a_turn_finished_early_between_two_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving, "CUT_BACKOFF_S", 60.0)
-    monkeypatch.setattr(driving, "CUT_BACKOFF_MAX_S", 60.0)
+    monkeypatch.setattr(driver, "CUT_BACKOFF_S", 60.0)
+    monkeypatch.setattr(driver, "CUT_BACKOFF_MAX_S", 60.0)
     async with cutting("e0", Cut("eof", 6)) as e0, shell(tmp_path, e0) as found:
         async with found.run() as run:
             await until(lambda: found.sessions.counters.turns_cut == 1, "the cut")

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from gateway import refreshing
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
 from gateway.engines.http import reason_in
 from gateway.engines.kinds import connect
 from gateway.engines.vllm import Reader, VllmEngine
+from gateway.fleet import refresh
 from tests.support.cutting_engine import LOAD_STEPS, MODEL, Answer, Cut, CutKind, CuttingEngine, said, until
 from tests.support.fake_relay import relay
 from tests.unit.gateway_shell.shell import check_whole, read, shell
@@ -378,7 +378,7 @@ async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() ->
 async def test_an_engine_stays_fenced_until_a_load_succeeds(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refreshing, "RETRY_S", 0.01)
+    monkeypatch.setattr(refresh, "RETRY_S", 0.01)
     async with (
         relay() as (holder, address),
         CuttingEngine("e0") as e0,
@@ -411,7 +411,7 @@ async def test_an_engine_stays_fenced_until_a_load_succeeds(
 async def test_a_version_that_never_loads_leaves_the_engine_on_the_one_before(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refreshing, "RETRY_S", 0.01)
+    monkeypatch.setattr(refresh, "RETRY_S", 0.01)
 
     def answer(path: str, body: Any) -> Any:
         return 500 if path == step and "8" in str(body) else None

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gateway.api import openai_events
+from gateway.api.openai import events
 from gateway.app import start
 from gateway.core.fleet import FleetConfig
 from tests.support.cutting_engine import CuttingEngine, until
@@ -24,7 +24,7 @@ KEEP_ALIVE_S, QUEUE_S = 0.02, 0.5
 async def test_a_full_queue_is_a_status_and_a_slow_engine_is_kept_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(openai_events, "KEEP_ALIVE_S", KEEP_ALIVE_S)
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", KEEP_ALIVE_S)
     body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4, "stream": stream}
     async with CuttingEngine("e0", hold_at=0) as e0:
         few = dataclasses.replace(config(tmp_path, e0), queue_timeout_s=QUEUE_S, fleet=FleetConfig(max_running=1))
@@ -45,8 +45,8 @@ async def test_a_full_queue_is_a_status_and_a_slow_engine_is_kept_alive(
 async def test_a_queue_that_is_longer_than_proxies_wait_is_kept_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_events, "KEEP_ALIVE_S", KEEP_ALIVE_S)
-    monkeypatch.setattr(openai_events, "QUIET_S_MAX", 2 * KEEP_ALIVE_S)
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", KEEP_ALIVE_S)
+    monkeypatch.setattr(events, "QUIET_S_MAX", 2 * KEEP_ALIVE_S)
     body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4}
     async with CuttingEngine("e0", hold_at=0) as e0:
         found = await start(dataclasses.replace(config(tmp_path, e0), fleet=FleetConfig(max_running=1)))

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paramserver import pull
+from paramserver.client import pull
 from paramserver.core.layout import TensorSpec, plan_layout
 from paramserver.core.records import ChunkMap, Epoch, Manifest, digest, version_root
 from paramserver.core.transfer import Want

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from paramserver.client import RegisteredEngine, watch_engines
+from paramserver.client.engines import EngineView
 from paramserver.config import EngineBeside, RelayConfig
 from paramserver.core import view as keys
 from paramserver.core.records import Member
-from paramserver.engines import EngineView
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Changed, Entry, Put, Removed, State
-from paramserver.seat import Seat
+from paramserver.relay.member_lease import MemberLease
 from protos.errors import InvalidRequest, UnsupportedField
 
 
@@ -88,7 +88,7 @@ def test_what_nobody_can_read_is_left_out() -> None:
 async def test_an_engine_is_there_as_long_as_its_relays_lease() -> None:
     now = 0.0
     store = MemoryStore(lambda: now)
-    seat = Seat(MemoryRegistry(store), Member("r", "i", "h:7070", "h:7071"), ttl_s=5.0)
+    seat = MemberLease(MemoryRegistry(store), Member("r", "i", "h:7070", "h:7071"), ttl_s=5.0)
     await seat.take()
     seat.register([engine("r:1")])
     follower = watch_engines(MemoryRegistry(store))

@@ -11,8 +11,8 @@ import xxhash
 
 from paramserver.core.records import ChunkMap, Epoch, FileSpec, Manifest, digest, version_root
 from paramserver.data.server import DataServer
-from paramserver.pool import Pool
-from paramserver.store import Snapshot, Store
+from paramserver.memory.pool import Pool
+from paramserver.memory.store import Snapshot, Store
 
 CONTENT = bytes(range(256)) * 50
 SMALL = b"index"

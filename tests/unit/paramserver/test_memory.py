@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.memory import Memory
-from paramserver.pool import Allotment, Pool
+from paramserver.memory.pool import Allotment, Pool
+from paramserver.memory.supply import Memory
 from protos.errors import Preparing
 
 MIB = 1 << 20

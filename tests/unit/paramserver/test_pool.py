@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from paramserver import kept
-from paramserver import pool as pool_module
-from paramserver import store as store_module
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
-from paramserver.data.mapping import HUGE_BYTES, FileMapping
-from paramserver.pool import Pool, PoolFile
-from paramserver.store import Snapshot, Store
+from paramserver.memory import kept
+from paramserver.memory import pool as pool_module
+from paramserver.memory import store as store_module
+from paramserver.memory.mapping import HUGE_BYTES, FileMapping
+from paramserver.memory.pool import Pool, PoolFile
+from paramserver.memory.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
 from tests.support.skips import needs
 

@@ -18,25 +18,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from paramserver import presiding, publishing
-from paramserver import relay as relay_module
 from paramserver.config import RelayConfig
 from paramserver.core import view as keys
 from paramserver.core.layout import Part, TensorSpec
 from paramserver.core.records import Ended, Member, Rank, Sealed, digest
+from paramserver.daemon.operations import Operations
+from paramserver.daemon.service import RelayService
 from paramserver.data import fetch as data_fetch
-from paramserver.drafts import Draft
+from paramserver.master import duties, publications
+from paramserver.master.drafts import Draft
+from paramserver.master.publications import Publications
+from paramserver.master.ranks import Meeting
+from paramserver.master.sealer import end_version
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Delete, Guard, Outcome, Put, State, Write
-from paramserver.operating import Operating
-from paramserver.pool import Pool
-from paramserver.publishing import Publishing
-from paramserver.ranks import Meeting
-from paramserver.relay import VERSIONS_KEPT, Relay
-from paramserver.sealing import end_version
-from paramserver.seat import Seat
-from paramserver.service import RelayService
-from paramserver.store import Store
+from paramserver.memory.pool import Pool
+from paramserver.memory.store import Store
+from paramserver.relay import relay as relay_module
+from paramserver.relay.member_lease import MemberLease
+from paramserver.relay.relay import VERSIONS_KEPT, Relay
 from protos.errors import (
     Conflict,
     InvalidRequest,
@@ -86,14 +86,14 @@ class Host:
 
     def __init__(self, store: MemoryStore, name: str, directory: Path) -> None:
         self.registry = LossyRegistry(store)
-        self.seat = Seat(self.registry, Member(name, f"instance-{name}", "h:1", "h:2"), ttl_s=2.0)
+        self.seat = MemberLease(self.registry, Member(name, f"instance-{name}", "h:1", "h:2"), ttl_s=2.0)
         pool = Pool(directory / name, 13 * MIB)
         self.relay = Relay(
             RelayConfig(name, "", pool_dir=directory / name, retain=1, chunk_bytes=MIB), self.seat, Store(pool)
         )
         self.dialled: Peer = SilentPeer()  # whoever this relay asks
         self.dialled.holds_nothing = True
-        self.publishing = Publishing(self.relay, dial=lambda _: self.dialled)  # type: ignore[arg-type, return-value]
+        self.publishing = Publications(self.relay, dial=lambda _: self.dialled)  # type: ignore[arg-type, return-value]
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -221,7 +221,7 @@ class SlowKernel:
 async def test_while_the_kernel_allocates_the_relay_goes_on_and_the_publisher_asks_again(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "PREPARE_S", 0.2)
+    monkeypatch.setattr(publications, "PREPARE_S", 0.2)
     kernel = SlowKernel(monkeypatch)
     for _ in range(2):
         with pytest.raises(Preparing, match=r"memory for the next version of policy is being allocated, 0 B of 4 MiB"):
@@ -232,7 +232,7 @@ async def test_while_the_kernel_allocates_the_relay_goes_on_and_the_publisher_as
     with pytest.raises(OutOfCapacity, match="10 MiB wanted, 9 MiB available"):  # promised already
         host.relay.store.pool.reserve([10 * MIB])
     kernel.go_on.set()
-    monkeypatch.setattr(publishing, "PREPARE_S", 60.0)
+    monkeypatch.setattr(publications, "PREPARE_S", 60.0)
     draft = await host.announce()
     assert draft.manifest.version == 1
     write(draft)
@@ -358,7 +358,7 @@ async def test_a_relay_that_missed_the_drop_gives_up_what_was_dropped_and_nothin
 
 
 async def test_there_are_only_so_many_models(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "MODELS_MAX", 2)
+    monkeypatch.setattr(publications, "MODELS_MAX", 2)
     for model in ("one", "two", "one"):
         await host.publishing.locate(model)
     with pytest.raises(OutOfCapacity, match=r"three would be more than 2 models \(drop one: `paramserver drop"):
@@ -368,7 +368,7 @@ async def test_there_are_only_so_many_models(host: Host, monkeypatch: pytest.Mon
 async def test_a_model_of_which_nothing_was_ever_published_is_forgotten(
     world: World, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presiding, "UNUSED_S", 0.2)
+    monkeypatch.setattr(duties, "UNUSED_S", 0.2)
     await host.publishing.locate("typo")
     await host.publish()
 
@@ -764,7 +764,7 @@ async def test_a_reason_of_any_length_ends_the_version_for_everybody(world: Worl
 
 
 async def test_an_above_that_no_number_fits_above_is_refused(host: Host) -> None:
-    operating = Operating(host.relay, host.publishing)
+    operating = Operations(host.relay, host.publishing)
     with pytest.raises(InvalidRequest, match="above"):
         await operating.go_on_with("earlier", MODEL, (1 << 63) - 1)
     assert (await host.publish()).manifest.version == 1
@@ -774,7 +774,7 @@ async def test_a_drain_that_the_registry_did_not_hear_of_is_told_again(
     world: World, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the chain would go through a relay that takes nothing any more."""
-    operating, member = Operating(host.relay, host.publishing), keys.member_key("a")
+    operating, member = Operations(host.relay, host.publishing), keys.member_key("a")
 
     async def away(guards: object, writes: Sequence[Write]) -> Outcome:
         raise Unavailable("the registry is away")
@@ -857,7 +857,7 @@ async def test_a_plans_number_is_given_once_though_the_registry_has_not_heard_of
 async def test_a_version_without_a_holder_is_lost_after_a_while_and_numbers_go_on(
     world: World, host: Host, grace_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presiding, "LOST_GRACE_S", grace_s)
+    monkeypatch.setattr(duties, "LOST_GRACE_S", grace_s)
     await host.publish()
     other = await world.host("b")
     await host.stop()
@@ -884,7 +884,7 @@ async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no
     world: World, host: Host, silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The holder's key may be away for any reason; a version that is recorded as lost is dropped by its last holder."""
-    monkeypatch.setattr(presiding, "LOST_GRACE_S", 0.2)
+    monkeypatch.setattr(duties, "LOST_GRACE_S", 0.2)
     await host.publish()
     other = await world.host("b")
     other.dialled = SilentPeer() if silent else Peer(host)
@@ -908,7 +908,7 @@ async def test_a_silent_relay_keeps_nobody_from_an_election_nor_from_asking_for_
     world: World, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is asked for up to 2 s, and again after a while: a model without a master must not wait for that."""
-    monkeypatch.setattr(presiding, "LOST_GRACE_S", 0.2)
+    monkeypatch.setattr(duties, "LOST_GRACE_S", 0.2)
     monkeypatch.setattr(host.seat, "stand", _stands_for_nothing)
     await host.publish()
     other = await world.host("b")
@@ -1143,7 +1143,7 @@ async def test_a_call_that_fails_in_a_way_nobody_foresaw_is_answered_in_words(
 async def test_an_error_in_sealing_that_nobody_foresaw_is_tried_again(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paramserver.sealing.UNFORESEEN_RETRY_S", 0.1)
+    monkeypatch.setattr("paramserver.master.sealer.UNFORESEEN_RETRY_S", 0.1)
     draft = await host.announce()
     monkeypatch.setattr(host.seat, "as_master", FailsFor(host.seat.as_master, MODEL, times=3))
     write(draft)
@@ -1169,7 +1169,7 @@ async def test_a_fetch_that_fails_in_a_way_nobody_foresaw_is_made_again(
     world: World, host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else the version would be under way for ever, and with it every later one of its model."""
-    monkeypatch.setattr("paramserver.fetches.FAILED_RETRY_S", 0.05)
+    monkeypatch.setattr("paramserver.relay.fetches.FAILED_RETRY_S", 0.05)
     run, num_failed = data_fetch.Fetch.run, 0
 
     def fails_twice(fetch: data_fetch.Fetch) -> bool:

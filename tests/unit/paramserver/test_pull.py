@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paramserver.client.pull import PartialFiles
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest, version_root
-from paramserver.pull import PartialFiles
 from protos.errors import Conflict, Unavailable
 
 CHUNK = 4096

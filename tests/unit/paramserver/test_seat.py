@@ -13,7 +13,7 @@ from paramserver.core import view as keys
 from paramserver.core.records import Holding, Member
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Delete, Event, Guard, Outcome, Put, State, Write
-from paramserver.seat import Seat
+from paramserver.relay.member_lease import MemberLease
 from protos.errors import Conflict, StaleEpoch, Unavailable
 
 HOLDING = Holding("m", 2e9)
@@ -34,9 +34,9 @@ class World:
         self.clock = Clock()
         self.store = MemoryStore(self.clock)
 
-    async def seat(self, name: str, *, instance: str = "", ttl_s: float = 0.05) -> Seat:
+    async def seat(self, name: str, *, instance: str = "", ttl_s: float = 0.05) -> MemberLease:
         member = Member(name, instance or f"instance-{name}", "h:1", "h:2")
-        seat = Seat(MemoryRegistry(self.store), member, ttl_s=ttl_s)
+        seat = MemberLease(MemoryRegistry(self.store), member, ttl_s=ttl_s)
         await seat.take()
         await seat.refresh()
         return seat
@@ -429,7 +429,7 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _follow(seat: Seat) -> None:
+async def _follow(seat: MemberLease) -> None:
     async for _ in seat.follow():
         pass
 

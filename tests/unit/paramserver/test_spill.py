@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from paramserver import kept
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
-from paramserver.kept import Kept
-from paramserver.pool import Pool
-from paramserver.spill import Spill
-from paramserver.store import Snapshot, Store
+from paramserver.data.spill import Spill
+from paramserver.memory import kept
+from paramserver.memory.kept import Kept
+from paramserver.memory.pool import Pool
+from paramserver.memory.store import Snapshot, Store
 from protos.errors import Conflict
 
 SIZE = 10_000

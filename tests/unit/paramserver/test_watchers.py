@@ -9,7 +9,7 @@ import pytest
 
 from paramserver.core.records import Sealed
 from paramserver.core.versions import Tell
-from paramserver.watchers import WATCHER_EVENTS_MAX, Watchers
+from paramserver.relay.watchers import WATCHER_EVENTS_MAX, Watchers
 from protos.errors import Unavailable
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver import publisher
-from paramserver.client import RelayClient, TensorSource, publish
+from paramserver.client import RelayClient, TensorSource, publish, publisher
 from protos.errors import TooLarge
 
 

@@ -22,8 +22,8 @@ from paramserver.data.nixl import NixlDialer
 from paramserver.data.server import DataServer
 from paramserver.data.transport import Source
 from paramserver.data.wire import Greeting
-from paramserver.pool import Pool
-from paramserver.store import Snapshot, Store
+from paramserver.memory.pool import Pool
+from paramserver.memory.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt
 from tests.bench.relay.peers.common import Other, arguments, end_with_stdin, mapped, rounds, say
 from tests.support.nixl import environment, installed

@@ -1,0 +1,161 @@
+"""What an answer is held to: a JSON schema, a pattern, or a tool call in the model's own form.
+
+From a request's `response_format`, `structured_outputs` or `tool_choice`. A call that was asked for is promised by the
+engine's grammar, not hoped for: its form is the one that `gateway.tokens.toolcalls` parses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gateway.api.errors import BadField, RefusedField
+from gateway.api.openai.bodies import ChatRequest, CompletionRequest
+from gateway.core.sampling import kinds_for
+from gateway.ports import ModelInfo
+from gateway.tokens.toolcalls import CLOSE, OPEN, ToolFormat
+from protos.decoding import decode_json
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """At most one of them; all empty for an answer that is held to nothing. JSON text but for the pattern."""
+
+    json_schema: str = ""
+    regex: str = ""
+    structural_tag: str = ""
+
+    @property
+    def any(self) -> bool:
+        return bool(self.json_schema or self.regex or self.structural_tag)
+
+
+def constraint(body: ChatRequest | CompletionRequest, model: ModelInfo, form: ToolFormat) -> Constraint:
+    """`form`: of tool calls that an engine can be held to; "none" where no call can be promised."""
+    found = {field: held for field, held in _asked(body, form).items() if held.any}
+    if len(found) > 1:
+        raise BadField(next(iter(found)), f"{' and '.join(found)} each constrain the answer", hint="send one of them")
+    for field, held in found.items():
+        able = kinds_for(constrained=held.any)
+        if able is not None and not able & model.kinds:
+            raise RefusedField(
+                field,
+                "no engine of this gateway can constrain an answer so",
+                hint=f"add one of these kinds: {', '.join(sorted(able))}",
+            )
+        return held
+    return Constraint()
+
+
+def _asked(body: ChatRequest | CompletionRequest, form: ToolFormat) -> dict[str, Constraint]:
+    """By field."""
+    found = {"structured_outputs": _structured(body)}
+    found["response_format"] = Constraint(response_schema(body))
+    if isinstance(body, ChatRequest):
+        found["tool_choice"] = forced_call(body, form)
+    return found
+
+
+def _structured(body: ChatRequest | CompletionRequest) -> Constraint:
+    wanted = body.structured_outputs
+    if wanted is None:
+        return Constraint()
+    if (wanted.json is None) == (not wanted.regex):
+        raise BadField("structured_outputs", "an answer has one constraint", hint="send `json` or `regex`")
+    return Constraint("" if wanted.json is None else _schema_text(wanted.json), wanted.regex or "")
+
+
+def _schema_text(schema: dict[str, Any] | str) -> str:
+    if isinstance(schema, dict):
+        return _json(schema)
+    try:
+        decode_json(schema, dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise BadField("structured_outputs.json", f"a JSON schema is an object: {e}") from e
+    return schema
+
+
+def response_schema(body: ChatRequest | CompletionRequest) -> str:
+    """The JSON schema that constrains the answer, as text; empty for none."""
+    wanted = body.response_format
+    if wanted is None or wanted == {"type": "text"}:
+        return ""
+    if wanted == {"type": "json_object"}:
+        return '{"type":"object"}'
+    described = wanted.get("json_schema")
+    if wanted.get("type") != "json_schema" or not isinstance(described, dict):
+        raise RefusedField(
+            "response_format",
+            f"`response_format` of type {wanted.get('type')!r} is not supported",
+            hint="'text', 'json_object', or 'json_schema' with its `json_schema`",
+        )
+    if not isinstance(schema := described.get("schema"), dict):
+        raise BadField("response_format.json_schema.schema", "a JSON schema is an object")
+    return _json(schema)
+
+
+def forced_call(body: ChatRequest, form: ToolFormat) -> Constraint:
+    """`tool_choice` "required", or the function that it names."""
+    choice = body.tool_choice
+    if choice in (None, "auto", "none"):
+        return Constraint()
+    functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+    if choice != "required":
+        name = _named(choice)
+        if name not in functions:
+            raise BadField(
+                "tool_choice", f"`tools` has no function {name!r}", hint=f"there are: {', '.join(functions) or 'none'}"
+            )
+        functions = {name: functions[name]}
+    if not functions:
+        raise BadField("tool_choice", "`tool_choice` 'required' needs `tools`")
+    if form == "hermes":
+        return Constraint(structural_tag=_json({"type": "structural_tag", "format": _one_of(functions)}))
+    if form == "llama":
+        return Constraint(json_schema=_json({"anyOf": [_call_schema(*one) for one in functions.items()]}))
+    raise RefusedField(
+        "tool_choice",
+        f"`tool_choice`={choice!r} is not supported: no engine can be held to this model's form of a call",
+        hint="use 'auto', or have the arguments as the answer, with their JSON schema as `response_format`",
+    )
+
+
+def _named(choice: str | dict[str, Any] | None) -> str:
+    described = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = described.get("name") if isinstance(described, dict) else None
+    if not isinstance(name, str):
+        raise BadField(
+            "tool_choice",
+            f"unknown `tool_choice` {choice!r}",
+            hint='\'auto\', \'none\', \'required\', or {"type": "function", "function": {"name": ...}}',
+        )
+    return name
+
+
+def _one_of(functions: dict[str, Any]) -> dict[str, Any]:
+    """A structural tag: only the arguments are the model's choice, and which function."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'{OPEN}\n{{"name": {_json(name)}, "arguments": ',
+            "content": {"type": "json_schema", "json_schema": parameters or {"type": "object"}},
+            "end": f"}}\n{CLOSE}",
+        }
+        for name, parameters in functions.items()
+    ]
+    return tags[0] if len(tags) == 1 else {"type": "or", "elements": tags}
+
+
+def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": parameters or {"type": "object"}},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,418 @@
+"""From a request's body to what is to be done: decoding, validation and defaults. Nothing here waits or keeps state.
+
+Raises BadField and RefusedField, which name the field and what would be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+
+from gateway.api.errors import BadField, ContextExceeded, RefusedField
+from gateway.api.openai.bodies import (
+    NEUTRAL_CHAT,
+    NEUTRAL_COMPLETION,
+    WHAT_TO_DO,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    _Common,
+)
+from gateway.api.openai.constraints import constraint
+from gateway.core.sampling import TELL_TRUNCATED, distorted, truncating
+from gateway.core.types import SamplingParams
+from gateway.ports import Message, ModelInfo, SessionView
+from gateway.tokens import ToolFormat, values
+from gateway.tokens.bridge import content_text
+from protos.errors import InvalidRequest, Unavailable, UnknownModel
+
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
+S = TypeVar("S", bound=msgspec.Struct)
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's and vLLM's default for /v1/completions. Chat defaults to what the context has left."""
+LOGPROBS_MAX = 20
+CHOICES_MAX = 64
+"""Of one request: as many turns as a session may have side by side."""
+STOPS_MAX = 16
+STOP_LENGTH_MAX = 256
+STOP_IDS_MAX = BIASES_MAX = 1024
+INTERVAL_MAX = 4096
+CHECKED_ELSEWHERE = frozenset({"prompt"})
+"""Fields of bodies whose numbers need no second look: token ids are compared with the vocabulary."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+_AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_CHOICE = re.compile(r"Invalid enum value")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """How the client wants the answer. `logprobs` None: none; else alternatives beside the sampled token."""
+
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+    token_ids: bool
+    weight_versions: bool
+    choices: int = 1
+
+
+def decode_chat(raw: bytes) -> ChatRequest:
+    return _check_neutral(decode(_chat, raw), NEUTRAL_CHAT)
+
+
+def decode_completion(raw: bytes) -> CompletionRequest:
+    return _check_neutral(decode(_completion, raw), NEUTRAL_COMPLETION)
+
+
+def decode(decoder: msgspec.json.Decoder[S], raw: bytes) -> S:
+    """A body as its struct; what does not fit is named by its path."""
+    try:
+        decoded = decoder.decode(raw)
+        values.check(decoded, leave=CHECKED_ELSEWHERE)
+        return decoded
+    except values.OddValue as e:
+        raise BadField(e.path, f"`{e.path}`: {e}") from e
+    except RecursionError as e:
+        raise InvalidRequest(f"the body is nested more than {values.DEPTH_MAX} deep") from e
+    except msgspec.ValidationError as e:
+        raise _explain(str(e), decoder.type) from e
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise InvalidRequest(f"the body is not JSON: {e}", hint="send a JSON object") from e
+
+
+def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
+    """msgspec's words with the field's path, and a near name for a misspelt field."""
+    at = _AT.search(message)
+    path = at["path"] if at else ""
+    what = message[: at.start()] if at else message
+    if unknown := _UNKNOWN.search(what):
+        known = kind.__struct_fields__ if not path else ()
+        near = difflib.get_close_matches(unknown["name"], known, n=1)
+        param = f"{path}.{unknown['name']}" if path else unknown["name"]
+        return RefusedField(
+            param, f"unknown field `{param}`", hint=f"did you mean `{near[0]}`?" if near else "leave it out"
+        )
+    if missing := _MISSING.search(what):
+        param = f"{path}.{missing['name']}" if path else missing["name"]
+        return BadField(param, f"the required field `{param}` is missing")
+    wrong = what[0].lower() + what[1:]
+    if not path:
+        return InvalidRequest(f"the body: {wrong}")
+    choices = _choices(kind, path) if _CHOICE.match(what) else []
+    return BadField(path, f"`{path}`: {wrong}", hint=f"one of {', '.join(choices)}" if choices else "")
+
+
+def _choices(kind: type[msgspec.Struct], field: str) -> list[str]:
+    """What a field of the body itself takes, where it takes certain values only."""
+    [found] = [f.type for f in msgspec.structs.fields(kind) if f.encode_name == field] or [None]
+    of = [found, *get_args(found)]  # `Literal[...] | None`
+    return [str(value) for one in of if get_origin(one) is Literal for value in get_args(one)]
+
+
+def _check_neutral(body: Body, neutral: dict[str, tuple[Any, ...]]) -> Body:
+    for name, allowed in neutral.items():
+        value = getattr(body, name)
+        if value not in allowed:
+            raise RefusedField(name, f"`{name}`={value!r} is not supported", hint=WHAT_TO_DO.get(name, "leave it out"))
+    return body
+
+
+def find_model(name: str, models: Sequence[ModelInfo]) -> ModelInfo:
+    for model in models:
+        if model.name == name:
+            return model
+    served = ", ".join(sorted(repr(model.name) for model in models)) or "none"
+    raise UnknownModel(f"no model {name!r} here", hint=f"served: {served}")
+
+
+def chat_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Plain messages for templates and records, checked. `developer` is OpenAI's newer word for `system`."""
+    if not messages:
+        raise BadField("messages", "`messages` is empty", hint="send at least one message")
+    return [_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _chat_message(message: ChatMessage, path: str) -> Message:
+    if message.role not in ROLES:
+        raise BadField(f"{path}.role", f"unknown role {message.role!r}", hint=f"one of {', '.join(ROLES)}")
+    for name in ("refusal", "audio", "function_call"):
+        if getattr(message, name):
+            raise RefusedField(f"{path}.{name}", f"`{path}.{name}` is not supported", hint="leave it out")
+    if message.tool_calls and message.role != "assistant":
+        raise BadField(f"{path}.tool_calls", f"a {message.role} message cannot have tool_calls")
+    if message.content is None and not message.tool_calls and message.role != "assistant":
+        raise BadField(f"{path}.content", f"a {message.role} message needs content")
+    _check_parts(message.content, f"{path}.content")
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    plain["role"] = "system" if message.role == "developer" else message.role
+    plain.setdefault("content", None)
+    for name in ("annotations", "refusal", "audio", "function_call", "parsed"):
+        plain.pop(name, None)
+    for call in plain.get("tool_calls", ()):
+        call["function"].pop("parsed_arguments", None)
+        call["function"].setdefault("arguments", "")
+    return plain
+
+
+def _check_parts(content: str | list[dict[str, Any]] | None, path: str) -> None:
+    if not isinstance(content, list):
+        return
+    for index, part in enumerate(content):
+        if part.get("type") != "text":
+            raise RefusedField(
+                f"{path}[{index}].type", f"content of type {part.get('type')!r} is not supported", hint="only 'text' is"
+            )
+        if not isinstance(part.get("text"), str):
+            raise BadField(f"{path}[{index}].text", "a text part needs a string `text`")
+
+
+def check_continued(body: ChatRequest, messages: Sequence[Message]) -> None:
+    """What `continue_final_message` asks for can be done."""
+    if not body.continue_final_message:
+        return
+    if body.add_generation_prompt:
+        raise BadField(
+            "continue_final_message",
+            "an answer either goes on with the last message or begins one of its own",
+            hint="send `add_generation_prompt`: false",
+        )
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not content_text(last.get("content")):
+        raise BadField("continue_final_message", "the last message is no assistant's text that could be continued")
+
+
+def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | None:
+    """The tools to render, and whose calls to look for; None for no tools."""
+    if not body.tools:
+        return None
+    for index, tool in enumerate(body.tools):
+        if tool.type != "function":
+            raise RefusedField(f"tools[{index}].type", f"tools of type {tool.type!r} are not supported")
+    if form == "none":
+        raise RefusedField(
+            "tools",
+            "this model's chat template writes tool calls in a way the gateway cannot parse",
+            hint="leave it out",
+        )
+    return [msgspec.to_builtins(tool) for tool in body.tools]
+
+
+def completion_prompts(body: CompletionRequest, vocab_size: int) -> list[str | list[int]]:
+    """Its prompts, each as text or as token ids of the vocabulary: one, or a batch, whose answers are choices."""
+    prompt = body.prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
+        return [_completion_prompt(one, vocab_size) for one in prompt]
+    return [_completion_prompt(prompt, vocab_size)]
+
+
+def _completion_prompt(prompt: str | list[Any], vocab_size: int) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if not prompt or not all(type(item) is int and item >= 0 for item in prompt):
+        raise BadField(
+            "prompt",
+            "`prompt` must be a string, a list of token ids that is not empty, or a list of either",
+        )
+    if (largest := max(prompt)) >= vocab_size:
+        raise BadField("prompt", f"token id {largest} is not in the vocabulary", hint=f"ids are below {vocab_size}")
+    return prompt
+
+
+def chat_shape(body: ChatRequest) -> AnswerShape:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BadField("top_logprobs", "`top_logprobs` needs `logprobs`: true")
+    wanted = (body.top_logprobs or 0) if body.logprobs else None
+    return _shape(body, in_range("top_logprobs", wanted, 0, LOGPROBS_MAX))
+
+
+def completion_shape(body: CompletionRequest, num_prompts: int) -> AnswerShape:
+    return _shape(body, in_range("logprobs", body.logprobs, 0, LOGPROBS_MAX), num_prompts)
+
+
+def _shape(body: _Common, logprobs: int | None, num_prompts: int = 1) -> AnswerShape:
+    if body.stream_options is not None and not body.stream:
+        raise BadField("stream_options", "`stream_options` needs `stream`: true")
+    each = in_range("n", body.n, 1, CHOICES_MAX) or 1
+    if each * num_prompts > CHOICES_MAX:
+        raise BadField(
+            "prompt",
+            f"{num_prompts} prompts with {each} answers each",
+            hint=f"at most {CHOICES_MAX} answers a request: send several",
+        )
+    return AnswerShape(
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        logprobs=logprobs,
+        token_ids=body.return_token_ids,
+        weight_versions=body.return_weight_versions,
+        choices=each * num_prompts,
+    )
+
+
+def within(model: ModelInfo, view: SessionView) -> ModelInfo:
+    """The model with no more context than the session may use."""
+    most = view.max_context_tokens
+    if most is None or most >= model.context_tokens:
+        return model
+    return dataclasses.replace(model, context_tokens=most)
+
+
+def check_trainable(sampling: SamplingParams, view: SessionView, kinds: frozenset[str] = frozenset()) -> None:
+    """A session that is trained on records the behaviour policy's logprobs, or is refused by name.
+
+    `kinds`: of the engines that there are. A truncated turn goes only to those that tell its logprobs.
+    """
+    if not view.trains:
+        return
+    if view.logprobs_kind == "processed":
+        for name in truncating(sampling) if kinds and not kinds & TELL_TRUNCATED else ():
+            raise RefusedField(
+                name,
+                f"`{name}` would make the recorded logprobs others than the policy's, for SGLang reports those before "
+                "truncation",
+                hint='leave it out, add engines of another kind, or make the session with "train": false',
+            )
+        return
+    for name in distorted(sampling):
+        raise RefusedField(
+            name,
+            f"`{name}` would make the recorded logprobs others than the policy's, for the engines report raw ones",
+            hint='leave it out, run the engines with processed logprobs, or make the session with "train": false',
+        )
+
+
+def sampling(
+    body: ChatRequest | CompletionRequest,
+    *,
+    prompt_tokens: int,
+    model: ModelInfo,
+    top: int,
+    tokens_per_event: int = 1,
+    tool_format: ToolFormat = "none",
+    vocab_size: int = 1 << 31,
+) -> SamplingParams:
+    """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
+    presence = in_range("presence_penalty", body.presence_penalty, -2.0, 2.0) or 0.0
+    frequency = in_range("frequency_penalty", body.frequency_penalty, -2.0, 2.0) or 0.0
+    repetition = _repetition(body.repetition_penalty)
+    # vLLM's repetition penalty counts the prompt, too, and what was generated is in that when a turn goes on elsewhere.
+    counts = bool(presence or frequency) or (repetition != 1.0 and "sglang" in model.kinds)
+    held = constraint(body, model, tool_format)
+    if prompt_tokens < 1:
+        raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
+    if not model.context_tokens:
+        raise Unavailable(f"no engine that serves {model.name!r} has answered yet", hint="see /status, and try again")
+    room = model.context_tokens - prompt_tokens
+    if room < 1:
+        raise ContextExceeded(
+            "messages" if isinstance(body, ChatRequest) else "prompt",
+            f"this model's maximum context length is {model.context_tokens} tokens, and the prompt has {prompt_tokens}",
+            hint=f"at most {model.context_tokens - 1} tokens of prompt leave room for an answer",
+        )
+    max_tokens = min(room, _max_tokens(body, room))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=in_range("min_tokens", body.min_tokens, 0, max_tokens) or 0,
+        temperature=_default(in_range("temperature", body.temperature, 0.0, 2.0), 1.0),
+        top_p=_top_p(body.top_p),
+        top_k=max(0, in_range("top_k", body.top_k, -1, 1 << 30) or 0),
+        seed=in_range("seed", body.seed, -(1 << 63), (1 << 63) - 1),
+        stop=_stops(body.stop),
+        stop_token_ids=_stop_ids(body.stop_token_ids, vocab_size),
+        ignore_eos=body.ignore_eos,
+        top_logprobs=top,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        min_p=in_range("min_p", body.min_p, 0.0, 1.0) or 0.0,
+        repetition_penalty=repetition,
+        logit_bias=_biases(body.logit_bias, vocab_size),
+        json_schema=held.json_schema,
+        regex=held.regex,
+        structural_tag=held.structural_tag,
+        in_place=held.any or (counts and not model.penalties_move),
+        tokens_per_event=max(tokens_per_event, in_range("stream_interval", body.stream_interval, 1, INTERVAL_MAX) or 1),
+    )
+
+
+def _max_tokens(body: ChatRequest | CompletionRequest, room: int) -> int:
+    name, value, default = "max_tokens", body.max_tokens, COMPLETION_MAX_TOKENS
+    if isinstance(body, ChatRequest):
+        default = room
+        if body.max_completion_tokens is not None:
+            if value is not None and value != body.max_completion_tokens:
+                raise BadField("max_tokens", "`max_tokens` and `max_completion_tokens` differ", hint="send only one")
+            name, value = "max_completion_tokens", body.max_completion_tokens
+    return _default(in_range(name, value, 1, None), default)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if stop and isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > STOPS_MAX:
+        raise BadField("stop", f"{len(stops)} stop strings", hint=f"at most {STOPS_MAX}")
+    for text in stops:
+        if not 1 <= len(text) <= STOP_LENGTH_MAX:
+            raise BadField("stop", f"a stop string of {len(text)} characters", hint=f"1 to {STOP_LENGTH_MAX}")
+    return stops
+
+
+def _repetition(value: float | None) -> float:
+    if value is not None and not 0.0 < value <= 2.0:
+        raise BadField("repetition_penalty", f"`repetition_penalty`={value} is out of range", hint="above 0, at most 2")
+    return 1.0 if value is None else value
+
+
+def _biases(found: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if found and len(found) > BIASES_MAX:
+        raise BadField("logit_bias", f"{len(found)} biases", hint=f"at most {BIASES_MAX}")
+    biases: dict[int, float] = {}
+    for name, bias in (found or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < vocab_size):
+            raise BadField("logit_bias", f"{name[:40]!r} is no token id", hint=f"ids are 0 to {vocab_size - 1}")
+        in_range(f"logit_bias.{name}", bias, -100.0, 100.0)
+        biases[int(name)] = bias
+    return tuple((token_id, bias) for token_id, bias in biases.items() if bias)
+
+
+def _stop_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if len(ids) > STOP_IDS_MAX:
+        raise BadField("stop_token_ids", f"{len(ids)} stop token ids", hint=f"at most {STOP_IDS_MAX}")
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            hint = f"ids are 0 to {vocab_size - 1}"
+            raise BadField("stop_token_ids", f"token id {token_id} is not in the vocabulary", hint=hint)
+    return tuple(ids)
+
+
+def _top_p(value: float | None) -> float:
+    if value is not None and not 0.0 < value <= 1.0:
+        raise BadField("top_p", f"`top_p`={value} is out of range", hint="above 0, at most 1")
+    return 1.0 if value is None else value
+
+
+Number = TypeVar("Number", int, float)
+
+
+def in_range(name: str, value: Number | None, low: Number, high: Number | None) -> Number | None:
+    """The value, if it is absent or in range; else BadField with the range."""
+    if value is not None and (not value >= low or (high is not None and value > high)):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise BadField(name, f"`{name}`={value} is out of range", hint=allowed)
+    return value
+
+
+def _default(value: Number | None, default: Number) -> Number:
+    return default if value is None else value

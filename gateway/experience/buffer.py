@@ -1,0 +1,389 @@
+"""The experience buffer: finished trajectories waiting for a trainer, first in first out, under leases.
+
+Invariants:
+- a trajectory is on disk when `add` returns; it leaves only by `ack`, as too stale, or for room: each is counted;
+- state and disk change together: where the disk refuses, the state is as before; where the caller leaves, both go on
+  to the end (a lease that nobody waits for any more is given back);
+- what was revised or acknowledged survives a power cut when the call returns; what was added, once the finish that it
+  belongs to is told (`gateway.sessions.endings`);
+- a reader that dies loses nothing: its lease lapses and the trajectories are given out again, also after a restart;
+- what is given out under one lease is given to nobody else while it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress
+
+import msgspec
+
+from gateway.core.types import Trajectory
+from gateway.experience import rows
+from gateway.experience.filters import of_equal_rewards
+from gateway.experience.leases import BufferState, Entry, LeaseState
+from gateway.runtime.clock import unix_s
+from gateway.runtime.orders import Orders
+from gateway.store.damage import leaving_out
+from gateway.store.database import Database, Operation
+from protos.decoding import decode_msgpack
+from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity
+
+CAPACITY = 65_536
+LEASE_S = 600.0
+WAIT_S_MAX = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class BufferStatistics:
+    trajectories: int
+    leased: int
+    capacity: int
+    added: int
+    sampled: int
+    acked: int
+    lapsed_leases: int
+    evicted_stale: int
+    evicted_for_room: int
+    evicted_equal: int
+
+
+@dataclass(slots=True)
+class _Counters:
+    added: int = 0
+    sampled: int = 0
+    acked: int = 0
+    lapsed_leases: int = 0
+    evicted_stale: int = 0
+    evicted_for_room: int = 0
+    evicted_equal: int = 0
+
+
+class ExperienceBuffer:
+    """Any number of readers; `add` by the gateway at a session's finish."""
+
+    def __init__(self, database: Database, *, capacity: int = CAPACITY) -> None:
+        self._database = database
+        self._state = BufferState(capacity)
+        self._counters = _Counters()
+        self._changed = asyncio.Event()
+        self._order = asyncio.Lock()  # state and disk change together, in the same order
+        self._next_seq = 1
+        self._orders = Orders()
+
+    async def close(self) -> None:
+        """What was begun comes to its end. The database stays open."""
+        await self._orders.done()
+
+    async def open(self) -> None:
+        """Makes the tables and takes over what an earlier life left, leases included."""
+        entries, leases = await self._database.run(rows.load)
+        for entry, _ in entries:
+            self._state.add(entry)
+            self._next_seq = entry.seq + 1
+        self._state.closed_groups.update(await self._database.run(rows.load_closed_groups))
+        for lease_id, reader, until in leases:
+            held = [entry for entry, of in entries if of == lease_id]
+            self._state.lease(lease_id, reader, held, until)
+
+    async def add(self, *leaves: Trajectory, along: Operation[object] | None = None) -> None:
+        """One session, whole: its leaves come in, are given out and are used up together. `along` is the same commit.
+
+        Raises Conflict for a session that is already in, OutOfCapacity if every place is leased.
+        """
+        trajectory = leaves[0]
+        if trajectory.split == "eval":
+            raise ValueError(f"session {trajectory.session_id} is an evaluation: it never enters the buffer")
+        await self._orders.carry_out(self._add(leaves, along), f"add-{trajectory.session_id}")
+
+    async def _add(self, leaves: Sequence[Trajectory], along: Operation[object] | None) -> None:
+        trajectory = leaves[0]
+        async with self._order:
+            self._refuse(trajectory.session_id)
+            entry = Entry(self._next_seq, trajectory.session_id, trajectory.group_id, _oldest_version(leaves))
+            self._next_seq += 1
+            gone = self._state.add(entry)
+            body = msgspec.msgpack.encode(leaves)
+
+            def write(connection: sqlite3.Connection) -> None:
+                rows.replace(connection, entry, body, gone)
+                if along is not None:
+                    along(connection)
+
+            try:
+                await self._database.run(write)
+            except LaminarError:
+                self._state.remove(entry)
+                self._state.put_back(gone)
+                raise
+            self._count_evicted(gone)
+            self._counters.added += 1
+        self._changed.set()
+
+    async def revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
+        """Replaces what is kept of a session. NotFound when it is not here, Conflict when a reader has it.
+
+        `change` runs in the database's thread and must be pure; what it raises changes nothing.
+        """
+        await self._orders.carry_out(self._revise(session_id, change), f"revise-{session_id}")
+
+    async def _revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
+        async with self._order:
+            self._lapse()
+            if session_id not in self._state.sessions:
+                raise NotFound(f"session {session_id} is not in the experience buffer", hint="it was used, or dropped")
+            entry = next((e for e in self._state.free.values() if e.session_id == session_id), None)
+            if entry is None:
+                raise Conflict(f"a reader has session {session_id}", hint="give rewards before it is sampled")
+            await self._database.run(lambda connection: rows.revise(connection, entry.seq, change))
+        await self._database.synced()
+
+    async def close_group(self, group_id: str, members: int) -> None:
+        """The group is whole with `members`, fewer than its size: readers of groups get it as it is."""
+        await self._orders.carry_out(self._close_group(group_id, members), f"close-{group_id}")
+
+    async def _close_group(self, group_id: str, members: int) -> None:
+        async with self._order:
+            self._state.closed_groups[group_id] = members
+            gone = self._state.forget_closed_groups()
+            await self._database.owe(lambda connection: rows.close_group(connection, group_id, members, gone))
+        self._changed.set()
+
+    async def drop_group(self, group_id: str) -> int:
+        """Takes out what no reader has of a group; returns how many sessions that were."""
+        return await self._orders.carry_out(self._drop_group(group_id), f"drop-{group_id}")
+
+    async def _drop_group(self, group_id: str) -> int:
+        async with self._order:
+            self._lapse()
+            gone = [entry for entry in self._state.free.values() if entry.group_id == group_id]
+            for entry in gone:
+                self._state.remove(entry)
+            await self._database.owe(lambda connection: rows.delete(connection, gone))
+        return len(gone)
+
+    async def sample(
+        self,
+        reader: str,
+        *,
+        trainer_version: int,
+        trajectories: int | None = None,
+        groups: int | None = None,
+        group_size: int | None = None,
+        wait_s: float = 0.0,
+        staleness_max: int | None = None,
+        lease_s: float = LEASE_S,
+        drop_equal_rewards: bool = False,
+    ) -> tuple[str, list[Trajectory]]:
+        """A lease and what it holds: as many as asked, or what is there after `wait_s`, possibly nothing (lease id "").
+
+        A session with branches counts as one and comes with all its leaves.
+        With `groups`, whole groups of `group_size` only. Trajectories whose oldest token is more than `staleness_max`
+        versions behind `trainer_version` are dropped, counted, and never given out; with `drop_equal_rewards` so are
+        groups all of whose rewards are equal.
+        """
+        wanted = check_wanted(trajectories, groups, group_size)
+        self._database.check()
+        deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
+        while True:
+            async with self._order:
+                chosen = await self._choose(trainer_version, staleness_max, trajectories, groups, group_size)
+                remaining_s = deadline - time.monotonic()
+                found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
+                if found >= wanted or remaining_s <= 0:
+                    if drop_equal_rewards and await self._drop_equal(chosen):
+                        continue
+                    if not chosen:
+                        return "", []
+                    if (leased := await self._lease(reader, chosen, lease_s)) is None:
+                        continue
+                    return leased
+                self._changed.clear()
+            await self._wait_for_change(remaining_s)
+
+    async def ack(self, lease_id: str) -> int:
+        """The reader has used them: they are gone. Returns how many. Raises NotFound for a lease unknown or lapsed."""
+        return await self._orders.carry_out(self._ack(lease_id), f"ack-{lease_id}")
+
+    async def _ack(self, lease_id: str) -> int:
+        async with self._order:
+            self._lapse()
+            lease = self._state.ack(lease_id)
+            if lease is None:
+                raise NotFound(
+                    f"no lease {lease_id!r}",
+                    hint="it was acknowledged before, or it lapsed and its trajectories went back: sample again",
+                )
+            try:
+                await self._database.run(lambda connection: rows.delete_lease(connection, lease_id))
+            except LaminarError:
+                self._state.hold(lease)
+                raise
+            self._counters.acked += len(lease.entries)
+        await self._database.synced()
+        return len(lease.entries)
+
+    async def release(self, lease_id: str) -> int:
+        """The reader has not used them: others may have them at once. Returns how many. NotFound as `ack`."""
+        return await self._orders.carry_out(self._release(lease_id), f"release-{lease_id}")
+
+    async def _release(self, lease_id: str) -> int:
+        async with self._order:
+            self._lapse()
+            lease = self._state.leases.get(lease_id)
+            if lease is None:
+                raise NotFound(f"no lease {lease_id!r}", hint="it was acknowledged or given back before, or it lapsed")
+            self._state.release(lease_id)
+            await self._database.owe(lambda connection: rows.release(connection, lease_id))
+        self._changed.set()
+        return len(lease.entries)
+
+    def statistics(self) -> BufferStatistics:
+        self._lapse()
+        c, s = self._counters, self._state
+        return BufferStatistics(
+            trajectories=len(s) - s.num_leased,
+            leased=s.num_leased,
+            capacity=s.capacity,
+            added=c.added,
+            sampled=c.sampled,
+            acked=c.acked,
+            lapsed_leases=c.lapsed_leases,
+            evicted_stale=c.evicted_stale,
+            evicted_for_room=c.evicted_for_room,
+            evicted_equal=c.evicted_equal,
+        )
+
+    def groups(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """How many trajectories of each group no reader has, and which groups are whole with fewer than their size."""
+        return self._state.groups, self._state.closed_groups
+
+    def _refuse(self, session_id: str) -> None:
+        if session_id in self._state.sessions:
+            raise Conflict(f"the trajectory of session {session_id} is already in the experience buffer")
+        self._lapse()
+        if self._state.full():
+            raise OutOfCapacity(
+                f"all {self._state.capacity} places of the experience buffer are leased to readers",
+                hint="acknowledge leases after use",
+            )
+
+    async def _choose(
+        self,
+        trainer_version: int,
+        staleness_max: int | None,
+        trajectories: int | None,
+        groups: int | None,
+        group_size: int | None,
+    ) -> list[Entry]:
+        self._lapse()
+        stale = self._state.declare(trainer_version, staleness_max)
+        if stale:
+            self._count_evicted(stale)
+            await self._delete(stale)
+        if groups is not None:
+            assert group_size is not None
+            return self._state.take_groups(groups, group_size)
+        assert trajectories is not None
+        return self._state.take(trajectories)
+
+    async def _delete(self, gone: Sequence[Entry]) -> None:
+        """What the state has no more."""
+        await self._orders.carry_out(
+            self._database.owe(lambda connection: rows.delete(connection, gone)), "delete-trajectories"
+        )
+
+    async def _drop_equal(self, chosen: list[Entry]) -> bool:
+        """Whether any group was dropped."""
+        gone = await self._database.run(lambda connection: of_equal_rewards(connection, chosen))
+        for entry in gone:
+            if entry.seq in self._state.free:
+                self._state.remove(entry)
+        self._counters.evicted_equal += len(gone)
+        await self._delete(gone)
+        return bool(gone)
+
+    async def _lease(self, reader: str, chosen: list[Entry], lease_s: float) -> tuple[str, list[Trajectory]] | None:
+        """None: nothing of it could be read. A caller that leaves meanwhile leaves no lease behind."""
+        lease_id = f"lease-{secrets.token_hex(8)}"
+        lease = self._state.lease(lease_id, reader, chosen, unix_s() + lease_s)
+        leasing = self._orders.begin(self._write_lease(lease, chosen), lease_id)
+        try:
+            return await asyncio.shield(leasing)
+        except asyncio.CancelledError:
+            self._orders.begin(self._give_back(lease_id, leasing), f"give-back-{lease_id}")
+            raise
+
+    async def _write_lease(self, lease: LeaseState, chosen: Sequence[Entry]) -> tuple[str, list[Trajectory]] | None:
+        seqs = [entry.seq for entry in chosen]
+        try:
+            bodies = await self._database.run(
+                lambda connection: rows.lease_rows(connection, lease.lease_id, lease.reader, lease.until, seqs)
+            )
+        except LaminarError:
+            self._state.release(lease.lease_id)
+            raise
+        found: list[Trajectory] = []
+        for entry, body in zip(chosen, bodies, strict=True):
+            leaves: list[Trajectory] | None = None
+            with leaving_out("trajectories", entry.seq):
+                leaves = decode_msgpack(body, list[Trajectory])
+            if leaves is None:
+                self._state.leave_out(lease, entry)
+                await self._database.owe(lambda connection, seq=entry.seq: rows.unlease(connection, seq))
+            else:
+                found += leaves
+        self._counters.sampled += len(lease.entries)
+        if not lease.entries:
+            self._state.release(lease.lease_id)
+            return None
+        return lease.lease_id, found
+
+    async def _give_back(self, lease_id: str, leasing: asyncio.Task[tuple[str, list[Trajectory]] | None]) -> None:
+        await asyncio.wait([leasing])
+        async with self._order:
+            if self._state.release(lease_id):
+                await self._database.owe(lambda connection: rows.release(connection, lease_id))
+        self._changed.set()
+
+    async def _wait_for_change(self, remaining_s: float) -> None:
+        lapse = self._state.next_lapse()
+        until_lapse_s = remaining_s if lapse is None else max(0.0, lapse - unix_s())
+        try:
+            async with asyncio.timeout(min(remaining_s, until_lapse_s)):
+                await self._changed.wait()
+        except TimeoutError:
+            return  # the caller looks again: its deadline has come, or a lease lapsed
+
+    def _lapse(self) -> None:
+        lapsed = self._state.lapse(unix_s())
+        self._counters.lapsed_leases += len(lapsed)
+        if lapsed:
+            self._changed.set()
+
+    def _count_evicted(self, gone: list[Entry]) -> None:
+        for entry in gone:
+            if self._state.is_stale(entry):
+                self._counters.evicted_stale += 1
+            else:
+                self._counters.evicted_for_room += 1
+
+
+def _oldest_version(leaves: Sequence[Trajectory]) -> int:
+    return min(chain.from_iterable(compress(leaf.versions, leaf.loss_mask) for leaf in leaves), default=0)
+
+
+def check_wanted(trajectories: int | None, groups: int | None, group_size: int | None) -> int:
+    """How many trajectories, or groups, are asked for. Raises InvalidRequest where that is not said."""
+    if (trajectories is None) == (groups is None):
+        raise InvalidRequest("ask for either `trajectories` or `groups`", hint='such as {"trajectories": 32}')
+    if groups is not None:
+        if group_size is None or group_size < 1:
+            raise InvalidRequest("`groups` needs `group_size`, a positive integer")
+        return groups
+    assert trajectories is not None
+    return trajectories

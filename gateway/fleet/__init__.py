@@ -1,0 +1,1 @@
+"""The fleet: engines' handles, places for turns, watching, refreshing, pins and evidence of versions."""

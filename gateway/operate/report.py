@@ -1,0 +1,108 @@
+"""The shape of what the gateway tells of itself, as `/status` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from gateway.core.fleet import EngineStatus, Mode
+from gateway.core.types import Version, VersionPolicy
+from gateway.experience.buffer import BufferStatistics
+from gateway.fleet.text_proxy import TextProxyStatistics
+from gateway.runtime.counters import Counters
+from gateway.sessions.trainer import AdmissionStatus, Staleness
+from gateway.store.partial import PoolStatistics
+
+
+class HeldBy(msgspec.Struct, frozen=True):
+    """A session that keeps an engine on its version. `idle_s`: since its last turn; null if it is not known here."""
+
+    session_id: str
+    on_version_loss: VersionPolicy
+    idle_s: float | None
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """`available`: the newest version that its host's relay holds. `running` and `kv_tokens` are the gateway's own
+    count, `waiting` and `kv_usage` (0..1) the engine's word. `last_error`: what stands against it now. `reason`: why it
+    takes no new sessions. `held_by`: sessions for which it stays on its version though a newer one is there."""
+
+    name: str
+    url: str
+    kind: str
+    version: int
+    available: int
+    state: EngineStatus | Literal["draining"]
+    intake: Literal["open", "closed"]
+    admitted: int
+    running: int
+    waiting: int
+    kv_usage: float
+    kv_tokens: int
+    kv_capacity_tokens: int
+    incarnation: str
+    dtype: str
+    last_error: str
+    reason: str
+    held_by: Sequence[HeldBy]
+
+
+@dataclass(slots=True, kw_only=True)
+class AllCounters(Counters):
+    """`refreshes_unchanged`: of loads after which an engine computed exactly what it did before."""
+
+    refreshes: int
+    refresh_failures: int
+    refreshes_unchanged: int
+
+
+class SessionCounts(msgspec.Struct, frozen=True):
+    """`waiting_for`: why turns are queued, and how many for each reason."""
+
+    live: int
+    running_turns: int
+    queued: int
+    waiting_for: Mapping[str, int]
+
+
+class PlanSummary(msgspec.Struct, frozen=True):
+    version: int
+    moves: int
+    freed: Sequence[str]
+    reasons: Sequence[str]
+
+
+class LastPlans(msgspec.Struct, frozen=True):
+    plans: Sequence[PlanSummary]
+
+
+class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`pinned_versions`: by version, the relay that has its pin. `fallback_versions`: by relay, the version that is
+    pinned there for its engines to go back to. `sessions_behind`: sessions by how many versions. `store_failure`: why
+    what is kept cannot be written now; empty while it can. `refused_relays`: by address, why nothing of a relay whose
+    registry replaced the one that versions came from is believed. `unreachable_relays`: addresses of relays that do
+    not answer now; engines beside them keep the version that they hold."""
+
+    model: str
+    mode: Mode
+    newest_version: int
+    trainer_version: int
+    pinned_versions: Mapping[Version, str]
+    fallback_versions: Mapping[str, Version]
+    engines: Sequence[EngineSnapshot]
+    sessions: SessionCounts
+    buffer: BufferStatistics
+    admission: AdmissionStatus
+    partial_response_pool: PoolStatistics
+    store_failure: str
+    refused_relays: Mapping[str, str]
+    unreachable_relays: Sequence[str]
+    counters: AllCounters
+    relayed_text: TextProxyStatistics | None
+    tokens_per_s: float
+    repack: LastPlans
+    staleness: Staleness
+    sessions_behind: Mapping[int, int]

@@ -1,0 +1,1 @@
+"""The repack loop, and the mover that carries its plans out."""

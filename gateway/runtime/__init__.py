@@ -1,0 +1,1 @@
+"""What every room uses: clock, counters, tasks that outlive their caller. Imports no other room."""

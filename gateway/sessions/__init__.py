@@ -1,0 +1,1 @@
+"""Sessions: the registry of live ones, their turns, endings, groups, admission, and recovery after a restart."""

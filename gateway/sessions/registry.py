@@ -1,0 +1,208 @@
+"""The live sessions of this gateway, their keys, and the names of those that have ended.
+
+Owner of every `SessionState`; one event loop, no locks.
+- a name is used once: neither a live session's nor one of an ended session (as far as it is remembered) is given again;
+- a session is in the store from its making on, before any turn of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+
+from gateway.config import GatewayConfig
+from gateway.core.endings import Ended
+from gateway.core.fleet import FleetState
+from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
+from gateway.core.types import GroupId, SessionId
+from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity
+from gateway.runtime.clock import unix_s
+from gateway.store import Timeline
+from gateway.store.sessions import ENDED_MAX, SessionStore
+from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable, UnsupportedField
+
+
+class SessionRegistry:
+    def __init__(self, config: GatewayConfig, fleet: FleetState, store: SessionStore, timeline: Timeline) -> None:
+        self.draining = False  # the process is about to end: nothing new begins
+        self._config, self._fleet, self._store, self._timeline = config, fleet, store, timeline
+        self._live: dict[SessionId, SessionState] = {}
+        self._keys: dict[str, SessionId] = {}
+        self._key_of: dict[SessionId, str] = {}
+        self._ended: OrderedDict[SessionId, Ended] = OrderedDict()
+        self._children: dict[SessionId, set[SessionId]] = {}  # of live sessions, by their parent
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[SessionState]:
+        return iter(self._live.values())
+
+    def find(self, session_id: SessionId) -> SessionState | None:
+        return self._live.get(session_id)
+
+    def of_key(self, api_key: str) -> SessionId | None:
+        return self._keys.get(api_key)
+
+    def ended(self, session_id: SessionId) -> Ended | None:
+        return self._ended.get(session_id)
+
+    def get(self, session_id: SessionId) -> SessionState:
+        """Raises Conflict for one that has ended, NotFound for one that never was."""
+        state = self._live.get(session_id)
+        if state is not None:
+            return state
+        if session_id in self._ended:
+            raise Conflict(
+                f"session {session_id} is already {self._ended[session_id]}", hint="make a new one with POST /sessions"
+            )
+        raise NotFound(f"no session {session_id!r}", hint="make it with POST /sessions")
+
+    def children(self, session_id: SessionId) -> list[SessionState]:
+        """Those of its children that are under way."""
+        found = (self._live[name] for name in sorted(self._children.get(session_id, ())))
+        return [child for child in found if child.phase == "live"]
+
+    def blocked(self, session_id: SessionId) -> bool:
+        """It waits for a child."""
+        return any(child.spec.blocks_parent for child in self.children(session_id))
+
+    def parent_ended(self, spec: SessionSpec) -> bool:
+        parent = spec.parent_session_id
+        if parent is None or (state := self._live.get(parent)) is None:
+            return parent in self._ended
+        return state.unrewarded is not None
+
+    def unblock(self, state: SessionState) -> None:
+        """It has ended: no engine is held for it any more, and a parent that waited for it is idle from now on."""
+        self._fleet.forget_session(state.session_id)
+        self._fleet.kept.note(state.session_id, None)
+        parent = None if state.spec.parent_session_id is None else self._live.get(state.spec.parent_session_id)
+        if parent is not None and state.spec.blocks_parent:
+            parent.touched_unix_s = unix_s()
+
+    def named_by(self, identity: SessionIdentity) -> SessionState:
+        """The session that a request names; made when it is new, or names none."""
+        if identity.session_id is None:
+            name = SessionId(f"call-{secrets.token_hex(8)}")
+            return self.create(SessionSpec(name, GroupId(name), ephemeral=True, train=False))[0]
+        if identity.session_id not in self._live and identity.session_id not in self._ended:
+            return self.create(SessionSpec(identity.session_id, GroupId(identity.session_id)))[0]
+        return self.get(identity.session_id)
+
+    def create(self, spec: SessionSpec) -> tuple[SessionState, str]:
+        """A new session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`.
+
+        It is on disk once `saved` returns, and before any turn of it.
+        """
+        self._check(spec)
+        now = unix_s()
+        state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
+        self._note_parent(spec)
+        self._fleet.kept.note(state.session_id, spec.version)
+        key = f"{SESSION_KEY_PREFIX}{secrets.token_hex(12)}"
+        if not spec.ephemeral:
+            self._note_key(spec.session_id, key)
+            self._store.add(spec, key, now)
+            self._timeline.add(
+                "session", session_id=spec.session_id, group_id=spec.group_id, state="started", **environment(spec)
+            )
+        return state, key
+
+    def _check(self, spec: SessionSpec) -> None:
+        if not names_a_session(spec.session_id):
+            raise InvalidRequest(f"{spec.session_id[:40]!r} is no session id", hint=SESSION_NAME_HINT)
+        self._check_parent(spec)
+        self._store.check()
+        if self.draining:
+            raise Unavailable("the gateway is shutting down", hint="ask again soon")
+        if spec.session_id in self._live or spec.session_id in self._ended:
+            how = f" ({self._ended[spec.session_id]})" if spec.session_id in self._ended else ""
+            raise Conflict(
+                f"there was already a session {spec.session_id!r}{how}: trajectories are known by it, so that a "
+                "name is used once",
+                hint="leave session_id out to get a new one",
+            )
+        insists = spec.version is not None or spec.max_version is not None or spec.on_version_loss != "segment"
+        if self._config.fleet.mode == "inflight" and insists:
+            raise UnsupportedField(
+                f"session {spec.session_id} insists on its version, or on none newer than `max_version`, and mode "
+                "`inflight` changes it under running turns",
+                hint="leave `version`, `max_version` and `on_version_loss` out, or run the gateway with --mode repack",
+            )
+        if spec.version is not None and not self._fleet.kept.room_for(spec.version):
+            raise OutOfCapacity(
+                f"session {spec.session_id} insists on version {spec.version}: {self._fleet.kept.full}",
+                hint="end some of them, or start the gateway with a higher --pinned-versions-max",
+                retry_after_s=5.0,
+            )
+        if len(self._live) >= self._config.sessions_max:
+            raise OutOfCapacity(
+                f"{len(self._live)} sessions are live", hint="finish or abandon some", retry_after_s=5.0
+            )
+
+    def _check_parent(self, spec: SessionSpec) -> None:
+        parent = spec.parent_session_id
+        if parent is None:
+            return
+        state = self._live.get(parent)
+        if self.parent_ended(spec):
+            raise Conflict(
+                f"{parent!r} has ended, and can be no parent of {spec.session_id}", hint="name a live session"
+            )
+        if state is None or state.spec.ephemeral:
+            raise NotFound(
+                f"no session {parent!r} to be the parent of {spec.session_id}", hint="make it first with POST /sessions"
+            )
+
+    async def saved(self) -> None:
+        """Every session made so far is on disk."""
+        await self._store.written()
+
+    def restore(self, spec: SessionSpec, api_key: str = "", created_unix_s: float | None = None) -> SessionState:
+        """A session of an earlier life; its turns come after it."""
+        now = unix_s()
+        state = SessionState(spec, now if created_unix_s is None else created_unix_s, now, version=spec.version)
+        if not spec.ephemeral:
+            self._live[spec.session_id] = state
+            self._note_parent(spec)
+            self._note_key(spec.session_id, api_key)
+        return state
+
+    def _note_parent(self, spec: SessionSpec) -> None:
+        if spec.parent_session_id is not None:
+            self._children.setdefault(spec.parent_session_id, set()).add(spec.session_id)
+
+    def _note_key(self, session_id: SessionId, key: str) -> None:
+        self._keys[key], self._key_of[session_id] = session_id, key
+
+    def restore_ended(self, ended: Iterable[tuple[SessionId, Ended]]) -> None:
+        self._ended.update(ended)
+
+    def revive(self, state: SessionState) -> None:
+        """A call without a session whose turn goes on."""
+        self._live[state.session_id] = state
+
+    def forget(self, state: SessionState, ended: Ended | None = None) -> None:
+        """It is live no more; how it ended is remembered."""
+        if ended is not None:
+            self._ended[state.session_id] = ended
+            while len(self._ended) > ENDED_MAX:
+                self._ended.popitem(last=False)
+        self._live.pop(state.session_id, None)
+        parent = state.spec.parent_session_id
+        if parent in self._children:
+            self._children[parent].discard(state.session_id)
+            if not self._children[parent]:
+                del self._children[parent]
+        self._fleet.kept.note(state.session_id, None)
+        self._fleet.forget_session(state.session_id)
+        key = self._key_of.pop(state.session_id, None)
+        if key is not None:
+            del self._keys[key]
+
+
+def environment(spec: SessionSpec) -> Mapping[str, str]:
+    """The tag that the timeline tells of a session."""
+    return {"environment": spec.tags["environment"]} if "environment" in spec.tags else {}

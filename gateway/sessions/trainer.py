@@ -1,0 +1,148 @@
+"""The trainer, as the gateway knows it: what it takes, how far behind that is, and what may be admitted for it.
+
+Several may read: see `core.admission` for whose batches decide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from gateway.config import GatewayConfig
+from gateway.core.admission import Reader, Readers, WaitingGroup, stranded, waiting_groups
+from gateway.core.scheduler import Admission
+from gateway.core.types import Trajectory
+from gateway.core.waiting import Pace, retry_for_a_batch
+from gateway.experience import ExperienceBuffer
+from gateway.experience.readers import KeptReader, ReaderStore
+from gateway.sessions.registry import SessionRegistry
+
+GROUPS_TOLD_MAX = 20
+"""In the status."""
+
+
+@dataclass(slots=True)
+class Staleness:
+    """Tokens (generation) and trajectories (finish, use) by how many versions they were behind."""
+
+    generation: dict[int, int] = field(default_factory=dict)
+    finish: dict[int, int] = field(default_factory=dict)
+    use: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionStatus:
+    """What holds new sessions up: `running` and `buffered` against the `bound` of `reader` (null: none has asked).
+
+    `stranded`: buffered trajectories of groups that lack a member and have none under way; they are not counted.
+    `waiting_groups`: what each group that lacks members waits for.
+    """
+
+    reader: str | None
+    batch: int | None
+    bound: int | None
+    running: int
+    buffered: int
+    stranded: int
+    full: bool
+    waiting_groups: Sequence[str]
+
+
+class Trainer:
+    """`version` is the newest that it said it has; nothing bounds admission until a reader has asked.
+
+    With a `store` the bound outlives the gateway: sessions of its next life wait, though no trainer is back yet.
+    """
+
+    def __init__(
+        self, config: GatewayConfig, live: SessionRegistry, buffer: ExperienceBuffer, store: ReaderStore | None = None
+    ) -> None:
+        self.staleness = Staleness()
+        self.version = 0
+        self._config, self._live, self._buffer = config, live, buffer
+        self._readers, self._store = Readers(), store
+        if store is not None and (kept := store.reader) is not None:
+            now = time.monotonic()
+            self._readers.asked(kept.name, kept.batch, kept.group_size, kept.staleness_max, now, waits=True)
+        self._took = Pace()
+
+    def asked(
+        self,
+        batch: int,
+        version: int,
+        staleness_max: int | None,
+        *,
+        reader: str = "",
+        group_size: int | None = None,
+        waits: bool = True,
+    ) -> None:
+        """A reader asks for a batch of trajectories; `waits`: until it is there."""
+        bound = self._config.fleet.staleness_max if staleness_max is None else staleness_max
+        now = time.monotonic()
+        self._readers.asked(reader, batch, group_size, bound, now, waits=waits)
+        if self._store is not None and (found := self._readers.deciding(now)) is not None:
+            self._store.keep(KeptReader(found.name, found.batch, found.group_size, found.staleness_max))
+        self.version = max(self.version, version)
+
+    def took(self, version: int, trajectories: Sequence[Trajectory]) -> None:
+        """It got them: staleness at use, by each one's oldest version."""
+        if trajectories:
+            self._took.happened(time.monotonic())
+        for trajectory in trajectories:
+            oldest = min((v for v in trajectory.versions if v >= 0), default=version)
+            count(self.staleness.use, version - oldest)
+
+    def admission(self) -> Admission:
+        """What runs and waits for it, against what it will use. What runs is counted only for one that has asked, and
+        what is stranded only where it decides: with thousands of sessions these counts are what a placement costs."""
+        now = time.monotonic()
+        buffered, next_s = self._buffer.statistics().trajectories, retry_for_a_batch(self._took, now)
+        reader = self._readers.deciding(now)
+        if reader is None:
+            return Admission(0, buffered, None, self._config.fleet.staleness_max, next_s)
+        found = Admission(self._running(), buffered, reader.batch, reader.staleness_max, next_s)
+        if found.full and (held := self._stranded(reader)):
+            return replace(found, buffered=buffered - held)
+        return found
+
+    def status(self) -> AdmissionStatus:
+        now, buffered = time.monotonic(), self._buffer.statistics().trajectories
+        reader = self._readers.deciding(now)
+        held = 0 if reader is None else self._stranded(reader)
+        waiting = [] if reader is None else self._waiting(reader)
+        return AdmissionStatus(
+            reader=None if reader is None else reader.name,
+            batch=None if reader is None else reader.batch,
+            bound=None if reader is None else reader.bound,
+            running=self._running(),
+            buffered=buffered - held,
+            stranded=held,
+            full=self.admission().full,
+            waiting_groups=[str(group) for group in waiting[:GROUPS_TOLD_MAX]],
+        )
+
+    def _stranded(self, reader: Reader) -> int:
+        """Trajectories in the buffer that it could not take."""
+        if reader.group_size is None:
+            return 0
+        buffered, closed = self._buffer.groups()
+        return stranded(buffered, closed, reader.group_size, {group for _, group in self._expected()})
+
+    def _waiting(self, reader: Reader) -> list[WaitingGroup]:
+        if reader.group_size is None:
+            return []
+        buffered, closed = self._buffer.groups()
+        return waiting_groups(buffered, closed, reader.group_size, self._expected())
+
+    def _expected(self) -> Iterator[tuple[str, str]]:
+        """Sessions under way for it, with their groups."""
+        return ((s.session_id, s.spec.group_id) for s in self._live if s.spec.trains)
+
+    def _running(self) -> int:
+        return sum(1 for s in self._live if s.version is not None and s.spec.trains)
+
+
+def count(histogram: dict[int, int], behind: int, by: int = 1) -> None:
+    behind = max(0, behind)
+    histogram[behind] = histogram.get(behind, 0) + by

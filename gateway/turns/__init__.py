@@ -1,0 +1,1 @@
+"""Turns: running, driven over engines, recorded, joined by retries."""

@@ -1,0 +1,289 @@
+"""What drives a turn: a place on an engine, its stream, another place after a cut or a move, up to the finish.
+
+Invariants:
+- a resumed turn's prompt is prompt + generated ids, and its budget what is left: no token is asked for twice;
+- a stream counts as complete only with a finish reason; every other end is a cut;
+- the turn is booked on its engine for as long as it streams there, and where it is sent to from when it is asked.
+
+Events are taken where the socket is read (`_heard`); the task that runs `run_to_end` wakes only for what has to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable
+from functools import partial
+
+from gateway.core.curves import Gaps
+from gateway.core.fleet import TurnLoad
+from gateway.core.prefixes import chain
+from gateway.core.sampling import kinds_for, segment_sampling, tied_by, truncating
+from gateway.core.scheduler import Demand, Placement
+from gateway.core.sessions import SessionState
+from gateway.core.types import EngineName, SegmentCause
+from gateway.engines.base import EngineAdapter, EngineChunk, StreamCut
+from gateway.fleet.fleet import Fleet
+from gateway.runtime.counters import Counters
+from gateway.store import PartialResponsePool, Timeline
+from gateway.turns.audience import Audience
+from gateway.turns.departure import Leaving, Left
+from gateway.turns.transcript import Transcript
+from protos.errors import LaminarError, TurnLost
+
+log = logging.getLogger(__name__)
+
+CUTS_MAX = 20
+"""Cuts after which a turn is given up as lost: something is wrong that moving on does not mend."""
+CUT_BACKOFF_S = 0.05
+CUT_BACKOFF_MAX_S = 1.0
+
+
+class Driver:
+    """One turn's."""
+
+    def __init__(
+        self,
+        transcript: Transcript,
+        audience: Audience,
+        *,
+        counters: Counters,
+        fleet: Fleet,
+        pool: PartialResponsePool,
+        timeline: Timeline,
+        resumed: bool,
+    ) -> None:
+        self._transcript, self._audience = transcript, audience
+        self._record, self._request = transcript.record, transcript.request
+        self._session: SessionState
+        self._counters, self._fleet, self._pool, self._timeline = counters, fleet, pool, timeline
+        self._resumed = resumed
+        self._stream: asyncio.Task[None] | None = None
+        self._leaving: Leaving | None = None  # asked to leave the engine it streams from
+        self._left_for: Leaving | None = None  # has left, and waits for the first token from elsewhere
+        self._load: TurnLoad | None = None
+        self._engine: EngineName | None = None
+        self._pace = Gaps()
+        self._last: EngineChunk | None = None  # as it came
+
+    @property
+    def engine(self) -> EngineName | None:
+        """Where it streams now; None while it waits for a place or has ended."""
+        return self._engine if self._stream is not None else None
+
+    def over(self) -> None:
+        """Nothing came, or will, from where it went before."""
+        if self._left_for is not None:
+            self._left_for.came_to_nothing()
+
+    def leave(self, destination: EngineName | None) -> Leaving | None:
+        """None when it is not streaming now, has been asked already, or has to end where it began."""
+        if self._stream is None or self._transcript.said or self._leaving or self._request.sampling.in_place:
+            return None
+        if destination is not None and not self._fits(destination):
+            return None
+        self._stream.cancel()
+        arrived = asyncio.get_running_loop().create_future()
+        self._leaving = Leaving(destination, time.monotonic(), arrived)
+        if destination in self._fleet.state.engines:
+            assert self._load is not None
+            self._fleet.enter(destination, self._load)
+        return self._leaving
+
+    def _fits(self, engine: EngineName) -> bool:
+        state = self._fleet.state.engines.get(engine)
+        most = 0 if state is None else state.context_tokens
+        return not most or self._load is None or self._load.tokens_max <= most
+
+    async def run_to_end(self, session: SessionState) -> None:
+        """Until its record has the finish reason, which is not shown yet. Raises what ends the turn otherwise."""
+        self._session = session
+        config = self._fleet.config
+        if self._transcript.said_all:  # it was cut or suspended between its last token and its end
+            self._finish_here()
+            return
+        if self._resumed:
+            await self._fleet.looked()  # after a restart: lest it leave its version for the first engine that answers
+        wait_s = config.placement_timeout_s if self._record.segments else config.queue_timeout_s
+        placement = await self._fleet.place(self._demand(), resumed=self._resumed, timeout_s=wait_s)
+        cause: SegmentCause = "cut" if self._record.segments else "start"
+        cuts = 0
+        while True:
+            try:
+                await self._stay(placement, cause)
+                return
+            except Left as left:
+                cause = "move"
+                placement = await self._go_on(left.leaving)
+            except StreamCut as cut:
+                self.over()
+                cause, cuts = "cut", cuts + 1
+                self._note_cut(placement.engine, cut)
+                if not self._transcript.said_all:
+                    if (known := tied_by(self._request.sampling)) and self._record.token_ids:
+                        why = f"no other engine knows {known} after {len(self._record.token_ids)} tokens"
+                        raise self.lost(f"it cannot go on elsewhere, for {why}: {cut}") from cut
+                    if cuts >= CUTS_MAX:
+                        raise self.lost(f"its stream was cut {cuts} times, last by {cut}") from cut
+                    await asyncio.sleep(min(CUT_BACKOFF_MAX_S, CUT_BACKOFF_S * 2 ** (cuts - 1)))
+                    demand = dataclasses.replace(self._demand(), avoid=frozenset({placement.engine}))
+                    placement = await self._fleet.place(demand, resumed=True, timeout_s=config.placement_timeout_s)
+                    self._counters.turns_resumed += 1
+            if self._transcript.said_all:
+                self._fleet.leave(placement.engine, self._request.turn_id)  # it was expected there
+                self._finish_here()
+                return
+
+    def _finish_here(self) -> None:
+        self._record.finish_reason = self._transcript.said or ("stop" if self._transcript.stopped else "length")
+
+    async def _go_on(self, leaving: Leaving) -> Placement:
+        """Where it goes on after leaving an engine: where it was sent, if that still serves its version."""
+        self.over()
+        self._left_for = leaving
+        self._session.moves += 1
+        self._counters.moves += 1
+        there = leaving.destination
+        if there is not None:
+            engine = self._fleet.state.engines.get(there)
+            if engine is None or (engine.status == "serving" and engine.version == self._session.version):
+                self._session.engine = there
+                return Placement(there, "repack")
+            self._fleet.leave(there, self._request.turn_id)
+        return await self._fleet.place(self._demand(), resumed=True, timeout_s=self._fleet.config.placement_timeout_s)
+
+    def _demand(self) -> Demand:
+        tokens = len(self._request.prompt_ids) + len(self._record.token_ids)
+        own = self._fleet.state.engines.get(self._session.engine) if self._session.engine is not None else None
+        held = own is not None and own.status == "serving" and own.version == self._session.version
+        prefix = () if held else chain(self._request.prompt_ids)
+        sampling, spec = self._request.sampling, self._session.spec
+        exact = spec.trains and bool(truncating(sampling))
+        kinds = kinds_for(constrained=sampling.constrained, truncated=exact)
+        return Demand(
+            self._session,
+            tokens,
+            turn_id=self._request.turn_id,
+            prefix=prefix,
+            kinds=kinds,
+            tokens_max=tokens + self._transcript.left,
+        )
+
+    async def _stay(self, placement: Placement, cause: SegmentCause) -> None:
+        """Streams on one engine until the turn's end, a cut (StreamCut) or until it is asked to leave (Left)."""
+        stream = self._start_stream(placement, cause)
+        ended = False
+        try:
+            await asyncio.wait({stream})
+            ended = True
+        finally:
+            leaving = await self._stop_stream(stream, placement.engine, ended=ended)
+        if leaving is not None:
+            raise Left(leaving)
+        if stream.cancelled():
+            raise asyncio.CancelledError
+        stream.result()  # raises the cut
+
+    def _start_stream(self, placement: Placement, cause: SegmentCause) -> asyncio.Task[None]:
+        """The turn counts on the engine, in a segment of its own. StreamCut when the engine left meanwhile."""
+        member = self._fleet.members.get(placement.engine)
+        if member is None or member.state.status != "serving":
+            self._fleet.leave(placement.engine, self._request.turn_id)
+            raise StreamCut("refused", f"engine {placement.engine} is gone")
+        tokens = len(self._request.prompt_ids) + len(self._record.token_ids)
+        self._load = TurnLoad(self._request.turn_id, self._request.session_id, tokens, tokens + self._transcript.left)
+        self._fleet.enter(placement.engine, self._load)
+        self._engine = placement.engine
+        state = member.state
+        self._transcript.open_segment(state, cause)
+        self._leaving = None
+        stream_name = f"stream-{self._request.turn_id}"
+        self._stream = asyncio.create_task(self._consume(member.adapter, placement.engine), name=stream_name)
+        return self._stream
+
+    async def _stop_stream(self, stream: asyncio.Task[None], engine: EngineName, *, ended: bool) -> Leaving | None:
+        """The turn counts on the engine no more, and its segment is closed. Returns how it leaves, if it was asked to.
+
+        `ended`: the stream, and not the turn's driver, which is cancelled when the turn is given up.
+        """
+        self._stream, self._engine = None, None
+        if not stream.done():
+            stream.cancel()
+            await asyncio.wait({stream})
+        elif not ended and not stream.cancelled():
+            stream.exception()  # a cut that nobody waits for any more
+        leaving, self._leaving = self._leaving, None
+        left = ended and leaving is not None and stream.cancelled()
+        end = "finished" if self._record.finish_reason else "moved" if left else "cut"
+        self._transcript.close_segment(end, self._session.spec.group_id)
+        self._fleet.leave(engine, self._request.turn_id)
+        if leaving is not None and not left:  # it ended, was cut or given up first
+            leaving.came_to_nothing()
+            if leaving.destination is not None:
+                self._fleet.leave(leaving.destination, self._request.turn_id)
+        return leaving if left else None
+
+    async def _consume(self, adapter: EngineAdapter, engine: EngineName) -> None:
+        """Takes the engine's events into record and pool; returns at the finish, whose tokens are not shown yet."""
+        sampling = segment_sampling(self._request, len(self._record.token_ids))
+        prompt = (*self._request.prompt_ids, *self._record.token_ids)
+        request_id = f"{self._request.turn_id}-{self._transcript.last_segment}"
+        self._pace.begin()
+        async with adapter.generate(prompt, sampling, request_id, self._request.session_id) as stream:
+            self._audience.start()
+            await stream.deliver(partial(self._heard, engine=engine))
+        assert self._last is not None
+        if not self._transcript.check_version(self._last):
+            self._fleet.suspect(engine)
+        self._record.finish_reason = self._transcript.said
+
+    def _heard(self, chunk: EngineChunk, engine: EngineName) -> Awaitable[None] | None:
+        """Tokens are recorded, and shown unless they are the last. Returns what the engine has to wait for."""
+        self._last = chunk
+        if chunk.versions:
+            self._transcript.check_first(chunk)
+        if num_tokens := len(chunk.token_ids):
+            self._transcript.take(chunk)
+            assert self._load is not None
+            self._load.tokens += num_tokens
+            if self._pace.came(num_tokens):
+                self._note_pace(engine)
+            if self._left_for is not None:
+                self._note_arrival(self._left_for)
+        if chunk.finish_reason is not None:
+            # Its task comes to it later: who would have the turn leave must know now.
+            self._transcript.said = chunk.finish_reason
+            return None
+        self._audience.show()
+        return self._keep_up() if self._audience.lags or self._pool.full else None
+
+    async def _keep_up(self) -> None:
+        await self._pool.drain()
+        await self._audience.keep_up()
+
+    def _note_pace(self, engine: EngineName) -> None:
+        """How long the tokens that came since the last look took goes into the engine's decode curve."""
+        seen = self._pace.looked(time.monotonic())
+        if seen is not None:
+            self._fleet.decoded(engine, *seen)
+
+    def _note_arrival(self, leaving: Leaving) -> None:
+        """The first token came from where it went."""
+        if not leaving.arrived.done():
+            leaving.arrived.set_result(time.monotonic() - leaving.asked_at)
+        self._left_for = None
+
+    def _note_cut(self, engine: EngineName, cut: StreamCut) -> None:
+        counters = self._counters
+        counters.turns_cut += 1
+        counters.cuts_by_reason[cut.reason] = counters.cuts_by_reason.get(cut.reason, 0) + 1
+        log.warning("turn %s cut after %d tokens: %s", self._request.turn_id, len(self._record.token_ids), cut)
+        self._timeline.add("turn", turn_id=self._request.turn_id, engine=engine, state="cut", reason=cut.reason)
+        self._fleet.suspect(engine)
+
+    def lost(self, why: str) -> LaminarError:
+        self._counters.turns_lost += 1
+        log.error("turn %s is lost: %s", self._request.turn_id, why)
+        return TurnLost(f"turn {self._request.turn_id} is lost: {why}", hint="send the request again")

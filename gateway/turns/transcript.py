@@ -1,0 +1,162 @@
+"""What one turn has said so far: its record, kept in the partial-response pool and told on the timeline.
+
+Invariants:
+- a token is in the record and in the pool once, in order, and belongs to the last segment;
+- a segment is of one engine incarnation under one version: where the engine tells another, its word stands, visibly.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from gateway.core.fleet import EngineState
+from gateway.core.sampling import sampled_with, segment_sampling
+from gateway.core.types import (
+    Evidence,
+    FinishReason,
+    LogprobsKind,
+    Segment,
+    SegmentCause,
+    TopLogprob,
+    TurnRecord,
+    Version,
+)
+from gateway.engines.base import EngineChunk, StreamCut, version_of
+from gateway.runtime.clock import unix_s
+from gateway.runtime.counters import Counters
+from gateway.store import PartialResponsePool, Timeline
+
+log = logging.getLogger(__name__)
+
+
+class Transcript:
+    """One turn's. `eos_ids`: tokens that end it, unless its sampling says otherwise.
+
+    `vocab_size`: ids that the tokenizer knows, and its model's embedding beyond that, are below it.
+    """
+
+    def __init__(
+        self,
+        record: TurnRecord,
+        *,
+        pool: PartialResponsePool,
+        timeline: Timeline,
+        counters: Counters,
+        eos_ids: frozenset[int],
+        vocab_size: int,
+        logprobs_kind: LogprobsKind,
+    ) -> None:
+        self.record, self.request = record, record.request
+        self._pool, self._timeline, self._counters = pool, timeline, counters
+        self._eos_ids, self._vocab_size, self._logprobs_kind = eos_ids, vocab_size, logprobs_kind
+        self.said: FinishReason | None = None  # what the engine ended with; its stream is about to be over
+
+    def take(self, chunk: EngineChunk) -> None:
+        """Raises StreamCut for tokens that are none of this turn's: they are neither recorded nor shown."""
+        record, token_ids, logprobs = self.record, chunk.token_ids, chunk.logprobs
+        if len(token_ids) > self.left:
+            raise StreamCut("protocol", f"an engine says more than the {self.left} tokens left to it")
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                known = f"the vocabulary has {self._vocab_size}"
+                raise StreamCut("protocol", f"an engine sampled token id {token_id}, and {known}")
+        top: tuple[tuple[TopLogprob, ...], ...] = ()
+        if self.request.sampling.top_logprobs:
+            top = chunk.top_logprobs or ((),) * len(token_ids)
+        try:
+            self._pool.append(self.request.turn_id, token_ids, logprobs, top)
+        except OverflowError as e:
+            raise StreamCut("protocol", f"told an id that no tokenizer has: {e}") from e
+        record.token_ids += token_ids
+        record.logprobs += logprobs
+        record.top_logprobs += top
+        self._counters.tokens_generated += len(token_ids)
+
+    @property
+    def version(self) -> Version:
+        return Version(self.record.segments[-1].version)
+
+    @property
+    def last_segment(self) -> int:
+        return len(self.record.segments) - 1
+
+    def open_segment(self, engine: EngineState, cause: SegmentCause) -> None:
+        now, at = unix_s(), len(self.record.token_ids)
+        segment = Segment(
+            turn=self.request.turn_index,
+            engine=engine.name,
+            incarnation=engine.incarnation,
+            version=engine.version,
+            start=at,
+            end=at,
+            cause=cause,
+            started_unix_s=now,
+            ended_unix_s=now,
+            seed=segment_sampling(self.request, at).seed,
+            sampled_with=sampled_with(self.request.sampling, self._logprobs_kind, engine.kind),
+            dtype=engine.dtype,
+        )
+        self.record.segments.append(segment)
+        self._pool.open_segment(self.request.turn_id, segment)
+
+    def close_segment(self, end: str, group_id: str) -> None:
+        segment = msgspec.structs.replace(
+            self.record.segments[-1], end=len(self.record.token_ids), ended_unix_s=unix_s()
+        )
+        self.record.segments[-1] = segment
+        self._pool.close_segment(self.request.turn_id, segment)
+        self._timeline.add(
+            "segment",
+            session_id=self.request.session_id,
+            group_id=group_id,
+            turn=self.request.turn_index,
+            engine=segment.engine,
+            version=segment.version,
+            dtype=segment.dtype,
+            started_unix_s=segment.started_unix_s,
+            ended_unix_s=segment.ended_unix_s,
+            tokens=segment.end - segment.start,
+            cause=segment.cause,
+            end=end,
+        )
+
+    def check_first(self, chunk: EngineChunk) -> None:
+        """An engine that tells its version with the first tokens is cut before one of another version is taken."""
+        told = {version_of(label) for label in chunk.versions}
+        if told - {self.version} and self.record.segments[-1].start == len(self.record.token_ids):
+            raise StreamCut("version", f"sent to version {self.version}, sampled by {sorted(told)}")
+
+    def check_version(self, chunk: EngineChunk) -> bool:
+        """The engine's own word on the version stands; a difference to ours (False) is an error that must be seen."""
+        told = {version_of(label) for label in chunk.versions}
+        if not told:
+            return True
+        agrees = told == {self.version}
+        if not agrees:
+            self._counters.version_mismatches += 1
+            log.error("turn %s: sent to version %d, sampled by %s", self.request.turn_id, self.version, sorted(told))
+        evidence: Evidence = "told" if len(told) == 1 else "contradicted"
+        last = msgspec.structs.replace(self.record.segments[-1], version=max(told), evidence=evidence)
+        self.record.segments[-1] = last
+        return agrees
+
+    @property
+    def said_all(self) -> bool:
+        """Nothing is left to ask for, whether an engine said so or not."""
+        return self.said is not None or self.left == 0 or self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """Its last token ended it: an engine asked to go on after it would say what was never meant."""
+        record, sampling = self.record, self.request.sampling
+        if not record.token_ids or len(record.token_ids) <= sampling.min_tokens:
+            return False
+        last = record.token_ids[-1]
+        return last in sampling.stop_token_ids or (last in self._eos_ids and not sampling.ignore_eos)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.sampling.max_tokens - len(self.record.token_ids)

@@ -1,0 +1,51 @@
+"""The public face of the parameter service: watch, acquire, publish, status. Asyncio; gRPC inside.
+
+Invariants:
+- only sealed versions that the relay holds complete are ever shown or acquired;
+- a lease that lapsed is never quietly taken for one that was held: `release` raises NotFound.
+"""
+
+from paramserver.client.engines import watch_engines
+from paramserver.client.publisher import TensorSource, publish
+from paramserver.client.relay import (
+    EventKind,
+    HopStatus,
+    Lease,
+    ModelStatus,
+    PinStatus,
+    RefusedLoad,
+    RelayClient,
+    RelayStatus,
+    SealedVersion,
+    TransferStatus,
+    VersionEvent,
+)
+from paramserver.client.ticket import Ticket
+from paramserver.core.layout import DTYPES
+from paramserver.core.lineage import Lineage, Origin
+from paramserver.core.records import Rank, RegisteredEngine
+from paramserver.core.stage import Stage
+
+__all__ = [
+    "DTYPES",
+    "EventKind",
+    "HopStatus",
+    "Lease",
+    "Lineage",
+    "ModelStatus",
+    "Origin",
+    "PinStatus",
+    "Rank",
+    "RefusedLoad",
+    "RegisteredEngine",
+    "RelayClient",
+    "RelayStatus",
+    "SealedVersion",
+    "Stage",
+    "TensorSource",
+    "Ticket",
+    "TransferStatus",
+    "VersionEvent",
+    "publish",
+    "watch_engines",
+]

@@ -1,0 +1,304 @@
+"""Publishing one version: find the master, claim the run, announce, write every byte, commit.
+
+Invariants:
+- `publish` returns at *copied*: from then on the tensors may change; until then they are only read;
+- a publish that fails is aborted at the relay, so that its memory goes back and the next one may begin;
+- when the master dies before *copied*, the version is announced again at the next master: nobody was told of it;
+- a commit whose reply was lost is settled before anything is announced again: no step becomes two versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from paramserver.client.relay import RelayClient
+from paramserver.client.ticket import Ticket
+from paramserver.config import show_bytes
+from paramserver.core.layout import FileLayout, TensorSpec, check_step, check_text, plan_layout
+from paramserver.core.lineage import Lineage, Origin
+from paramserver.core.records import SOLE, Epoch, FileSpec, Manifest, Rank, check_model_name, part_root, version_root
+from paramserver.data.publish import Image, write_mapped, write_tcp
+from paramserver.data.wire import Greeting
+from protos.errors import (
+    Conflict,
+    InDoubt,
+    LaminarError,
+    NotFound,
+    Preparing,
+    StaleEpoch,
+    TooLarge,
+    Unavailable,
+    VersionLost,
+)
+from protos.laminar.v1 import relay_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOK_S = 1.0  # between two looks at who is master, while the one that was asked has not answered
+MASTER_WAIT_S = 30.0  # from the first failure: a dead master's lease runs out, then there is an election
+PREPARE_MAX_S = 1800.0  # 145 GB took six minutes at 0.4 GB/s, the slowest first touch of memory that was seen
+RETRY_S = 0.3
+ANNOUNCEMENT_BYTES_MAX = (64 << 20) - 4096  # what both sides' gRPC lets through, with room for its own frame
+WAIT_ROOM_S = 30.0
+COMMIT_AGAIN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """One tensor to publish: safetensors dtype ("BF16", "F32", ...) and shape; `read` gives its contiguous
+    little-endian bytes, valid while publish copies."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], memoryview]
+
+
+async def publish(
+    relay: RelayClient,
+    model: str,
+    tensors: Sequence[TensorSource],
+    *,
+    step: int,
+    run: str,
+    file_bytes_max: int = 4 << 30,
+    metadata: Mapping[str, str] | None = None,
+    force_tcp: bool = False,
+    wait_room_s: float = WAIT_ROOM_S,
+    rank: Rank = SOLE,
+    refuse_change: bool = False,
+) -> Ticket:
+    """Writes one version and returns at *copied*; the master numbers it, the ticket tells the number.
+
+    With several ranks each calls this with tensors of its own and the same `run` and `step`; the version seals when all
+    have written theirs, and not at all if one fails.
+
+    On the master's host the bytes are copied once into its shared memory; elsewhere, or with `force_tcp`, they go
+    over its data port. Raises InvalidRequest/UnsupportedField (tensors), TooLarge or OutOfCapacity (pool),
+    Conflict (another publisher; with `refuse_change` also another architecture than that of the version before),
+    Unavailable (no relay, or none that can be master).
+    """
+    check_model_name(model)
+    check_text("the run", run)
+    step = check_step(step)
+    specs = [TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    metadata = metadata or None  # the announcement cannot tell {} from none, and both sides must lay out the same
+    files = plan_layout(specs, file_bytes_max=file_bytes_max, metadata=metadata)
+    reads = {tensor.name: tensor.read for tensor in tensors}
+    request = pb.AnnounceRequest(
+        model=model,
+        run=run,
+        step=step,
+        tensors=[pb.TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape) for spec in specs],
+        file_bytes_max=file_bytes_max,
+        metadata=metadata,
+        wait_room_s=wait_room_s,
+        rank=rank.index,
+        num_ranks=rank.count,
+        refuse_change=refuse_change,
+    )
+    if (num_bytes := request.ByteSize()) > ANNOUNCEMENT_BYTES_MAX:
+        raise TooLarge(
+            f"the names and shapes of {len(specs)} tensors take {show_bytes(num_bytes)}, "
+            f"an announcement {show_bytes(ANNOUNCEMENT_BYTES_MAX)} at most",
+            hint="publish larger tensors, or from several ranks",
+        )
+    prepared_by, give_up_at = time.monotonic() + PREPARE_MAX_S, math.inf
+    master = await relay.last_master_of(model)  # a wrong address fails here, at once
+    while True:
+        try:
+            return await _publish_once(relay, master, request, files, reads, force_tcp=force_tcp)
+        except Preparing as error:  # no fault of the master: it answers, and says how far it is
+            if time.monotonic() > prepared_by:
+                raise
+            log.info("publishing %s as soon as there is memory: %s", model, error.message)
+            give_up_at = math.inf
+            continue
+        except (StaleEpoch, Unavailable) as error:
+            give_up_at = min(give_up_at, time.monotonic() + MASTER_WAIT_S)
+            if time.monotonic() > give_up_at:
+                raise
+            log.warning("publishing %s again, at %s it came to nothing: %s", model, master.address, error)
+        await asyncio.sleep(RETRY_S)
+        master = await relay.find_master(model) or master  # the relay may come back until then
+
+
+class _Replaced(StaleEpoch):
+    """Another relay became master while the one that was asked had not answered."""
+
+
+async def _unless_replaced(relay: RelayClient, model: str, master: RelayClient, work: Awaitable[T]) -> T:
+    """What comes of `work` at the master; _Replaced once another relay is master, since nothing can come of it then.
+
+    A master that hangs answers nobody; its own deadline would be longer than an election takes.
+    """
+    working = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([working], timeout=LOOK_S))[0]:
+            newer = await relay.find_master(model)
+            if newer is not None and newer is not master and not working.done():
+                raise _Replaced(f"{newer.address} became master of {model} while {master.address} did not answer")
+        return await working
+    finally:
+        if not working.done():
+            working.cancel()
+            await asyncio.wait([working], timeout=RETRY_S)
+
+
+async def _publish_once(
+    relay: RelayClient,
+    master: RelayClient,
+    request: pb.AnnounceRequest,
+    files: Sequence[FileLayout],
+    reads: dict[str, Callable[[], memoryview]],
+    *,
+    force_tcp: bool,
+) -> Ticket:
+    rank = Rank(request.rank, request.num_ranks)
+    model = request.model
+    opened = await _unless_replaced(relay, model, master, _announce(master, request, rank))
+    for warning in opened.warnings:
+        log.warning("version %d of %s: %s", opened.version, request.model, warning)
+    try:
+        _check_lineage(relay, model, opened)
+        mine = [number for number, owner in enumerate(opened.owners) if owner == rank.index]
+        layouts = dict(zip(mine, files, strict=False))  # alone, a rank's index is not written: the relay has one of all
+        image = Image([file.size_bytes for file in opened.files], layouts, reads, opened.chunk_bytes)
+        writing = asyncio.to_thread(_write, master, model, opened, image, force_tcp)
+        digests = await _unless_replaced(relay, model, master, writing)
+        root = version_root(_manifest(request, opened), digests) if rank.count == 1 else part_root(digests)
+        await _commit(relay, master, request, opened, root)
+        relay.lineages[model].saw(_origin(opened), opened.version)
+    except _Replaced:  # nobody there to be told, and the next master ends it
+        raise
+    except BaseException as error:
+        await _abort(master, model, opened, error)
+        if isinstance(error, Conflict | NotFound | VersionLost) and not relay.lineages[model].refuses(_origin(opened)):
+            await _check_epoch(master, model, opened, error)
+        raise
+    return _ticket(relay, request, opened)
+
+
+def _check_lineage(relay: RelayClient, model: str, opened: pb.AnnounceReply) -> None:
+    """Conflict when the version is of a registry that replaced the one of those before, or its number is not new."""
+    lineage = relay.lineages.setdefault(model, Lineage())
+    why = lineage.refuses(_origin(opened), opened.version)
+    if why:
+        raise Conflict(f"{model} is not published: {why}", hint=lineage.remedy(model))
+
+
+def _origin(opened: pb.AnnounceReply) -> Origin:
+    return Origin.of(opened.epoch.store_id, opened.continues)
+
+
+async def _announce(master: RelayClient, request: pb.AnnounceRequest, rank: Rank) -> pb.AnnounceReply:
+    """Claims the run and announces. Whatever ends it but the reply ends the claim too, which is made anew then."""
+    await master.hold_run(request.model, request.run, f"{socket.gethostname()}:{os.getpid()}", rank)
+    timeout_s = request.wait_room_s + master.timeout_s
+    try:
+        return await master.call(master.stub.Announce(request, timeout=timeout_s))
+    except (StaleEpoch, asyncio.CancelledError):  # the claim may have ended there before word of it came here
+        await master.release_run(request.model, request.run)
+        raise
+
+
+def _ticket(relay: RelayClient, request: pb.AnnounceRequest, opened: pb.AnnounceReply) -> Ticket:
+    return Ticket(relay, request.model, opened.version, request.run, request.step, opened.epoch, tuple(opened.warnings))
+
+
+async def _commit(
+    relay: RelayClient, master: RelayClient, request: pb.AnnounceRequest, opened: pb.AnnounceReply, root: str
+) -> None:
+    """Commits the version. A lost reply is settled before anything is published again: else the step might come twice.
+
+    Raises StaleEpoch when the version will never be, InDoubt when nobody can say.
+    """
+    commit = pb.CommitRequest(
+        model=request.model, version=opened.version, token=opened.token, root_digest=root, rank=request.rank
+    )
+    lost: LaminarError
+    try:
+        committing = master.call(master.stub.Commit(commit, timeout=master.timeout_s))
+        await _unless_replaced(relay, request.model, master, committing)
+        return
+    except (Unavailable, _Replaced) as error:
+        lost = error
+    what = f"version {opened.version} of {request.model}"
+    log.warning("the reply to the commit of %s was lost, its outcome is asked for: %s", what, lost)
+    deadline = time.monotonic() + MASTER_WAIT_S
+    while time.monotonic() < deadline:
+        await asyncio.sleep(RETRY_S)
+        if await _has_committed(relay, master, commit, _ticket(relay, request, opened)):
+            return
+    raise InDoubt(
+        f"whether {what} was committed is not known after {MASTER_WAIT_S:g} s: {lost}",
+        hint=f"look for it with `paramserver versions`: to publish step {request.step} again may make it twice",
+    )
+
+
+async def _has_committed(relay: RelayClient, master: RelayClient, commit: pb.CommitRequest, ticket: Ticket) -> bool:
+    """Whether it is; False while that is not known. StaleEpoch when it never will be."""
+    with contextlib.suppress(LaminarError):  # the same commit again changes nothing; what refuses it is asked below
+        await master.call(master.stub.Commit(commit, timeout=COMMIT_AGAIN_S))
+        return True
+    try:
+        newer = await relay.master_of(commit.model)
+        stage = await ticket.stage_at(newer)
+    except NotFound as error:
+        raise StaleEpoch(f"the master that knew of version {commit.version} is gone: {error}") from error
+    except Unavailable as error:
+        log.info("the outcome of version %d of %s is not known yet: %s", commit.version, commit.model, error)
+        return False
+    if stage == "lost":
+        raise StaleEpoch(f"version {commit.version} of {commit.model} lost its master before its commit was known")
+    return stage != "copied"
+
+
+def _write(master: RelayClient, model: str, opened: pb.AnnounceReply, image: Image, force_tcp: bool) -> list[bytes]:
+    path = Path(opened.publish_socket)  # empty: the relay takes bytes only
+    name = f"{socket.gethostname()}:{os.getpid()}"
+    if opened.publish_socket and not force_tcp and os.access(path, os.W_OK):
+        return write_mapped(
+            path, Greeting("map", model, opened.version, name, token=opened.token), image, master.mappings
+        )
+    return write_tcp(opened.data_address, Greeting("write", model, opened.version, name, token=opened.token), image)
+
+
+def _manifest(request: pb.AnnounceRequest, opened: pb.AnnounceReply) -> Manifest:
+    return Manifest(
+        request.model,
+        opened.version,
+        request.run,
+        request.step,
+        Epoch(opened.epoch.store_id, opened.epoch.revision),
+        tuple(FileSpec(file.name, file.size_bytes) for file in opened.files),
+        opened.chunk_bytes,
+    )
+
+
+async def _check_epoch(master: RelayClient, model: str, opened: pb.AnnounceReply, refusal: LaminarError) -> None:
+    """StaleEpoch when what was refused belonged to an epoch that is over: then it is no fault of the publisher's."""
+    timeout_s = max(master.timeout_s, MASTER_WAIT_S / 2)  # an election may have to run first
+    found = await master.call(master.stub.Locate(pb.LocateRequest(model=model), timeout=timeout_s))
+    if found.epoch != opened.epoch:
+        raise StaleEpoch(f"version {opened.version} of {model} lost its master: {refusal.message}") from refusal
+
+
+async def _abort(master: RelayClient, model: str, opened: pb.AnnounceReply, error: BaseException) -> None:
+    """Tells the relay; when that fails too, the relay learns it from the broken claim."""
+    reason = f"{type(error).__name__}: {error}"[:500]
+    request = pb.AbortRequest(model=model, version=opened.version, token=opened.token, reason=reason)
+    with contextlib.suppress(LaminarError):
+        await master.call(master.stub.Abort(request, timeout=2.0))

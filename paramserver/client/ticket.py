@@ -1,0 +1,134 @@
+"""What is known of one published version, asked of a relay.
+
+Invariants: `lost` is final; anything else may still become better; a wait that ends without an answer says InDoubt,
+never success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import cast
+
+from paramserver.client.relay import RefusedLoad, RelayClient
+from paramserver.core.stage import Stage
+from protos.errors import InDoubt, LaminarError, NotFound, Unavailable, VersionLost
+from protos.laminar.v1 import relay_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+ASK_WAIT_S = 5.0  # one question waits this long at the relay, so that a dead relay is noticed
+
+
+class Ticket:
+    """What is known of one published version. `relay` is asked; its master wrote the version."""
+
+    def __init__(
+        self,
+        relay: RelayClient,
+        model: str,
+        version: int,
+        run: str,
+        step: int,
+        epoch: pb.Epoch,
+        warnings: tuple[str, ...] = (),
+    ) -> None:
+        self._relay = relay
+        self._epoch = epoch
+        self.model = model
+        self.version = version
+        self.run = run
+        self.step = step
+        self.warnings = warnings
+        """What its master had to say: how it differs from the version before, and which engines refused that."""
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.model} version {self.version}, run {self.run}, step {self.step})"
+
+    async def wait_sealed(self, timeout_s: float) -> None:
+        """Returns once sealed. VersionLost when it never will be; InDoubt when that is not known in time."""
+        await self._wait("sealed", 0, timeout_s)
+
+    async def wait_copies(self, k: int, timeout_s: float) -> None:
+        """Returns once `k` relays hold it verified. A dead relay counts as a holder until its lease ends."""
+        await self._wait("copies", k, timeout_s)
+
+    async def wait_all(self, timeout_s: float) -> None:
+        """Returns once every living relay of its chain holds it verified."""
+        await self._wait("all", 0, timeout_s)
+
+    async def stage(self) -> Stage:
+        """copied, sealed (one holder), k_relays (more than one), all (of its chain), lost."""
+        return cast(Stage, (await self._ask("", 0, 0.0)).stage)
+
+    async def stage_at(self, relay: RelayClient) -> Stage:
+        """The stage as `relay` knows it. NotFound when it has not heard of the version."""
+        return cast(Stage, (await self._ask("", 0, 0.0, relay)).stage)
+
+    async def holders(self) -> tuple[str, ...]:
+        """Names of the relays that hold this version verified."""
+        return tuple((await self._ask("", 0, 0.0)).holders)
+
+    async def refused_loads(self) -> tuple[RefusedLoad, ...]:
+        """Engines that could not load this version, and why, as far as gateways have told its master."""
+        try:
+            reply = await self._ask("", 0, 0.0, await self._relay.master_of(self.model))
+        except (Unavailable, NotFound) as error:
+            log.info(
+                "no master tells of version %d of %s, the relay here is asked: %s", self.version, self.model, error
+            )
+            reply = await self._ask("", 0, 0.0)
+        return tuple(RefusedLoad.of(one) for one in reply.refused_loads)
+
+    async def _ask(self, want: str, copies: int, wait_s: float, relay: RelayClient | None = None) -> pb.StageReply:
+        relay = self._relay if relay is None else relay
+        request = pb.StageRequest(
+            model=self.model,
+            version=self.version,
+            run=self.run,
+            want=want,
+            copies=copies,
+            wait_s=wait_s,
+            epoch=self._epoch,
+        )
+        reply = await relay.call(relay.stub.Stage(request, timeout=wait_s + relay.timeout_s))
+        if reply.stage not in ("copied", "lost") and (lineage := self._relay.lineages.get(self.model)) is not None:
+            lineage.sealed = max(lineage.sealed, self.version)
+        return reply
+
+    async def _wait(self, want: str, copies: int, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        last: LaminarError | None = None
+        reply = pb.StageReply(stage="unknown")
+        while (left := deadline - loop.time()) > 0:
+            try:
+                reply = await self._ask(want, copies, min(left, ASK_WAIT_S))
+            except (Unavailable, NotFound) as error:  # its master may be gone: whoever is next will know
+                last = error
+                await asyncio.sleep(min(left, 0.2))
+                continue
+            if reply.stage == "lost":
+                raise VersionLost(
+                    f"version {self.version} of {self.model} is lost: {reply.reason}", hint="publish again"
+                )
+            if reply.reached:
+                return
+        raise self._late(reply, want, copies, timeout_s, last)
+
+    def _late(
+        self, reply: pb.StageReply, want: str, copies: int, timeout_s: float, last: LaminarError | None
+    ) -> InDoubt:
+        """What is known of the version at the deadline. A sealed one is published, whatever it waits for."""
+        version = f"version {self.version} of {self.model}"
+        if want == "sealed" or reply.stage in ("copied", "unknown"):
+            return InDoubt(
+                f"{version} had not reached {want!r} after {timeout_s:g} s; it is {reply.stage}",
+                hint=f"ask the ticket again, or `paramserver status` ({last or 'the relay answers'})",
+            )
+        wish = f"{copies} relays" if want == "copies" else "every relay of its chain"
+        return InDoubt(
+            f"{version} is sealed, but had not reached {wish} after {timeout_s:g} s: it is on "
+            f"{', '.join(reply.holders)}",
+            hint="it needs no second publish; start more relays or see `paramserver status` for the one that lags",
+        )

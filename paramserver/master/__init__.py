@@ -1,0 +1,1 @@
+"""The master's part: publications, drafts, ranks, sealing, and its standing duties."""

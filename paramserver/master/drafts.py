@@ -1,0 +1,81 @@
+"""Versions on their way to their seal, on the master that numbered them.
+
+Invariants:
+- a draft moves from writing to committed to sealed, or fails; one that failed says why for good;
+- only who has its token may write to it;
+- the newest VERSIONS_KEPT of each model are kept, for tickets that ask late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paramserver.core.records import Announced, Manifest
+from paramserver.memory.store import Snapshot
+from paramserver.relay.relay import VERSIONS_KEPT
+from protos.errors import Conflict
+
+DraftState = Literal["writing", "committed", "sealed", "failed"]
+
+
+@dataclass
+class Draft:
+    """A version on its way to its seal, on its master."""
+
+    announced: Announced
+    snapshot: Snapshot
+    token: str
+    owners: tuple[int, ...] = (0,)  # per file: the rank that writes it
+    num_ranks: int = 1
+    committed: set[int] = field(default_factory=set)
+    recording: asyncio.Task[None] | None = None  # the first try to announce it in the registry
+    recorded: bool = False
+    in_doubt: bool = False  # a sealing transaction was sent and not answered
+    warnings: tuple[str, ...] = ()  # for its publisher
+    state: DraftState = "writing"
+    reason: str = ""
+    root: str = ""
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.announced.manifest
+
+
+class Drafts:
+    """Owned by the relay's event loop."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[tuple[str, int], Draft] = {}
+
+    def add(self, draft: Draft) -> None:
+        model = draft.manifest.model
+        self._drafts[model, draft.manifest.version] = draft
+        mine = sorted(version for m, version in self._drafts if m == model)
+        for version in mine[:-VERSIONS_KEPT]:
+            del self._drafts[model, version]
+
+    def get(self, model: str, version: int) -> Draft | None:
+        return self._drafts.get((model, version))
+
+    def of(self, model: str, version: int, token: str) -> Draft:
+        """Conflict when nobody may write to that version with this token."""
+        draft = self._drafts.get((model, version))
+        if draft is None or not secrets.compare_digest(draft.token.encode(), token.encode(errors="replace")):
+            raise Conflict(f"nothing may be written to version {version} of {model} with this token")
+        return draft
+
+    def writing(self, model: str) -> list[Draft]:
+        return [d for (m, _), d in sorted(self._drafts.items()) if m == model and d.state == "writing"]
+
+    def busy(self, model: str) -> bool:
+        """Whether a version is being written or sealed."""
+        return any(m == model and d.state in ("writing", "committed") for (m, _), d in self._drafts.items())
+
+    def num_in_doubt(self) -> int:
+        return sum(draft.state == "committed" and draft.in_doubt for draft in self._drafts.values())
+
+    def __len__(self) -> int:
+        return len(self._drafts)

@@ -1,0 +1,1 @@
+"""One relay: its lease in the registry, its versions, fetches and watchers."""

@@ -1,0 +1,178 @@
+"""The versions on their way to this relay, and whom they are asked of.
+
+Invariants:
+- a version has one fetch at a time, which blocks threads of its own; it is under way until those have ended;
+- what came of it is told once, to `ended`, in the same task: who waits for that task finds all of it done;
+- the chain is a preference: sources are looked up again as they change, and this host's disk is one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from paramserver.config import RelayConfig
+from paramserver.core.chain import Place, is_late, sources
+from paramserver.core.records import Announced, Holding
+from paramserver.data import fetch as data_fetch
+from paramserver.data import tcp
+from paramserver.data.movers import Movers
+from paramserver.data.nixl import NixlDialer
+from paramserver.data.spill import SCHEME, Spill
+from paramserver.data.transport import Link, Source
+from paramserver.data.wire import Greeting
+from paramserver.memory.store import Snapshot
+from paramserver.relay.member_lease import MemberLease
+from paramserver.troubles import Troubles
+from protos.errors import LaminarError
+
+log = logging.getLogger(__name__)
+
+FETCHES_MAX = 256
+"""Versions fetched at once, each with a thread that waits for its stripes. More of them wait for one that ends."""
+FAILED_RETRY_S = 1.0  # before a version is fetched again whose fetch failed for a reason that nobody foresaw
+IDLE_S = 2.0  # a fetch without a byte for this long makes way for a newer sealed version
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A version came whole: the root digest of its bytes as they are here, how they came, and in what time."""
+
+    root_digest: str
+    came: Holding
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    fetch: data_fetch.Fetch
+    snapshot: Snapshot
+    task: asyncio.Task[None]
+
+
+class Fetches:
+    """`holders` tells who has a version; it is asked from the fetches' threads, so one read must answer it.
+
+    `ended` gets what came of a fetch, None for one that broke off or was cancelled. `spawn` owns the tasks.
+    """
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        seat: MemberLease,
+        *,
+        holders: Callable[[str, int], Collection[str]],
+        ended: Callable[[Snapshot, Fetched | None], Awaitable[None]],
+        spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+        spill: Spill | None,
+        movers: Movers | None,
+        bind_host: str,
+    ) -> None:
+        """`bind_host`: the address that bytes are asked for from; "": any."""
+        self._config, self._seat = config, seat
+        self._holders, self._ended, self._spawn = holders, ended, spawn
+        self._spill = spill
+        self._nixl = NixlDialer(movers, self._dial_tcp) if movers is not None else None
+        self._bind_host = bind_host
+        self._running: dict[tuple[str, int], _Running] = {}
+        self._troubles = Troubles(log)
+        # Not the event loop's own threads: a few fetches without a byte would keep everything else from running there.
+        self._threads = ThreadPoolExecutor(FETCHES_MAX, "fetch")
+
+    def start(self, announced: Announced, snapshot: Snapshot) -> None:
+        manifest = announced.manifest
+        greeting = Greeting(
+            "fetch",
+            manifest.model,
+            manifest.version,
+            self._config.name,
+            manifest.epoch,
+            late=is_late(self._config.name, announced.plan),
+        )
+        fetch = data_fetch.Fetch(
+            snapshot,
+            greeting,
+            lambda: self._sources(announced),
+            lambda source, greeting: self._dial(source, greeting, snapshot),
+            num_stripes=self._config.num_stripes,
+        )
+        task = self._spawn(self._run(fetch, snapshot))
+        self._running[manifest.model, manifest.version] = _Running(fetch, snapshot, task)
+
+    def cancel(self, model: str, version: int) -> asyncio.Task[None] | None:
+        """The task that ends soon; None when no such fetch is under way."""
+        running = self._running.get((model, version))
+        if running is None:
+            return None
+        running.fetch.cancel()
+        return running.task
+
+    def cancel_all(self) -> None:
+        for running in self._running.values():
+            running.fetch.cancel()
+
+    def close(self) -> None:
+        """Gives the threads back, once every fetch has ended."""
+        self._threads.shutdown(wait=False)
+
+    def idle(self, model: str) -> list[int]:
+        """Versions that have been getting no bytes for `IDLE_S`."""
+        return [version for (of, version), at in self._running.items() if of == model and at.fetch.idle_s > IDLE_S]
+
+    def transfers(self) -> list[tuple[str, int, str, str, int, int]]:
+        """(model, version, upstream, transport, bytes done, bytes total) of what is on its way here."""
+        return [
+            (*key, at.fetch.upstream, at.fetch.transport, at.fetch.bytes_done, at.snapshot.manifest.size_bytes)
+            for key, at in sorted(self._running.items(), key=lambda item: item[0])
+        ]
+
+    def bypassed(self) -> set[str]:
+        """Sources that a fetch goes round right now."""
+        return {name for running in self._running.values() for name in running.fetch.bypassed()}
+
+    async def _run(self, fetch: data_fetch.Fetch, snapshot: Snapshot) -> None:
+        started = time.monotonic()
+        fetched = None
+        try:
+            if await asyncio.get_running_loop().run_in_executor(self._threads, fetch.run):
+                root = await asyncio.to_thread(snapshot.root)
+                came = Holding(fetch.upstream, fetch.rate_bytes_s, fetch.rtt_s, fetch.transport)
+                fetched = Fetched(root, came, time.monotonic() - started)
+        except LaminarError as error:
+            log.warning("%s did not come: %s", snapshot, error)
+        except Exception as error:  # noqa: BLE001  (the version is tried again; it must not be under way for ever)
+            self._troubles.met(f"{snapshot} does not come and is tried again", error)
+            await asyncio.sleep(FAILED_RETRY_S)
+        else:
+            self._troubles.over(f"{snapshot} does not come and is tried again")
+        finally:
+            del self._running[snapshot.manifest.model, snapshot.manifest.version]
+        await self._ended(snapshot, fetched)
+
+    def _sources(self, announced: Announced) -> list[list[Source]]:
+        """Called from fetch threads: reads only, each of them atomic."""
+        manifest = announced.manifest
+        holders = set(self._holders(manifest.model, manifest.version))
+        members = dict(self._seat.view.members)
+        # Not `view.places()`: one that drains takes no more, but serves what it has.
+        places = {name: Place(member.zone, member.rack) for name, member in members.items()}
+        tiers = sources(self._config.name, announced.plan, holders, places)
+        peers = [[Source(name, members[name].data_address) for name in tier] for tier in tiers]
+        disk = self._spill.source(manifest.model, manifest.version) if self._spill is not None else None
+        if disk is None:
+            return peers
+        return [*peers, [disk]] if holders else [[disk], *peers]
+
+    def _dial(self, source: Source, greeting: Greeting, snapshot: Snapshot) -> Link:
+        if self._spill is not None and source.address.startswith(SCHEME):
+            return self._spill.open(greeting)
+        if self._nixl is not None:
+            return self._nixl.dial(source, greeting, [(file.fd, file.size_bytes) for file in snapshot.files])
+        return self._dial_tcp(source, greeting)
+
+    def _dial_tcp(self, source: Source, greeting: Greeting) -> tcp.TcpLink:
+        return tcp.TcpLink(source, greeting, silence_s=self._config.silence_s, bind_host=self._bind_host)
