@@ -126,6 +126,12 @@ class CuttingEngine:
     async def die(self) -> None:
         """As kill -9 does: nothing listens any more, and every connection is reset."""
         if self._site in self._runner.sites:
+            # A connection that asyncio accepted and has not set up yet would be lost, unclosed, with the server that it
+            # belongs to: no more are accepted, and those get two rounds.
+            for sock in self._site._server.sockets:  # type: ignore[union-attr]  # it listens
+                asyncio.get_running_loop().remove_reader(sock.fileno())
+            for _ in range(2):
+                await asyncio.sleep(0)
             await self._site.stop()
         server = self._runner.server
         assert server is not None

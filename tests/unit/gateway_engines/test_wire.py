@@ -16,10 +16,11 @@ from gateway.engines import http1, rounds, sockets
 from gateway.engines.base import StreamCut
 from gateway.engines.http1 import EVENTS_WAITING_MAX, PASSED_WAITING_BYTES_MAX, Refused
 from gateway.engines.wire import Passed, Wire
-from tests.support.cutting_engine import until
+from tests.support.cutting_engine import pass_time, until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+STALL_S = 60.0
 
 
 @pytest.fixture(autouse=True, params=["at-once", "in-later-rounds", "in-batches", "in-batches-of-one"])
@@ -76,7 +77,7 @@ class Server:
 
 
 @asynccontextmanager
-async def wire(server: Server, stall_timeout_s: float = 10.0) -> AsyncIterator[Wire]:
+async def wire(server: Server, stall_timeout_s: float = STALL_S) -> AsyncIterator[Wire]:
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     made = Wire(server.url, stall_timeout_s=stall_timeout_s)
@@ -185,9 +186,10 @@ async def test_what_is_no_whole_answer_is_a_cut(answer: bytes, reason: str) -> N
 
 async def test_silence_is_a_cut_after_the_events_before_it() -> None:
     server = Server([CHUNKED + chunk(b"data: 1\n\n")], [])
-    async with wire(server, stall_timeout_s=0.2) as made, made.post("/", b"{}") as events:
+    async with wire(server) as made, made.post("/", b"{}") as events:
         reading = aiter(events)
         assert await anext(reading) == b"1"
+        pass_time(STALL_S)
         with pytest.raises(StreamCut) as found:
             await anext(reading)
     assert found.value.reason == "stalled"
@@ -266,10 +268,12 @@ async def test_bytes_that_nobody_takes_hold_the_engine_back_and_the_connection_s
     size = 8 * PASSED_WAITING_BYTES_MAX
     server = Server([HEAD + b"Content-Length: %d\r\n\r\n" % size, bytes(size)], [HEAD + b"Content-Length: 1\r\n\r\nx"])
     async with wire(server) as made:
-        with contextlib.closing(await made.pass_on("/", b"{}", stall_timeout_s=0.3)) as answer:
+        with contextlib.closing(await made.pass_on("/", b"{}", stall_timeout_s=STALL_S)) as answer:
             await answer.head()
             await until(lambda: answer.paused, "the engine's being held back")
-            await asyncio.sleep(0.5)  # it is we who do not listen: no stall
+            pass_time(STALL_S)  # it is we who do not listen: no stall
+            for _ in range(3):
+                await asyncio.sleep(0)
             assert len(await rest(answer)) == size
         assert (await passed(made))[2] == b"x"
         assert server.connections == 1
@@ -322,10 +326,15 @@ async def test_what_the_taker_raises_is_raised_where_it_waits() -> None:
 
 async def test_silence_cuts_a_delivery_after_the_events_before_it() -> None:
     got: list[bytes] = []
-    async with wire(Server([CHUNKED + chunk(b"data: 1\n\n")], []), stall_timeout_s=0.2) as made:
+
+    def take(events: list[bytes]) -> None:
+        got.extend(events)
+        pass_time(STALL_S)
+
+    async with wire(Server([CHUNKED + chunk(b"data: 1\n\n")], [])) as made:
         with pytest.raises(StreamCut) as found:
             async with made.post("/", b"{}") as events:
-                await events.deliver(got.extend)
+                await events.deliver(take)
     assert (got, found.value.reason) == ([b"1"], "stalled")
 
 

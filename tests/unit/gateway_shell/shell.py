@@ -29,6 +29,7 @@ from tests.support.reading import heard
 
 PROMPT = (11, 12, 13)
 BUDGET = 12
+STALL_S = 60.0
 
 
 @dataclass
@@ -91,8 +92,8 @@ async def shell(
         "disconnect_grace_s": 0.0,
         "poll_interval_s": 30.0,
         "dead_after_polls": 1,
-        "stall_timeout_s": 5.0,
-        "placement_timeout_s": 5.0,
+        "stall_timeout_s": STALL_S,
+        "placement_timeout_s": 60.0,
         "probe": False,
     }
     config = {**quick, "fleet": fleet or FleetConfig(), **config}

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.core.admission import stranded
 from gateway.core.types import Version
-from tests.support.cutting_engine import MODEL, CuttingEngine
+from tests.support.cutting_engine import MODEL, CuttingEngine, until
 from tests.unit.gateway_shell.test_rewards import post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
 
@@ -67,7 +67,9 @@ async def test_a_member_of_a_group_that_has_begun_is_admitted_whatever_is_buffer
             await turn(http, first, [5])
             await post(http, f"/sessions/{first}/finish", {"reward": 1.0})
         e0.version = "4"
-        found.fleet.suspect(found.fleet.state.sorted_engines()[0].name)
+        state = found.fleet.state.sorted_engines()[0]
+        found.fleet.suspect(state.name)
+        await until(lambda: state.version == 4, "the engine under another version")
         await turn(http, members["a"][1], [5])
         await post(http, f"/sessions/{members['a'][1]}/finish", {"reward": 1.0})
         assert len((await post(http, "/experience/sample", {**GROUPS, "staleness_max": 9}))["trajectories"]) == 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import json
 import socket
 from pathlib import Path
@@ -14,6 +17,7 @@ from click.testing import CliRunner
 from gateway.cli import cli
 from gateway.faultkit.script import CutKind, cuts_by_seed, said
 from tests.support import processes
+from tests.support.cutting_engine import CuttingEngine
 
 
 def test_engines_say_what_their_script_says_and_tell_how_often_they_cut(tmp_path: Path) -> None:
@@ -67,3 +71,16 @@ def test_a_seed_draws_the_same_cuts_again() -> None:
     assert drawn == [again() for _ in range(200)] != [other() for _ in range(200)]
     assert 60 < sum(cut is not None for cut in drawn) < 140
     assert {cut.kind for cut in drawn if cut is not None} <= set(get_args(CutKind)) - {"400"}
+
+
+@pytest.mark.parametrize("rounds", range(4))
+async def test_what_was_accepted_as_an_engine_dies_is_reset_too(rounds: int) -> None:
+    """Else the socket is left open, and whoever runs when it is collected fails with its warning."""
+    async with CuttingEngine("e0") as e0:
+        with socket.create_connection(("127.0.0.1", int(e0.url.rpartition(":")[2])), 60.0) as client:
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            await e0.die()
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.to_thread(client.recv, 1) == b""
+        gc.collect()

@@ -21,7 +21,7 @@ from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName, Version
 from gateway.fleet import text_proxy
-from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, until
+from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, pass_time, until
 from tests.support.fake_relay import relay
 from tests.support.text_engine import CHAT, COMPLETION, TextEngine, asked_of, said_in, words
 from tests.unit.gateway_shell.test_status import config
@@ -29,6 +29,7 @@ from tests.unit.gateway_shell.test_status import config
 pytestmark = pytest.mark.slow  # each starts engines of its own
 
 NUM = 6
+COMMENT = b": keep-alive\n\n"
 ENGINE, VERSION = "X-Laminar-Engine", "X-Laminar-Weight-Version"
 
 
@@ -285,14 +286,19 @@ async def test_a_stream_that_breaks_off_within_an_event_breaks_off_for_the_clien
 async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_time(tmp_path: Path) -> None:
     async with (
         TextEngine("e0", cuts=deque([Cut("hang", 2)])) as e0,
-        gateway(tmp_path, e0, stall_timeout_s=0.3) as (found, http),
+        gateway(tmp_path, e0, stall_timeout_s=60.0) as (found, http),
     ):
-        said, [told] = said_in((await ask(http, chat(stream=True))).body)
+        asking = asyncio.create_task(ask(http, chat(stream=True)))
+        await until(lambda: e0.said_words == 2, "all that is said")
+        await found.fleet.members[EngineName("e0")].adapter.limits()  # what was said is read before
+        pass_time(60.0)
+        said, [told] = said_in((await asking).body.replace(COMMENT, b""))
         assert (said, told["error"]["code"]) == (words("e0", "0", 2), "stream_cut")
         e0.hold_text_at = 0
         waiting = asyncio.create_task(ask(http, chat()))
         await until(lambda: asked_of(e0) == [2], "the request")
-        await asyncio.sleep(0.5)  # longer than any stream may be silent
+        pass_time(61.0)  # longer than any stream may be silent
+        await found.fleet.members[EngineName("e0")].adapter.limits()
         assert not waiting.done()
         e0.go.set()
         assert (await waiting).text == " ".join(words("e0", "0", NUM))
@@ -303,9 +309,6 @@ async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_tim
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is broken soon."""
     monkeypatch.setattr(text_proxy, "KEEP_ALIVE_S", 0.05)
-
-
-COMMENT = b": keep-alive\n\n"
 
 
 async def begun(answer: aiohttp.ClientResponse, keep_alive: bytes) -> bytes:

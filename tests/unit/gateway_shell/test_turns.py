@@ -23,12 +23,13 @@ from gateway.turns import audience, driver
 from gateway.turns.audience import UNREAD_TOKENS_MAX
 from gateway.turns.running import RunningTurn
 from protos.errors import OutOfCapacity, Unavailable
-from tests.support.cutting_engine import Cut, CutKind, CuttingEngine, said, until
+from tests.support.cutting_engine import Cut, CutKind, CuttingEngine, pass_time, said, until
 from tests.support.fake_relay import relay
 from tests.support.reading import heard, slowly
 from tests.unit.gateway_shell.shell import (
     BUDGET,
     PROMPT,
+    STALL_S,
     Shell,
     check_at_rest,
     check_whole,
@@ -94,15 +95,16 @@ async def test_an_uncut_turn(tmp_path: Path, how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("kind", "reason", "after"), CUTS, ids=lambda value: str(value))
 async def test_a_cut_turn_goes_on_elsewhere_as_if_uncut(tmp_path: Path, kind: CutKind, reason: str, after: int) -> None:
-    stall_timeout_s = 0.2 if reason == "stalled" else 5.0
-    async with (
-        cutting("e0", Cut(kind, after)) as e0,
-        CuttingEngine("e1") as e1,
-        shell(tmp_path, e0, e1, stall_timeout_s=stall_timeout_s) as found,
-    ):
+    async with cutting("e0", Cut(kind, after)) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         e0.before_cut = found.taken
         run = found.run(seed=7, min_tokens=8)
-        check_whole(run, await read(run))
+        reading = asyncio.create_task(read(run))
+        if reason == "stalled":
+            await until(lambda: e0.asked, "the request")
+            await found.taken(len(PROMPT) + after)
+            await found.fleet.members[EngineName("e0")].adapter.limits()  # the answer's head comes before
+            pass_time(STALL_S)
+        check_whole(run, await reading)
         assert spans(run) == [("e0", 0, after, "start"), ("e1", after, BUDGET, "cut")]
         assert asks(e0) == [(0, BUDGET)]
         assert asks(e1) == [(after, BUDGET - after)]
@@ -122,8 +124,14 @@ async def test_a_cut_turn_goes_on_elsewhere_as_if_uncut(tmp_path: Path, kind: Cu
 
 async def test_engines_that_cut_in_turn(tmp_path: Path) -> None:
     e0, e1 = cutting("e0", Cut("reset", 3), Cut("done", 2)), cutting("e1", Cut("eof", 4), Cut("hang", 1))
-    async with e0, e1, shell(tmp_path, e0, e1, stall_timeout_s=0.2) as found:
-        e0.before_cut = e1.before_cut = found.taken
+    async with e0, e1, shell(tmp_path, e0, e1) as found:
+
+        async def silence(length: int) -> None:
+            await found.taken(length)
+            if length == len(PROMPT) + 10:  # the one that hangs
+                pass_time(STALL_S)
+
+        e0.before_cut, e1.before_cut = found.taken, silence
         run = found.run()
         check_whole(run, await read(run))
         bounds = [0, 3, 7, 9, 10, 12]
@@ -455,11 +463,15 @@ async def test_a_move_to_an_engine_that_is_gone_is_a_cut_and_goes_on(tmp_path: P
 
 
 async def test_an_engine_taken_out_gives_its_turns_to_others(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with (
+        CuttingEngine("e0", hold_at=4) as e0,
+        CuttingEngine("e1") as e1,
+        shell(tmp_path, e0, e1, stall_timeout_s=3600.0) as found,
+    ):
         async with found.run() as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             await found.fleet.remove(EngineName("e0"))
-            async with asyncio.timeout(0.5):
+            async with asyncio.timeout(60):  # no silence is long enough to be what cuts it
                 check_whole(run, await heard(run))
         assert spans(run)[1] == ("e1", 4, BUDGET, "cut")
         assert cut_counts(found)[:3] == (1, 1, 0)
@@ -548,12 +560,12 @@ async def test_a_turn_finished_early_between_two_engines(tmp_path: Path, monkeyp
 
 
 async def test_an_abandoned_sessions_turn_is_aborted(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, stall_timeout_s=3600.0) as found:
         session = found.session()
         async with found.run(session) as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             await found.endings.abandon(session.session_id, "no longer wanted")
-            await until(lambda: e0.asked[0].left, "the abort upstream", timeout_s=0.2)
+            await until(lambda: e0.asked[0].left, "the abort upstream")
 
 
 async def test_an_engine_that_tells_another_version_is_believed_and_counted(tmp_path: Path) -> None:

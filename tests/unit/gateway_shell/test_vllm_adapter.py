@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,13 +13,13 @@ import pytest
 
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
-from gateway.engines.http import reason_in
+from gateway.engines.http import CONTROL_TIMEOUT_S, reason_in
 from gateway.engines.kinds import connect
 from gateway.engines.vllm import Reader, VllmEngine
 from gateway.fleet import refresh
-from tests.support.cutting_engine import LOAD_STEPS, MODEL, Answer, Cut, CutKind, CuttingEngine, said, until
+from tests.support.cutting_engine import LOAD_STEPS, MODEL, Answer, Cut, CutKind, CuttingEngine, pass_time, said, until
 from tests.support.fake_relay import relay
-from tests.unit.gateway_shell.shell import check_whole, read, shell
+from tests.unit.gateway_shell.shell import STALL_S, check_whole, read, shell
 
 PROMPT = (5, 6, 7)
 REASONS: dict[CutKind, str] = {
@@ -43,7 +44,7 @@ REASONS: dict[CutKind, str] = {
 
 @asynccontextmanager
 async def adapter(engine: CuttingEngine, **how: Any) -> AsyncIterator[VllmEngine]:
-    made = VllmEngine(engine.url + "/", MODEL, **{"stall_timeout_s": 5.0, **how})
+    made = VllmEngine(engine.url + "/", MODEL, **{"stall_timeout_s": STALL_S, **how})
     try:
         yield made
     finally:
@@ -113,13 +114,14 @@ async def test_every_failure_is_a_cut_with_its_reason_and_what_came_before_stand
             async for chunk in chunks:
                 before.append(chunk)
 
-    stall_timeout_s = 0.2 if reason == "stalled" else 5.0
-    async with (
-        CuttingEngine(cuts=deque([Cut(kind, 4)]), before_cut=taken) as e0,
-        adapter(e0, stall_timeout_s=stall_timeout_s) as found,
-    ):
+    async with CuttingEngine(cuts=deque([Cut(kind, 4)]), before_cut=taken) as e0, adapter(e0) as found:
+        taking = asyncio.create_task(take(found))
+        if reason == "stalled":
+            await until(lambda: e0.asked, "the request")
+            await taken(4)
+            pass_time(STALL_S)
         with pytest.raises(StreamCut, match=e0.url) as cut:
-            await take(found)
+            await taking
         assert cut.value.reason == reason
         assert [t for c in before for t in c.token_ids] == said(PROMPT, 0 if whole else 4)[0]
         if kind != "death":
@@ -267,13 +269,23 @@ async def test_another_model_is_named() -> None:
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/weight_info"])
 @pytest.mark.parametrize("failure", [500, 404, "reset", "hang", "away"])
 async def test_an_engine_that_cannot_be_looked_at_failed(path: str, failure: Any) -> None:
-    async with CuttingEngine() as e0, adapter(e0, control_timeout_s=0.1) as found:
+    asked = asyncio.Event()
+
+    def answer(asked_path: str, _: object) -> Any:
+        if asked_path != path:
+            return None
+        asked.set()
+        return failure
+
+    async with CuttingEngine(answer=None if failure == "away" else answer) as e0, adapter(e0) as found:
         if failure == "away":
             await e0.die()
-        else:
-            e0.answers[path] = failure
+        looking = asyncio.create_task(found.limits())
+        if failure == "hang":
+            await asyncio.wait_for(asked.wait(), 60)
+            pass_time(CONTROL_TIMEOUT_S)
         with pytest.raises(EngineFailed, match=f"GET {e0.url}") as error:
-            await found.limits()
+            await looking
         assert failure == "away" or path in error.value.message
 
 
