@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paramserver.config import show_bytes
 from paramserver.data.wire import CONGESTION_CONTROL, tune
+from paramserver.memory.mapping import mount_of
 from protos.errors import InvalidRequest
 
 _SIOCGIFADDR = 0x8915
@@ -163,18 +164,6 @@ def judge_clock(offset_s: float, lease_ttl_s: float) -> Finding:
         f"{offset_s * 1000:.0f} ms, leases live {lease_ttl_s:g} s",
         "raise --lease-ttl-s, or put etcd on faster disks and a nearer network",
     )
-
-
-def mount_of(directory: Path) -> tuple[str, str]:
-    """Kind and options of the file system: that of the deepest mount point above, the last mounted there."""
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    above = [
-        (len(point), number, kind, options)
-        for number, (_, point, kind, options, *_) in enumerate(mounts)
-        if directory.is_relative_to(point)
-    ]
-    _, _, kind, options = max(above)
-    return kind, options
 
 
 def _sysctl(name: str) -> int | None:

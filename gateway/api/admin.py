@@ -13,8 +13,8 @@ from msgspec import Meta
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.api.answers import answer_json
+from gateway.api.bodies import decode
 from gateway.api.errors import BadField
-from gateway.api.openai.requests import decode
 from gateway.config import EngineSpec
 from gateway.core.receipts import Outcome, Receipt
 from gateway.core.repack import Freed, Move, Plan

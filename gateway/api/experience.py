@@ -16,9 +16,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from gateway.api.answers import answer_json
+from gateway.api.bodies import Count, decode
 from gateway.api.errors import BadField
-from gateway.api.numbers import Count
-from gateway.api.openai.requests import decode
 from gateway.core.types import Trajectory
 from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer, check_wanted
 

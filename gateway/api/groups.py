@@ -12,9 +12,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from gateway.api.answers import answer_json
+from gateway.api.bodies import Count, decode, in_range
 from gateway.api.errors import BadField
-from gateway.api.numbers import Count
-from gateway.api.openai.requests import decode, in_range
 from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_url, session_spec
 from gateway.core.groups import GroupPhase
 from gateway.core.types import GroupId

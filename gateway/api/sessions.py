@@ -12,9 +12,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from gateway.api.answers import answer_json
+from gateway.api.bodies import EXACT_MAX, AtLeastOne, Count, decode, in_range
 from gateway.api.errors import BadField
-from gateway.api.numbers import EXACT_MAX, AtLeastOne, Count
-from gateway.api.openai.requests import decode, in_range
 from gateway.core.endings import Finish, Finished, How
 from gateway.core.rewards import Given
 from gateway.core.sessions import SessionSpec, SessionState

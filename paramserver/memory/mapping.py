@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+from pathlib import Path
 
 HUGE_BYTES = 2 << 20  # on x86-64, and on arm64 with pages of 4 KiB; elsewhere nothing is gained by it, and nothing lost
 COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1; named by no Python yet
@@ -76,3 +77,15 @@ class FileMapping:
 def _last_error() -> OSError:
     error = ctypes.get_errno()
     return OSError(error, os.strerror(error))
+
+
+def mount_of(directory: Path) -> tuple[str, str]:
+    """Kind and options of the file system: that of the deepest mount point above, the last mounted there."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [
+        (len(point), number, kind, options)
+        for number, (_, point, kind, options, *_) in enumerate(mounts)
+        if directory.is_relative_to(point)
+    ]
+    _, _, kind, options = max(above)
+    return kind, options

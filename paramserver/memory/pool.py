@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.config import show_bytes
-from paramserver.host import mount_of
-from paramserver.memory.mapping import HUGE_BYTES, FileMapping
+from paramserver.memory.mapping import HUGE_BYTES, FileMapping, mount_of
 from protos.errors import Conflict, OutOfCapacity, TooLarge, Unavailable
 
 log = logging.getLogger(__name__)

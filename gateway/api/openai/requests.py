@@ -6,14 +6,13 @@ Raises BadField and RefusedField, which name the field and what would be right.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.api.bodies import Number, decode, in_range
 from gateway.api.errors import BadField, ContextExceeded, RefusedField
 from gateway.api.openai.bodies import (
     NEUTRAL_CHAT,
@@ -28,12 +27,11 @@ from gateway.api.openai.constraints import constraint
 from gateway.core.sampling import TELL_TRUNCATED, distorted, truncating
 from gateway.core.types import SamplingParams
 from gateway.ports import Message, ModelInfo, SessionView
-from gateway.tokens import ToolFormat, values
+from gateway.tokens import ToolFormat
 from gateway.tokens.bridge import content_text
 from protos.errors import InvalidRequest, Unavailable, UnknownModel
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
-S = TypeVar("S", bound=msgspec.Struct)
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's and vLLM's default for /v1/completions. Chat defaults to what the context has left."""
@@ -50,10 +48,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
-_AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
-_CHOICE = re.compile(r"Invalid enum value")
-_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,56 +63,11 @@ class AnswerShape:
 
 
 def decode_chat(raw: bytes) -> ChatRequest:
-    return _check_neutral(decode(_chat, raw), NEUTRAL_CHAT)
+    return _check_neutral(decode(_chat, raw, unchecked=CHECKED_ELSEWHERE), NEUTRAL_CHAT)
 
 
 def decode_completion(raw: bytes) -> CompletionRequest:
-    return _check_neutral(decode(_completion, raw), NEUTRAL_COMPLETION)
-
-
-def decode(decoder: msgspec.json.Decoder[S], raw: bytes) -> S:
-    """A body as its struct; what does not fit is named by its path."""
-    try:
-        decoded = decoder.decode(raw)
-        values.check(decoded, leave=CHECKED_ELSEWHERE)
-        return decoded
-    except values.OddValue as e:
-        raise BadField(e.path, f"`{e.path}`: {e}") from e
-    except RecursionError as e:
-        raise InvalidRequest(f"the body is nested more than {values.DEPTH_MAX} deep") from e
-    except msgspec.ValidationError as e:
-        raise _explain(str(e), decoder.type) from e
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise InvalidRequest(f"the body is not JSON: {e}", hint="send a JSON object") from e
-
-
-def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
-    """msgspec's words with the field's path, and a near name for a misspelt field."""
-    at = _AT.search(message)
-    path = at["path"] if at else ""
-    what = message[: at.start()] if at else message
-    if unknown := _UNKNOWN.search(what):
-        known = kind.__struct_fields__ if not path else ()
-        near = difflib.get_close_matches(unknown["name"], known, n=1)
-        param = f"{path}.{unknown['name']}" if path else unknown["name"]
-        return RefusedField(
-            param, f"unknown field `{param}`", hint=f"did you mean `{near[0]}`?" if near else "leave it out"
-        )
-    if missing := _MISSING.search(what):
-        param = f"{path}.{missing['name']}" if path else missing["name"]
-        return BadField(param, f"the required field `{param}` is missing")
-    wrong = what[0].lower() + what[1:]
-    if not path:
-        return InvalidRequest(f"the body: {wrong}")
-    choices = _choices(kind, path) if _CHOICE.match(what) else []
-    return BadField(path, f"`{path}`: {wrong}", hint=f"one of {', '.join(choices)}" if choices else "")
-
-
-def _choices(kind: type[msgspec.Struct], field: str) -> list[str]:
-    """What a field of the body itself takes, where it takes certain values only."""
-    [found] = [f.type for f in msgspec.structs.fields(kind) if f.encode_name == field] or [None]
-    of = [found, *get_args(found)]  # `Literal[...] | None`
-    return [str(value) for one in of if get_origin(one) is Literal for value in get_args(one)]
+    return _check_neutral(decode(_completion, raw, unchecked=CHECKED_ELSEWHERE), NEUTRAL_COMPLETION)
 
 
 def _check_neutral(body: Body, neutral: dict[str, tuple[Any, ...]]) -> Body:
@@ -401,17 +350,6 @@ def _top_p(value: float | None) -> float:
     if value is not None and not 0.0 < value <= 1.0:
         raise BadField("top_p", f"`top_p`={value} is out of range", hint="above 0, at most 1")
     return 1.0 if value is None else value
-
-
-Number = TypeVar("Number", int, float)
-
-
-def in_range(name: str, value: Number | None, low: Number, high: Number | None) -> Number | None:
-    """The value, if it is absent or in range; else BadField with the range."""
-    if value is not None and (not value >= low or (high is not None and value > high)):
-        allowed = f"at least {low}" if high is None else f"{low} to {high}"
-        raise BadField(name, f"`{name}`={value} is out of range", hint=allowed)
-    return value
 
 
 def _default(value: Number | None, default: Number) -> Number:

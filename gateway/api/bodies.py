@@ -1,0 +1,86 @@
+"""Request bodies of every route: JSON into a struct, the path of what does not fit, and numbers with their bounds."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.errors import BadField, RefusedField
+from gateway.tokens import values
+from protos.errors import InvalidRequest
+
+S = TypeVar("S", bound=msgspec.Struct)
+EXACT_MAX = 2**53 - 1
+"""The largest integer that every JSON reader keeps exact; the database keeps it, too."""
+
+Count = Annotated[int, Meta(ge=0, le=EXACT_MAX)]
+"""How many, or which one, from 0."""
+AtLeastOne = Annotated[int, Meta(ge=1, le=EXACT_MAX)]
+
+_AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_CHOICE = re.compile(r"Invalid enum value")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+
+
+def decode(decoder: msgspec.json.Decoder[S], raw: bytes, *, unchecked: frozenset[str] = frozenset()) -> S:
+    """The body as its struct. Raises BadField or RefusedField with the path of what does not fit.
+
+    `unchecked`: fields whose numbers the caller checks itself.
+    """
+    try:
+        decoded = decoder.decode(raw)
+        values.check(decoded, leave=unchecked)
+        return decoded
+    except values.OddValue as e:
+        raise BadField(e.path, f"`{e.path}`: {e}") from e
+    except RecursionError as e:
+        raise InvalidRequest(f"the body is nested more than {values.DEPTH_MAX} deep") from e
+    except msgspec.ValidationError as e:
+        raise _explain(str(e), decoder.type) from e
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise InvalidRequest(f"the body is not JSON: {e}", hint="send a JSON object") from e
+
+
+def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
+    """msgspec's words with the field's path, and a near name for a misspelt field."""
+    at = _AT.search(message)
+    path = at["path"] if at else ""
+    what = message[: at.start()] if at else message
+    if unknown := _UNKNOWN.search(what):
+        known = kind.__struct_fields__ if not path else ()
+        near = difflib.get_close_matches(unknown["name"], known, n=1)
+        param = f"{path}.{unknown['name']}" if path else unknown["name"]
+        return RefusedField(
+            param, f"unknown field `{param}`", hint=f"did you mean `{near[0]}`?" if near else "leave it out"
+        )
+    if missing := _MISSING.search(what):
+        param = f"{path}.{missing['name']}" if path else missing["name"]
+        return BadField(param, f"the required field `{param}` is missing")
+    wrong = what[0].lower() + what[1:]
+    if not path:
+        return InvalidRequest(f"the body: {wrong}")
+    choices = _choices(kind, path) if _CHOICE.match(what) else []
+    return BadField(path, f"`{path}`: {wrong}", hint=f"one of {', '.join(choices)}" if choices else "")
+
+
+def _choices(kind: type[msgspec.Struct], field: str) -> list[str]:
+    """What a field of the body itself takes, where it takes certain values only."""
+    [found] = [f.type for f in msgspec.structs.fields(kind) if f.encode_name == field] or [None]
+    of = [found, *get_args(found)]  # `Literal[...] | None`
+    return [str(value) for one in of if get_origin(one) is Literal for value in get_args(one)]
+
+
+Number = TypeVar("Number", int, float)
+
+
+def in_range(name: str, value: Number | None, low: Number, high: Number | None) -> Number | None:
+    """The value, if it is absent or in range; else BadField with the range."""
+    if value is not None and (not value >= low or (high is not None and value > high)):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise BadField(name, f"`{name}`={value} is out of range", hint=allowed)
+    return value
