@@ -131,7 +131,7 @@ def thin_environment(shared: Path, venv: Path = VENV, tools: Sequence[str] = TOO
     stamp = venv / ".stamp"
     built_from = [
         path.read_bytes()
-        for path in (ROOT / "pyproject.toml", ROOT / "hatch_build.py", *sorted(ROOT.glob("paramserver/data/*.c")))
+        for path in (ROOT / "pyproject.toml", ROOT / "hatch_build.py", *sorted(ROOT.glob("paramserver/data/*.[ch]")))
     ]
     wanted = f"{shared}\n{ROOT}\n{digest(*built_from, repr(tools).encode())}"
     if stamp.exists() and stamp.read_text() == wanted:

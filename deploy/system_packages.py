@@ -56,7 +56,6 @@ TESTS = (
     SystemPackage("iptables", "tests of cut links", lambda: _has_command("iptables")),
 )
 BENCHMARKS = (
-    SystemPackage("libxxhash0", "chunks received at full speed", lambda: _has_library("libxxhash.so.0")),
     SystemPackage("libibverbs1", "Mooncake, in `make bench-relay`", lambda: _has_library("libibverbs.so.1")),
     SystemPackage("librdmacm1", "Mooncake, in `make bench-relay`", lambda: _has_library("librdmacm.so.1")),
 )

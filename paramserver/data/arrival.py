@@ -1,6 +1,7 @@
-"""A chunk that arrives on a socket: its bytes are received into their place and digested while the cache has them.
+"""A chunk that arrives on a socket: its bytes are received into their place and digested on the way.
 
-By the library made of `receive.c` and the host's libxxhash, in one call for many pieces; without either in Python.
+By the library made of `receive.c`, in one call for many pieces; where that is not there, or not for this processor or a
+chunk of few bytes, in Python.
 Invariants:
 - the place stays mapped as long as the arrival lives;
 - a call comes back after `ENOUGH_S`, one piece and the socket's own time limit at most.
@@ -9,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import os
 import socket
@@ -23,14 +23,13 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 256 << 10
 """Received, then digested, at once: less than a core's own cache, so that the digest reads it from there."""
 ENOUGH_S = 0.02  # after which whoever waits hears how far a chunk is
-XXHASH_VERSION_MIN = 800  # before it XXH3 was not final
 
 
 class Arrival(Protocol):
     """One chunk's bytes from some byte on. One thread's."""
 
-    def receive(self, upto: int) -> int:
-        """Receives from byte `upto` on: how many bytes came, 0 at the stream's end. OSError as `recv` has it."""
+    def receive(self) -> int:
+        """Receives some of what is missing: how many bytes came, 0 at the stream's end. OSError as `recv` has it."""
 
     def digest(self) -> bytes:
         """That of the whole chunk, once it is here."""
@@ -40,91 +39,78 @@ class PieceArrival:
     """In Python, a piece at a time."""
 
     def __init__(self, sock: socket.socket, place: memoryview, upto: int) -> None:
-        self._sock, self._place = sock, place
+        self._sock, self._place, self._upto = sock, place, upto
         self._found = Digest(place[:upto])
 
-    def receive(self, upto: int) -> int:
-        num = self._sock.recv_into(self._place[upto : upto + PIECE_BYTES], 0, socket.MSG_WAITALL)
-        self._found.update(self._place[upto : upto + num])
+    def receive(self) -> int:
+        num = self._sock.recv_into(self._place[self._upto : self._upto + PIECE_BYTES], 0, socket.MSG_WAITALL)
+        self._found.update(self._place[self._upto : self._upto + num])
+        self._upto += num
         return num
 
     def digest(self) -> bytes:
         return self._found.digest()
 
 
-class _Found(ctypes.Structure):
-    _fields_ = (("low", ctypes.c_uint64), ("high", ctypes.c_uint64))
+class _Chunk(ctypes.Structure):
+    """As receive.c has it."""
+
+    _fields_ = (
+        ("place", ctypes.c_void_p),
+        ("total", ctypes.c_uint64),
+        ("upto", ctypes.c_uint64),
+        ("lanes", ctypes.c_uint64 * 8),
+        ("num_stripes", ctypes.c_uint64),
+        ("digest", ctypes.c_uint8 * DIGEST_BYTES),
+    )
 
 
-class _Libraries:
-    """What the two libraries do. OSError or AttributeError where they are not there."""
+class _Library:
+    """The two functions of receive.c. OSError or AttributeError where they are not there."""
 
     def __init__(self) -> None:
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self.receive = ctypes.CDLL(str(LIBRARY)).laminar_receive
-        self.receive.argtypes = (ctypes.c_int, pointer, size, size, ctypes.c_double, pointer, pointer)
+        library = ctypes.CDLL(str(LIBRARY))
+        self.begin, self.receive = library.laminar_receive_begin, library.laminar_receive
+        self.begin.argtypes = (ctypes.c_void_p,)
+        self.receive.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_double)
         self.receive.restype = ctypes.c_ssize_t
-        xxhash = ctypes.CDLL("libxxhash.so.0")
-        if xxhash.XXH_versionNumber() < XXHASH_VERSION_MIN:
-            raise OSError(errno.ENOSYS, f"libxxhash is of version {xxhash.XXH_versionNumber()}")
-        # On x86-64 the one that chooses by the processor; elsewhere there is only one.
-        self.update = getattr(xxhash, "XXH3_128bits_update_dispatch", None) or xxhash.XXH3_128bits_update
-        self.update.argtypes = (pointer, pointer, size)
-        self.update_address = ctypes.cast(self.update, pointer)
-        self.create, self.free = xxhash.XXH3_createState, xxhash.XXH3_freeState
-        self.reset, self.digest = xxhash.XXH3_128bits_reset, xxhash.XXH3_128bits_digest
-        self.create.argtypes, self.create.restype = (), pointer
-        self.digest.restype = _Found
-        for function in (self.free, self.reset, self.digest):
-            function.argtypes = (pointer,)
 
 
-def _load() -> _Libraries | None:
+def _load() -> _Library | None:
     try:
-        return _Libraries()
-    except (OSError, AttributeError) as error:  # not there, or of an older version
-        log.info("chunks are received piece by piece in Python, which takes more processor time: %s", error)
+        return _Library()
+    except (OSError, AttributeError) as error:  # not compiled, or by an older version of this file
+        log.info(
+            "chunks are received piece by piece in Python, which takes half as much processor time again: %s", error
+        )
         return None
 
 
-_libraries = _load()
+_library = _load()
 
 
 class ChunkArrival:
-    """By the libraries: most often the whole chunk in one call, in which other threads run."""
+    """By the library: most often the whole chunk in one call, in which other threads run."""
 
-    def __init__(self, of: _Libraries, sock: socket.socket, place: memoryview, upto: int) -> None:
-        self._of, self._sock, self._size = of, sock, len(place)
-        self._held = ctypes.c_char.from_buffer(place)  # keeps it mapped
-        self._address = ctypes.addressof(self._held)
-        self._state = of.create()
-        if not self._state:
-            raise MemoryError("no memory for a digest")
-        of.reset(self._state)
-        of.update(self._state, self._address, upto)
+    def __init__(self, by: _Library, sock: socket.socket, chunk: _Chunk, place: memoryview) -> None:
+        self._by, self._sock, self._chunk = by, sock, chunk
+        self._place = place  # keeps it mapped
 
-    def receive(self, upto: int) -> int:
-        of, left = self._of, self._size - upto
-        num = int(
-            of.receive(
-                self._sock.fileno(), self._address + upto, left, PIECE_BYTES, ENOUGH_S, of.update_address, self._state
-            )
-        )
+    def receive(self) -> int:
+        num = int(self._by.receive(self._sock.fileno(), ctypes.byref(self._chunk), PIECE_BYTES, ENOUGH_S))
         if num < 0:
             raise OSError(-num, os.strerror(-num))
         return num
 
     def digest(self) -> bytes:
-        found = self._of.digest(self._state)
-        return int(found.high << 64 | found.low).to_bytes(DIGEST_BYTES, "big")
-
-    def __del__(self) -> None:
-        if getattr(self, "_state", None):
-            self._of.free(self._state)
+        return bytes(self._chunk.digest)
 
 
 def begin(sock: socket.socket, place: memoryview, upto: int) -> Arrival:
     """Of a chunk whose first `upto` bytes lie in `place` already. The socket's calls wait (`wire.wait_in_kernel`)."""
-    if _libraries is None:
-        return PieceArrival(sock, place, upto)
-    return ChunkArrival(_libraries, sock, place, upto)
+    if _library is not None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(place))
+        chunk = _Chunk(place=address, total=len(place), upto=upto)
+        if _library.begin(ctypes.byref(chunk)):
+            return ChunkArrival(_library, sock, chunk, place)
+    return PieceArrival(sock, place, upto)

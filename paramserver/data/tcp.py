@@ -79,7 +79,7 @@ class TcpLink:
         upto = header.from_byte
         chunk = arrival.begin(self._sock, target, upto)
         while upto < len(target):
-            upto += self._some(functools.partial(chunk.receive, upto))
+            upto += self._some(chunk.receive)
             received(header.index, upto)
         return Arrived(header.index, header.digest, header.length, began_at, chunk.digest())
 

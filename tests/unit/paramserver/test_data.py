@@ -172,12 +172,12 @@ class tcp_link:  # noqa: N801  (reads as a function)
         self.link.close()
 
 
-@pytest.fixture(params=["by the libraries", "in Python"])
+@pytest.fixture(params=["by the library", "in Python"])
 def _both_arrivals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in Python":
-        monkeypatch.setattr(arrival, "_libraries", None)
+        monkeypatch.setattr(arrival, "_library", None)
     else:
-        assert arrival._libraries is not None, "`make env` compiles receive.c, `make system-packages` has libxxhash"
+        assert arrival._library is not None, "`make env` compiles receive.c"
 
 
 @pytest.mark.usefixtures("_both_arrivals")
