@@ -13,7 +13,7 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 
 # skips comes first: the others import it, and pytest wants to import its plugins itself
-pytest_plugins = ["tests.support.skips", "tests.support.etcd", "tests.support.relays"]
+pytest_plugins = ["tests.support.skips", "tests.support.etcd", "tests.support.ports", "tests.support.relays"]
 
 
 @pytest.fixture(autouse=True)

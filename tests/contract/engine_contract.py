@@ -22,6 +22,7 @@ import pytest
 from gateway.core.types import SamplingParams
 from gateway.engines.base import EngineAdapter, EngineChunk, EngineFailed, RequestRefused, StreamCut
 from gateway.engines.kinds import connect
+from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
 from tests.support.relays import until
 from tests.support.snapshots import SealedSnapshot, seal, tear
@@ -43,7 +44,7 @@ BRIEF_S = 0.5
 class Subject:
     """An engine under test. Version `n` has the weights of the tiny model with seed `n`; it starts with seed 0.
 
-    `start` gives a process that serves at `port` (0: any free one); `expected` the greedy ids after a prompt;
+    `start` gives a process that serves at `port`; `expected` the greedy ids after a prompt;
     `first_stray` the index of the first of some ids that a version would not say after a prompt and those before.
     """
 
@@ -59,9 +60,10 @@ class Subject:
     dtype: str = "float32"  # what it says that it computes in
     daemon: Daemon = field(init=False)
     _snapshots: dict[int, SealedSnapshot] = field(default_factory=dict)
+    _ports: KeptPorts = field(default_factory=KeptPorts)
 
     def __post_init__(self) -> None:
-        self.daemon = self.start(0)
+        self.daemon = self.start(self._ports.of(self.kind))
 
     @property
     def url(self) -> str:
@@ -69,7 +71,12 @@ class Subject:
 
     def start_again(self) -> None:
         """A new process under the address of the one that a test killed."""
-        self.daemon = self.start(int(self.url.rpartition(":")[2]))
+        self.daemon = self.start(self._ports.of(self.kind))
+
+    def stop(self) -> int:
+        """The exit status of its process."""
+        self._ports.close()
+        return self.daemon.stop()
 
     def snapshot(self, version: int) -> SealedSnapshot:
         if version not in self._snapshots:

@@ -56,7 +56,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
         "embedded", directory, functools.partial(start_embedded, directory), transformers_greedy, first_stray
     )
     yield subject
-    assert subject.daemon.stop() == 0
+    assert subject.stop() == 0
 
 
 @pytest.fixture(scope="module", params=SGLANG)
@@ -65,7 +65,7 @@ def sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     start = functools.partial(start_sglang, directory, SGLANG[request.param])
     subject = Subject("sglang", directory, start, stand_in_says, stand_in_strays)
     yield subject
-    assert subject.daemon.stop() == 0
+    assert subject.stop() == 0
 
 
 class TestEmbedded(TextContract, EngineContract):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.support import processes
 from tests.support.fleet import until
+from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
 from tests.support.relays import Relays
 from tests.support.sglang.weights import read_directory, said
@@ -61,10 +62,12 @@ class World:
 
     relays: Relays
     directory: Path
+    ports: KeptPorts
     started: list[Daemon] = field(default_factory=list)
 
-    def engine(self, name: str, port: int = 0) -> Daemon:
-        flags = [f"--port={port}", f"--model={tiny_model()}", f"--step-s={STEP_S}", "--weight-version=0"]
+    def engine(self, name: str) -> Daemon:
+        """One that was killed comes back under its address."""
+        flags = [f"--port={self.ports.of(name)}", f"--model={tiny_model()}", f"--step-s={STEP_S}", "--weight-version=0"]
         return self._start(name, ["tests.support.sglang", *flags])
 
     def gateway(self, *flags: str) -> str:
@@ -83,9 +86,10 @@ class World:
 
 @pytest.fixture
 def world(relays: Relays, tmp_path: Path) -> Iterator[World]:
-    found = World(relays, tmp_path)
-    yield found
-    found.close()
+    with KeptPorts() as ports:
+        found = World(relays, tmp_path, ports)
+        yield found
+        found.close()
 
 
 def publish(relay: Daemon, seed: int) -> int:
@@ -158,7 +162,7 @@ def test_an_engine_that_restarts_in_mid_stream_serves_nothing_before_it_is_refre
     answer = Answer(url)
     victim = running(url)
     beside[victim].kill()
-    again = world.engine(victim, int(beside[victim].ready["url"].rpartition(":")[2]))
+    again = world.engine(victim)
     others = [Answer(url) for _ in range(3)]
     for choice in (answer.choice(), *(other.choice() for other in others)):
         assert choice["token_ids"] == expected(1)

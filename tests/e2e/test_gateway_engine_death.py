@@ -62,8 +62,7 @@ def test_a_turn_whose_engine_dies_equals_the_uncut_one(dtype: Dtype, flags: tupl
         assert (counters["turns_cut"], counters["turns_resumed"], counters["turns_lost"]) == (1, 1, 0)
 
         until(lambda: fleet.engine_states()[killed[0]][0] == "dead", "notice of the death")
-        port = int(fleet.engines[killed[0]].ready["url"].rpartition(":")[2])
-        fleet.start_engine(killed[0], port)
+        fleet.start_engine(killed[0])
         until(lambda: fleet.engine_states()[killed[0]] == ("serving", 0), "the engine's return")
         assert stream(fleet)[0] == uncut
 
@@ -75,7 +74,7 @@ def test_with_every_engine_gone_the_turn_waits_for_one_to_return(tmp_path: Path)
 
         def restart() -> None:
             fleet.engines["e0"].kill()
-            fleet.start_engine("e0", int(fleet.engines["e0"].ready["url"].rpartition(":")[2]))
+            fleet.start_engine("e0")
 
         cut, _ = stream(fleet, when_it_flows=restart)
         assert cut == uncut

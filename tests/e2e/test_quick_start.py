@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import KeptPorts
 from tests.support.tiny_model import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -34,21 +34,19 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def free_ports() -> dict[str, str]:
-    """Ports that nobody had a moment ago, for the fixed ones of the page."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in PORTS]
-    found = {port: str(one.getsockname()[1]) for port, one in zip(PORTS, sockets, strict=True)}
-    for one in sockets:
-        one.close()
-    return found
-
-
 @pytest.fixture
 def pools() -> Iterator[Path]:
     """A directory in memory, for the relay's pool and what lies beside it."""
     path = Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def ports() -> Iterator[KeptPorts]:
+    """Of the test's own, for README's fixed ones."""
+    with KeptPorts() as found:
+        yield found
 
 
 def run_shell(script: str, directory: Path, pools: Path) -> str:
@@ -78,11 +76,9 @@ def test_its_programs_are_short_enough_to_copy() -> None:
     assert len(environment.splitlines()) <= 34
 
 
-def test_its_commands_run_together_and_train(tmp_path: Path, pools: Path) -> None:
-    ports = free_ports()
-
+def test_its_commands_run_together_and_train(tmp_path: Path, pools: Path, ports: KeptPorts) -> None:
     def with_ports(text: str) -> str:
-        return re.sub("|".join(PORTS), lambda match: ports[match[0]], text)
+        return re.sub("|".join(PORTS), lambda match: str(ports.of(match[0])), text)
 
     for program in blocks("python"):
         name = re.match(r'"""(\w+\.py) ', program)

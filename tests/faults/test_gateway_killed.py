@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,10 +89,7 @@ async def keeps_up(http: aiohttp.ClientSession, engines: Sequence[CuttingEngine]
             await asyncio.sleep(0.1)
 
 
-async def test_kill_9_with_200_turns_in_flight(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+async def test_kill_9_with_200_turns_in_flight(tmp_path: Path, request: pytest.FixtureRequest, port: int) -> None:
     async with (
         CuttingEngine("e0", chunk=4, pause_s=PAUSE_S) as e0,
         CuttingEngine("e1", chunk=4, pause_s=PAUSE_S) as e1,

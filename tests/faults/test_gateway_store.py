@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import socket
 from pathlib import Path
 
 import aiohttp
@@ -30,10 +29,9 @@ async def until_health(http: aiohttp.ClientSession, wanted: int) -> str:
     return told[1]
 
 
-async def test_a_disk_that_takes_nothing_more_for_a_while(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+async def test_a_disk_that_takes_nothing_more_for_a_while(
+    tmp_path: Path, request: pytest.FixtureRequest, port: int
+) -> None:
     async with CuttingEngine("e0") as e0, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
         gateway = await asyncio.to_thread(serve, tmp_path, [e0], port)
         request.addfinalizer(gateway.kill)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import httpx
 
 from tests.support import processes
+from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
 from tests.support.tiny_model import Dtype, tiny_model
 
@@ -41,6 +42,7 @@ class Fleet:
     relay: str | None = None
     engines: dict[str, Daemon] = field(default_factory=dict)
     gateway: Daemon = field(init=False)
+    _ports: KeptPorts = field(default_factory=KeptPorts)
 
     def __enter__(self) -> Fleet:
         try:
@@ -48,6 +50,7 @@ class Fleet:
         except BaseException:
             for daemon in self._alive():
                 daemon.kill()
+            self._ports.close()
             raise
         return self
 
@@ -64,6 +67,7 @@ class Fleet:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         ends = {daemon.name: daemon.stop() for daemon in (self.gateway, *self._alive())}
+        self._ports.close()
         if kind is None:
             assert set(ends.values()) == {0}, (ends, self.gateway.log()[-4000:])
 
@@ -71,8 +75,9 @@ class Fleet:
         found = [daemon for daemon in (getattr(self, "gateway", None), *self.engines.values()) if daemon is not None]
         return [daemon for daemon in found if daemon.process.poll() is None]
 
-    def start_engine(self, name: str, port: int = 0) -> Daemon:
-        command = ["gateway", "engine", f"--port={port}", f"--model={tiny_model(dtype=self.dtype)}"]
+    def start_engine(self, name: str) -> Daemon:
+        """An engine of that name; one that a test killed comes back under its address."""
+        command = ["gateway", "engine", f"--port={self._ports.of(name)}", f"--model={tiny_model(dtype=self.dtype)}"]
         flags = (f"--dtype={self.dtype}", "--served-model-name=policy", "--weight-version=0", *self.engine_flags)
         self.engines[name] = processes.start(name, [*command, *flags], self.directory)
         return self.engines[name]

@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
         "vllm", directory, start, greedy, strays, VLLM_HEAD_DIM, proves_first=True, tells_versions=False, long=LONG
     )
     yield subject
-    subject.daemon.stop()
+    subject.stop()
 
 
 class TestVllm(TextContract, EngineContract):

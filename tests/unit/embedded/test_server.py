@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from gateway.core.types import Version
 from gateway.engines.base import EngineFailed
 from gateway.engines.embedded.answers import Answer
 from gateway.engines.embedded.engine import Engine
+from gateway.engines.embedded.sequence import Delta
 from gateway.engines.embedded.server import make_app
 from gateway.engines.embedded.service import EngineService
 from gateway.engines.embedded.text import Text
@@ -37,6 +39,19 @@ class Client:
 
     def __init__(self, url: str, session: aiohttp.ClientSession, service: EngineService) -> None:
         self.url, self.session, self.service = url, session, service
+        self.go = threading.Event()
+
+    def hold(self, after: int = 4) -> None:
+        """From `after` tokens on the engine computes nothing before `go` is set; it takes commands all the while.
+
+        Its thread would be through with a turn of the tiny model before a client on a busy machine does anything.
+        """
+        loop, step = self.service.loop, self.service.loop._engine.step
+
+        def held() -> list[Delta]:
+            return step() if loop.statistics.generation_tokens < after or self.go.wait(0.002) else []
+
+        loop._engine.step = held  # type: ignore[method-assign]
 
     async def call(self, method: str, path: str, body: object = None, expect: int = 200) -> Any:
         async with self.session.request(method, self.url + path, json=body) as response:
@@ -182,6 +197,7 @@ async def test_same_seed_same_turn_also_when_resumed() -> None:
 
 async def test_a_client_that_leaves_frees_its_kv() -> None:
     async with serving() as client:
+        client.hold()
         body = {"prompt": PROMPT, "max_tokens": 230, "stream": True, "ignore_eos": True}
         async with client.session.post(client.url + "/v1/completions", json=body) as response:
             await response.content.readline()
@@ -224,6 +240,8 @@ async def test_a_client_that_leaves_just_before_an_event_is_no_error(
 
 
 async def start_long(client: Client, **body: Any) -> asyncio.Task[Any]:
+    """A turn that is held in its middle."""
+    client.hold()
     task = asyncio.create_task(
         client.complete(max_tokens=200, ignore_eos=True, return_weight_versions=True, logprobs=0, **body)
     )
@@ -258,6 +276,7 @@ async def test_pause_abort_cuts_and_refuses_until_resume() -> None:
         refused = await client.complete(expect=503)
         assert refused["error"]["code"] == "engine_paused"
         assert await client.call("GET", "/health") == ""
+        client.go.set()
         await client.call("POST", "/resume")
         assert (await client.complete(max_tokens=1))["choices"][0]["finish_reason"] == "length"
 
@@ -266,6 +285,13 @@ async def test_pause_wait_drains_first() -> None:
     async with serving() as client:
         task = await start_long(client)
         pausing = asyncio.create_task(client.call("POST", "/pause?mode=wait"))
+
+        async def draining() -> bool:
+            return bool((await client.call("GET", "/is_paused"))["is_paused"])
+
+        await until(draining)
+        assert not pausing.done()
+        client.go.set()
         assert (await task)["choices"][0]["finish_reason"] == "length"
         assert await pausing == {"status": "paused"}
         await client.complete(expect=503)
@@ -276,6 +302,7 @@ async def test_pause_keep_across_an_update_gives_two_spans(clear: str) -> None:
     async with serving() as client:
         task = await start_long(client)
         await client.call("POST", f"/pause?mode=keep&clear_cache={clear}")
+        client.go.set()
         queued = asyncio.create_task(client.complete(max_tokens=2, return_weight_versions=True))
         generated = client.service.loop.statistics.generation_tokens
         await client.reload(tiny_snapshot(seed=7), "2")
@@ -351,6 +378,9 @@ async def test_a_load_that_fails_halfway_stays_fenced_until_a_good_one(monkeypat
 async def test_a_running_request_waits_out_an_update_without_a_pause() -> None:
     async with serving() as client:
         task = await start_long(client)
+        await client.call("POST", "/init_weight_transfer_engine", {"init_info": {}})
+        await client.call("POST", "/start_weight_update")
+        client.go.set()
         await client.reload(tiny_snapshot(seed=7), "2")
         versions = [span["version"] for span in (await task)["choices"][0]["weight_versions"]]
         assert versions == ["1", "2"]
@@ -400,6 +430,7 @@ async def test_metrics_have_vllms_names() -> None:
 
 async def test_the_queue_is_bounded() -> None:
     async with serving(max_waiting=2, max_num_seqs=1) as client:
+        client.hold()
         long = [asyncio.create_task(client.complete(max_tokens=200, ignore_eos=True)) for _ in range(3)]
 
         async def full() -> bool:
@@ -409,6 +440,7 @@ async def test_the_queue_is_bounded() -> None:
         refused = await client.complete(expect=429)
         assert "--max-waiting" in refused["error"]["message"]
         await client.call("POST", "/abort_requests", {})
+        client.go.set()
         assert {(await task)["choices"][0]["finish_reason"] for task in long} == {"abort"}
         await client.complete(max_tokens=1)
 
