@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api.admin import add_admin_routes
+from gateway.api.admin import AdminDeps, add_admin_routes
 from gateway.api.door import BACKLOG, Runner, bodies_in_time
 from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
@@ -21,7 +21,7 @@ from gateway.api.openapi import add_openapi_route
 from gateway.api.sessions import add_session_routes
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
-from gateway.core.types import TurnId
+from gateway.core.lengths import SessionDurations
 from gateway.experience import ExperienceBuffer
 from gateway.experience.readers import ReaderStore
 from gateway.fleet.fleet import Fleet
@@ -31,7 +31,8 @@ from gateway.operate.status import GatewayStatus
 from gateway.repack.loop import Repacker
 from gateway.runtime.standing import StandingTasks
 from gateway.sessions.endings import Endings
-from gateway.sessions.groups import Groups
+from gateway.sessions.group_orders import Groups
+from gateway.sessions.groups import GroupBook
 from gateway.sessions.recovery import recover
 from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.service import TurnService
@@ -132,7 +133,7 @@ async def start(config: GatewayConfig) -> Gateway:
             relay=parts.relay,
             database=kept.database,
         )
-        runner = await _listen(config, _routes(config, codec, parts, kept.buffer, status))
+        runner = await _listen(config, _routes(config, codec, parts, kept.buffer, kept.timeline, status))
         url = f"http://{config.host}:{runner.addresses[0][1]}"
         standing = _standing_tasks(config, parts, registry)
         return Gateway(url, parts.sessions, parts.fleet, status, parts.relay, runner, standing, stack.pop_all())
@@ -206,21 +207,30 @@ def _assemble(config: GatewayConfig, codec: Codec, kept: _Kept) -> _Parts:
         eos_ids=codec.eos_ids,
         vocab_size=codec.vocab_size,
     )
-    endings = Endings(sessions, trainer, pool=kept.pool, buffer=kept.buffer, store=kept.sessions, timeline=timeline)
-    groups = Groups(live, endings, kept.buffer, kept.groups)
-    repacker = Repacker(config, fleet, sessions, endings, timeline)
+    book, durations = GroupBook(live, kept.buffer, kept.groups), SessionDurations()
+    endings = Endings(
+        sessions,
+        trainer,
+        book,
+        durations,
+        pool=kept.pool,
+        buffer=kept.buffer,
+        store=kept.sessions,
+        timeline=timeline,
+    )
+    groups = Groups(live, endings, book)
+    repacker = Repacker(config, fleet, sessions, durations, timeline)
     relay = TextProxy(fleet) if config.relay_text else None
-
-    def interrupt(turn_id: TurnId) -> None:
-        if relay is None or not relay.interrupt(turn_id):
-            sessions.interrupt(turn_id)
-
-    fleet.interrupt = interrupt
     return _Parts(live, trainer, fleet, sessions, endings, groups, repacker, relay)
 
 
 def _routes(
-    config: GatewayConfig, codec: Codec, parts: _Parts, buffer: ExperienceBuffer, status: GatewayStatus
+    config: GatewayConfig,
+    codec: Codec,
+    parts: _Parts,
+    buffer: ExperienceBuffer,
+    timeline: Timeline,
+    status: GatewayStatus,
 ) -> web.Application:
     app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, bodies_in_time])
     from_user = config.session_from_user
@@ -230,7 +240,7 @@ def _routes(
     add_openai_routes(app, OpenAIDeps(parts.sessions, codec, text, from_user))
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pinning)
     add_group_routes(app, parts.groups)
-    add_admin_routes(app, status)
+    add_admin_routes(app, AdminDeps(status, parts.fleet, parts.repacker, timeline))
     add_openapi_route(app)
     add_experience_routes(app, _experience(config, parts.trainer, parts.fleet, buffer))
     return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -19,8 +19,11 @@ from gateway.config import EngineSpec
 from gateway.core.receipts import Outcome, Receipt
 from gateway.core.repack import Freed, Move, Plan
 from gateway.core.types import EngineName
+from gateway.fleet.fleet import Fleet
 from gateway.operate.status import GatewayStatus
+from gateway.repack.loop import Repacker
 from gateway.runtime.orders import Orders
+from gateway.store import Timeline
 from gateway.store.timeline import READ_MAX
 from protos.engines import base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
@@ -118,8 +121,16 @@ class Receipts(msgspec.Struct):
 _add = msgspec.json.Decoder(AddEngineRequest)
 
 
-def add_admin_routes(app: web.Application, status: GatewayStatus) -> None:
-    handlers = _Handlers(status)
+@dataclass(frozen=True, slots=True)
+class AdminDeps:
+    status: GatewayStatus
+    fleet: Fleet
+    repacker: Repacker
+    timeline: Timeline
+
+
+def add_admin_routes(app: web.Application, deps: AdminDeps) -> None:
+    handlers = _Handlers(deps)
     app.router.add_get("/status", handlers.status)
     app.router.add_get("/healthz", handlers.healthz)
     app.router.add_get("/health", handlers.healthz)  # as engines have it
@@ -133,28 +144,33 @@ def add_admin_routes(app: web.Application, status: GatewayStatus) -> None:
 
 
 class _Handlers:
-    def __init__(self, status: GatewayStatus) -> None:
-        self._of = status
+    def __init__(self, deps: AdminDeps) -> None:
+        self._status, self._fleet, self._repacker, self._timeline = (
+            deps.status,
+            deps.fleet,
+            deps.repacker,
+            deps.timeline,
+        )
         self._orders = Orders()
 
     async def status(self, request: web.Request) -> web.Response:
-        return answer_json(self._of.snapshot())
+        return answer_json(self._status.snapshot())
 
     async def healthz(self, request: web.Request) -> web.Response:
         """200 while an engine serves and the store can be written; 503 tells load balancers to look elsewhere."""
-        serving = [e.name for e in self._of.fleet.state.sorted_engines() if e.status == "serving"]
+        serving = [e.name for e in self._fleet.state.sorted_engines() if e.status == "serving"]
         reasons = [] if serving else ["no engine serves"]
-        if failure := self._of.database.failure:
+        if failure := self._status.database.failure:
             reasons.append(f"the store cannot be written: {failure}")
-        health = Health(serving, time.monotonic() - self._of.started, reasons)
+        health = Health(serving, time.monotonic() - self._status.started, reasons)
         return answer_json(health, 503 if reasons else 200)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._of.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=generate_latest(self._status.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def timeline(self, request: web.Request) -> web.Response:
         after, limit = _number(request, "after", 0), _number(request, "limit", 1000)
-        next_, events = self._of.timeline.read(after, min(limit, READ_MAX))
+        next_, events = self._timeline.read(after, min(limit, READ_MAX))
         return answer_json(Events(next_, [event.flat() for event in events]))
 
     async def add_engine(self, request: web.Request) -> web.Response:
@@ -168,28 +184,28 @@ class _Handlers:
         check_kind(wanted.kind, "`kind`")
         spec = EngineSpec(wanted.name, wanted.kind, wanted.url, wanted.relay or None)
         if wanted.check:
-            await self._of.fleet.probe(spec)
-        self._of.fleet.add(spec)
+            await self._fleet.probe(spec)
+        self._fleet.add(spec)
         return answer_json(EngineAdded(wanted.name), 201)
 
     async def remove_engine(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        await self._orders.carry_out(self._of.fleet.remove(EngineName(name)), f"remove-{name}")
+        await self._orders.carry_out(self._fleet.remove(EngineName(name)), f"remove-{name}")
         return answer_json(EngineRemoved(name))
 
     async def plan(self, request: web.Request) -> web.Response:
         """What the planner would do now, with its reasons; nothing is moved."""
-        return answer_json(Plans([told_plan(plan) for plan in self._of.repacker.plan()]))
+        return answer_json(Plans([told_plan(plan) for plan in self._repacker.plan()]))
 
     async def repack(self, request: web.Request) -> web.Response:
         """A round now, whatever the mode: the plans whose moves have begun."""
-        return answer_json(Plans([told_plan(plan) for plan in self._of.repacker.repack()]))
+        return answer_json(Plans([told_plan(plan) for plan in self._repacker.repack()]))
 
     async def receipts(self, request: web.Request) -> web.Response:
         """Every move, newest first: price and gain as estimated, and as measured (null while not known)."""
-        book = self._of.repacker.book
+        book = self._repacker.book
         newest = list(book.receipts)[::-1][: _number(request, "limit", 100)]
-        rate = book.prefill_tokens_per_s(self._of.config.prefill_tokens_per_s)
+        rate = book.prefill_tokens_per_s(self._status.config.prefill_tokens_per_s)
         return answer_json(Receipts(rate, [told_receipt(r) for r in newest]))
 
 

@@ -17,7 +17,7 @@ from gateway.api.errors import BadField
 from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_url, session_spec
 from gateway.core.groups import GroupPhase
 from gateway.core.types import GroupId
-from gateway.sessions.groups import Groups
+from gateway.sessions.group_orders import Groups
 from gateway.store.groups import Group
 
 GROUP_SIZE_MAX = 4096

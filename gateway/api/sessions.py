@@ -21,7 +21,7 @@ from gateway.core.types import GroupId, History, SessionId, Split, Version, Vers
 from gateway.fleet.pins import VersionPins
 from gateway.runtime.clock import unix_s
 from gateway.sessions.endings import Endings
-from gateway.sessions.groups import Groups
+from gateway.sessions.group_orders import Groups
 from gateway.sessions.registry import SessionRegistry
 from protos.errors import InvalidRequest
 

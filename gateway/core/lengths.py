@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 KEPT = 2048
 """Ended turns remembered: enough for a p99, few enough to follow a policy whose answers grow."""
 SEEN_MIN = 32
+DURATIONS_MAX = 128
 
 
 @dataclass(slots=True)
@@ -103,3 +105,18 @@ class TurnLengths:
             else:
                 found.append(round(alive * grown + (1 - alive) * grown / 2))
         return tuple(found)
+
+
+@dataclass(slots=True)
+class SessionDurations:
+    """Seconds from the first turn of a session to its finish, of recent ones."""
+
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=DURATIONS_MAX))
+
+    def ended(self, seconds: float) -> None:
+        self._recent.append(seconds)
+
+    @property
+    def typical_s(self) -> float:
+        """The median; 0 before the first session has finished."""
+        return statistics.median(self._recent) if self._recent else 0.0

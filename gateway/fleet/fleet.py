@@ -27,7 +27,7 @@ from gateway.engines.kinds import connect
 from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.pins import VersionPins
-from gateway.fleet.places import Places
+from gateway.fleet.places import Occupant, Places
 from gateway.fleet.refresh import Refresher
 from gateway.fleet.relays import Relays
 from gateway.fleet.watcher import EngineWatcher, Tokenize
@@ -68,15 +68,12 @@ class Fleet:
         self._tokenize = tokenize
         self.state = state
         self.members: dict[EngineName, EngineHandle] = {}
-        self.interrupt: Callable[[TurnId], object] = lambda turn_id: None  # asks a turn to leave its engine
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
         self.vouching = VersionEvidence(self.members)
         self.relays: Relays
         self.pinning: VersionPins
         self._timeline = timeline
-        self._places = Places(
-            self.state, admission, left=self._left, changed=self._change_soon, queue_max=config.queue_max
-        )
+        self._places = Places(self.state, admission, self, queue_max=config.queue_max)
         self._watching: EngineWatcher
         self._refreshing: Refresher
         self._changing: asyncio.Handle | None = None  # `changed` is due in this round of the event loop
@@ -99,7 +96,7 @@ class Fleet:
             self.config.model,
             self.relays,
             self.vouching,
-            interrupt=lambda turn_id: self.interrupt(turn_id),
+            interrupt=self.interrupt,
             changed=self.changed,
             probes=self.config.probe,
         )
@@ -203,16 +200,24 @@ class Fleet:
         """The turn runs on `engine` from now on."""
         self._places.enter(engine, load)
 
+    def occupy(self, turn_id: TurnId, occupant: Occupant) -> None:
+        """Who is to be interrupted when the turn's engine is needed, until it leaves the engine."""
+        self._places.occupy(turn_id, occupant)
+
+    def interrupt(self, turn_id: TurnId) -> None:
+        """The engine of the turn is needed for something else: the turn goes on wherever there is a place."""
+        self._places.interrupt(turn_id)
+
     def leave(self, engine: EngineName, turn_id: TurnId) -> None:
         """The turn no longer runs on `engine`."""
         self._places.leave(engine, turn_id)
 
-    def _left(self, engine: EngineName) -> None:
+    def engine_left(self, engine: EngineName) -> None:
         member = self.members.get(engine)
         if member is not None:
             member.left.set()
         if self._places.queued or member is None or not self.state.unmoved(member.state):
-            self._change_soon()
+            self.change_soon()
 
     def decoded(self, engine: EngineName, num_tokens: int, seconds: float) -> None:
         """Tokens of one turn came `seconds` after those before them."""
@@ -229,7 +234,7 @@ class Fleet:
 
     # -- what follows from a change
 
-    def _change_soon(self) -> None:
+    def change_soon(self) -> None:
         """`changed`, once for all turns that leave engines or begin to wait in one round of the event loop.
 
         It looks at the whole queue. When engines load under a thousand turns all of them leave and wait again: once for

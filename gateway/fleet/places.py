@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from gateway.core.fleet import FleetState, TurnLoad, Wanted
 from gateway.core.reasons import closed_reasons
@@ -71,20 +71,33 @@ class _Waiter:
     wait: Wait | None = None  # as it was last told
 
 
-class Places:
-    """Owner of the queue. `left` is told of every engine that a turn left, `changed` when a turn begins to wait."""
+class Occupant(Protocol):
+    """Who runs on an engine, and can be asked to leave it."""
 
-    def __init__(
-        self,
-        state: FleetState,
-        admission: Callable[[], Admission],
-        *,
-        left: Callable[[EngineName], None],
-        changed: Callable[[], None],
-        queue_max: int,
-    ) -> None:
+    def interrupt(self) -> None:
+        """The engine is needed for something else: leaves it for any other place. Does nothing when it cannot."""
+        ...
+
+
+class Owner(Protocol):
+    """The fleet, which decides what follows from a change here."""
+
+    def engine_left(self, engine: EngineName) -> None:
+        """A turn has left the engine."""
+        ...
+
+    def change_soon(self) -> None:
+        """A turn has begun to wait."""
+        ...
+
+
+class Places:
+    """Owner of the queue, and of who occupies places."""
+
+    def __init__(self, state: FleetState, admission: Callable[[], Admission], owner: Owner, *, queue_max: int) -> None:
         self._state, self._admission, self._queue_max = state, admission, queue_max
-        self._told_left, self._changed = left, changed
+        self._owner = owner
+        self._occupants: dict[TurnId, Occupant] = {}
         self._queue: deque[_Waiter] = deque()
         self._left = Pace()  # turns leaving engines
 
@@ -130,7 +143,7 @@ class Places:
             raise OutOfCapacity(f"{waiting} {what} wait for an engine already", retry_after_s=after_s)
         waiter = _Waiter(demand, standing, asyncio.get_running_loop().create_future(), time.monotonic())
         self._queue.append(waiter)
-        self._changed()
+        self._owner.change_soon()
         try:
             async with asyncio.timeout(timeout_s):
                 return await waiter.placed
@@ -175,7 +188,16 @@ class Places:
         state = self._state.engines.get(engine)
         if state is not None and state.leave(turn_id):
             self._left.happened(time.monotonic())
-        self._told_left(engine)
+        self._occupants.pop(turn_id, None)
+        self._owner.engine_left(engine)
+
+    def occupy(self, turn_id: TurnId, occupant: Occupant) -> None:
+        """Who is to be interrupted when the turn's engine is needed, until it leaves the engine."""
+        self._occupants[turn_id] = occupant
+
+    def interrupt(self, turn_id: TurnId) -> None:
+        if (occupant := self._occupants.get(turn_id)) is not None:
+            occupant.interrupt()
 
     def serve(self) -> None:
         """Gives places to all who wait and can have one now."""

@@ -82,6 +82,15 @@ class _UnderWay:
     cut: StreamCut | None = None  # it is to leave
     unread_since: float | None = None  # the engine is held back, for its client takes nothing
 
+    def interrupt(self) -> None:
+        """Its engine is needed: it is asked of another one, or, once its answer has begun, broken off."""
+        self.leave(f"engine {self.engine} has to load a version")
+
+    def leave(self, why: str) -> None:
+        self.cut = StreamCut("abort", why)
+        if self.answer is not None:
+            self.answer.cut(self.cut)
+
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
@@ -96,7 +105,7 @@ class Relayed:
 
 
 class TextProxy:
-    """`ask` for each request; `interrupt` when an engine is needed; `watch` runs beside them."""
+    """`ask` for each request; `watch` runs beside them."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.draining = False
@@ -149,6 +158,7 @@ class TextProxy:
         state = member.state
         under_way = _UnderWay(engine, state.incarnation, state.version, client)
         self._under_way[demand.turn_id] = under_way
+        self._fleet.occupy(demand.turn_id, under_way)
         stall_s = self._config.stall_timeout_s if streamed else WHOLE_TIMEOUT_S
         try:
             path = TEXT_ROUTES[state.kind][demand.api]
@@ -204,18 +214,6 @@ class TextProxy:
         if not self._under_way:
             self._idle.set()
 
-    def interrupt(self, turn_id: TurnId) -> bool:
-        """Its engine is needed: it is asked of another one, or, once its answer has begun, broken off."""
-        under_way = self._under_way.get(turn_id)
-        if under_way is not None:
-            self._leave(under_way, f"engine {under_way.engine} has to load a version")
-        return under_way is not None
-
-    def _leave(self, under_way: _UnderWay, why: str) -> None:
-        under_way.cut = StreamCut("abort", why)
-        if under_way.answer is not None:
-            under_way.answer.cut(under_way.cut)
-
     async def watch(self) -> None:
         """Breaks off what is on engines that died or were restarted, and keeps alive what is silent; until cancelled.
 
@@ -227,13 +225,13 @@ class TextProxy:
             for under_way in list(self._under_way.values()):
                 state = self._fleet.state.engines.get(under_way.engine)
                 if state is None or state.status in ("dead", "joining") or state.incarnation != under_way.incarnation:
-                    self._leave(under_way, f"engine {under_way.engine} died")
+                    under_way.leave(f"engine {under_way.engine} died")
                 try:
                     self._check_read(under_way, now)
                     await self._keep_alive(under_way, now)
                 except Exception as e:
                     log.exception("a client that waits for engine %s cannot be kept alive", under_way.engine)
-                    self._leave(under_way, f"its client cannot be told that it is under way: {e!r}")
+                    under_way.leave(f"its client cannot be told that it is under way: {e!r}")
 
     def _check_read(self, under_way: _UnderWay, now: float) -> None:
         if under_way.answer is None or not under_way.answer.paused:
@@ -241,7 +239,7 @@ class TextProxy:
         elif under_way.unread_since is None:
             under_way.unread_since = now
         elif now - under_way.unread_since >= UNREAD_MAX_S and under_way.cut is None:
-            self._leave(under_way, f"its client read nothing for {UNREAD_MAX_S:g} s")
+            under_way.leave(f"its client read nothing for {UNREAD_MAX_S:g} s")
             under_way.client.hang_up()
 
     async def _keep_alive(self, under_way: _UnderWay, now: float) -> None:

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from gateway.config import GatewayConfig
 from gateway.core.curves import SECONDS_PER_TOKEN
 from gateway.core.fleet import EngineState, TurnLoad
+from gateway.core.lengths import SessionDurations
 from gateway.core.receipts import ReceiptBook
 from gateway.core.repack import EngineView, Plan, RepackConfig, SessionLoad, plan_repack, turn_load
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, Version
 from gateway.fleet.fleet import Fleet
 from gateway.repack.mover import TurnMover
-from gateway.sessions.endings import Endings
 from gateway.sessions.service import TurnService
 from gateway.store import Timeline
 from gateway.turns.running import RunningTurn
@@ -31,11 +31,16 @@ class Repacker:
     """Owns the plans and their history. `last` is the newest plan of each version looked at."""
 
     def __init__(
-        self, config: GatewayConfig, fleet: Fleet, sessions: TurnService, endings: Endings, timeline: Timeline
+        self,
+        config: GatewayConfig,
+        fleet: Fleet,
+        sessions: TurnService,
+        durations: SessionDurations,
+        timeline: Timeline,
     ) -> None:
         self.last: tuple[Plan, ...] = ()
         self._config, self._fleet, self._timeline = config, fleet, timeline
-        self._sessions, self._endings = sessions, endings
+        self._sessions, self._durations = sessions, durations
         self._mover = TurnMover(fleet, sessions)
         self._round = 0
 
@@ -131,7 +136,7 @@ class Repacker:
 
     def _loads(self, engine: EngineState, all_waiting: Waiting, contexts: Mapping[Version, int]) -> list[SessionLoad]:
         each_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
-        back_s = self._endings.typical_duration_s / 2
+        back_s = self._durations.typical_s / 2
         runs = [(load, self._sessions.runs.get(load.turn_id)) for load in engine.turns.values()]
         smallest = contexts.get(engine.version, 0)
         running = [self._running(load, run, each_s, back_s, smallest) for load, run in runs if run is not None]

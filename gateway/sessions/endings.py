@@ -13,64 +13,60 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from gateway.core.endings import Ended, Finish, Finished, How, Status, Unrewarded
 from gateway.core.expiry import why_over
+from gateway.core.groups import GiveUp, Resample
+from gateway.core.lengths import SessionDurations
 from gateway.core.rewards import Given, note, revised, turn_of
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, Trajectory
 from gateway.experience import ExperienceBuffer
 from gateway.runtime.clock import unix_s
 from gateway.runtime.orders import Orders
+from gateway.sessions.groups import GroupBook
 from gateway.sessions.registry import environment
 from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer, count
 from gateway.store import PartialResponsePool, Timeline
 from gateway.store.database import Operation
+from gateway.store.groups import Group
 from gateway.store.sessions import SessionStore
 from protos.errors import Conflict, LaminarError
 
 log = logging.getLogger(__name__)
 
 GROUPS_MAX = 10_000
-DURATIONS_MAX = 128
-"""Finished sessions from which the typical duration is read."""
 EXPIRY_INTERVAL_S = 5.0
 
 T = TypeVar("T")
-SessionEnded = Callable[[SessionState, How], Awaitable[None]]
 
 
 class Endings:
-    """`on_end` is told of every end, after it is on disk."""
+    """How sessions end, and with the last member their groups."""
 
     def __init__(
         self,
         sessions: TurnService,
         trainer: Trainer,
+        groups: GroupBook,
+        durations: SessionDurations,
         *,
         pool: PartialResponsePool,
         buffer: ExperienceBuffer,
         store: SessionStore,
         timeline: Timeline,
     ) -> None:
-        self.on_end: SessionEnded = _nobody_asks
         self._sessions, self._live, self._fleet, self._config = sessions, sessions.live, sessions.fleet, sessions.config
-        self._trainer, self._counters = trainer, sessions.counters
+        self._trainer, self._groups, self._counters = trainer, groups, sessions.counters
+        self._durations = durations
         self._pool, self._buffer, self._store, self._timeline = pool, buffer, store, timeline
         self._orders = Orders()
         self._finishing: dict[SessionId, tuple[Finish, asyncio.Task[Finished | None]]] = {}
         self._groups_done: OrderedDict[GroupId, int] = OrderedDict()
-        self._durations_s: deque[float] = deque(maxlen=DURATIONS_MAX)
-
-    @property
-    def typical_duration_s(self) -> float:
-        """Median of recent sessions; 0 before the first has finished."""
-        return statistics.median(self._durations_s) if self._durations_s else 0.0
 
     # -- finished
 
@@ -153,7 +149,7 @@ class Endings:
             raise
         self._close(state, ended, reward=reward)
         self._counters.trajectories_finished += 1
-        self._durations_s.append(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
+        self._durations.ended(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
         await self._after(state, ended, is_written=stored)
         return trajectories
 
@@ -301,7 +297,29 @@ class Endings:
         await self._store.synced()
         await self._part(state)
         self._fleet.changed()
-        await self.on_end(state, ended.how)
+        if (group := self._groups.of(state)) is not None:
+            if ended.how == "finished":
+                group.state.sampled_under(state.sampled_versions)
+            await self.member_ended(group, state.session_id, ended.how)
+
+    async def member_ended(self, group: Group, session_id: SessionId, how: How) -> None:
+        """What follows for the group: another member, its end with those it has, or the end of all the others."""
+        left = await self._groups.member_ended(group, session_id, how)
+        if isinstance(left, Resample):
+            return
+        if isinstance(left, GiveUp):
+            await self.give_up_group(group, left.reason)
+        await self._groups.save(group)
+
+    async def give_up_group(self, group: Group, reason: str) -> None:
+        """Member by member: one that cannot be ended now keeps no other, and ends by itself."""
+        log.info("group %s is given up: %s", group.state.group_id, reason)
+        for session_id in list(group.state.live):
+            try:
+                await self.abandon(session_id, f"its group is given up: {reason}")
+            except LaminarError as e:
+                log.warning("group %s: member %s is not abandoned: %s", group.state.group_id, session_id, e)
+        await self._buffer.drop_group(group.state.group_id)
 
     def _close(self, state: SessionState, ended: Ended, **fields: object) -> None:
         newest = self._fleet.state.newest
@@ -353,7 +371,3 @@ def _finished(
 
 def _said(asked: Finish) -> str:
     return f"reward {'none' if asked.reward is None else format(asked.reward, 'g')}, {asked.status}"
-
-
-async def _nobody_asks(state: SessionState, how: How) -> None:
-    return None

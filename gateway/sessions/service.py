@@ -271,12 +271,6 @@ class TurnService:
                 found[state.engine, state.version].append(state)
         return found
 
-    def interrupt(self, turn_id: TurnId) -> None:
-        """Its engine is needed: the turn pauses and goes on where the scheduler puts it."""
-        run = self.runs.get(turn_id)
-        if run is not None:
-            run.release()
-
     def version_histogram(self) -> Mapping[int, int]:
         versions = self.fleet.state.session_versions.values()
         return staleness_histogram(versions, Version(self.fleet.state.newest))

@@ -92,6 +92,10 @@ class Driver:
             self._fleet.enter(destination, self._load)
         return self._leaving
 
+    def interrupt(self) -> None:
+        """Its engine is needed: the turn pauses, and goes on where the scheduler puts it."""
+        self.leave(None)
+
     def _fits(self, engine: EngineName) -> bool:
         state = self._fleet.state.engines.get(engine)
         most = 0 if state is None else state.context_tokens
@@ -195,6 +199,7 @@ class Driver:
         tokens = len(self._request.prompt_ids) + len(self._record.token_ids)
         self._load = TurnLoad(self._request.turn_id, self._request.session_id, tokens, tokens + self._transcript.left)
         self._fleet.enter(placement.engine, self._load)
+        self._fleet.occupy(self._request.turn_id, self)
         self._engine = placement.engine
         state = member.state
         self._transcript.open_segment(state, cause)

@@ -332,10 +332,6 @@ class RunningTurn:
         leaving = None if self._ended else self._driver.leave(destination)
         return None if leaving is None else leaving.arrived
 
-    def release(self) -> bool:
-        """Asks the turn to leave its engine, which is needed for something else, for any place there is."""
-        return not self._ended and self._driver.leave(None) is not None
-
     # -- the driver
 
     async def _drive(self) -> None:

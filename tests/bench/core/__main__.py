@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gateway.core.intake import intake_changes
-from gateway.core.lengths import KEPT, TurnLengths
+from gateway.core.lengths import KEPT, SessionDurations, TurnLengths
 from gateway.core.order import Pool
 from gateway.core.refresh import refresh_decisions
 from gateway.core.repack import RepackConfig, plan_repack
@@ -142,6 +142,12 @@ def publish(seed: int) -> Mapping[str, float]:
     return {part: sum(ms) for part, ms in parts.items()}
 
 
+def _durations() -> SessionDurations:
+    found = SessionDurations()
+    found.ended(60.0)
+    return found
+
+
 def planner(made: Scene) -> Repacker:
     """The gateway's own, over sessions and turns that stand in for running ones."""
     learnt = TurnLengths()
@@ -151,7 +157,7 @@ def planner(made: Scene) -> Repacker:
     sessions: Any = SimpleNamespace(runs=runs, lengths=learnt, waiting=dict)
     config: Any = SimpleNamespace(fleet=made.fleet.config, prefill_tokens_per_s=1000.0, seed=0)
     fleet: Any = SimpleNamespace(state=made.fleet)
-    return Repacker(config, fleet, sessions, SimpleNamespace(typical_duration_s=60.0), None)  # type: ignore[arg-type]
+    return Repacker(config, fleet, sessions, _durations(), None)  # type: ignore[arg-type]
 
 
 def _run(session: Any, generated: int) -> Any:

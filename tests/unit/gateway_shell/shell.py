@@ -11,17 +11,20 @@ from typing import Any
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import FleetConfig, FleetState
+from gateway.core.lengths import SessionDurations
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SamplingParams, SessionId, TokenDelta, TurnId, TurnRequest
 from gateway.experience import ExperienceBuffer
 from gateway.fleet.fleet import Fleet
 from gateway.repack.loop import Repacker
 from gateway.sessions.endings import Endings
+from gateway.sessions.groups import GroupBook
 from gateway.sessions.recovery import recover
 from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer
 from gateway.store import Database, PartialResponsePool, Timeline
+from gateway.store.groups import GroupStore
 from gateway.store.sessions import SessionStore
 from gateway.turns.running import RunningTurn
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
@@ -113,13 +116,15 @@ async def shell(
         trainer = Trainer(settings, live, buffer)
         made = Fleet(settings, state, timeline, trainer.admission)
         sessions = TurnService(settings, live, made, trainer, pool=pool, timeline=timeline, context_tokens=lambda: 4096)
-        endings = Endings(sessions, trainer, pool=pool, buffer=buffer, store=store, timeline=timeline)
-        made.interrupt = sessions.interrupt
+        groups, durations = GroupBook(live, buffer, GroupStore(database)), SessionDurations()
+        endings = Endings(
+            sessions, trainer, groups, durations, pool=pool, buffer=buffer, store=store, timeline=timeline
+        )
         await recover(sessions, store, pool)
         await made.__aenter__()
         stack.push_async_callback(made.close)
         stack.push_async_callback(endings.close)
-        repacker = Repacker(settings, made, sessions, endings, timeline)
+        repacker = Repacker(settings, made, sessions, durations, timeline)
         found = Shell(made, sessions, endings, trainer, pool, timeline, repacker)
         await until(lambda: all(found.status(e) == "serving" for e in engines), "serving engines")
         yield found

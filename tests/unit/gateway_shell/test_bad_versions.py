@@ -86,7 +86,7 @@ async def test_a_pin_that_was_taken_away_is_made_again_while_the_version_is_ther
         await pins.look(now)
         assert holder.fallbacks == [1]
         found.fleet.relays.gone(address, 1)  # type: ignore[arg-type]
-        await pins.look(now + pins.TTL_S / 3)
+        await pins.look(now + pins_module.TTL_S / 3)
         assert dict(pins.fallbacks) == {address: 1}, "it is renewed, whatever else was heard"
         holder.retire(1)
         holder.publish(2)

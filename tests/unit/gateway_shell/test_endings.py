@@ -164,7 +164,7 @@ async def test_a_member_that_ended_as_the_gateway_died_is_counted_at_the_restart
         async with gateway(tmp_path, e0) as (_, http):
             group = await post(http, "/groups", {"size": 2, "resample_max": 1})
             with monkeypatch.context() as patched:
-                patched.setattr("gateway.sessions.groups.Groups._member_ended", _unheard)
+                patched.setattr("gateway.sessions.endings.Endings.member_ended", _unheard)
                 for member in group["sessions"]:
                     await turn(http, member["session_id"], [5])
                 name, other = (member["session_id"] for member in group["sessions"])

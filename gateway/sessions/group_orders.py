@@ -1,0 +1,79 @@
+"""Orders about groups: made whole or not at all, abandoned, restored. Each is carried out also when its caller left."""
+
+from __future__ import annotations
+
+from gateway.core.groups import GroupState
+from gateway.core.sessions import SessionSpec
+from gateway.core.types import GroupId, SessionId
+from gateway.runtime.orders import Orders
+from gateway.sessions.endings import Endings
+from gateway.sessions.groups import GroupBook
+from gateway.sessions.registry import SessionRegistry
+from gateway.store.groups import Group
+from protos.errors import Conflict, LaminarError, NotFound
+
+
+class Groups:
+    def __init__(self, live: SessionRegistry, endings: Endings, book: GroupBook) -> None:
+        self._live, self._endings, self._book = live, endings, book
+        self._orders = Orders()
+
+    async def create(self, spec: SessionSpec, *, group_min: int, resample_max: int) -> Group:
+        """`spec` is that of each member but for its id and index. All of them are made, or none is."""
+        return await self._orders.carry_out(self._create(spec, group_min, resample_max), f"group-{spec.group_id}")
+
+    async def close(self) -> None:
+        """What was begun comes to its end."""
+        await self._orders.done()
+
+    async def _create(self, spec: SessionSpec, group_min: int, resample_max: int) -> Group:
+        if (known := self._book.find(spec.group_id)) is not None:
+            phase = known.state.phase
+            ended = "" if phase == "open" else f" ({phase}): trajectories are known by it, so that a name is used once"
+            raise Conflict(
+                f"there was already a group {spec.group_id!r}{ended}", hint="leave group_id out to get a new one"
+            )
+        await self._book.make_room()
+        state = GroupState(spec.group_id, spec.group_size, group_min, resample_max)
+        group = Group(state, spec)
+        try:
+            for index in range(spec.group_size):
+                self._book.sample(group, index)
+        except LaminarError:
+            for session_id in list(state.live):
+                await self._endings.abandon(session_id, "its group could not be made whole")
+            raise
+        self._book.add(group)
+        await self._book.save(group)
+        return group
+
+    async def restore(self) -> None:
+        """Groups of an earlier life; to be called once sessions are restored. What ended unheard is made good."""
+        for group in await self._book.load():
+            for session_id in list(group.state.live):
+                if self._live.find(session_id) is None:
+                    ended = self._live.ended(session_id)
+                    await self._endings.member_ended(group, session_id, "abandoned" if ended is None else ended.how)
+
+    def get(self, group_id: GroupId) -> Group:
+        group = self._book.find(group_id)
+        if group is None:
+            raise NotFound(f"no group {group_id!r}", hint="make it with POST /groups")
+        return group
+
+    def replacement(self, session_id: SessionId, group_id: GroupId) -> tuple[SessionId, str] | None:
+        """The session that took the place of a failed one, and its key."""
+        group = self._book.find(group_id)
+        name = None if group is None else group.replaced.get(session_id)
+        if group is None or name is None or name not in group.keys:
+            return None
+        return name, group.keys[name]
+
+    async def abandon(self, group_id: GroupId, reason: str) -> None:
+        await self._orders.carry_out(self._abandon(group_id, reason), f"abandon-{group_id}")
+
+    async def _abandon(self, group_id: GroupId, reason: str) -> None:
+        group = self.get(group_id)
+        group.state.abandon()
+        await self._endings.give_up_group(group, reason)
+        await self._book.save(group)
