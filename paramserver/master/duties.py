@@ -2,6 +2,7 @@
 
 Invariants:
 - before it announces anything, a new master ends what an earlier one announced and never sealed;
+- what is known to have ended here ends in the registry, too, as soon as that can be reached;
 - every write holds only while this relay's election does;
 - only the newest sealed version can be lost: older ones retire by design. It is not lost while a live relay may hold
   it, whatever the registry has heard: every member is asked before;
@@ -80,6 +81,7 @@ class MasterDuties:
     async def _do_duties(self, model: str) -> None:
         try:
             await self.settle(model)  # again, when an answer was lost in the election or in settling
+            await self._record_ends(model)
             await self._note_lost(model)
             await self._prune(model)
             await self._end_unused(model)
@@ -105,6 +107,18 @@ class MasterDuties:
                 )
         await self._bring_along(model, epoch)
         self._settled[model] = epoch
+
+    async def _record_ends(self, model: str) -> None:
+        """Ends in the registry what this relay gave up while that was away, or while this relay had no lease.
+
+        Nobody else would: for the others the version goes on, and with it their fetches and its tickets.
+        """
+        epoch, view = self._relay.seat.epoch(model), self._relay.view
+        for version, state in self._relay.of(model).items():
+            if epoch is None or state.ended is None or view.knows(keys.version_key(model, version, "ended")):
+                continue
+            if view.knows(keys.version_key(model, version, "announced")):
+                await end_version(self._relay.seat, model, version, epoch, state.ended)
 
     async def _note_lost(self, model: str) -> None:
         """Records sealed versions that nobody has held for a while. The newest decide; old ones retire by design."""

@@ -748,6 +748,27 @@ async def test_a_new_master_ends_what_the_old_one_left_open(world: World, host: 
     assert (await other.publish()).manifest.version == 3
 
 
+async def test_what_a_master_gives_up_while_the_registry_is_away_ends_when_it_is_back(world: World, host: Host) -> None:
+    """It stays master, and no other comes to end it; the other relays fetch until they hear of the end."""
+    draft = await host.announce()
+    assert draft.recording is not None
+    await draft.recording
+    world.store.reachable = False
+    host.publishing.abort(MODEL, 1, draft.token, "the trainer said so")
+    await asyncio.sleep(0)
+    world.store.reachable = True
+    assert (await world.ended(1)) == Ended("aborted", "the trainer said so")
+
+
+async def test_what_a_master_gave_up_without_a_lease_it_ends_when_it_is_elected_again(world: World, host: Host) -> None:
+    draft = await host.announce()
+    assert draft.recording is not None
+    await draft.recording
+    world.store.end_lease(host.seat._lease)  # and the watch has had no turn since
+    host.publishing.abort(MODEL, 1, draft.token, "the trainer said so")
+    assert (await world.ended(1)) == Ended("aborted", "the trainer said so")
+
+
 async def test_a_run_and_its_publisher_are_named_in_few_words(host: Host) -> None:
     await host.publishing.locate(MODEL)
     for run, publisher in (("r" * 257, "p"), ("r", "p" * 257)):
