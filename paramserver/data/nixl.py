@@ -58,7 +58,8 @@ class NixlLink:
         self._ready: dict[int, tuple[Header, float]] = {}
         self._ended: set[int] = set()
         self._begun = False
-        self._heard_at = self._said_at = time.monotonic()
+        self._looked_at = self._said_at = time.monotonic()
+        self._silent_s = 0.0  # as `TcpLink` counts it
 
     def begin(self, files: Files) -> None:
         """Maps the place that chunks come to: `files`, descriptors and sizes in the manifest's order."""
@@ -78,7 +79,7 @@ class NixlLink:
 
     def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
         want = self._asked[0]
-        self._heard_at = time.monotonic()
+        self._looked_at, self._silent_s = time.monotonic(), 0.0
         try:
             while want.index not in self._ended:
                 self._wait(place)
@@ -115,8 +116,8 @@ class NixlLink:
         ends: list[TcpLink | MoverProcess] = [self._hop, self._mover]
         readable, _, _ = select.select(ends, [], [], wire.HEARTBEAT_S)
         now = time.monotonic()
-        if readable:
-            self._heard_at = now
+        self._silent_s = 0.0 if readable else self._silent_s + min(now - self._looked_at, wire.LOOK_S_MAX)
+        self._looked_at = now
         if self._hop in readable:
             header = self._hop.header()
             if header.kind is Kind.READY:
@@ -127,7 +128,7 @@ class NixlLink:
             assert isinstance(answer, Done)
             del self._reading[answer.index]
             self._ended.add(answer.index)
-        if now - self._heard_at > self._hop.silence_s:
+        if self._silent_s > self._hop.silence_s:
             raise LinkBroken(f"{self._hop.source.name} was silent for {self._hop.silence_s} s")
         if self._reading and now - min(self._reading.values()) > STALL_S:
             raise TransportFailed(f"a read from {self._hop.source.name} did not end within {STALL_S} s")

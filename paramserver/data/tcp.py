@@ -109,15 +109,21 @@ class TcpLink:
                 self.header()
 
     def _some(self, receive: Callable[[], int]) -> int:
-        """At least one byte by `receive`, sending ALIVE while none comes; LinkBroken after `silence_s` without any."""
-        heard_at = time.monotonic()
+        """At least one byte by `receive`, sending ALIVE while none comes; LinkBroken after `silence_s` without any.
+
+        Silence is the sum of looks that a heartbeat ends, not a difference of times: who was stopped for a while, with
+        its whole host perhaps, has to listen first.
+        """
+        looked_at, silent_s = time.monotonic(), 0.0
         while True:
             try:
                 num = receive()
             except BlockingIOError:
+                now = time.monotonic()
+                looked_at, silent_s = now, silent_s + min(now - looked_at, wire.LOOK_S_MAX)
                 if (num_behind := wire.out_of_order(self._sock)) != self._num_behind_lost:
-                    heard_at, self._num_behind_lost = time.monotonic(), num_behind
-                if time.monotonic() - heard_at > self.silence_s:
+                    silent_s, self._num_behind_lost = 0.0, num_behind
+                if silent_s > self.silence_s:
                     raise LinkBroken(f"{self.source.name} was silent for {self.silence_s} s") from None
                 self.alive()
             except OSError as error:

@@ -51,6 +51,9 @@ _OUT_OF_ORDER_AT = 224  # tcp_info.tcpi_rcv_ooopack: Linux 5.4, include/uapi/lin
 
 HEARTBEAT_S = 0.1
 SILENCE_S = 0.5
+LOOK_S_MAX = (
+    2 * HEARTBEAT_S
+)  # a look that took longer counts as so much silence: this host stood still, and heard nobody
 
 
 class Kind(IntEnum):

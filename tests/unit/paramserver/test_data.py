@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -95,6 +96,26 @@ def test_a_source_that_is_away_is_bypassed(make_host: MakeHost) -> None:
     assert running.run()
     assert downstream.content() == CONTENT
     assert gone.source.name in running.bypassed()
+
+
+def test_a_host_that_stood_still_takes_nobody_for_dead_before_it_has_listened(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.monotonic()
+    monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=lambda: clock))
+    holder = make_host()
+
+    def look(seconds: float) -> int:
+        nonlocal clock
+        clock += seconds
+        raise BlockingIOError
+
+    looks = iter([lambda: look(3.0), lambda: 7])
+    with tcp_link(holder.source) as link:
+        link.silence_s = wire.SILENCE_S
+        assert link._some(lambda: next(looks)()) == 7
+        with pytest.raises(LinkBroken, match="was silent for"):
+            link._some(lambda: look(wire.HEARTBEAT_S))
 
 
 def test_without_any_source_it_gives_up_and_says_why(make_host: MakeHost) -> None:
