@@ -29,7 +29,7 @@ from paramserver.data.server import DataServer
 from paramserver.data.spill import Spill
 from paramserver.host import address_of
 from paramserver.master.publications import Publications
-from paramserver.membership.etcd import EtcdRegistry
+from paramserver.membership.etcd import CALL_TIMEOUT_S, START_TIMEOUT_S, EtcdRegistry
 from paramserver.memory import kept
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
@@ -98,7 +98,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
     async with contextlib.AsyncExitStack() as stack:
         # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the seat is given up,
         # the data port closes, and last the memory goes.
-        registry = await EtcdRegistry.connect(config.etcd)
+        registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S)
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
         movers = await _start_movers(config, stack)
@@ -124,6 +124,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         spilled = relay.spill.manifests() if relay.spill is not None else []
         await relay.heed_earlier_registry([*(snapshot.manifest for snapshot in found), *spilled])
         relay.offer_again(found)
+        registry.timeout_s = CALL_TIMEOUT_S  # from now on it is asked again
         publishing = Publications(relay)
         provider.relay, provider.publishing = relay, publishing
         life = asyncio.ensure_future(_live(relay, publishing))

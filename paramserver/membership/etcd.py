@@ -36,6 +36,9 @@ from protos.errors import InvalidRequest, LaminarError, TooLarge, Unavailable
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
+START_TIMEOUT_S = (
+    10.0  # of a process that has nothing to go on with: it would end for an etcd that is busy for a moment
+)
 RETRY_S = 0.3
 RECONNECT_MAX_S = 1.0  # an etcd that is back is found within this, however long it was away
 PAGE_KEYS = 256  # of a list in one answer; fewer when their values are too large for one message
@@ -46,11 +49,11 @@ T = TypeVar("T")
 
 
 class EtcdRegistry:
-    """One connection to an etcd at "host:port"."""
+    """One connection to an etcd at "host:port". `timeout_s` bounds each call, and may be changed between two."""
 
     def __init__(self, endpoint: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self.endpoint = endpoint
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._client = Etcd3Client([endpoint], rpc_max_attempts=1, watch_max_reconnect_backoff_seconds=RECONNECT_MAX_S)
         self._client._manager.grpc_options += [  # else the channel looks again only every two minutes in the end
             ("grpc.initial_reconnect_backoff_ms", 100),
@@ -86,7 +89,7 @@ class EtcdRegistry:
         entries: list[Entry] = []
         revision, limit = 0, PAGE_KEYS
         while True:
-            get = self._kv.get(key, range_end, revision=revision, limit=limit, timeout=self._timeout_s)
+            get = self._kv.get(key, range_end, revision=revision, limit=limit, timeout=self.timeout_s)
             try:
                 reply = await self._call(get, "list")
             except _MessageTooLarge:
@@ -111,12 +114,12 @@ class EtcdRegistry:
             else KVService.txn_op_delete(w.key)
             for w in writes
         ]
-        reply = await self._call(self._kv.txn(compare, operations, timeout=self._timeout_s), "transact")
+        reply = await self._call(self._kv.txn(compare, operations, timeout=self.timeout_s), "transact")
         return Outcome(reply.succeeded, reply.header.revision)
 
     async def grant(self, ttl_s: float) -> int:
         assert self._client.lease is not None
-        reply = await self._call(self._client.lease.grant(max(1, round(ttl_s)), timeout=self._timeout_s), "grant")
+        reply = await self._call(self._client.lease.grant(max(1, round(ttl_s)), timeout=self.timeout_s), "grant")
         return int(reply.ID)
 
     async def keep_alive(self, lease: int) -> bool:
@@ -126,7 +129,7 @@ class EtcdRegistry:
         assert self._client.lease is not None
         stream = self._client.lease.keep_alive(lease)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 reply = await stream.read()
             return bool(getattr(reply, "TTL", 0) > 0)  # EOF: the server ended the stream
         finally:
@@ -134,7 +137,7 @@ class EtcdRegistry:
 
     async def revoke(self, lease: int) -> None:
         assert self._client.lease is not None
-        await self._call(self._client.lease.revoke(lease, timeout=self._timeout_s), "revoke")
+        await self._call(self._client.lease.revoke(lease, timeout=self.timeout_s), "revoke")
 
     async def watch(self, prefix: str) -> AsyncIterator[Event]:
         """Lists, then follows from that revision; lists again whenever the stream ends or was compacted."""
@@ -181,7 +184,7 @@ class EtcdRegistry:
         except grpc.aio.AioRpcError as error:
             raise self._error(error.code(), error.details() or error.code().name, what) from error
         except TimeoutError as error:
-            raise Unavailable(f"etcd at {self.endpoint} did not answer {what} within {self._timeout_s:g} s") from error
+            raise Unavailable(f"etcd at {self.endpoint} did not answer {what} within {self.timeout_s:g} s") from error
         except EtcdError as error:
             raise Unavailable(f"etcd at {self.endpoint} did not answer {what}: {_cause(error)}") from error
 

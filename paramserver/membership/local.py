@@ -16,6 +16,7 @@ import importlib.util
 import json
 import logging
 import os
+import random
 import shutil
 import socket
 import sys
@@ -35,6 +36,10 @@ PORT_FILE = "port"
 START_TIMEOUT_S = 20.0
 AGAIN_S = (0.2, 1.0, 5.0)  # before it is started again; the last of them for ever
 WORDS_BYTES = 32 << 10  # of what it said last: a panic's message stands before its stack
+PORT_MIN = 20_000  # of those chosen here: well-known services have lower ones
+PORTS_TRIED = 64
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_PORT_USUAL = 32_768  # Linux
 _ATTEMPTS = 3
 
 
@@ -105,7 +110,8 @@ class LocalEtcd:
         if not self.endpoint:
             self.endpoint = f"127.0.0.1:{self._port or free_port()}"
             self._refuse_taken()
-        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{free_port()}"
+        peer_port = free_port(besides=int(self.endpoint.rpartition(":")[2]))
+        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{peer_port}"
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", TIED, str(find_etcd())),
             f"--data-dir={self.directory / 'etcd'}",
@@ -283,8 +289,25 @@ def _cause(words: bytes) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "it did not say why")[:500]
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+def free_port(*, besides: int = 0) -> int:
+    """A port on which nobody listens, and which the kernel gives to nobody who does not ask for it by number.
+
+    So it is still free a moment later, and when who had it comes back to it: any connection of this host may be given
+    one of the others meanwhile.
+    """
+    for port in random.SystemRandom().sample(range(PORT_MIN, _first_ephemeral_port()), PORTS_TRIED):
+        if port != besides:
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return port
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        any_port: int = listener.getsockname()[1]
+        return any_port
+
+
+def _first_ephemeral_port() -> int:
+    """The kernel's own choices begin here; the usual one where it does not tell, or where they leave no room."""
+    with contextlib.suppress(OSError, ValueError):
+        first = int(EPHEMERAL_PORTS.read_text().split()[0])
+        if first >= PORT_MIN + PORTS_TRIED:
+            return first
+    return EPHEMERAL_PORT_USUAL

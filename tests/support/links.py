@@ -159,7 +159,8 @@ class Net:
 
     def start_etcd(self, directory: Path) -> Daemon:
         """A real etcd at the switch, its data under `directory`; `ready["etcd"]` is its address on the net."""
-        endpoint, peer = f"{self.address}:{free_port()}", f"http://127.0.0.1:{free_port()}"
+        port = free_port()
+        endpoint, peer = f"{self.address}:{port}", f"http://127.0.0.1:{free_port(besides=port)}"
         log_path = directory / f"{self.name}-etcd.log"
         command = [
             *(sys.executable, "-I", "-S", TIED, str(find_etcd())),

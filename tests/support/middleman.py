@@ -36,6 +36,7 @@ class Middleman:
         self._refusing = False
         self._flip_at: int | None = None
         self.flipped = threading.Event()
+        self.reached = threading.Event()  # somebody connected
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -84,6 +85,7 @@ class Middleman:
                 asker, _ = self._listener.accept()
             except OSError:
                 return
+            self.reached.set()
             thread = threading.Thread(target=self._serve, args=(asker,))
             self._threads.append(thread)
             thread.start()
