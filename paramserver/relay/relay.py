@@ -395,6 +395,7 @@ class Relay:
         """A fetch that gets no bytes makes way for a newer sealed version; others keep what they have and wait."""
         for version in self._fetches.idle(model):
             if self.of(model).overtaken(version):
+                log.info("%s version %d makes way for a newer one: no byte of it comes", model, version)
                 self._fetches.cancel(model, version)
 
     def _show(self, sealed: Sealed) -> None:

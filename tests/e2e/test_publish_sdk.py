@@ -273,7 +273,7 @@ def test_a_ticket_and_its_publisher_tell_which_engines_refused_a_version_and_why
 def test_waiting_for_more_relays_than_there_are_ends_at_the_deadline(tier: Tier) -> None:
     with Publisher(tier.address(0), "patient") as publisher:
         with pytest.raises(InDoubt, match="is sealed, but had not reached 3 relays"):
-            publisher.publish({"w": torch.ones(2)}, step=1, wait=3, timeout_s=0.5)
+            publisher.publish({"w": torch.ones(2)}, step=1, wait=3, timeout_s=5.0)  # time enough for the seal
         assert publisher.publish({"w": torch.ones(2)}, step=2, wait=2).stage() == "all"
 
 

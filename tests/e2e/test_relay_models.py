@@ -38,13 +38,13 @@ async def test_each_model_counts_its_own_versions(relays: Relays) -> None:
 
 
 async def test_a_small_model_overtakes_a_large_one_on_a_slow_link(relays: Relays) -> None:
-    head = relays.start("a", "--max-rate", "8MiB")
+    head = relays.start("a", "--max-rate", "4MiB")
     tail = relays.start("b", "--no-publish-host")
     async with RelayClient(head.ready["grpc"]) as publisher, RelayClient(tail.ready["grpc"]) as reader:
         large = await publish(publisher, "policy", source_of(tensors(32 * MIB, 1)), step=1, run="r")
         small = await publish(publisher, "critic", source_of(tensors(1 * MIB, 2)), step=1, run="r")
         await small.wait_copies(2, 60.0)
-        assert await large.stage() == "sealed", "the large one is still on its way: 4 s of the link"
+        assert await large.stage() == "sealed", "the large one is still on its way: 8 s of the link"
         assert [transfer.model for transfer in (await reader.status()).transfers] == ["policy"]
         await large.wait_copies(2, 60.0)
         assert set(await large.holders()) == {"a", "b"}

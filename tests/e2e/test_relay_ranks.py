@@ -80,7 +80,7 @@ async def test_ranks_are_processes_of_their_own(relays: Relays) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        await asyncio.to_thread(process.join, 60)
+        await asyncio.to_thread(process.join, 180)
     assert [process.exitcode for process in processes] == [0] * RANKS
     async with RelayClient(daemon.ready["grpc"]) as relay:
         assert [one.step for one in await relay.versions("policy")] == [2, 3], "two are retained"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
-from tests.support.survivors import MODEL, client, identical, in_the_middle, publish_seed, status_of
+from tests.support.survivors import MODEL, SLOW, client, identical, in_the_middle, publish_seed, status_of
 
 pytest_plugins = ["tests.support.nixl"]
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ async def test_three_relays_over_nixl_with_the_middle_one_killed_end_with_the_sa
     nixl: None, relays: Relays
 ) -> None:
     flags = ("--transport", "nixl", "--max-rate")
-    rates = {"a": "32MiB", "b": "5MiB", "c": "5MiB"}
+    rates = {"a": "32MiB", "b": SLOW, "c": "32MiB"}
     a, b, c = [await start(relays, name, *flags, rate) for name, rate in rates.items()]
     async with client(a) as head:
         first = await publish_seed(head, 1)

@@ -25,7 +25,16 @@ from tests.support.middleman import Middleman
 from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
 from tests.support.skips import cannot_mount
-from tests.support.survivors import MODEL, client, contents, held, identical, publish_seed
+from tests.support.survivors import (
+    MODEL,
+    SLOW,
+    client,
+    contents,
+    held,
+    identical,
+    publish_seed,
+    status_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +46,7 @@ async def start(relays: Relays, name: str, *flags: str) -> Daemon:
 @contextlib.asynccontextmanager
 async def reached_through(etcd: str, daemon: Daemon) -> AsyncIterator[Middleman]:
     """From now on other relays reach this one's data port through a middleman: its member record says so."""
-    registry = await EtcdRegistry.connect(etcd)
+    registry = await EtcdRegistry.connect(etcd, timeout_s=60.0)
     key = keys.member_key(daemon.ready["name"])
     member = msgspec.json.decode((await registry.list(key)).entries[0].value, type=Member)
     with Middleman(daemon.ready["data"]) as between:
@@ -48,7 +57,7 @@ async def reached_through(etcd: str, daemon: Daemon) -> AsyncIterator[Middleman]
 
 
 async def lease_of(registry: EtcdRegistry, key: str) -> int:
-    found = await registry._kv.get(key, timeout=5.0)
+    found = await registry._kv.get(key, timeout=60.0)
     lease: int = found.kvs[0].lease
     return lease
 
@@ -79,7 +88,7 @@ async def start_of_the_first_chunk(daemon: Daemon) -> int:
     from paramserver.data import wire
 
     greeting = wire.Greeting("fetch", MODEL, 1, "test")
-    sock = wire.connect(daemon.ready["data"], 5.0)
+    sock = wire.connect(daemon.ready["data"], 60.0)
     with sock:
         wire.send_greeting(sock, greeting)
         header = wire.receive_header(sock)
@@ -88,7 +97,7 @@ async def start_of_the_first_chunk(daemon: Daemon) -> int:
 
 async def test_a_byte_flipped_in_memory_makes_its_relay_withdraw(relays: Relays) -> None:
     """The middle relay's memory goes bad after it verified the chunk and before it forwards it."""
-    a, b, c = await start(relays, "a"), await start(relays, "b", "--max-rate", "3MiB"), await start(relays, "c")
+    a, b, c = await start(relays, "a"), await start(relays, "b", "--max-rate", SLOW), await start(relays, "c")
     async with client(a) as head, client(b) as middle:
         ticket = await publish_seed(head, 1)
         await until(lambda: has(b, ticket.version), "the middle relay has it all, the tail has not")
@@ -169,9 +178,9 @@ async def test_a_reader_stopped_past_its_pin_in_mid_load_reads_its_version_and_h
                 later = await publish_seed(relay, seed)
                 await later.wait_sealed(60.0)
             await until(lambda: only(daemon, later.version), "retention keeps one")
-            assert (await relay.status()).quarantined_bytes == len(contents(1))
+            await until(lambda: quarantined(daemon, len(contents(1))), "what the reader maps is kept from use")
             reader.send_signal(signal.SIGCONT)
-            said, _ = await asyncio.to_thread(reader.communicate, b"\n", 20.0)
+            said, _ = await asyncio.to_thread(reader.communicate, b"\n", 60.0)
         finally:
             reader.kill()
             reader.wait()
@@ -188,6 +197,11 @@ def start_reader(daemon: Daemon) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )
+
+
+async def quarantined(daemon: Daemon, num_bytes: int) -> bool:
+    status = await status_of(daemon)
+    return status is not None and status.quarantined_bytes == num_bytes
 
 
 async def only(daemon: Daemon, version: int) -> bool:
@@ -232,7 +246,7 @@ async def test_a_tmpfs_that_others_fill_costs_that_relay_its_version_and_nobody_
         await identical([a, b, c], small.version, 1)
         fill(small_tmpfs / "somebody elses")
         large = await publish_seed(head, 2, scale=2)
-        await identical([a, c], large.version, 2, scale=2, timeout_s=4.0)
+        await identical([a, c], large.version, 2, scale=2)
         await until(lambda: said(b, f"leaving the chain for policy version {large.version}"), "b says so")
         assert b.process.poll() is None
         (small_tmpfs / "somebody elses").unlink()

@@ -25,7 +25,7 @@ from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
 from tests.support.weights import source_of, weights
 
-HEAD_RATE, MIDDLE_RATE = "32MiB", "5MiB"  # bytes per second: the tail takes two seconds for a version of 11 MiB
+HEAD_RATE, MIDDLE_RATE = "32MiB", "1MiB"  # bytes per second: the tail would take eleven for a version of 11 MiB
 MODEL = "policy"
 pytestmark = pytest.mark.slow
 MIB = 1 << 20
@@ -51,7 +51,8 @@ async def holds(relay: RelayClient, version: int) -> bool:
 async def is_in_mid_chunk(relay: RelayClient, version: int) -> bool:
     transfers = [t for t in (await relay.status()).transfers if t.version == version]
     done, total = (transfers[0].bytes_done, transfers[0].bytes_total) if transfers else (0, 1)
-    return total // 4 < done < total // 2 and MIB // 4 <= done % MIB <= MIB // 2  # pieces of a chunk are here
+    in_mid_chunk = MIB // 4 <= done % MIB <= 3 * MIB // 4  # of each stripe's: both go at the same pace
+    return total // 16 < done < total // 2 and in_mid_chunk
 
 
 async def publish_weights(head: RelayClient, seed: int, scale: int = 1) -> tuple[Ticket, bytes]:
@@ -69,7 +70,7 @@ async def test_the_tail_resumes_past_a_middle_relay_that_fails_in_mid_broadcast(
     c = relays.start("c")
     async with client(a) as head, client(c) as tail:
         ticket, expected = await publish_weights(head, 1, scale=2)
-        await until(lambda: is_in_mid_chunk(tail, ticket.version), "the tail has a quarter and some of a chunk")
+        await until(lambda: is_in_mid_chunk(tail, ticket.version), "the tail has a part, and some of a chunk")
         assert (await tail.status()).transfers[0].upstream == "b"
         b.process.send_signal(number)
         await until(lambda: holds(tail, ticket.version), "the tail has it all, from the head")
@@ -153,7 +154,7 @@ async def test_a_publish_leaves_a_master_that_hangs_for_the_next_one(relays: Rel
         await head.master_of(MODEL)
     async with client(a if own else b) as relay, client(b) as second:
         first, _ = await publish_weights(relay, 1)
-        await first.wait_all(20.0)
+        await first.wait_all(60.0)
         a.process.send_signal(signal.SIGSTOP)
         try:
             began_at = time.monotonic()
@@ -192,7 +193,7 @@ async def test_a_publish_leaves_a_master_that_hangs_while_it_writes(relays: Rela
             a.process.send_signal(signal.SIGCONT)
         print(f"failed over from a hung master in {took_s:.1f} s")
         assert took_s < HUNG_S
-        await ticket.wait_sealed(20.0)
+        await ticket.wait_sealed(60.0)
         assert await bytes_at(second, ticket.version) == save(tensors)
 
 
@@ -239,7 +240,7 @@ async def test_a_client_that_claims_its_run_again_is_not_refused_by_itself(relay
         broken = relay._claims.pop((MODEL, "r"))  # as if its connection had broken on this side alone
         await relay.hold_run(MODEL, "r", "me")
         ticket, _ = await publish_weights(relay, 1)
-        await ticket.wait_sealed(10.0)
+        await ticket.wait_sealed(60.0)
 
         async def ended() -> bool:
             return not broken.alive
@@ -261,9 +262,9 @@ async def test_a_reader_that_keeps_its_mapping_never_sees_another_versions_bytes
                 await later.wait_sealed(60.0)
                 await until(lambda later=later: only_newest(relay, later), "retention keeps one version")
                 assert mapping[:] == expected
-            assert (await relay.status()).quarantined_bytes == len(expected)
+            await until(lambda: quarantined(relay, len(expected)), "what the reader maps is kept from use")
             assert not path.exists()
-        await until(lambda: nothing_quarantined(relay), "the memory comes back when the reader lets go")
+        await until(lambda: quarantined(relay, 0), "the memory comes back when the reader lets go")
         assert await bytes_at(relay, later.version) == later_bytes
 
 
@@ -274,7 +275,7 @@ async def test_a_relay_without_descriptors_for_one_version_takes_the_next(relays
     many = {f"t{number:03d}": np.full(64, number, np.float32) for number in range(400)}
     async with client(a) as head, client(b) as second:
         first = await publish(head, MODEL, source_of(many), step=1, run="r", file_bytes_max=256)
-        await first.wait_sealed(20.0)
+        await first.wait_sealed(60.0)
 
         async def refused() -> bool:
             return "the limit of open files leaves" in b.log()
@@ -297,7 +298,7 @@ async def test_a_master_without_descriptors_refuses_the_version_by_name_and_take
         ):
             await publish(head, MODEL, source_of(many), step=1, run="r", file_bytes_max=256, wait_room_s=0.5)
         ticket, expected = await publish_weights(head, 2)
-        await ticket.wait_sealed(10.0)
+        await ticket.wait_sealed(60.0)
         assert await bytes_at(head, ticket.version) == expected
 
 
@@ -307,8 +308,8 @@ async def only_newest(relay: RelayClient, ticket: Ticket) -> bool:
     return status.held[MODEL] == one
 
 
-async def nothing_quarantined(relay: RelayClient) -> bool:
-    return (await relay.status()).quarantined_bytes == 0
+async def quarantined(relay: RelayClient, num_bytes: int) -> bool:
+    return (await relay.status()).quarantined_bytes == num_bytes
 
 
 @contextlib.asynccontextmanager
@@ -341,4 +342,4 @@ async def test_without_etcd_nothing_is_sealed_and_nothing_sealed_is_lost(tmp_pat
 async def test_a_second_relay_of_the_same_name_is_refused(relays: Relays) -> None:
     relays.start("a")
     with pytest.raises(AssertionError, match="a relay named 'a' is alive already"):
-        relays.start("a")
+        relays.start("a", "--lease-ttl-s", "2")  # for so long, and as long again, it waits for the name

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 RATE_BIT_S = 100e6  # 11 MiB take a second on each hop
+SLOW_BIT_S = 8e6  # what one that is to be cut off sends, 11 MiB in as many seconds: there is time to act in the middle
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def net() -> Iterator[Net]:
 def four(net: Net, tmp_path: Path) -> Iterator[list[Daemon]]:
     """Relays a > b > c > d, each on a host of its own; the etcd is at the switch."""
     found = Relays(net.start_etcd(tmp_path).ready["etcd"], tmp_path)
-    yield [found.start(name, "--lease-ttl-s", "4", on=host) for name, host in zip("abcd", net.hosts, strict=True)]
+    yield [found.start(name, on=host) for name, host in zip("abcd", net.hosts, strict=True)]
     for host in net.hosts:
         host.restore()
     found.close()
@@ -55,11 +56,13 @@ async def test_a_relay_cut_off_in_mid_broadcast_is_bypassed_and_catches_up_when_
     """One-way cuts are the worse ones: the one side still hears the other, and only an answer proves life."""
     a, b, c, d = four
     async with client(a) as head:
+        net.hosts[1].limit(SLOW_BIT_S, "out")
         version = await begun(head, d, 1)
         net.hosts[1].cut(direction)
         await identical([a, c, d], version, 1, scale=2)  # while it is still cut off
         assert "bypassing b" in c.log()
         net.hosts[1].restore()
+        net.hosts[1].limit(RATE_BIT_S)
         await identical([a, b, c, d], version, 1, scale=2)
         later = await publish_seed(head, 2)
         await identical([a, b, c, d], later.version, 2)
@@ -71,7 +74,7 @@ async def test_the_head_cut_off_seals_nothing_behind_the_back_of_its_successor(n
         first = await publish_seed(head, 1)
         await identical(four, first.version, 1)
         net.hosts[0].cut("both")
-        ticket = await publish_seed(other, 2)  # waits for the lease of 4 s and the election
+        ticket = await publish_seed(other, 2)  # waits for the end of a lease and for the election
         await ticket.wait_copies(3, 60.0)
         net.hosts[0].restore()
         await identical([a, b, c, d], ticket.version, 2)

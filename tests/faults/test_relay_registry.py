@@ -34,7 +34,7 @@ from tests.support.weights import source_of
 
 pytestmark = pytest.mark.slow
 
-AWAY_S = 8.0  # four leases of 2 s: everything that a lease holds has lapsed, whatever the clock of etcd does
+AWAY_S = 8.0  # longer than a lease, and than the broadcast that it falls into
 
 
 @contextlib.asynccontextmanager
@@ -66,7 +66,7 @@ async def test_etcd_away_for_several_leases_in_mid_broadcast_stops_no_byte(tmp_p
     """The version was sealed before; it reaches the tail during the outage, and all are holders after it."""
     async with LocalEtcd() as etcd, relays_on(etcd, tmp_path) as relays:
         a = await start(relays, "a", "--max-rate", "16MiB")
-        b, c = await start(relays, "b", "--max-rate", "4MiB"), await start(relays, "c")
+        b, c = await start(relays, "b", "--max-rate", "2MiB"), await start(relays, "c")
         async with client(a) as head:
             ticket = await publish_seed(head, 1, scale=2)
             await ticket.wait_sealed(60.0)
@@ -80,8 +80,8 @@ async def test_etcd_away_for_several_leases_in_mid_broadcast_stops_no_byte(tmp_p
                     await pending.wait_sealed(left)
             assert {await held(daemon) for daemon in (a, b, c)} == {(ticket.version,)}
             await etcd.start()
-            await until(lambda: all_hear(etcd.endpoint, pending, a, b, c), "it is found again soon", 4.0)
-            await settled(head, pending.version, 2, [a, b, c])
+            await until(lambda: all_hear(etcd.endpoint, pending, a, b, c), "all find it again")
+            await settled(head, pending, 2, [a, b, c])
 
 
 async def all_hear(etcd: str, pending: Ticket, *daemons: Daemon) -> bool:
@@ -96,12 +96,12 @@ async def newest_sealed(daemon: Daemon) -> int | None:
     return next((m.newest_sealed for m in status.models if m.model == MODEL), None) if status else None
 
 
-async def settled(head: RelayClient, version: int, seed: int, daemons: list[Daemon]) -> None:
+async def settled(head: RelayClient, pending: Ticket, seed: int, daemons: list[Daemon]) -> None:
     """The pending version is sealed or known to be lost, the same on all; then the next one reaches everybody."""
-    try:
-        await identical(daemons, version, seed, timeout_s=10.0)
-    except AssertionError:
-        assert all(version not in await held(daemon) for daemon in daemons), "sealed on some"
+    if await stage_of(pending) == "lost":
+        assert all(pending.version not in await held(daemon) for daemon in daemons), "sealed on some"
+    else:
+        await identical(daemons, pending.version, seed)
 
     async def published() -> int:
         with contextlib.suppress(LaminarError):
@@ -184,7 +184,7 @@ async def test_a_relay_that_hung_past_its_lease_with_many_versions_loses_none(re
     async with client(a) as head:
         for step in range(many):
             ticket = await publish_tiny(head, step)
-        await ticket.wait_sealed(10.0)
+        await ticket.wait_sealed(60.0)
         held_before = await until(lambda: all_held(a, many), "all are held")
         b = await start(relays, "b")
         await until(lambda: held(b), "the second relay has the newest")
@@ -220,7 +220,7 @@ async def put_raw(etcd: str, below_root: dict[bytes, bytes]) -> None:
     async with Etcd3Client([etcd]) as admin:
         assert admin.kv is not None
         for key, value in below_root.items():
-            await admin.kv.put(b"/laminar/" + key, value, timeout=5.0)
+            await admin.kv.put(b"/laminar/" + key, value, timeout=60.0)
 
 
 async def publish_tiny(head: RelayClient, step: int) -> Ticket:
@@ -242,5 +242,5 @@ async def compact(etcd: str) -> None:
 
     async with Etcd3Client([etcd]) as admin:
         assert admin.kv is not None
-        now = (await admin.kv.get("/laminar/store", timeout=5.0)).header.revision
-        await admin.kv.compact(now, physical=True, timeout=5.0)
+        now = (await admin.kv.get("/laminar/store", timeout=60.0)).header.revision
+        await admin.kv.compact(now, physical=True, timeout=60.0)

@@ -262,7 +262,7 @@ async def test_a_master_whose_lease_was_taken_is_fenced_and_takes_part_again(rel
 
 async def test_a_relay_whose_lease_was_taken_goes_on_passing_bytes(relays: Relays, etcd: str) -> None:
     """In mid-broadcast; it registers again, and counts as a holder."""
-    a, b, c = await start(relays, "a"), await start(relays, "b", "--max-rate", "4MiB"), await start(relays, "c")
+    a, b, c = await start(relays, "a"), await start(relays, "b", "--max-rate", "2MiB"), await start(relays, "c")
     await make_master(a, "a")
     async with client(a) as relay:
         ticket = await publish_seed(relay, 1, scale=2)
@@ -280,5 +280,5 @@ async def revoke_lease_of(etcd: str, name: str) -> None:
     async with Etcd3Client([etcd]) as admin:
         assert admin.kv is not None
         assert admin.lease is not None
-        found = await admin.kv.get(keys.member_key(name), timeout=5.0)
-        await admin.lease.revoke(found.kvs[0].lease, timeout=5.0)
+        found = await admin.kv.get(keys.member_key(name), timeout=60.0)
+        await admin.lease.revoke(found.kvs[0].lease, timeout=60.0)

@@ -26,6 +26,7 @@ from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
 from tests.support.survivors import (
     MODEL,
+    SLOW,
     Reading,
     client,
     contents,
@@ -92,7 +93,7 @@ async def test_a_relay_stopped_for_half_a_minute_holds_up_nobody_and_is_one_of_t
     """First it is a silent member, which the hop's heartbeat finds out; then its lease runs out; then it is back."""
     lease = ("--lease-ttl-s", "15")
     a = await start(relays, "a", *lease, "--max-rate", "32MiB")
-    b, c, d = [await start(relays, name, *lease, "--max-rate", "2560KiB") for name in "bcd"]
+    b, c, d = [await start(relays, name, *lease, "--max-rate", "1280KiB") for name in "bcd"]
     others = [a, c, d]
     async with client(a) as head, reading(others, bytes_of) as readers, reading([b], bytes_of) as [stopped]:
         first = await publish_seed(head, 1)
@@ -129,7 +130,7 @@ async def test_etcd_away_for_a_minute_stops_neither_training_nor_reading(tmp_pat
     """What was sealed is served and flows on; what is published meanwhile stays copied, and is settled afterwards."""
     async with LocalEtcd() as etcd, relays_on(etcd.endpoint, tmp_path) as relays:
         a = await start(relays, "a", "--max-rate", "16MiB")
-        b, c = await start(relays, "b", "--max-rate", "2MiB"), await start(relays, "c")
+        b, c = await start(relays, "b", "--max-rate", SLOW), await start(relays, "c")
         async with client(a) as head, reading([a, b, c], bytes_of) as readers:
             first = await publish_seed(head, 1)
             await identical([a, b, c], first.version, 1)

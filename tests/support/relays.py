@@ -17,9 +17,12 @@ from tests.support.processes import Daemon, start
 
 T = TypeVar("T")
 
+LEASE_S = 6.0
+"""Of relays here. Renewed each quarter of it: a machine that stands still for four seconds costs none its seat."""
+
 
 class Relays:
-    """Starts relays against one etcd; each has a small pool in shared memory and a short lease."""
+    """Starts relays against one etcd; each has a small pool in shared memory and a lease of `LEASE_S`."""
 
     def __init__(self, etcd: str, directory: Path) -> None:
         self.etcd = etcd
@@ -45,7 +48,7 @@ class Relays:
                 *("--etcd", self.etcd),
                 *("--pool-dir", str(self.pools / f"{name}-{len(self.daemons)}")),
                 *("--pool-bytes", pool_bytes),
-                *("--lease-ttl-s", "2"),
+                *("--lease-ttl-s", str(LEASE_S)),
                 *(("--host", on.address) if on else ()),
                 *flags,
             ],
