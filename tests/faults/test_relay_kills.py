@@ -26,7 +26,7 @@ from tests.support.survivors import (
 
 pytestmark = pytest.mark.slow
 
-STOPPED_S = 11.0  # past every bound that a stopped relay meets: silence 0.5 s, lease 6 s, a stalled connection 10 s
+STOPPED_S = 11.0  # past every bound that a stopped relay meets: silence 2 s, lease 6 s, a stalled connection 10 s
 
 
 async def start(relays: Relays, name: str, *flags: str) -> Daemon:

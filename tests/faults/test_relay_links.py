@@ -1,6 +1,6 @@
 """Links between hosts that are cut, one-way or both, or slow, in mid-broadcast. Needs network namespaces.
 
-The heartbeat on the hop notices a cut in 500 ms; TCP alone would wait for minutes.
+The heartbeat on the hop notices a cut, by default in 500 ms; TCP alone would wait for minutes.
 """
 
 from __future__ import annotations
