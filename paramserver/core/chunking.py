@@ -12,8 +12,11 @@ from statistics import median
 
 CHUNK_BYTES_MIN = 256 << 10
 """Below this the digest and the frame of a chunk cost more than its bytes."""
-CHUNK_BYTES_MAX = 4 << 20
-"""Above this a chunk that is hashed once it is whole (over nixl, from disk) has left the processor's cache by then."""
+CHUNK_BYTES_MAX = 16 << 20
+"""Above this nearly nothing is gained (docs/decisions/02-bytes-by-plain-sockets.md), and threads that copy, stripes and
+holders would share few chunks."""
+NUM_RELAYS_MIN = 2
+"""A relay that is alone counts as two: others may join, and a version in few chunks is copied by few threads."""
 WAKE_S = 1e-4
 """What a relay needs to notice that a chunk is there, and to begin to send it."""
 
@@ -46,4 +49,5 @@ def transfer_s(num_nodes: int, num_bytes: int, chunk_bytes: int, hop: HopCost) -
 def choose_chunk_bytes(num_bytes: int, num_relays: int, hop: HopCost) -> int:
     """The power of two whose T is least, within the bounds."""
     sizes = [1 << bits for bits in range(CHUNK_BYTES_MIN.bit_length() - 1, CHUNK_BYTES_MAX.bit_length())]
-    return min(sizes, key=lambda size: (transfer_s(num_relays + 1, num_bytes, size, hop), size))
+    num_nodes = 1 + max(num_relays, NUM_RELAYS_MIN)
+    return min(sizes, key=lambda size: (transfer_s(num_nodes, num_bytes, size, hop), size))

@@ -17,7 +17,9 @@ KEY = "hop_over_nixl_transport"
 WHAT = "this project's hop over tcp, its time over that of the same hop with --transport nixl (UCX_TLS=tcp)"
 MIB = 1 << 20
 CANDIDATES = [
-    {"transport": "nixl", "stripes": stripes, "chunk_bytes": chunk} for stripes in (1, 2) for chunk in (MIB, 4 * MIB)
+    {"transport": "nixl", "stripes": stripes, "chunk_bytes": chunk}
+    for stripes in (1, 2)
+    for chunk in (MIB, 4 * MIB, 16 * MIB)
 ]
 
 

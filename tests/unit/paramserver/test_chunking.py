@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paramserver.core.chunking import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
+    NUM_RELAYS_MIN,
     HopCost,
     choose_chunk_bytes,
     transfer_s,
@@ -34,7 +35,7 @@ def test_the_papers_example() -> None:
 
 
 @given(
-    st.integers(1, 1 << 40), st.integers(1, 256), st.floats(1e7, 1e11), st.floats(1e-6, 0.2), st.sampled_from(range(5))
+    st.integers(1, 1 << 40), st.integers(1, 256), st.floats(1e7, 1e11), st.floats(1e-6, 0.2), st.sampled_from(range(7))
 )
 def test_no_other_size_within_the_bounds_is_faster(
     num_bytes: int, relays: int, rate: float, rtt: float, step: int
@@ -42,8 +43,16 @@ def test_no_other_size_within_the_bounds_is_faster(
     hop = HopCost(rate, rtt)
     chosen = choose_chunk_bytes(num_bytes, relays, hop)
     assert CHUNK_BYTES_MIN <= chosen <= CHUNK_BYTES_MAX
-    other = CHUNK_BYTES_MIN << step
-    assert transfer_s(relays + 1, num_bytes, chosen, hop) <= transfer_s(relays + 1, num_bytes, other, hop)
+    other, nodes = CHUNK_BYTES_MIN << step, 1 + max(relays, NUM_RELAYS_MIN)
+    assert transfer_s(nodes, num_bytes, chosen, hop) <= transfer_s(nodes, num_bytes, other, hop)
+
+
+def test_a_relay_alone_cuts_a_version_as_two_would() -> None:
+    """All in one chunk is fastest to itself, but then one thread copies it, and who joins has it from one holder."""
+    for size in (1 << 20, 1 << 26, 1 << 30):
+        assert choose_chunk_bytes(size, 1, HopCost()) == choose_chunk_bytes(size, 2, HopCost())
+        assert choose_chunk_bytes(size, 1, HopCost()) <= size // 2
+    assert choose_chunk_bytes(1 << 30, 2, HopCost()) == CHUNK_BYTES_MAX
 
 
 def test_longer_chains_want_smaller_chunks_and_larger_versions_larger_ones() -> None:
