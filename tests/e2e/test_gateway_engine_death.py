@@ -15,7 +15,6 @@ from tests.support.tiny_model import Dtype
 pytestmark = pytest.mark.slow
 
 TOKENS = 1200
-"""Of one turn: some seconds of the tiny model, so that a kill after the first tokens is in mid-stream."""
 ASKED: dict[str, Any] = {
     "model": "policy",
     "messages": [{"role": "user", "content": "What is the sum of 12 and 30?"}],
@@ -27,9 +26,14 @@ NUMERICS: list[tuple[Dtype, tuple[str, ...]]] = [("float32", ()), ("bfloat16", (
 
 
 def stream(fleet: Fleet, when_it_flows: Callable[[], None] | None = None) -> tuple[list[int], Any]:
-    """The streamed turn's token ids and last choice; calls `when_it_flows` once after the first tokens."""
+    """The streamed turn's token ids and last choice; calls `when_it_flows` once after the first tokens.
+
+    The turn stands still meanwhile: on a busy machine it would be over before the call has done anything.
+    """
     ids: list[int] = []
     last = None
+    if when_it_flows is not None:
+        fleet.hold()
     with (
         openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0) as client,
         client.chat.completions.create(stream=True, **ASKED) as chunks,
@@ -39,6 +43,7 @@ def stream(fleet: Fleet, when_it_flows: Callable[[], None] | None = None) -> tup
             last = chunk.choices[0]
             if when_it_flows is not None and len(ids) > 20:
                 when_it_flows()
+                fleet.go_on()
                 when_it_flows = None
     return ids, last
 
@@ -84,6 +89,7 @@ def test_with_every_engine_gone_the_turn_waits_for_one_to_return(tmp_path: Path)
 def test_a_client_that_leaves_frees_its_engine(tmp_path: Path) -> None:
     flags = ("--max-model-len=2048", "--kv-cache-tokens=8192")
     with Fleet(tmp_path, num_engines=1, engine_flags=flags, gateway_flags=("--disconnect-grace-s=0",)) as fleet:
+        fleet.hold()
         with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0) as client:
             chunks = client.chat.completions.create(stream=True, **ASKED)
             next(iter(chunks))

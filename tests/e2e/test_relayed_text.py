@@ -14,7 +14,6 @@ from tests.support.fleet import Fleet, until
 pytestmark = pytest.mark.slow
 
 TOKENS = 1200
-"""Some seconds of the tiny model, so that a kill after the first events is in mid-answer."""
 
 
 def asked(max_tokens: int) -> dict[str, Any]:
@@ -30,11 +29,13 @@ def asked(max_tokens: int) -> dict[str, Any]:
 
 def read_and_kill(client: openai.OpenAI, fleet: Fleet, killed: list[str]) -> None:
     """A stream whose engine dies once it flows."""
+    fleet.hold()
     with client.completions.create(stream=True, **asked(TOKENS)) as events:
         for _ in events:
             if not killed:
                 killed.append(fleet.running_engine())
                 fleet.engines[killed[0]].kill()
+                fleet.go_on()
 
 
 def test_text_of_real_engines_and_their_deaths(tmp_path: Path) -> None:

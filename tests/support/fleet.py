@@ -77,10 +77,26 @@ class Fleet:
 
     def start_engine(self, name: str) -> Daemon:
         """An engine of that name; one that a test killed comes back under its address."""
-        command = ["gateway", "engine", f"--port={self._ports.of(name)}", f"--model={tiny_model(dtype=self.dtype)}"]
+        command = [
+            "tests.support.held_engine",
+            str(self._hold),
+            f"--port={self._ports.of(name)}",
+            f"--model={tiny_model(dtype=self.dtype)}",
+        ]
         flags = (f"--dtype={self.dtype}", "--served-model-name=policy", "--weight-version=0", *self.engine_flags)
         self.engines[name] = processes.start(name, [*command, *flags], self.directory)
         return self.engines[name]
+
+    def hold(self) -> None:
+        """From now on turns stop in their middle (see `held_engine`), until `go_on`."""
+        self._hold.touch()
+
+    def go_on(self) -> None:
+        self._hold.unlink()
+
+    @property
+    def _hold(self) -> Path:
+        return self.directory / "hold"
 
     @property
     def url(self) -> str:
