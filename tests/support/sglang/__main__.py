@@ -26,6 +26,7 @@ async def main() -> None:
     parser.add_argument("--custom-weight-loader", nargs="*", default=[])
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--step-s", type=float, default=0.002)
+    parser.add_argument("--hold-file", type=Path)
     flags = parser.parse_args()
     engine = Engine(
         read_directory(flags.model),
@@ -34,6 +35,7 @@ async def main() -> None:
         tp_size=flags.tp,
         loaders=tuple(flags.custom_weight_loader),
         step_s=flags.step_s,
+        hold=flags.hold_file,
     )
     server = Server(engine, incremental=flags.incremental_streaming_output, disconnect_s=0.5)
     runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)

@@ -15,6 +15,7 @@ from tests.support.sglang.wire import DiskBody, GenerateBody, Refused, TensorBod
 
 PREFIX = 8
 """Ids of a prompt by which the prefix cache finds KV."""
+HELD_TOKENS = 100
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Engine:
     dtype: str = "float32"  # as its flag has it
     step_s: float = 0.002
     seed: int = field(default_factory=lambda: random.randrange(1 << 30))
+    hold: Path | None = None  # a file: while it exists no request says more than `HELD_TOKENS`
     encode: Callable[[str], list[int]] = lambda text: []
     requests: dict[str, Request] = field(default_factory=dict)
     paused: Literal["abort", "retract", "in_place"] | None = None
@@ -76,12 +78,15 @@ class Engine:
             while request.finish is None:
                 await self.running.wait()
                 await asyncio.sleep(self.step_s)
-                if self.paused is None and request.finish is None:
+                if self.paused is None and request.finish is None and not self._holds(request):
                     self._step(request)
         except Refused as e:  # of a grammar, which is compiled only here
             request.end(type="abort", message=str(e), status_code=400, err_type="BadRequestError")
         finally:
             self.requests.pop(request.rid, None)
+
+    def _holds(self, request: Request) -> bool:
+        return self.hold is not None and len(request.ids) >= HELD_TOKENS and self.hold.exists()
 
     def _step(self, request: Request) -> None:
         params = request.body.sampling_params
