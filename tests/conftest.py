@@ -6,11 +6,16 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
 # A slow machine, or a busy one, is no fault of what is tested: pytest's own time limit ends what hangs.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
+
+# Nor is it one of httpx's: a call that names no timeout has 5 s, less than a busy machine may stand still.
+for part in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, part, 60.0)
 
 # skips comes first: the others import it, and pytest wants to import its plugins itself
 pytest_plugins = ["tests.support.skips", "tests.support.etcd", "tests.support.ports", "tests.support.relays"]

@@ -25,7 +25,7 @@ from tests.support import processes
 from tests.support.cutting_engine import until
 from tests.support.tiny_model import VOCAB, Dtype, tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 TURNS, LENGTH = 32, 24
 NUMERICS: list[tuple[Dtype, tuple[str, ...]]] = [("float32", ()), ("bfloat16", ("--batch-invariant",))]
@@ -104,7 +104,7 @@ async def fleet(
         settings = GatewayConfig("policy", model, None, specs, tokens_per_event=1)
         found = await start(settings)
         stack.push_async_callback(found.close, 1.0)
-        await until(lambda: all(e.status == "serving" for e in found.fleet.state.sorted_engines()), "engines", 60)
+        await until(lambda: all(e.status == "serving" for e in found.fleet.state.sorted_engines()), "engines", 180)
         yield found, await stack.enter_async_context(aiohttp.ClientSession(found.url)), gates
 
 
@@ -132,7 +132,7 @@ async def ask_and_move(
         assert not any(answer.done() for answer in answers), [a.result() for a in answers if a.done()]
         return [len(run.record.token_ids) for run in found.sessions.runs.values()] == [at] * len(asked)
 
-    await until(flow, f"{at} tokens of each", 60)
+    await until(flow, f"{at} tokens of each", 180)
     runs = list(found.sessions.runs.values())
     ways = {run: (run.engine, next(e for e in found.fleet.state.engines if e != run.engine)) for run in runs}
     for run, (_, other) in ways.items():

@@ -37,6 +37,11 @@ class Gateway:
     daemon: Daemon
     codec: Codec
 
+    @property
+    def hold(self) -> Path:
+        """While it exists, the embedded engine's turns stop in their middle."""
+        return self.daemon.log_path.with_name("hold")
+
     def client(self, path: str = "/v1", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + path, api_key="unused", max_retries=0, **options)
 
@@ -61,18 +66,15 @@ def _serve(directory: Path, engine_url: str) -> Gateway:
 
 
 def _states(url: str) -> list[str]:
-    return [engine["state"] for engine in httpx.get(f"{url}/status", timeout=10).json()["engines"]]
+    return [engine["state"] for engine in httpx.get(f"{url}/status", timeout=60).json()["engines"]]
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     directory = tmp_path_factory.mktemp("openai")
     model = str(tiny_model())
-    engine = processes.start(
-        "engine",
-        ["gateway", "engine", "--port", "0", "--model", model, "--served-model-name", "policy", "--dtype", "float32"],
-        directory,
-    )
+    command = ["tests.support.held_engine", str(directory / "hold"), "--port", "0", "--model", model]
+    engine = processes.start("engine", [*command, "--served-model-name=policy", "--dtype=float32"], directory)
     gateway = _serve(directory, engine.ready["url"])
     yield gateway
     assert gateway.daemon.stop() == 0, gateway.daemon.log()
@@ -223,7 +225,7 @@ def test_a_session_over_turns_is_one_record(gateway: Gateway) -> None:
     finished = httpx.post(f"{gateway.url}/sessions/{made['session_id']}/finish", json={"reward": 0.5})
     assert finished.status_code == 200, finished.text
     sample = {"reader": "test", "trainer_version": 0, "trajectories": 1, "wait_s": 10}
-    [trajectory] = httpx.post(f"{gateway.url}/experience/sample", json=sample, timeout=20).json()["trajectories"]
+    [trajectory] = httpx.post(f"{gateway.url}/experience/sample", json=sample, timeout=60).json()["trajectories"]
     assert trajectory["token_ids"] == ids
     assert trajectory["session_id"] == made["session_id"]
     assert sum(trajectory["loss_mask"]) == sampled
@@ -242,7 +244,7 @@ def test_branches_of_a_session_reach_the_trainer_as_its_leaves(gateway: Gateway)
     finished = httpx.post(f"{gateway.url}/sessions/{made['session_id']}/finish", json={"reward": 1.0}).json()
     assert (finished["leaves"], finished["turns"]) == (2, 3)
     sample = {"reader": "t", "trainer_version": 0, "trajectories": 1, "wait_s": 10.0}
-    leaves = httpx.post(f"{gateway.url}/experience/sample", json=sample, timeout=20).json()["trajectories"]
+    leaves = httpx.post(f"{gateway.url}/experience/sample", json=sample, timeout=60).json()["trajectories"]
     paths = [
         first.prompt_token_ids + first.choices[0].token_ids,
         second.prompt_token_ids + second.choices[0].token_ids,
@@ -286,6 +288,7 @@ def test_errors_are_the_clients_own(gateway: Gateway) -> None:
 
 
 def test_a_stream_that_is_closed_early_frees_its_session(gateway: Gateway) -> None:
+    gateway.hold.touch()  # else the turn might be over first
     aborted = gateway.counter("turns_aborted")
     with gateway.client("/sessions/leaves/v1") as client:
         stream = client.chat.completions.create(
@@ -293,14 +296,15 @@ def test_a_stream_that_is_closed_early_frees_its_session(gateway: Gateway) -> No
         )
         next(iter(stream))
         stream.close()
-        until(lambda: gateway.counter("turns_aborted") == aborted + 1, "the end of a turn whose client left", 60)
+        until(lambda: gateway.counter("turns_aborted") == aborted + 1, "the end of a turn whose client left")
+        gateway.hold.unlink()
         again = client.chat.completions.create(model="policy", messages=HELLO, max_tokens=4)
     assert again.choices[0].message.role == "assistant"
 
 
 def test_raw_bytes_of_a_stream_are_server_sent_events(gateway: Gateway) -> None:
     body = {"model": "policy", "messages": HELLO, "max_tokens": 3, "stream": True}
-    with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"

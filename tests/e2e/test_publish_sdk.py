@@ -283,10 +283,10 @@ def test_what_is_no_address_is_told_the_form(address: str) -> None:
         Publisher(address).publish({"w": torch.ones(2)}, step=1)
 
 
-def test_a_wrong_port_is_named(unused_tcp_port: int) -> None:
+def test_a_wrong_port_is_named(port: int) -> None:
     with (
-        Publisher(f"127.0.0.1:{unused_tcp_port}", timeout_s=2.0) as publisher,
-        pytest.raises(Unavailable, match=str(unused_tcp_port)),
+        Publisher(f"127.0.0.1:{port}", timeout_s=2.0) as publisher,
+        pytest.raises(Unavailable, match=str(port)),
     ):
         publisher.publish({"w": torch.ones(2)}, step=1)
 

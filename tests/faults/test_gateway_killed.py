@@ -79,7 +79,7 @@ async def sdk_asks(client: openai.AsyncOpenAI, number: int) -> list[int]:
 async def keeps_up(http: aiohttp.ClientSession, engines: Sequence[CuttingEngine]) -> None:
     """Until the gateway has read and written nearly all that engines said, and they still say more."""
     begun = sum(e.said_tokens for e in engines)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while True:
             said_tokens = sum(e.said_tokens for e in engines)
             async with http.get("/status") as answer:
@@ -118,8 +118,8 @@ async def test_kill_9_with_200_turns_in_flight(tmp_path: Path, request: pytest.F
             engine.pause_s = PAUSE_S
         gateway = await asyncio.to_thread(serve, tmp_path, engines, port)
         request.addfinalizer(gateway.kill)
-        answers = await asyncio.wait_for(asyncio.gather(*asking), 120)
-        sdk_answers = await asyncio.wait_for(asyncio.gather(*by_sdk), 120)
+        answers = await asyncio.wait_for(asyncio.gather(*asking), 300)
+        sdk_answers = await asyncio.wait_for(asyncio.gather(*by_sdk), 300)
         assert [ids for ids, _ in answers] + list(sdk_answers) == [said(prompt_of(n), BUDGET)[0] for n in range(TURNS)]
         assert [probs for _, probs in answers] == [said(prompt_of(n), BUDGET)[1] for n in range(TURNS * 3 // 4)]
         resumed = [a for e, b in zip(engines, before, strict=True) for a in e.asked[b:]]

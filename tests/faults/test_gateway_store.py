@@ -23,7 +23,7 @@ async def status_of(http: aiohttp.ClientSession, path: str, body: object = None)
 
 
 async def until_health(http: aiohttp.ClientSession, wanted: int) -> str:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while (told := await status_of(http, "/healthz"))[0] != wanted:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.05)
     return told[1]

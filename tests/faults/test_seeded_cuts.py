@@ -31,7 +31,7 @@ from tests.support.tiny_model import tiny_model
 SEEDS = int(os.environ.get("LAMINAR_FAULTKIT_SEEDS", "100"))
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(60 + SEEDS),
+    pytest.mark.timeout(300 + SEEDS),
     # An engine that dies drops, unclosed, what it accepted in that very moment.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -41,7 +41,7 @@ def run(checkout: Path, *stages: str) -> subprocess.CompletedProcess[str]:
         "UV_INDEX": "https://index.example/simple",
     }
     command = [str(checkout / "clone" / ".ci" / "run"), *stages]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=180)
 
 
 def test_a_stage_sees_nothing_of_the_caller_but_what_names_the_index(checkout: Path) -> None:

@@ -57,7 +57,7 @@ def test_without_bf16_instructions_bf16_is_slower_and_float32_is_chosen() -> Non
     """The same holds where the processor has none: nothing is skipped."""
     command = [sys.executable, "-m", "gateway", "engine-dtype", "--train", "--json"]
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": WITHOUT_BF16}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     choice = msgspec.convert(json.loads(done.stdout), Choice)
     assert choice.dtype == "float32", done.stdout
@@ -70,7 +70,7 @@ def test_without_bf16_instructions_bf16_is_slower_and_float32_is_chosen() -> Non
 @pytest.mark.slow
 def test_people_get_a_table_and_the_options_to_use() -> None:
     command = [sys.executable, "-m", "gateway", "engine-dtype", "--model", str(tiny_model("llama", "float32"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "Use --dtype " in done.stdout
     assert done.stdout.count("chosen") == 1
@@ -79,7 +79,7 @@ def test_people_get_a_table_and_the_options_to_use() -> None:
 @pytest.mark.slow
 def test_a_directory_that_is_no_model_is_one_clear_line() -> None:
     command = [sys.executable, "-m", "gateway", "engine-dtype", "--model", "/"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("gateway engine-dtype: / is not a model directory")
     assert "Traceback" not in done.stderr

@@ -34,7 +34,7 @@ def invoke(*arguments: str) -> Result:
 def serve(directory: Path, *arguments: str) -> str:
     """What a `gateway serve` that must not start says, as a process: its exit status is 1 and nothing is dumped."""
     command = [sys.executable, "-m", "gateway", "serve", "--model=policy", f"--tokenizer={directory}", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     return ended.stderr
@@ -226,19 +226,19 @@ async def test_a_second_signal_waits_for_no_turn(tmp_path: Path, kept: bool) -> 
             asked = asyncio.create_task(http.post("/v1/completions", json=body).__aenter__())
             await until(lambda: e0.said_tokens, "a running turn")
             daemon.process.send_signal(signal.SIGINT)
-            await until(lambda: "1 turns run; another signal" in daemon.log(), "the drain", 60)
+            await until(lambda: "1 turns run; another signal" in daemon.log(), "the drain", 180)
             daemon.process.send_signal(signal.SIGINT)
             answer = await asked
             assert answer.status == 503, "for the client to ask again"
             assert ("ask again: the turn will go on" in await answer.text()) == kept
-        assert await asyncio.to_thread(daemon.process.wait, 60.0) == 0
+        assert await asyncio.to_thread(daemon.process.wait, 180.0) == 0
     assert f"1 turns still run: {'the next start takes them up' if kept else 'they end here'}" in daemon.log()
     assert "Traceback" not in daemon.log()
 
 
 async def serving(http: aiohttp.ClientSession) -> None:
     """Until some engine serves."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while True:
             async with http.get("/healthz") as answer:
                 if answer.status == 200:

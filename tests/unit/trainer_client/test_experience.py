@@ -206,8 +206,8 @@ async def test_a_loop_waits_for_a_gateway_that_is_started_again(
             await anext(batches)
 
 
-async def test_a_loop_whose_gateway_was_never_there_ends_at_once(unused_tcp_port: int) -> None:
-    async with AsyncExperienceReader(f"http://127.0.0.1:{unused_tcp_port}") as reader:
+async def test_a_loop_whose_gateway_was_never_there_ends_at_once(port: int) -> None:
+    async with AsyncExperienceReader(f"http://127.0.0.1:{port}") as reader:
         with pytest.raises(Unavailable, match="no answer from the gateway"):
             await asyncio.wait_for(anext(reader.batches(trajectories=1)), 30)
 
@@ -294,9 +294,9 @@ async def test_what_to_sample_must_be_said_once(reader: AsyncExperienceReader, w
         await reader.sample(**wanted)  # type: ignore[misc]
 
 
-async def test_a_wrong_port_is_named(unused_tcp_port: int) -> None:
-    async with AsyncExperienceReader(f"http://127.0.0.1:{unused_tcp_port}") as reader:
-        with pytest.raises(Unavailable, match=rf"127.0.0.1:{unused_tcp_port}.*gateway serve"):
+async def test_a_wrong_port_is_named(port: int) -> None:
+    async with AsyncExperienceReader(f"http://127.0.0.1:{port}") as reader:
+        with pytest.raises(Unavailable, match=rf"127.0.0.1:{port}.*gateway serve"):
             await reader.sample(trajectories=1)
 
 
