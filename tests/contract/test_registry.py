@@ -35,7 +35,7 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[MakeRegistry]
     endpoint = request.getfixturevalue("shared_etcd") if request.param == "etcd" else ""
 
     async def make() -> Registry:
-        opened.append(await EtcdRegistry.connect(endpoint) if endpoint else MemoryRegistry(store))
+        opened.append(await EtcdRegistry.connect(endpoint, timeout_s=60.0) if endpoint else MemoryRegistry(store))
         return opened[-1]
 
     yield make
@@ -105,7 +105,7 @@ async def test_nothing_is_written_under_a_lease_that_has_ended(registry: Registr
 
 @pytest.mark.slow
 async def test_a_lease_that_is_not_kept_alive_runs_out(registry: Registry, root: str) -> None:
-    kept, left = await registry.grant(2.0), await registry.grant(2.0)
+    kept, left = await registry.grant(6.0), await registry.grant(2.0)
     await registry.transact([], [Put(root + "kept", b"", kept), Put(root + "left", b"", left)])
     deadline = time.monotonic() + 60.0
     while "left" in await values(registry, root):
@@ -155,10 +155,10 @@ async def test_a_watch_sees_leased_keys_go(connect: MakeRegistry, root: str) -> 
 
 
 async def test_a_key_that_is_no_text_keeps_nobody_from_reading_the_others(shared_etcd: str, root: str) -> None:
-    registry = await EtcdRegistry.connect(shared_etcd)
+    registry = await EtcdRegistry.connect(shared_etcd, timeout_s=60.0)
     events = registry.watch(root)
     await next_of(events)
-    await registry._kv.put(root.encode() + b"\xff\xfe", b"x", timeout=5.0)
+    await registry._kv.put(root.encode() + b"\xff\xfe", b"x", timeout=60.0)
     await registry.transact([], [Put(root + "a", b"1")])
     odd, good = await next_of(events), await next_of(events)
     assert isinstance(odd, Changed)
@@ -187,14 +187,14 @@ async def test_nothing_at_the_address_is_said_in_one_line() -> None:
 @pytest.mark.slow
 async def test_a_watch_on_etcd_outlives_its_death_and_return() -> None:
     async with LocalEtcd() as etcd:
-        registry = await EtcdRegistry.connect(etcd.endpoint)
+        registry = await EtcdRegistry.connect(etcd.endpoint, timeout_s=60.0)
         events = registry.watch("/test/")
         await next_of(events)
         await etcd.kill()
         with pytest.raises(Unavailable, match="did not answer"):
             await registry.list("/test/")
         await etcd.start()
-        writer = await EtcdRegistry.connect(etcd.endpoint)
+        writer = await EtcdRegistry.connect(etcd.endpoint, timeout_s=60.0)
         await writer.transact([], [Put("/test/after", b"1")])
         async with asyncio.timeout(60):
             async for event in events:

@@ -109,6 +109,11 @@ async def test_watch_acquire_and_retire(relays: Relays) -> None:
         await tail.renew(pin)
         await tail.release(pin)
         await until(lambda: retired([3, 4]), "the released version 1 retires")
+
+        async def heard() -> bool:
+            return ("retired", 10) in events
+
+        await until(heard, "the watcher hears of it, too")
         with pytest.raises(NotFound, match="lapsed or was released"):
             await tail.release(pin)
         with pytest.raises(NotFound, match="held here: 3, 4"):

@@ -75,7 +75,7 @@ async def test_the_other_copy_stays_until_the_holder_had_time_to_pin_it(relays: 
 
         await until(gone, "the pinning relay's own lease ran out")
         await publish_on(daemons[0], 3)
-        [copy] = await holders(daemons[:2], 1)
+        copy, *_ = await holders(daemons[:2], 1)  # after some seconds there are two of them again
         async with client(daemons["ab".index(copy)]) as relay:
             again = await relay.acquire(MODEL, lease.version, holder="gateway", copies=2)
             assert again.root_digest == lease.root_digest
@@ -97,7 +97,7 @@ async def test_a_copy_that_died_is_made_again_elsewhere_as_long_as_the_pin_lives
         stays = "a" if dies == "the relay with the pin" else "c"
         before = files(lease.path)
         daemons["c" if stays == "a" else "a"].kill()
-        await until(lambda: held_by(*sorted((stays, "b"))), "a further copy", 60)
+        await until(lambda: held_by(*sorted((stays, "b"))), "a further copy")
         async with client(daemons["b"]) as relay:
             copy = await relay.acquire(MODEL, 1, holder="engine")
             assert (copy.root_digest, files(copy.path)) == (lease.root_digest, before)
@@ -123,7 +123,7 @@ async def test_a_pin_on_a_copy_that_turns_out_bad_is_none(relays: Relays) -> Non
                 return True
             return False
 
-        await until(over, "b asks for a copy, and c finds its own bad", 60)
+        await until(over, "b asks for a copy, and c finds its own bad")
         assert "on policy version 1 ends with it: chunk" in daemons["c"].log()
         assert await holders([daemons["b"], daemons["c"]], 1) == []
 

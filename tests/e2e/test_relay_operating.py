@@ -14,6 +14,7 @@ from safetensors.numpy import save
 
 from paramserver.client import RelayClient, Ticket, publish
 from paramserver.membership import LocalEtcd
+from paramserver.membership.local import free_port
 from protos.errors import Conflict, UnknownModel
 from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
@@ -98,7 +99,7 @@ async def test_a_trainer_refuses_an_etcd_that_was_replaced_until_that_one_goes_o
         first = await first_life.enter_async_context(LocalEtcd())
         port = int(first.endpoint.rpartition(":")[2])
         with contextlib.closing(Relays(first.endpoint, tmp_path)) as relays:
-            a = await asyncio.to_thread(relays.start, "a")
+            a = await asyncio.to_thread(relays.start, "a", "--port", str(free_port()))
             address = a.ready["grpc"]
             async with client(a) as trainer:
                 for seed in (1, 2):

@@ -240,9 +240,13 @@ async def test_readers_in_a_race_with_fast_publishes_see_whole_versions_that_nev
     num = 12
     expected = {seed: save(weights(seed)) for seed in range(1, num + 1)}
     stop = time.monotonic() + 180.0
+    found: dict[str, list[int]] = {}
+
+    async def all_have_begun() -> bool:
+        return len(found) == 2 and all(found.values())
 
     async def read(address: str) -> list[int]:
-        versions: list[int] = []
+        versions = found[address] = []
         async with RelayClient(address) as relay:
             while (not versions or versions[-1] < num) and time.monotonic() < stop:
                 with contextlib.suppress(NotFound, UnknownModel):  # nothing is there yet
@@ -261,8 +265,13 @@ async def test_readers_in_a_race_with_fast_publishes_see_whole_versions_that_nev
         return versions
 
     async with RelayClient(head.ready["grpc"]) as relay:
+        tickets = [await publish(relay, MODEL, source_of(weights(1)), step=1, run="r")]
+        await tickets[0].wait_all(60.0)
         readers = [asyncio.create_task(read(daemon.ready["grpc"])) for daemon in (head, tail)]
-        tickets = [await publish(relay, MODEL, source_of(weights(seed)), step=seed, run="r") for seed in expected]
+        await until(all_have_begun, "both read the first")
+        tickets += [
+            await publish(relay, MODEL, source_of(weights(seed)), step=seed, run="r") for seed in range(2, num + 1)
+        ]
         for ticket in tickets:
             await ticket.wait_sealed(60.0)
         for versions in await asyncio.gather(*readers):
@@ -281,12 +290,17 @@ async def test_the_number_of_calls_does_not_grow_with_the_number_of_tensors(rela
             return await super().call(reply)
 
     relay = relays.start("a")
-    counts = []
     async with Counting(relay.ready["grpc"]) as client:
-        for step, num_tensors in enumerate((1, 1, 500)):  # the first also finds the master and claims the run
+
+        async def calls(num_tensors: int) -> int:
             tensors = [TensorSource(f"w{n}", "U8", (8,), lambda: memoryview(b"12345678")) for n in range(num_tensors)]
             before = client.num_calls
-            ticket = await publish(client, MODEL, tensors, step=step, run="r")
-            counts.append(client.num_calls - before)
+            ticket = await publish(client, MODEL, tensors, step=1, run="r")
+            num_calls = client.num_calls - before
             await ticket.wait_sealed(60.0)
-    assert counts[1] == counts[2] <= 3
+            return num_calls
+
+        await calls(1)  # finds the master and claims the run
+        # The least of three: while a busy machine keeps an answer back for a second, it is asked for the master again.
+        few, many = [min([await calls(num_tensors) for _ in range(3)]) for num_tensors in (1, 500)]
+    assert few == many <= 3

@@ -42,14 +42,14 @@ def live(seed, faults_s):
     raise RuntimeError("told")
 
 tier.live = live
-print(len(sim.run([(seed, 1.0) for seed in range(50)], 2, 0.3)))
+print(len(sim.run([(seed, 1.0) for seed in range(50)], 2, 3.0)))
 """
 
 
 def test_a_budget_that_is_used_up_breaks_off_no_story(tmp_path: Path) -> None:
     """One that is killed leaves its relays' pools in shared memory."""
     command = [sys.executable, "-c", LIVES_SLOWLY, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     begun = [path.suffix for path in tmp_path.iterdir()]
     assert 2 <= len(begun) < 50
     assert set(begun) == {".ended"}
@@ -70,7 +70,7 @@ def _simulate(*arguments: str) -> dict[str, int]:
         *arguments,
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=170, check=False, env={**os.environ, "PYTHONHASHSEED": "0"}
+        command, capture_output=True, text=True, timeout=500, check=False, env={**os.environ, "PYTHONHASHSEED": "0"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.strip().splitlines()[-1]
