@@ -12,8 +12,9 @@ from typing import Any, Literal, Protocol, Self
 
 from gateway.core.joining import Call
 from gateway.core.tree import TurnTree
-from gateway.core.types import History, LogprobsKind, Segment, SessionId, TokenDelta, TurnRequest, VersionChange
+from gateway.core.types import History, LogprobsKind, SessionId, TokenDelta, TurnRequest
 from protos.engines import ENGINE_KINDS
+from protos.trajectories import Segment, VersionChange
 
 IdentitySource = Literal["url", "api_key", "header", "body", "none"]
 Message = Mapping[str, Any]

@@ -7,9 +7,10 @@ with Publisher("127.0.0.1:7070") as publisher, ExperienceReader("http://127.0.0.
 """
 
 from paramserver.client import RefusedLoad
+from protos.trajectories import Segment, Trajectory
 from trainer_client.experience import AsyncExperienceReader, Batch, ExperienceReader, Wanted
 from trainer_client.publisher import AsyncPublisher, AsyncTicket, Publisher, PublisherStatus, Ticket, Wait
-from trainer_client.trajectories import Packed, PackedTensors, Segment, Trajectory, pack
+from trainer_client.trajectories import Packed, PackedTensors, pack
 
 __all__ = [
     "AsyncExperienceReader",

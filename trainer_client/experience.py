@@ -24,8 +24,9 @@ import msgspec
 
 from protos.decoding import decode_json
 from protos.errors import BY_CODE, Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
+from protos.trajectories import Trajectory
 from trainer_client.loop import LoopThread
-from trainer_client.trajectories import Packed, Trajectory, pack
+from trainer_client.trajectories import Packed, pack
 
 log = logging.getLogger(__name__)
 

@@ -11,92 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from protos.errors import InvalidRequest
+from protos.trajectories import Trajectory
 
 if TYPE_CHECKING:
     import torch
-
-
-class SampledWith(msgspec.Struct, frozen=True):
-    """How a segment was sampled.
-
-    `logprobs`: "policy" (of that distribution), "raw" (the model's), "untruncated" (before top-p, top-k and min-p) or
-    "greedy".
-    """
-
-    temperature: float
-    top_p: float
-    top_k: int
-    presence_penalty: float
-    frequency_penalty: float
-    constrained: bool
-    logprobs: str
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] = {}
-
-
-class VersionChange(msgspec.Struct, frozen=True):
-    """The session's version was lost, and it went on under another one."""
-
-    turn: int
-    turn_id: str
-    from_version: int
-    to_version: int
-    reason: str
-
-
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of tokens of one turn, made by one engine under one version; `end` is exclusive."""
-
-    turn: int
-    engine: str
-    incarnation: str
-    version: int
-    start: int
-    end: int
-    cause: str  # "start" | "move" | "cut"
-    started_unix_s: float
-    ended_unix_s: float
-    seed: int | None = None
-    sampled_with: SampledWith | None = None
-    evidence: str = "none"  # for its version: "told" by the engine, "looked" at afterwards, "none"
-    dtype: str = ""  # what the engine computes in; empty: it does not tell
-
-
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One path through a finished session. Fields that a later gateway adds are ignored."""
-
-    session_id: str
-    group_id: str
-    sample_index: int
-    reward: float
-    status: str  # "completed" | "truncated"
-    mixed: bool  # more than one version sampled its tokens
-    split: Literal["train", "eval"]
-    token_ids: list[int]
-    logprobs: list[float]  # 0.0 where loss_mask is 0
-    loss_mask: list[int]
-    versions: list[int]  # -1 where loss_mask is 0
-    turns: int
-    segments: list[Segment]
-    started_unix_s: float
-    finished_unix_s: float
-    tags: dict[str, str] = msgspec.field(default_factory=dict)
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    leaf: int = 0  # which path of a session with branches; what it shares with an earlier one is masked in it
-    leaves: int = 1
-    version_policy: Literal["segment", "strict", "fail"] = "segment"
-    version_changes: list[VersionChange] = msgspec.field(default_factory=list)
-    turn_ids: list[str] = msgspec.field(default_factory=list)  # of the path
-    own_reward: bool = False  # the leaf's, not the session's
-    turn_rewards: list[float | None] = msgspec.field(default_factory=list)  # by turn of the path; empty: none given
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from msgspec import Meta
 from gateway.api.answers import answer_json
 from gateway.api.bodies import Count, decode
 from gateway.api.errors import BadField
-from gateway.core.types import Trajectory
 from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer, check_wanted
+from protos.trajectories import Trajectory
 
 MSGPACK = "application/msgpack"
 TRAJECTORIES_MAX = 4096

@@ -17,13 +17,14 @@ from gateway.api.errors import BadField
 from gateway.core.endings import Finish, Finished, How
 from gateway.core.rewards import Given
 from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionChange, VersionPolicy
+from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionPolicy
 from gateway.fleet.pins import VersionPins
 from gateway.runtime.clock import unix_s
 from gateway.sessions.endings import Endings
 from gateway.sessions.group_orders import Groups
 from gateway.sessions.registry import SessionRegistry
 from protos.errors import InvalidRequest
+from protos.trajectories import VersionChange
 
 PRIORITY_MAX = 1000
 GroupName = Annotated[str, Meta(max_length=256)]

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.core.sessions import SessionState
-from gateway.core.types import Trajectory, TurnId
+from gateway.core.types import TurnId
 from protos.errors import InvalidRequest
+from protos.trajectories import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

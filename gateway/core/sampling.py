@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
-from gateway.core.types import LogprobsKind, SampledWith, SamplingParams, TurnRequest
+from gateway.core.types import LogprobsKind, SamplingParams, TurnRequest
 from protos.engines import ENGINE_KINDS
+from protos.trajectories import SampledWith
 
 TELL_TRUNCATED = frozenset(ENGINE_KINDS) - {"sglang"}
 """Kinds of engines whose logprobs can be of the distribution after truncation; SGLang's are of the one before it."""

@@ -9,8 +9,9 @@ from typing import Literal
 from gateway.core.fleet import EngineState, FleetState, Wanted
 from gateway.core.order import Load, Pool
 from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import EngineName, SessionId, TurnId, Version, VersionChange
+from gateway.core.types import EngineName, SessionId, TurnId, Version
 from gateway.core.waiting import UNKNOWN_S
+from protos.trajectories import VersionChange
 
 LEAD_MAX = 0.25
 """Share of B that an engine may run more than the least loaded one for the sake of a prefix: below B decoding is bound

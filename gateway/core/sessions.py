@@ -23,15 +23,14 @@ from gateway.core.types import (
     History,
     SessionId,
     Split,
-    Trajectory,
     TurnId,
     TurnRecord,
     TurnRequest,
     Version,
-    VersionChange,
     VersionPolicy,
 )
 from protos.errors import Conflict, OutOfCapacity
+from protos.trajectories import Trajectory, VersionChange
 
 Phase = Literal["live", "finished", "abandoned"]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.types import FinishReason, Segment, TurnId, TurnRecord
+from gateway.core.types import FinishReason, TurnId, TurnRecord
+from protos.trajectories import Segment
 
 Message = Mapping[str, Any]
 

@@ -12,6 +12,8 @@ from typing import Literal, NewType
 
 import msgspec
 
+from protos.trajectories import Segment
+
 SessionId = NewType("SessionId", str)
 GroupId = NewType("GroupId", str)
 TurnId = NewType("TurnId", str)
@@ -112,92 +114,6 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     segment: int
     top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None = None
     finish_reason: FinishReason | None = None
-
-
-class SampledWith(msgspec.Struct, frozen=True):
-    """What a trainer needs to know of how a segment was sampled. `logprobs` are of that distribution, unless `kind`:
-
-    `raw`: of the model's, before temperature, truncation and penalties; `untruncated`: after temperature and penalties,
-    before `top_p`, `top_k` and `min_p`; `greedy`: the likeliest token was taken.
-    """
-
-    temperature: float
-    top_p: float
-    top_k: int
-    presence_penalty: float
-    frequency_penalty: float
-    constrained: bool
-    logprobs: Literal["policy", "raw", "untruncated", "greedy"]
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] = {}  # by token id
-
-
-class VersionChange(msgspec.Struct, frozen=True):
-    """A session's version was lost, and it went on under another one."""
-
-    turn: int
-    turn_id: str
-    from_version: int
-    to_version: int
-    reason: str
-
-
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of tokens of one turn. `start` and `end` index the session's token ids, end exclusive.
-
-    `dtype`: what the engine computes in; empty: it does not tell. A greedy turn whose segments differ in it is not the
-    turn that one engine alone would have made.
-    """
-
-    turn: int
-    engine: str
-    incarnation: str
-    version: int
-    start: int
-    end: int
-    cause: SegmentCause
-    started_unix_s: float
-    ended_unix_s: float
-    seed: int | None = None
-    sampled_with: SampledWith | None = None
-    evidence: Evidence = "none"
-    dtype: str = ""
-
-
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One path through a finished session as a trainer reads it; the lists per token have equal length.
-
-    A session whose history was edited, or that had turns side by side, gives one for each leaf: what they share is
-    masked in all but the first, so that every sampled token is trained on once.
-    """
-
-    session_id: str
-    group_id: str
-    sample_index: int
-    reward: float
-    status: str  # "completed" | "truncated"
-    mixed: bool  # more than one version sampled its tokens
-    split: Split
-    token_ids: list[int]
-    logprobs: list[float]  # behaviour policy's; 0.0 where loss_mask is 0
-    loss_mask: list[int]  # 1: sampled by the policy, and not trained on in an earlier leaf
-    versions: list[int]  # -1 where loss_mask is 0
-    turns: int
-    segments: list[Segment]
-    started_unix_s: float
-    finished_unix_s: float
-    tags: dict[str, str] = msgspec.field(default_factory=dict)
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    leaf: int = 0  # which path of the session, in the order in which they ended
-    leaves: int = 1
-    version_policy: VersionPolicy = "segment"
-    version_changes: list[VersionChange] = msgspec.field(default_factory=list)
-    turn_ids: list[str] = msgspec.field(default_factory=list)  # of the path; an answer's id without its prefix
-    own_reward: bool = False  # the leaf's, not the session's
-    turn_rewards: list[float | None] = msgspec.field(
-        default_factory=list
-    )  # by turn of the path; empty: none were given
 
 
 @dataclass(slots=True)

@@ -22,7 +22,6 @@ from itertools import chain, compress
 
 import msgspec
 
-from gateway.core.types import Trajectory
 from gateway.experience import rows
 from gateway.experience.filters import of_equal_rewards
 from gateway.experience.leases import BufferState, Entry, LeaseState
@@ -32,6 +31,7 @@ from gateway.store.damage import leaving_out
 from gateway.store.database import Database, Operation
 from protos.decoding import decode_msgpack
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity
+from protos.trajectories import Trajectory
 
 CAPACITY = 65_536
 LEASE_S = 600.0

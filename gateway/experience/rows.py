@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from gateway.core.types import Trajectory
 from gateway.experience.leases import Entry
 from gateway.runtime.clock import unix_s
 from gateway.store.damage import leaving_out, reading
 from protos.decoding import decode_msgpack
+from protos.trajectories import Trajectory
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS trajectories(

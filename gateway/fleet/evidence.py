@@ -20,9 +20,10 @@ from typing import Protocol
 import msgspec
 
 from gateway.core.fleet import EngineState
-from gateway.core.types import EngineName, Segment
+from gateway.core.types import EngineName
 from gateway.engines.base import EngineAdapter, EngineFailed, version_of
 from gateway.runtime.clock import unix_s
+from protos.trajectories import Segment
 
 log = logging.getLogger(__name__)
 

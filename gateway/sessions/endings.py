@@ -23,7 +23,7 @@ from gateway.core.groups import GiveUp, Resample
 from gateway.core.lengths import SessionDurations
 from gateway.core.rewards import Given, note, revised, turn_of
 from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import GroupId, SessionId, Trajectory
+from gateway.core.types import GroupId, SessionId
 from gateway.experience import ExperienceBuffer
 from gateway.runtime.clock import unix_s
 from gateway.runtime.orders import Orders
@@ -36,6 +36,7 @@ from gateway.store.database import Operation
 from gateway.store.groups import Group
 from gateway.store.sessions import SessionStore
 from protos.errors import Conflict, LaminarError
+from protos.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from gateway.config import GatewayConfig
 from gateway.core.admission import Reader, Readers, WaitingGroup, stranded, waiting_groups
 from gateway.core.scheduler import Admission
-from gateway.core.types import Trajectory
 from gateway.core.waiting import Pace, retry_for_a_batch
 from gateway.experience import ExperienceBuffer
 from gateway.experience.readers import KeptReader, ReaderStore
 from gateway.sessions.registry import SessionRegistry
+from protos.trajectories import Trajectory
 
 GROUPS_TOLD_MAX = 20
 """In the status."""

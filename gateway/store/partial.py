@@ -24,11 +24,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.core.types import Segment, SessionId, TopLogprob, TurnId, TurnRecord, TurnRequest
+from gateway.core.types import SessionId, TopLogprob, TurnId, TurnRecord, TurnRequest
 from gateway.store import partial_rows as store
 from gateway.store.database import Database, Operation
 from gateway.store.partial_rows import KeptTurn, Message, Outcome, Tokens, Unwritten
 from protos.errors import LaminarError, NotFound
+from protos.trajectories import Segment
 
 log = logging.getLogger(__name__)
 

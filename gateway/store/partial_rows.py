@@ -25,10 +25,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.core.types import Segment, SessionId, TopLogprob, TurnId, TurnRecord, TurnRequest
+from gateway.core.types import SessionId, TopLogprob, TurnId, TurnRecord, TurnRequest
 from gateway.store.damage import reading
 from protos.decoding import decode_msgpack
 from protos.errors import Corrupt
+from protos.trajectories import Segment
 
 log = logging.getLogger(__name__)
 

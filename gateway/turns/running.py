@@ -24,13 +24,7 @@ import msgspec
 
 from gateway.core.joining import Attention
 from gateway.core.sessions import SessionState
-from gateway.core.types import (
-    EngineName,
-    Segment,
-    TurnRecord,
-    TurnRequest,
-    VersionChange,
-)
+from gateway.core.types import EngineName, TurnRecord, TurnRequest
 from gateway.engines.base import RequestRefused
 from gateway.fleet.fleet import Fleet
 from gateway.runtime.counters import Counters
@@ -40,6 +34,7 @@ from gateway.turns.audience import CLAIM_S, Audience, TakeDelta
 from gateway.turns.driver import Driver
 from gateway.turns.transcript import Transcript
 from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable, VersionLost
+from protos.trajectories import Segment, VersionChange
 
 log = logging.getLogger(__name__)
 

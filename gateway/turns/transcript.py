@@ -13,20 +13,12 @@ import msgspec
 
 from gateway.core.fleet import EngineState
 from gateway.core.sampling import sampled_with, segment_sampling
-from gateway.core.types import (
-    Evidence,
-    FinishReason,
-    LogprobsKind,
-    Segment,
-    SegmentCause,
-    TopLogprob,
-    TurnRecord,
-    Version,
-)
+from gateway.core.types import Evidence, FinishReason, LogprobsKind, SegmentCause, TopLogprob, TurnRecord, Version
 from gateway.engines.base import EngineChunk, StreamCut, version_of
 from gateway.runtime.clock import unix_s
 from gateway.runtime.counters import Counters
 from gateway.store import PartialResponsePool, Timeline
+from protos.trajectories import Segment
 
 log = logging.getLogger(__name__)
 

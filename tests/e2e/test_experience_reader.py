@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from aiohttp import web
 
 from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
-from gateway.core import types as gateway_types
 from gateway.experience.buffer import ExperienceBuffer
 from gateway.store.database import Database
 from protos.errors import InvalidRequest, NotFound
@@ -43,7 +41,7 @@ async def reader(buffer: ExperienceBuffer) -> AsyncIterator[AsyncExperienceReade
 
 async def fill(buffer: ExperienceBuffer) -> None:
     for trajectory in (trajectory for group in GROUPS for trajectory in group):
-        await buffer.add(msgspec.convert(msgspec.to_builtins(trajectory), gateway_types.Trajectory))
+        await buffer.add(trajectory)
 
 
 async def test_whole_groups_arrive_as_they_were_recorded(

@@ -19,18 +19,17 @@ from gateway.core.tree import TurnTree
 from gateway.core.types import (
     EngineName,
     FinishReason,
-    Segment,
     SessionId,
     TokenDelta,
     TopLogprob,
     TurnRecord,
     TurnRequest,
     Version,
-    VersionChange,
 )
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.tokens import Codec
 from protos.errors import LaminarError
+from protos.trajectories import Segment, VersionChange
 
 
 @dataclass

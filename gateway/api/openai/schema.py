@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.core.types import Segment, VersionChange
+from protos.trajectories import Segment, VersionChange
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.types import FinishReason, Segment, TokenDelta, TopLogprob, TurnId, VersionChange
+from gateway.core.types import FinishReason, TokenDelta, TopLogprob, TurnId
 from gateway.ports import TurnRun
 from gateway.tokens import ReasoningParser, StreamDecoder, ToolCall, ToolCallParser
 from gateway.tokens.reasoning import ReasoningDelta
 from gateway.tokens.toolcalls import CLOSE, ToolDelta
+from protos.trajectories import Segment, VersionChange
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):

@@ -18,11 +18,12 @@ from pathlib import Path
 from unittest import mock
 
 from gateway.core.endings import Ended
-from gateway.core.types import GroupId, SamplingParams, SessionId, Trajectory, TurnId, TurnRequest
+from gateway.core.types import GroupId, SamplingParams, SessionId, TurnId, TurnRequest
 from gateway.experience import ExperienceBuffer
 from gateway.store import Database, PartialResponsePool
 from gateway.store.sessions import SessionStore
 from gateway.store.sync import Syncer
+from protos.trajectories import Trajectory
 from tests.bench.figures import ROUNDS, Figure, median
 
 TURNS, TOKENS_S, FINISHES_S = 64, 50, 100

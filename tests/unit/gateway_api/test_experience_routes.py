@@ -12,10 +12,10 @@ from aiohttp import web
 
 from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
-from gateway.core.types import Trajectory
 from gateway.experience import ExperienceBuffer
 from gateway.store import Database
 from protos.errors import NotFound
+from protos.trajectories import Trajectory
 from tests.support.turns import serving_app
 from trainer_client import AsyncExperienceReader
 

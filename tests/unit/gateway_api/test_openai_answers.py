@@ -15,9 +15,10 @@ import pytest
 
 from gateway.api.openai import events
 from gateway.api.openai.schema import ChatCompletion, Completion
-from gateway.core.types import TurnRequest, VersionChange
+from gateway.core.types import TurnRequest
 from gateway.tokens import Codec
 from protos.errors import OutOfCapacity, Unavailable
+from protos.trajectories import VersionChange
 from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
 

@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gateway.core import sessions
 from gateway.core.sessions import SessionState
 from gateway.core.tree import PathRecord
-from gateway.core.types import SamplingParams, Segment, SessionId, Trajectory, TurnId, TurnRecord, TurnRequest
+from gateway.core.types import SamplingParams, SessionId, TurnId, TurnRecord, TurnRequest
 from protos.errors import Conflict, OutOfCapacity
+from protos.trajectories import Segment, Trajectory
 from tests.unit.gateway_core.helpers import session
 
 TURNS = itertools.count()

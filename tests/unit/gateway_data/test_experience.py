@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.types import Segment, Trajectory
 from gateway.experience import ExperienceBuffer
 from gateway.experience.leases import BufferState, Entry
 from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
+from protos.trajectories import Segment, Trajectory
 
 
 def trajectory(name: str, version: int = 1, group: str = "g", split: str = "train") -> Trajectory:
@@ -239,7 +239,7 @@ CHILD = textwrap.dedent(
     """
     import asyncio, sys
     from pathlib import Path
-    from gateway.core.types import Trajectory
+    from protos.trajectories import Trajectory
     from gateway.experience import ExperienceBuffer
     from gateway.store import Database
 

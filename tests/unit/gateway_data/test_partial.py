@@ -17,13 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.types import SamplingParams, Segment, SessionId, TopLogprob, TurnId, TurnRequest
+from gateway.core.types import SamplingParams, SessionId, TopLogprob, TurnId, TurnRequest
 from gateway.experience import ExperienceBuffer
 from gateway.store import Database, PartialResponsePool, partial_rows
 from gateway.store import partial as partial_module
 from gateway.store.sessions import SessionStore
 from protos.decoding import decode_msgpack
 from protos.errors import Corrupt, LaminarError, NotFound, Unavailable
+from protos.trajectories import Segment
 from tests.unit.gateway_data.disk import Disk, until
 
 

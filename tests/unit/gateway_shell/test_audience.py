@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.types import SamplingParams, Segment, SessionId, TokenDelta, TurnId, TurnRecord, TurnRequest
+from gateway.core.types import SamplingParams, SessionId, TokenDelta, TurnId, TurnRecord, TurnRequest
 from gateway.turns import audience as audience_module
 from gateway.turns.audience import UNREAD_TOKENS_MAX, Audience
 from protos.errors import Conflict
+from protos.trajectories import Segment
 
 
 def turn() -> tuple[TurnRecord, Audience]:

@@ -11,10 +11,11 @@ import aiohttp
 import pytest
 
 from gateway.core.endings import Finish
-from gateway.core.types import SessionId, TokenDelta, Trajectory
+from gateway.core.types import SessionId, TokenDelta
 from gateway.experience import ExperienceBuffer
 from gateway.turns.running import RunningTurn
 from protos.errors import Conflict, Unavailable
+from protos.trajectories import Trajectory
 from tests.support.cutting_engine import MODEL, CuttingEngine, until
 from tests.unit.gateway_shell.shell import read, shell
 from tests.unit.gateway_shell.test_groups import rolled_out

@@ -9,10 +9,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.core.types import SessionId, Trajectory
+from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
 from gateway.sessions.endings import Endings
 from gateway.store import Database
+from protos.trajectories import Trajectory
 from tests.support.cutting_engine import CuttingEngine, until
 from tests.unit.gateway_shell.test_rewards import SAMPLE, post, turn
 from tests.unit.gateway_shell.test_status import gateway, get

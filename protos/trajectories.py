@@ -1,0 +1,98 @@
+"""Trajectories as the gateway records them and trainers read them: the structs that both share.
+
+Fields that a later gateway adds are ignored, and words that it adds (of `cause`, `evidence`, `logprobs`, `status`) are
+read as they are: both sides need not be of one release.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class SampledWith(msgspec.Struct, frozen=True):
+    """How a segment was sampled.
+
+    `logprobs` are of that distribution ("policy"), unless they are "raw" (of the model's, before temperature,
+    truncation and penalties), "untruncated" (before `top_p`, `top_k` and `min_p`), or "greedy" (the likeliest token).
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    presence_penalty: float
+    frequency_penalty: float
+    constrained: bool
+    logprobs: str
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = {}  # by token id
+
+
+class VersionChange(msgspec.Struct, frozen=True):
+    """A session's version was lost, and it went on under another one."""
+
+    turn: int
+    turn_id: str
+    from_version: int
+    to_version: int
+    reason: str
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of tokens of one turn, made by one engine under one version. `start` and `end` index the trajectory's token
+    ids (in a turn's record those of the turn), end exclusive.
+
+    `evidence` for the version: "told" by the engine with the tokens, "looked" (a look at the engine afterwards found
+    the same incarnation and version), "contradicted" (found another version), or "none".
+    `dtype`: what the engine computes in; empty if it does not report it. A greedy turn whose segments differ in it is
+    not the turn that one engine alone would have made.
+    """
+
+    turn: int
+    engine: str
+    incarnation: str
+    version: int
+    start: int
+    end: int
+    cause: str  # "start" | "move" | "cut"
+    started_unix_s: float
+    ended_unix_s: float
+    seed: int | None = None
+    sampled_with: SampledWith | None = None
+    evidence: str = "none"
+    dtype: str = ""
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One path through a finished session; the lists per token have equal length.
+
+    A session whose history was edited, or that had turns side by side, gives one for each leaf: what they share is
+    masked in all but the first, so that every sampled token is trained on once.
+    """
+
+    session_id: str
+    group_id: str
+    sample_index: int
+    reward: float
+    status: str  # "completed" | "truncated"
+    mixed: bool  # more than one version sampled its tokens
+    split: Literal["train", "eval"]
+    token_ids: list[int]
+    logprobs: list[float]  # of the behaviour policy; 0.0 where loss_mask is 0
+    loss_mask: list[int]  # 1: sampled by the policy, and not trained on in an earlier leaf
+    versions: list[int]  # -1 where loss_mask is 0
+    turns: int
+    segments: list[Segment]
+    started_unix_s: float
+    finished_unix_s: float
+    tags: dict[str, str] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    leaf: int = 0  # which path of the session, in the order in which they ended
+    leaves: int = 1
+    version_policy: Literal["segment", "strict", "fail"] = "segment"
+    version_changes: list[VersionChange] = msgspec.field(default_factory=list)
+    turn_ids: list[str] = msgspec.field(default_factory=list)  # of the path; an answer's id without its prefix
+    own_reward: bool = False  # the leaf's, not the session's
+    turn_rewards: list[float | None] = msgspec.field(default_factory=list)  # by turn of the path; empty: none given
