@@ -230,7 +230,7 @@ def _enough(found: Mapping[str, Any], least: Mapping[str, float]) -> bool:
 
 
 async def _until_serving(http: aiohttp.ClientSession, url: str, count: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while True:
         async with http.get(f"{url}/status") as response:
             status = await response.json()
