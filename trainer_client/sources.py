@@ -17,30 +17,10 @@ import numpy as np
 
 from paramserver.client import DTYPES, TensorSource
 from protos.errors import InvalidRequest
+from trainer_client.dtypes import NUMPY_DTYPES, unsupported_dtype
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """A state dict, or pairs (name, tensor), of torch tensors or numpy arrays."""
-
-NUMPY_DTYPES: dict[str, str] = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",  # this and the float8 kinds are ml_dtypes' extension of numpy
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""numpy dtype name to safetensors dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +144,3 @@ def _numpy_reader(array: np.ndarray[Any, Any]) -> Callable[[], memoryview]:
         return memoryview(flat)
 
     return read
-
-
-def unsupported_dtype(name: str, dtype: str, supported: Iterable[str]) -> InvalidRequest:
-    """The refusal that names the tensor, its dtype and every dtype that would do."""
-    return InvalidRequest(
-        f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold",
-        hint=f"convert it first; supported: {', '.join(sorted(supported))}",
-    )

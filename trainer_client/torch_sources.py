@@ -15,7 +15,7 @@ import torch
 
 from paramserver.client import TensorSource
 from protos.errors import InvalidRequest
-from trainer_client.sources import unsupported_dtype
+from trainer_client.dtypes import unsupported_dtype
 
 TORCH_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from protos.errors import InvalidRequest
-from trainer_client.sources import DTYPES, NUMPY_DTYPES, source_bytes, sources_of
+from trainer_client.dtypes import NUMPY_DTYPES
+from trainer_client.sources import DTYPES, source_bytes, sources_of
 from trainer_client.torch_sources import TORCH_DTYPES
 
 
