@@ -21,6 +21,8 @@ from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
 
 EOS = 2
+TRIES = 5
+"""A pause of the whole machine is one of the loop, too."""
 
 
 async def longest_pause(task: asyncio.Task[Any]) -> float:
@@ -34,7 +36,7 @@ async def longest_pause(task: asyncio.Task[Any]) -> float:
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 async def test_a_large_prompt_is_tokenised_beside_everything_else(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, threads = codecs.qwen25(), []
+    codec, threads = codecs.qwen25(), list[tuple[int, float]]()
     text = "The answer is 42; call the calculator to be sure. " * 30_000  # 1.5 MB
     asked: dict[str, Any] = {"model": "policy", "max_tokens": 1}
     asked |= {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
@@ -42,10 +44,11 @@ async def test_a_large_prompt_is_tokenised_beside_everything_else(path: str, mon
     turns = ScriptedTurns(lambda request: Script([EOS]), context_tokens=1 << 30)
     encode = Codec.encode
 
-    def encoding(self: Codec, text: str, **how: Any) -> list[int]:
+    def encoding(self: Codec, text_: str, **how: Any) -> list[int]:
         began = time.perf_counter()
-        ids = encode(self, text, **how)
-        threads.append((threading.get_ident(), time.perf_counter() - began, len(text)))
+        ids = encode(self, text_, **how)
+        if len(text_) >= len(text):
+            threads.append((threading.get_ident(), time.perf_counter() - began))
         return ids
 
     monkeypatch.setattr(Codec, "encode", encoding)
@@ -56,12 +59,18 @@ async def test_a_large_prompt_is_tokenised_beside_everything_else(path: str, mon
                 await answer.read()
                 return answer.status
 
-        task = asyncio.create_task(ask())
-        pause = await longest_pause(task)
-        assert task.result() == 200
-    [(thread, took, _)] = [called for called in threads if called[2] >= len(text)]
-    assert thread != threading.get_ident()
-    assert pause < took / 2, f"the loop stood still for {pause:.3f} s, of {took:.3f} s of tokenising"
+        paused: list[str] = []
+        for _ in range(TRIES):
+            threads.clear()
+            task = asyncio.create_task(ask())
+            pause = await longest_pause(task)
+            assert task.result() == 200
+            [(thread, took)] = threads
+            assert thread != threading.get_ident()
+            if pause < took / 2:
+                return
+            paused.append(f"{pause:.3f} s, of {took:.3f} s of tokenising")
+    raise AssertionError(f"the loop stood still for {paused}")
 
 
 @pytest.mark.parametrize("codec", [codecs.tiny, codecs.sentencepiece], ids=lambda codec: codec.__name__)
