@@ -97,7 +97,7 @@ async def gateway(
                 tokenizer=Path(model),
                 data=directory,
                 engines=tuple(specs),
-                stall_timeout_s=0.5,
+                stall_timeout_s=2.0,  # of a look at an engine, too: longer than most pauses of a busy machine
                 poll_interval_s=0.1,
                 dead_after_polls=1,
             )
