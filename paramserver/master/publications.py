@@ -108,12 +108,16 @@ class Publications:
         while model not in seat.view.masters:
             if time.monotonic() > deadline:
                 raise Unavailable(f"no relay became master of {model} in 10 s", hint="see `paramserver status`")
-            if seat.member.publish_host and model not in seat.view.models:
-                if await seat.campaign(model):
-                    await self.presiding.settle(model)
-            else:
+            try:
+                if seat.member.publish_host and model not in seat.view.models:
+                    if await seat.campaign(model):
+                        await self.presiding.settle(model)
+                    continue
                 await seat.want(model)
-                await asyncio.sleep(ROOM_POLL_S)
+            except Unavailable:  # busy for a moment, or away: a trainer's first publish would end with it
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(ROOM_POLL_S)
         return seat.view.masters[model].master.name
 
     async def drop(self, model: str) -> list[int]:

@@ -23,7 +23,8 @@ NUM_FILES = 16
 SIZE = parse_bytes(os.environ.get("LAMINAR_TEST_ANNOUNCE", "2GiB"))
 """Of the announced version; its relay takes a quarter more. 20GiB shows it at the size of a real model."""
 POOLS = os.environ.get("LAMINAR_TEST_POOLS", "/dev/shm")
-LATE_S_MAX = 0.2
+SHARE_MIN = 0.25
+"""Of the answers that an idle relay gives meanwhile: one that waits for the kernel itself gives hardly any."""
 
 
 class Pulse:
@@ -55,8 +56,8 @@ def pool_dir() -> Iterator[Path]:
 
 @pytest.mark.slow
 async def test_no_heartbeat_is_late_while_a_large_version_gets_its_memory(pool_dir: Path, relays: Relays) -> None:
-    """An idle relay beside it shows how late this machine makes any answer."""
-    flags = ("--lease-ttl-s", "3", "--pool-dir", str(pool_dir / "pool"))
+    """An idle relay beside it shows how many answers this machine has time for."""
+    flags = ("--lease-ttl-s", "15", "--pool-dir", str(pool_dir / "pool"))
     relay = relays.start("a", *flags, pool_bytes=str(SIZE + SIZE // 4), ready_within_s=600.0)
     idle = relays.start("idle", "--no-publish-host", pool_bytes="16MiB")
     async with RelayClient(relay.ready["grpc"]) as client, RelayClient(idle.ready["grpc"]) as beside:
@@ -71,9 +72,9 @@ async def test_no_heartbeat_is_late_while_a_large_version_gets_its_memory(pool_d
         assert all(isinstance(result, asyncio.CancelledError) for result in results), results
         assert len(opened.files) == NUM_FILES + 1
         assert "memory for the next version of policy: " in relay.log(), "it was allocated while this looked"
-        late_s, usual_s = (pulse.late_s for pulse in pulses)
-        print(f"{pulses[0].num} answers, at worst after {late_s:.3f} s; of the idle relay {usual_s:.3f} s")
-        assert late_s - usual_s < LATE_S_MAX
+        busy, usual = pulses
+        print(f"{busy.num} answers, at worst after {busy.late_s:.3f} s; of the idle {usual.num}, {usual.late_s:.3f} s")
+        assert busy.num > SHARE_MIN * usual.num
         assert "lease" not in relay.log().partition("serves gRPC")[2]
 
 

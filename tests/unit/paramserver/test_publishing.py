@@ -356,6 +356,12 @@ async def test_a_relay_that_missed_the_drop_gives_up_what_was_dropped_and_nothin
     assert host.shown() == [2], "the record of the first is still there, and counts for nothing"
 
 
+async def test_a_registry_that_is_busy_for_a_moment_costs_the_first_publish_nothing(world: World, host: Host) -> None:
+    host.registry.about, host.registry.answers_lost = "/master", 1
+    assert await host.publishing.locate(MODEL) == "a"
+    assert host.registry.answers_lost == 0, "an answer was lost"
+
+
 async def test_there_are_only_so_many_models(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publications, "MODELS_MAX", 2)
     for model in ("one", "two", "one"):
