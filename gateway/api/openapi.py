@@ -42,6 +42,7 @@ from gateway.api.sessions import (
     SessionPhase,
 )
 from gateway.core.endings import Finish, Finished
+from gateway.core.parameters import PARAMETERS
 from gateway.operate.report import StatusReport
 
 Json = dict[str, Any]
@@ -201,14 +202,8 @@ _BOUNDS: dict[str, Json] = {
     "max_tokens": {"minimum": 1},
     "min_tokens": {"minimum": 0},
     "n": {"minimum": 1, "maximum": CHOICES_MAX},
-    "temperature": {"minimum": 0, "maximum": 2},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": 1 << 30},
     "seed": {"minimum": -(1 << 63), "maximum": (1 << 63) - 1},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    **{p.name: {"exclusiveMinimum" if p.low_excluded else "minimum": p.low, "maximum": p.high} for p in PARAMETERS},
 }
 _BOUNDS_OF: dict[type[msgspec.Struct], dict[str, Json]] = {
     ChatRequest: {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
+from gateway.core.parameters import distorting, truncating
 from gateway.core.types import LogprobsKind, SamplingParams, TurnRequest
 from protos.engines import ENGINE_KINDS
 from protos.trajectories import SampledWith
@@ -37,29 +38,14 @@ def segment_seed(seed: int, choice: int, turn: int, generated: int) -> int:
 
 def distorted(sampling: SamplingParams) -> list[str]:
     """The fields by which tokens are drawn from another distribution than the model's own, greedy apart."""
-    found = {
-        "temperature": sampling.temperature not in (0.0, 1.0),
-        "top_p": sampling.top_p < 1.0,
-        "top_k": sampling.top_k > 0,
+    others = {
         "min_tokens": sampling.min_tokens > 0,
-        "presence_penalty": sampling.presence_penalty != 0.0,
-        "frequency_penalty": sampling.frequency_penalty != 0.0,
-        "repetition_penalty": sampling.repetition_penalty != 1.0,
-        "min_p": sampling.min_p > 0.0,
         "logit_bias": bool(sampling.logit_bias),
         "response_format": bool(sampling.json_schema),
         "structured_outputs": bool(sampling.regex),
         "tool_choice": bool(sampling.structural_tag),
     }
-    return [name for name, does in found.items() if does]
-
-
-def truncating(sampling: SamplingParams) -> list[str]:
-    """The fields by which some tokens are never drawn; none in a greedy answer, which they do not change."""
-    if sampling.temperature == 0.0:
-        return []
-    found = {"top_p": sampling.top_p < 1.0, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0.0}
-    return [name for name, does in found.items() if does]
+    return [*distorting(sampling), *(name for name, does in others.items() if does)]
 
 
 def tied_by(sampling: SamplingParams) -> str:

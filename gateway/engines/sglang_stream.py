@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.core.parameters import sent
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import EngineChunk, NoLogprob, RequestRefused, StreamCut, TokenId
 from protos.errors import LaminarError
@@ -52,23 +53,12 @@ def generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request
     """The request. Stop strings are the gateway's to match; ids are wanted whole, special ones too."""
     params: dict[str, object] = {
         "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        **sent(sampling),
         "skip_special_tokens": False,
         "no_stop_trim": True,
     }
     if sampling.min_tokens:
         params["min_new_tokens"] = sampling.min_tokens
-    if sampling.top_k:
-        params["top_k"] = sampling.top_k
-    if sampling.presence_penalty:
-        params["presence_penalty"] = sampling.presence_penalty
-    if sampling.frequency_penalty:
-        params["frequency_penalty"] = sampling.frequency_penalty
-    if sampling.min_p:
-        params["min_p"] = sampling.min_p
-    if sampling.repetition_penalty != 1.0:
-        params["repetition_penalty"] = sampling.repetition_penalty
     if sampling.logit_bias:
         params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
     if sampling.json_schema:

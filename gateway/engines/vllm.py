@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from gateway.core.parameters import sent
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import (
     EngineChunk,
@@ -260,8 +261,7 @@ def _completion_body(
         "model": model,
         "prompt": prompt_ids,
         "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        **sent(sampling),
         "logprobs": sampling.top_logprobs,
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},  # tells events missed or doubled
@@ -275,16 +275,6 @@ def _completion_body(
         body["min_tokens"] = sampling.min_tokens
     if sampling.tokens_per_event > 1:
         body["stream_interval"] = sampling.tokens_per_event
-    if sampling.top_k:
-        body["top_k"] = sampling.top_k
-    if sampling.presence_penalty:
-        body["presence_penalty"] = sampling.presence_penalty
-    if sampling.frequency_penalty:
-        body["frequency_penalty"] = sampling.frequency_penalty
-    if sampling.min_p:
-        body["min_p"] = sampling.min_p
-    if sampling.repetition_penalty != 1.0:
-        body["repetition_penalty"] = sampling.repetition_penalty
     if sampling.logit_bias:
         body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
     if sampling.json_schema:

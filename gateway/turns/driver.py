@@ -19,8 +19,9 @@ from functools import partial
 
 from gateway.core.curves import Gaps
 from gateway.core.fleet import TurnLoad
+from gateway.core.parameters import truncating
 from gateway.core.prefixes import chain
-from gateway.core.sampling import kinds_for, segment_sampling, tied_by, truncating
+from gateway.core.sampling import kinds_for, segment_sampling, tied_by
 from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SegmentCause

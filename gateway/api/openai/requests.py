@@ -24,7 +24,8 @@ from gateway.api.openai.bodies import (
     _Common,
 )
 from gateway.api.openai.constraints import constraint
-from gateway.core.sampling import TELL_TRUNCATED, distorted, truncating
+from gateway.core.parameters import PARAMETERS, Parameter, truncating
+from gateway.core.sampling import TELL_TRUNCATED, distorted
 from gateway.core.types import SamplingParams
 from gateway.ports import Message, ModelInfo, SessionView
 from gateway.tokens import ToolFormat
@@ -253,11 +254,10 @@ def sampling(
     vocab_size: int = 1 << 31,
 ) -> SamplingParams:
     """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
-    presence = in_range("presence_penalty", body.presence_penalty, -2.0, 2.0) or 0.0
-    frequency = in_range("frequency_penalty", body.frequency_penalty, -2.0, 2.0) or 0.0
-    repetition = _repetition(body.repetition_penalty)
+    numbers = {parameter.name: _number(body, parameter) for parameter in PARAMETERS}
     # vLLM's repetition penalty counts the prompt, too, and what was generated is in that when a turn goes on elsewhere.
-    counts = bool(presence or frequency) or (repetition != 1.0 and "sglang" in model.kinds)
+    counts = bool(numbers["presence_penalty"] or numbers["frequency_penalty"])
+    counts = counts or (numbers["repetition_penalty"] != 1.0 and "sglang" in model.kinds)
     held = constraint(body, model, tool_format)
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
@@ -274,18 +274,12 @@ def sampling(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=in_range("min_tokens", body.min_tokens, 0, max_tokens) or 0,
-        temperature=_default(in_range("temperature", body.temperature, 0.0, 2.0), 1.0),
-        top_p=_top_p(body.top_p),
-        top_k=max(0, in_range("top_k", body.top_k, -1, 1 << 30) or 0),
+        **numbers,
         seed=in_range("seed", body.seed, -(1 << 63), (1 << 63) - 1),
         stop=_stops(body.stop),
         stop_token_ids=_stop_ids(body.stop_token_ids, vocab_size),
         ignore_eos=body.ignore_eos,
         top_logprobs=top,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        min_p=in_range("min_p", body.min_p, 0.0, 1.0) or 0.0,
-        repetition_penalty=repetition,
         logit_bias=_biases(body.logit_bias, vocab_size),
         json_schema=held.json_schema,
         regex=held.regex,
@@ -293,6 +287,15 @@ def sampling(
         in_place=held.any or (counts and not model.penalties_move),
         tokens_per_event=max(tokens_per_event, in_range("stream_interval", body.stream_interval, 1, INTERVAL_MAX) or 1),
     )
+
+
+def _number(body: ChatRequest | CompletionRequest, parameter: Parameter) -> Any:
+    value = getattr(body, parameter.name)
+    if value is None or value == parameter.off:
+        return parameter.default
+    if not parameter.fits(value):
+        raise BadField(parameter.name, f"`{parameter.name}`={value} is out of range", hint=parameter.range)
+    return value
 
 
 def _max_tokens(body: ChatRequest | CompletionRequest, room: int) -> int:
@@ -314,12 +317,6 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
         if not 1 <= len(text) <= STOP_LENGTH_MAX:
             raise BadField("stop", f"a stop string of {len(text)} characters", hint=f"1 to {STOP_LENGTH_MAX}")
     return stops
-
-
-def _repetition(value: float | None) -> float:
-    if value is not None and not 0.0 < value <= 2.0:
-        raise BadField("repetition_penalty", f"`repetition_penalty`={value} is out of range", hint="above 0, at most 2")
-    return 1.0 if value is None else value
 
 
 def _biases(found: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -344,12 +341,6 @@ def _stop_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
             hint = f"ids are 0 to {vocab_size - 1}"
             raise BadField("stop_token_ids", f"token id {token_id} is not in the vocabulary", hint=hint)
     return tuple(ids)
-
-
-def _top_p(value: float | None) -> float:
-    if value is not None and not 0.0 < value <= 1.0:
-        raise BadField("top_p", f"`top_p`={value} is out of range", hint="above 0, at most 1")
-    return 1.0 if value is None else value
 
 
 def _default(value: Number | None, default: Number) -> Number:
