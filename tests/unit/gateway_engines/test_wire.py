@@ -282,7 +282,7 @@ async def test_bytes_that_nobody_takes_hold_the_engine_back_and_the_connection_s
 async def test_events_that_come_with_the_end_leave_the_connection_listening() -> None:
     many = b"".join(b"data: %d\n\n" % n for n in range(2 * EVENTS_WAITING_MAX))
     server = Server([HEAD + b"Content-Length: %d\r\n\r\n" % len(many) + many], [HEAD + b"Content-Length: 0\r\n\r\n"])
-    async with wire(server, stall_timeout_s=2.0) as made:
+    async with wire(server) as made:
         assert len(await read(made)) == 2 * EVENTS_WAITING_MAX
         assert await read(made) == []
         assert server.connections == 1
