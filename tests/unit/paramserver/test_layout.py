@@ -144,3 +144,21 @@ def test_a_tensor_of_more_dimensions_than_any_library_has_is_refused() -> None:
     assert plan_layout([TensorSpec("w", "U8", (1,) * 64)])
     with pytest.raises(InvalidRequest, match="tensor 'w' has 65 dimensions"):
         plan_layout([TensorSpec("w", "U8", (1,) * 65)])
+
+
+def test_a_layout_that_is_kept_is_that_of_the_very_same_tensors() -> None:
+    spec = TensorSpec("w", "F32", (2, 3))
+    others = [TensorSpec("v", "F32", (2, 3)), TensorSpec("w", "I32", (2, 3)), TensorSpec("w", "F32", (3, 2))]
+    asked: list[tuple[list[TensorSpec], dict[str, str] | None, int]] = [
+        ([spec], None, 100),
+        ([spec], {}, 100),
+        ([spec], {"format": "pt"}, 100),
+        *(([other], None, 100) for other in others),
+        ([spec, others[0]], None, 100),
+        ([spec, others[0]], None, 24),
+    ]
+    found = [plan_layout(specs, metadata=of, file_bytes_max=most) for specs, of, most in asked for _ in range(2)]
+    assert found[0::2] == found[1::2]
+    assert len({tuple((file.name, file.head) for file in files) for files in found}) == len(asked)
+    (head,) = found[0]
+    assert json.loads(head.head[8:]) == {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
