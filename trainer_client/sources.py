@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ def _looked_at(source: TensorSource) -> TensorSource:
             )
         return view
 
-    return TensorSource(source.name, source.dtype, source.shape, read)
+    return replace(source, read=read)
 
 
 def source_bytes(source: TensorSource) -> int:
@@ -134,7 +134,8 @@ def _numpy_source(name: str, array: np.ndarray[Any, Any]) -> tuple[TensorSource,
         raise unsupported_dtype(name, f"numpy {array.dtype.name}", NUMPY_DTYPES)
     address = array.__array_interface__["data"][0]
     identity = (address, array.shape, array.strides, dtype, array.dtype.byteorder) if array.size else name
-    return TensorSource(name, dtype, array.shape, _numpy_reader(array)), identity
+    resident = array.flags.c_contiguous and array.dtype == array.dtype.newbyteorder("<")
+    return TensorSource(name, dtype, array.shape, _numpy_reader(array), resident), identity
 
 
 def _numpy_reader(array: np.ndarray[Any, Any]) -> Callable[[], memoryview]:

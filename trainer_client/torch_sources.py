@@ -45,7 +45,8 @@ def source(name: str, tensor: torch.Tensor) -> tuple[TensorSource, object]:
     if dtype is None:
         raise unsupported_dtype(name, str(tensor.dtype), map(str, TORCH_DTYPES))
     data = tensor.detach()
-    return TensorSource(name, dtype, tuple(data.shape), _reader(data)), _identity(name, data)
+    plain = data.device.type == "cpu" and data.is_contiguous() and not (data.is_neg() or data.is_conj())
+    return TensorSource(name, dtype, tuple(data.shape), _reader(data), resident=plain), _identity(name, data)
 
 
 def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor) -> None:

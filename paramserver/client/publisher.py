@@ -58,12 +58,14 @@ COMMIT_AGAIN_S = 2.0
 @dataclass(frozen=True, slots=True)
 class TensorSource:
     """One tensor to publish: safetensors dtype ("BF16", "F32", ...) and shape; `read` gives its contiguous
-    little-endian bytes, valid while publish copies."""
+    little-endian bytes, valid while publish copies. `resident`: they lie in this host's memory, `read` returns at once.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[], memoryview]
+    resident: bool = False
 
 
 async def publish(
@@ -96,7 +98,6 @@ async def publish(
     specs = [TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     metadata = metadata or None  # the announcement cannot tell {} from none, and both sides must lay out the same
     files = plan_layout(specs, file_bytes_max=file_bytes_max, metadata=metadata)
-    reads = {tensor.name: tensor.read for tensor in tensors}
     request = pb.AnnounceRequest(
         model=model,
         run=run,
@@ -119,7 +120,7 @@ async def publish(
     master = await relay.last_master_of(model)  # a wrong address fails here, at once
     while True:
         try:
-            return await _publish_once(relay, master, request, files, reads, force_tcp=force_tcp)
+            return await _publish_once(relay, master, request, files, tensors, force_tcp=force_tcp)
         except Preparing as error:  # no fault of the master: it answers, and says how far it is
             if time.monotonic() > prepared_by:
                 raise
@@ -162,7 +163,7 @@ async def _publish_once(
     master: RelayClient,
     request: pb.AnnounceRequest,
     files: Sequence[FileLayout],
-    reads: dict[str, Callable[[], memoryview]],
+    tensors: Sequence[TensorSource],
     *,
     force_tcp: bool,
 ) -> Ticket:
@@ -175,7 +176,9 @@ async def _publish_once(
         _check_lineage(relay, model, opened)
         mine = [number for number, owner in enumerate(opened.owners) if owner == rank.index]
         layouts = dict(zip(mine, files, strict=False))  # alone, a rank's index is not written: the relay has one of all
-        image = Image([file.size_bytes for file in opened.files], layouts, reads, opened.chunk_bytes)
+        reads = {tensor.name: tensor.read for tensor in tensors}
+        resident = {tensor.name for tensor in tensors if tensor.resident}
+        image = Image([file.size_bytes for file in opened.files], layouts, reads, opened.chunk_bytes, resident)
         writing = asyncio.to_thread(_write, master, model, opened, image, force_tcp)
         digests = await _unless_replaced(relay, model, master, writing)
         root = version_root(_manifest(request, opened), digests) if rank.count == 1 else part_root(digests)

@@ -2,9 +2,9 @@
 
 Invariants:
 - every byte is copied once, and digested while it is copied;
-- several threads copy, each a few chunks at a time, in the order in which the chain wants them;
-- a tensor's `read` is called when its first byte is due; of the views that it gave the last used VIEWS_KEPT are kept,
-  so that threads at work on one tensor share one;
+- several threads copy, each a run of chunks at a time, in the order in which the chain wants them;
+- no chunk that is whole waits for the `read` of another tensor, unless that one lies in memory already;
+- a tensor's `read` is called when its first byte is due, and once: the view that it gave is kept until the next;
 - a `read` may take as long as it likes: the relay gets signs of life meanwhile, and the log names the tensor.
 """
 
@@ -17,8 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +35,12 @@ log = logging.getLogger(__name__)
 PUBLISH_STALL_S = 30.0
 MAPPINGS_MAX = 64
 COPY_THREADS_MAX = 4
-CHUNKS_PER_RUN = 4  # of one tensor, copied in one call and told together: one by one they take more processor time
+RUN_BYTES_MAX = 32 << 20  # copied in one call and told together; two threads take 3 ms, a hop of 5 GB/s twice that
 CHUNKS_PER_THREAD_MIN = 4
 TELL_S = 0.001  # told at once, 256 chunks took 14 ms of processor time from the 80 in which two cores copied them
 ALIVE_S = 1.0  # a relay takes a publisher that says nothing for some seconds to be hung
 REFUSAL_S = 1.0  # it was sent before the connection ended
 SLOW_READ_S = 10.0  # said then, and whenever it has taken twice as long as when it was said last
-VIEWS_KEPT = 2 * COPY_THREADS_MAX  # tensors being copied: each thread may be at another one
 
 Read = Callable[[], memoryview]
 
@@ -53,23 +51,45 @@ class _Segment:
     size_bytes: int
     read: Read
     what: str
+    resident: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Chunks that lie side by side in one file, and the pieces of each."""
+
+    chunks: list[Chunk]
+    pieces: list[list[memoryview]]
+
+    @property
+    def start(self) -> int:
+        return self.chunks[0].offset
+
+    @property
+    def end(self) -> int:
+        return self.chunks[-1].offset + self.chunks[-1].length
 
 
 class Image:
-    """The bytes that one publisher writes of a version, readable by chunk in order.
+    """The bytes that one publisher writes of a version, readable by chunk in order, by one thread at a time.
 
-    `sizes` of all files, `mine` by file number: a rank among several writes but its own.
+    `sizes` of all files, `mine` by file number: a rank among several writes but its own. `resident`: tensors whose
+    bytes lie in memory, so that their `read` returns at once.
     """
 
     def __init__(
-        self, sizes: Sequence[int], mine: Mapping[int, FileLayout], reads: dict[str, Read], chunk_bytes: int
+        self,
+        sizes: Sequence[int],
+        mine: Mapping[int, FileLayout],
+        reads: Mapping[str, Read],
+        chunk_bytes: int,
+        resident: Container[str] = (),
     ) -> None:
         self.chunks = ChunkMap(sizes, chunk_bytes)
         self.indices = [index for file in sorted(mine) for index in self.chunks.range_of(file)]
-        self._segments = {number: _segments(file, reads) for number, file in mine.items()}
+        self._segments = {number: _segments(file, reads, resident) for number, file in mine.items()}
         self._offsets = {n: [segment.offset for segment in segments] for n, segments in self._segments.items()}
-        self._views: OrderedDict[_Segment, memoryview] = OrderedDict()
-        self._loading = threading.Lock()
+        self._last: tuple[_Segment, memoryview] | None = None
         self.reading: tuple[str, float] | None = None  # the tensor whose `read` was called and has not returned, since
 
     def pieces(self, chunk: Chunk) -> Iterator[memoryview]:
@@ -89,52 +109,56 @@ class Image:
         """Copies the chunk into `target` and returns the digest of what was read: a bad copy will not match it."""
         return stream.through_caches(target[: chunk.length], list(self.pieces(chunk)))
 
-    def runs(self) -> Iterator[list[int]]:
-        """The numbers of the chunks in order, a few at a time that lie side by side in one file.
+    def runs(self, num_threads: int) -> Iterator[_Run]:
+        """All chunks in order, in runs to be copied by so many threads.
 
-        A run goes on only within a tensor: no chunk that is whole waits for another tensor's `read`.
+        Between two runs Python takes some 60 µs of processor time, as a run that was copied evicts it from the caches:
+        so runs are long. But the first ones, as the chain waits for them, and the last ones, or one thread would copy
+        the whole rest while the others have nothing to do.
         """
-        run: list[int] = []
-        for index in self.indices:
-            if run and (len(run) == CHUNKS_PER_RUN or not self._in_one_tensor(run[-1], index)):
-                yield run
-                run = []
-            run.append(index)
-        if run:
-            yield run
+        length_max, length, num_left = max(1, RUN_BYTES_MAX // self.chunks.chunk_bytes), 1, len(self.indices)
+        chunks = map(self.chunks.chunk, self.indices)
+        following = next(chunks, None)
+        while following is not None:
+            run, share = [following], num_left // (2 * num_threads)
+            while (following := next(chunks, None)) and len(run) < min(length, share):
+                if not self._goes_on(run[-1], following):
+                    break
+                run.append(following)
+            yield _Run(run, [list(self.pieces(chunk)) for chunk in run])
+            num_left, length = num_left - len(run), min(2 * length, length_max)
 
-    def _in_one_tensor(self, index: int, following: int) -> bool:
-        """Whether all of `following` is of the tensor in which `index` ends."""
-        before, after = self.chunks.chunk(index), self.chunks.chunk(following)
-        offsets = self._offsets[after.file]
-        last, end = before.offset + before.length - 1, after.offset + after.length - 1
-        return before.file == after.file and bisect.bisect(offsets, last) == bisect.bisect(offsets, end)
+    def _goes_on(self, chunk: Chunk, following: Chunk) -> bool:
+        """Whether `following` is of the same file, and waits for no `read` that `chunk` does not wait for."""
+        if chunk.file != following.file:
+            return False
+        offsets, segments = self._offsets[chunk.file], self._segments[chunk.file]
+        ends = (bisect.bisect(offsets, one.offset + one.length - 1) for one in (chunk, following))
+        return all(segment.resident for segment in segments[slice(*ends)])
 
     def _load(self, segment: _Segment) -> memoryview:
-        with self._loading:
-            view = self._views.get(segment)
-            if view is not None:
-                self._views.move_to_end(segment)
-            else:
-                self.reading = (segment.what, time.monotonic())
-                try:
-                    view = segment.read().cast("B")
-                finally:
-                    self.reading = None
-                if len(view) != segment.size_bytes:
-                    raise InvalidRequest(
-                        f"tensor {segment.what!r} gave {len(view)} bytes, its shape and dtype say {segment.size_bytes}",
-                        hint="read() must return the whole contiguous tensor",
-                    )
-                self._views[segment] = view
-                if len(self._views) > VIEWS_KEPT:
-                    self._views.popitem(last=False)
-            return view
+        if self._last is not None and self._last[0] is segment:
+            return self._last[1]
+        self.reading = (segment.what, time.monotonic())
+        try:
+            view = segment.read().cast("B")
+        finally:
+            self.reading = None
+        if len(view) != segment.size_bytes:
+            raise InvalidRequest(
+                f"tensor {segment.what!r} gave {len(view)} bytes, its shape and dtype say {segment.size_bytes}",
+                hint="read() must return the whole contiguous tensor",
+            )
+        self._last = (segment, view)
+        return view
 
 
-def _segments(file: FileLayout, reads: dict[str, Read]) -> list[_Segment]:
-    head = _Segment(0, len(file.head), lambda: memoryview(file.head), file.name)
-    tensors = [_Segment(place.offset, place.size_bytes, reads[place.name], place.name) for place in file.tensors]
+def _segments(file: FileLayout, reads: Mapping[str, Read], resident: Container[str]) -> list[_Segment]:
+    head = _Segment(0, len(file.head), lambda: memoryview(file.head), file.name, resident=True)
+    tensors = [
+        _Segment(place.offset, place.size_bytes, reads[place.name], place.name, place.name in resident)
+        for place in file.tensors
+    ]
     return [head, *(segment for segment in tensors if segment.size_bytes)]
 
 
@@ -251,9 +275,10 @@ class _Line:
         self._over.set()
         self._thread.join()  # it sends nothing after DONE: the relay reads no further than that
 
-    def present(self, header: Header) -> None:
+    def present(self, headers: Iterable[Header]) -> None:
+        frames = b"".join(header.pack() for header in headers)
         with self._mutex:
-            self._frames.append(header.pack())
+            self._frames.append(frames)
             if time.monotonic() - self._sent_at > TELL_S:
                 self._flush()
 
@@ -311,7 +336,8 @@ class _Line:
 def _copy(image: Image, places: Sequence[MappedFile | None], line: _Line) -> list[bytes]:
     """Copies and hashes every chunk, and tells the relay of each; digests in the order of `image.indices`."""
     digests: dict[int, bytes] = {}
-    work = image.runs()
+    num_threads = num_copy_threads(len(image.indices))
+    runs = image.runs(num_threads)
     mutex = threading.Lock()
     failed = threading.Event()
 
@@ -319,23 +345,22 @@ def _copy(image: Image, places: Sequence[MappedFile | None], line: _Line) -> lis
         try:
             while not failed.is_set():
                 with mutex:
-                    run = next(work, None)
+                    run = next(runs, None)
                 if run is None:
                     return
-                chunks = [image.chunks.chunk(index) for index in run]
-                start, end = chunks[0].offset, chunks[-1].offset + chunks[-1].length
-                place = places[chunks[0].file]
+                place = places[run.chunks[0].file]
                 assert place is not None, "an empty file has no chunks"
-                place.populate(start, end - start)
-                found = stream.copy(place.view[start:end], [list(image.pieces(chunk)) for chunk in chunks])
-                for index, chunk, digest in zip(run, chunks, found, strict=True):
-                    digests[index] = digest
-                    line.present(Header(Kind.PRESENT, index, 0, chunk.length, digest))
+                place.populate(run.start, run.end - run.start)
+                found = stream.copy(place.view[run.start : run.end], run.pieces)
+                digests.update((chunk.index, digest) for chunk, digest in zip(run.chunks, found, strict=True))
+                line.present(
+                    Header(Kind.PRESENT, chunk.index, 0, chunk.length, digest)
+                    for chunk, digest in zip(run.chunks, found, strict=True)
+                )
         except BaseException:
             failed.set()
             raise
 
-    num_threads = num_copy_threads(len(image.indices))
     if num_threads == 1:
         copy()
     else:

@@ -121,7 +121,7 @@ def model_tensors(of: Array) -> list[TensorSource]:
     found, at = [], 0
     for name, size in _MODEL_BYTES.items():
         part = of[at : at + size]
-        found.append(TensorSource(name, "U8", part.shape, lambda part=part: memoryview(part)))  # type: ignore[misc]
+        found.append(TensorSource(name, "U8", part.shape, lambda part=part: memoryview(part), True))  # type: ignore[misc]
         at += size
     return found
 

@@ -101,7 +101,7 @@ def tensors(of: Array) -> list[TensorSource]:
 
 
 def _tensor(name: str, part: Array) -> TensorSource:
-    return TensorSource(name, "U8", part.shape, lambda: memoryview(part))
+    return TensorSource(name, "U8", part.shape, lambda: memoryview(part), resident=True)
 
 
 async def timed_publish(

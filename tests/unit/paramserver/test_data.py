@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -491,11 +493,37 @@ def test_no_chunk_that_is_whole_waits_for_the_read_of_another_tensor(
         return memoryview(bytes(5 * CHUNK))
 
     reads = {"a": lambda: memoryview(bytes(5 * CHUNK)), "b": gathered}
-    image = Image([file.size_bytes], {0: file}, reads, CHUNK)
-    assert max(map(len, image.runs())) > 1
+    image = Image([file.size_bytes], {0: file}, reads, CHUNK, resident={"a"})
     write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
     mappings.close()
     assert host.snapshot.complete
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("resident", [True, False])
+def test_runs_are_short_at_both_ends_and_go_on_over_tensors_that_lie_in_memory(
+    num_threads: int, resident: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chain waits for the first, and at the end a thread without a run would wait for one that has a long one."""
+    monkeypatch.setattr("paramserver.data.publish.RUN_BYTES_MAX", 8 * CHUNK)
+    names = [f"t{n}" for n in range(10)]
+    (file,) = plan_layout([TensorSpec(name, "U8", (10 * CHUNK,)) for name in names])
+    reads = {name: lambda: memoryview(bytes(10 * CHUNK)) for name in names}
+    image = Image([file.size_bytes], {0: file}, reads, CHUNK, names if resident else ())
+    runs = [[chunk.index for chunk in run.chunks] for run in image.runs(num_threads)]
+    lengths = [len(run) for run in runs]
+    assert [index for run in runs for index in run] == list(image.indices)
+    assert lengths[:3] == [1, 2, 4]
+    assert lengths[-1] == 1
+    assert max(lengths) == 8
+    if resident:
+        ending = list(itertools.takewhile(lambda length: length < 8, reversed(lengths)))
+        assert sum(ending) >= 8 * num_threads, "what is left is shared once it is two long runs for each thread"
+        assert len(runs) == 3 + lengths.count(8) + len(ending), "no tensor's end ended one"
+    else:
+        starts = [place.offset for place in file.tensors]
+        tensors = [{bisect.bisect(starts, (index + 1) * CHUNK - 1) for index in run} for run in runs]
+        assert max(map(len, tensors)) == 1, "no run waits for the tensor in which the first of its chunks does not end"
 
 
 def test_a_tensor_that_fails_in_one_thread_ends_them_all(make_host: MakeHost, monkeypatch: pytest.MonkeyPatch) -> None:

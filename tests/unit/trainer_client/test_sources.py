@@ -50,6 +50,21 @@ def test_a_contiguous_cpu_tensor_is_read_without_a_copy() -> None:
     assert bytes(views[1]) == b"\x00\x00\x80\x3f" * 4
 
 
+def test_only_what_is_read_in_place_is_resident() -> None:
+    square, complex_ = torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.zeros(2, dtype=torch.complex64)
+    tensors = {
+        "contiguous": square,
+        "array": square.numpy().copy(),
+        "transposed": square.T,
+        "conjugated": complex_.conj(),
+        "strided": square.numpy()[:, ::2],
+        "big-endian": np.arange(3, dtype=">i4"),
+    }
+    for check_nan in (True, False):
+        sources = sources_of(tensors, check_nan=check_nan).tensors
+        assert {source.name for source in sources if source.resident} == {"contiguous", "array"}
+
+
 def test_what_is_not_contiguous_or_not_little_endian_is_copied_into_order() -> None:
     square = torch.arange(6, dtype=torch.int32).reshape(2, 3)
     big_endian = np.arange(3, dtype=">i4")
