@@ -90,7 +90,7 @@ def described(downloads: Downloads) -> str:
     if downloads.local_bytes:
         parts.append(f"{_size(downloads.local_bytes)} from folders of this machine")
     if downloads.num_unknown:
-        parts.append(f"{downloads.num_unknown} files whose size the index does not tell")
+        parts.append(f"{downloads.num_unknown} files whose size the index does not give")
     words = ", ".join(parts)
     if not downloads.has_cuda:
         return words

@@ -120,7 +120,7 @@ def _install(target: Path, arguments: tuple[str, ...], is_complete: bool) -> Non
             f"less than {needed / 2**30:.0f} GiB free under {target.parent}",
             "Free some space, or set LAMINAR_CACHE to a folder on a larger disk.",
         )
-    size = "of unknown size: pip could not tell" if found is None else downloads.described(found)
+    size = "of unknown size: pip does not give it" if found is None else downloads.described(found)
     count = f" {len(found.files)}" if found else ""
     print(f"setup: installing{count} packages into {target} (once, some minutes): {size} ...", flush=True)
     pip(python, "-m", "pip", "install", *arguments)

@@ -88,8 +88,8 @@ def cli() -> None:
     type=HostPort(),
     help="HOST:PORT of etcd. Without it, one of its own runs on loopback, its data in POOL_DIR.etcd.",
 )
-@click.option("--host", default="127.0.0.1", help="Address to listen on, and to tell the other relays.")
-@click.option("--advertise", default="", help="Address or name to tell the others instead, as with --host 0.0.0.0.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on, which the other relays get, too.")
+@click.option("--advertise", default="", help="Address or name that the others get instead, as with --host 0.0.0.0.")
 @click.option("--port", type=PORT, default=0, help="gRPC port; 0: any free one.")
 @click.option("--data-port", type=PORT, default=0, help="Port for bytes; 0: any free one.")
 @click.option(

@@ -46,7 +46,7 @@ def _joining(engine: EngineState, now: float) -> str:
     if engine.turns:
         return f"{met}, and turns from before its restart are still to leave it"
     if engine.loadable is None:
-        return f"{met}, and relay {engine.relay} has not told yet which version is wanted"
+        return f"{met}, and relay {engine.relay} has not reported yet which version is wanted"
     if not engine.relay:
         return f"{met}, and no relay is named to load one from: name it with --relay, or resume the engine yourself"
     if not engine.available:

@@ -30,8 +30,8 @@ from protos.process import cannot_listen, write_ready_file
 @click.option("--pause-s", type=click.FloatRange(min=0), default=0.02, help="Before every event.")
 @click.option("--revive-s", type=click.FloatRange(min=0), default=1.0, help="A dead engine comes back after this.")
 @click.option("--vocab-size", type=click.IntRange(min=4), default=1000, help="Ids said are below it.")
-@click.option("--version", default="0", help="The weight version that they hold, and tell.")
-@click.option("--version-told", help="What streams tell instead: a version that changed in mid-request.")
+@click.option("--version", default="0", help="The weight version that they hold, and report.")
+@click.option("--version-told", help="The version that streams report instead: one that changed in mid-request.")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the addresses, once up.")
 def faultkit(
     num_engines: int,

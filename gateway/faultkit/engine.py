@@ -162,7 +162,7 @@ class CuttingEngine:
 
     async def _answer(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
         if cut is not None and cut.kind in ("400", "500", "503"):
-            return web.json_response({"error": {"message": f"told to answer {cut.kind}"}}, status=int(cut.kind))
+            return web.json_response({"error": {"message": f"scripted to answer {cut.kind}"}}, status=int(cut.kind))
         if cut is not None and cut.kind == "silent":
             await _for_ever()
         torn = cut is not None and cut.kind == "torn_500"
@@ -291,7 +291,7 @@ class CuttingEngine:
             assert request.transport is not None
             request.transport.abort()
         if isinstance(answer, int):
-            return web.Response(status=answer, text=f"told to answer {answer}")
+            return web.Response(status=answer, text=f"scripted to answer {answer}")
         if isinstance(answer, tuple):
             return web.Response(status=answer[0], text=answer[1])
         if isinstance(answer, bytes):

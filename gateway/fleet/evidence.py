@@ -56,7 +56,7 @@ class VersionEvidence:
                     last = max(s.ended_unix_s for s in segments if s.engine == name)
                     await self._look_after(name, last)
         except TimeoutError:
-            log.warning("engines %s did not tell their versions within %g s", sorted(open_), LOOK_TIMEOUT_S)
+            log.warning("engines %s did not report their versions within %g s", sorted(open_), LOOK_TIMEOUT_S)
         return [self._with_evidence(segment) for segment in segments]
 
     async def prove(self, name: EngineName) -> None:
@@ -65,7 +65,7 @@ class VersionEvidence:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 await self._look_after(name, unix_s())
         except TimeoutError:
-            log.warning("engine %s did not tell its version before its refresh", name)
+            log.warning("engine %s did not report its version before its refresh", name)
 
     async def _look_after(self, name: EngineName, moment: float) -> None:
         async with self._looking.setdefault(name, asyncio.Lock()):

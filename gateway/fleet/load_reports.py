@@ -54,4 +54,6 @@ class LoadReports:
                 await self._relays.client(relay).report_load(self._model, version, engine, error)
         except (LaminarError, TimeoutError) as e:
             why = str(e) or f"no answer within {REPORT_S:g} s"
-            log.warning("relay %s was not told how version %d fared on engine %s: %s", relay, version, engine, why)
+            log.warning(
+                "the load of version %d on engine %s was not reported to relay %s: %s", version, engine, relay, why
+            )

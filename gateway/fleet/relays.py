@@ -152,7 +152,7 @@ class Relays:
                 return set()  # nothing was published yet
             except LaminarError as e:
                 if str(e) != said:
-                    log.warning("relay %s does not answer yet, and is asked again until it does: %s", address, e)
+                    log.warning("relay %s does not respond yet; retrying until it does: %s", address, e)
                     said = str(e)
                 await asyncio.sleep(RETRY_S)
 

@@ -231,7 +231,7 @@ class TextProxy:
                     await self._keep_alive(under_way, now)
                 except Exception as e:
                     log.exception("a client that waits for engine %s cannot be kept alive", under_way.engine)
-                    under_way.leave(f"its client cannot be told that it is under way: {e!r}")
+                    under_way.leave(f"its client cannot be kept alive: {e!r}")
 
     def _check_read(self, under_way: _UnderWay, now: float) -> None:
         if under_way.answer is None or not under_way.answer.paused:

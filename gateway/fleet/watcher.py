@@ -115,7 +115,7 @@ class EngineWatcher:
             member.state.dtype = await member.adapter.dtype()
         except EngineFailed as e:
             if member.dtype_asks == DTYPE_ASKS_MAX:
-                log.info("engine %s does not tell what it computes in: %s", member.state.name, e)
+                log.info("engine %s does not report its dtype: %s", member.state.name, e)
 
     async def _check_tokenizer(self, member: EngineHandle) -> None:
         """EngineFailed when it makes other ids of the same text. An engine that does not tell is believed.

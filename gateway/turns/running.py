@@ -180,7 +180,7 @@ class RunningTurn:
 
     async def _give_up_orphan(self, grace_s: float) -> None:
         if not self.audience.attached and not self.audience.claimed:
-            await self.abort(f"its client left, and nobody asked for it again within {grace_s:g} s")
+            await self.abort(f"its client left, and nobody requested it again within {grace_s:g} s")
 
     @property
     def ending(self) -> bool:

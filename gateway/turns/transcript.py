@@ -60,7 +60,7 @@ class Transcript:
         try:
             self._pool.append(self.request.turn_id, token_ids, logprobs, top)
         except OverflowError as e:
-            raise StreamCut("protocol", f"told an id that no tokenizer has: {e}") from e
+            raise StreamCut("protocol", f"it sent an id that no tokenizer has: {e}") from e
         record.token_ids += token_ids
         record.logprobs += logprobs
         record.top_logprobs += top

@@ -239,7 +239,7 @@ async def _commit(
     except (Unavailable, _Replaced) as error:
         lost = error
     what = f"version {opened.version} of {request.model}"
-    log.warning("the reply to the commit of %s was lost, its outcome is asked for: %s", what, lost)
+    log.warning("the reply to the commit of %s was lost; querying its outcome: %s", what, lost)
     deadline = time.monotonic() + MASTER_WAIT_S
     while time.monotonic() < deadline:
         await asyncio.sleep(RETRY_S)

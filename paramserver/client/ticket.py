@@ -75,7 +75,7 @@ class Ticket:
             reply = await self._ask("", 0, 0.0, await self._relay.master_of(self.model))
         except (Unavailable, NotFound) as error:
             log.info(
-                "no master tells of version %d of %s, the relay here is asked: %s", self.version, self.model, error
+                "no master reports on version %d of %s; querying the relay here: %s", self.version, self.model, error
             )
             reply = await self._ask("", 0, 0.0)
         return tuple(RefusedLoad.of(one) for one in reply.refused_loads)

@@ -140,7 +140,7 @@ class MoverProcess:
         try:
             socket.send_fds(self._sock, [msgspec.json.encode(order)], list(fds))
         except OSError as error:
-            raise TransportFailed(f"a mover cannot be told anything: {error}") from error
+            raise TransportFailed(f"a NIXL process takes no orders: {error}") from error
 
     def _await(self, kind: type[_Answer], timeout_s: float, meanwhile: Callable[[], None]) -> _Answer:
         deadline = time.monotonic() + timeout_s

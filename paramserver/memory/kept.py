@@ -165,7 +165,7 @@ def beside(directory: Path) -> Kept:
         kept = _parse(base, path.read_bytes())
     except OSError as error:
         raise NotFound(
-            f"{directory} has no record: {error}", hint="give the path that a relay's acquire told"
+            f"{directory} has no record: {error}", hint="give the path that a relay's acquire returned"
         ) from error
     except msgspec.MsgspecError as error:
         raise Corrupt(f"{path} is damaged: {error}") from error
@@ -184,7 +184,7 @@ def _read(base: Path, path: Path) -> Iterator[Kept]:
         return
     why = _wrong(kept, path)
     if why:
-        log.warning("what %s tells of is not there: %s", path, why)
+        log.warning("what %s names is not there: %s", path, why)
     else:
         yield kept
 

@@ -60,7 +60,7 @@ class TextEngine(CuttingEngine):
         if cut is not None and self.hold_text_at == 0:
             await self.go.wait()
         if cut is not None and cut.kind in ("400", "500", "503"):
-            return web.json_response({"error": {"message": f"told to answer {cut.kind}"}}, status=int(cut.kind))
+            return web.json_response({"error": {"message": f"scripted to answer {cut.kind}"}}, status=int(cut.kind))
         return None
 
     async def _text_whole(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:

@@ -56,7 +56,7 @@ def test_servers_and_folders_are_asked_for_the_sizes(server: str, tmp_path: Path
     )
     assert (found.remote_bytes, found.local_bytes, found.num_unknown) == (7 * MIB, 3 * MIB, 2)
     assert described(found) == (
-        "at least 7 MiB to download, 3 MiB from folders of this machine, 2 files whose size the index does not tell"
+        "at least 7 MiB to download, 3 MiB from folders of this machine, 2 files whose size the index does not give"
     )
     assert not found.wants_cuda("x86_64")
 

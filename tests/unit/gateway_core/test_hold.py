@@ -144,7 +144,7 @@ def test_many_sessions_are_counted_not_named() -> None:
         ({"status": "fenced", "load_error": "digest", "refresh_not_before": 1012.0}, "digest; next try in 12 s"),
         ({"status": "joining", "must_load": True, "available": 0}, "relay h:1 holds no version yet to load"),
         ({"status": "joining", "must_load": True, "relay": "", "available": 0, "loadable": frozenset()}, "--relay"),
-        ({"status": "joining", "loadable": None}, "relay h:1 has not told yet which version is wanted"),
+        ({"status": "joining", "loadable": None}, "relay h:1 has not reported yet which version is wanted"),
         ({"status": "joining", "available": 5}, "holds version 1, and is to load version 5"),
         ({"status": "joining", "available": 5, "load_error": "torn"}, "is to load version 5: torn"),
         ({"available": 2, "turns": engine("x", 1, [1, 1]).turns}, "loads version 2 once its 2 turns have ended"),

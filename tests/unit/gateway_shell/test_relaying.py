@@ -185,7 +185,7 @@ async def test_what_the_engine_refuses_is_the_clients_to_hear_and_nobody_elses(t
     ):
         for streamed in (False, True):
             answer = await ask(http, chat(stream=streamed))
-            assert (answer.status, answer.error["message"]) == (400, "told to answer 400")
+            assert (answer.status, answer.error["message"]) == (400, "scripted to answer 400")
         assert sum(asked_of(e0, e1)) == 2
         check_at_rest(found)
 
@@ -229,7 +229,7 @@ async def test_a_request_that_breaks_engines_does_not_break_them_all(tmp_path: P
         _, http = await stack.enter_async_context(gateway(tmp_path, *engines))
         answer = await ask(http, chat())
         assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")
-        assert "told to answer 500" in answer.error["message"]
+        assert "scripted to answer 500" in answer.error["message"]
         assert sorted(asked_of(*engines)) == [0, 0, 1, 1, 1]
 
 
@@ -412,7 +412,7 @@ async def test_an_error_after_the_head_is_never_a_good_answer(tmp_path: Path, ki
                         await answer.read()
                     continue
                 [told] = said_in((await answer.read()).replace(COMMENT, b""))[1]
-            assert f"told to answer {kind}" in told["error"]["message"]
+            assert f"scripted to answer {kind}" in told["error"]["message"]
         assert asked_of(e0, e1) == [2 * tries, 0]
         check_at_rest(found)
 

@@ -58,7 +58,7 @@ async def test_a_relay_that_does_not_answer_is_named_once(
         await until(lambda: asked > 3, "the relay asked again")
     said = [r.getMessage() for r in caplog.records if r.name == "gateway.fleet.relays"]
     assert len(said) == 1
-    assert "relay 127.0.0.1:1 does not answer yet, and is asked again until it does: no relay answers at" in said[0]
+    assert "relay 127.0.0.1:1 does not respond yet; retrying until it does: no relay answers at" in said[0]
 
 
 @pytest.mark.parametrize("error", [KeyError("nobody thought of it"), Corrupt("bytes"), asyncio.CancelledError()])

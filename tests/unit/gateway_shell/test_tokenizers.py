@@ -97,7 +97,7 @@ async def test_an_engine_that_waits_for_its_relays_word_says_so(tmp_path: Path) 
         state = found.fleet.state.engines[EngineName("e0")]
         await until(lambda: state.status == "joining", "it was met")
         why = closed_reason(found.fleet.state, state, 0.0)
-        assert "relay 127.0.0.1:1 has not told yet which version is wanted" in why
+        assert "relay 127.0.0.1:1 has not reported yet which version is wanted" in why
 
 
 async def test_loads_that_were_made_good_are_not_called_errors(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ async def test_a_turn_that_is_always_cut_is_lost_at_last(tmp_path: Path, monkeyp
 async def test_a_refused_request_is_the_clients_and_asks_nobody_else(tmp_path: Path) -> None:
     async with cutting("e0", Cut("400")) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         session = found.session()
-        with pytest.raises(RequestRefused, match="told to answer 400"):
+        with pytest.raises(RequestRefused, match="scripted to answer 400"):
             await read(found.run(session))
         assert (e1.asked, found.sessions.counters.turns_cut, found.turns_on(e0)) == ([], 0, [])
         run = found.run(session)  # the session goes on

@@ -153,7 +153,7 @@ def test_what_a_server_says_is_told_without_its_wrapping(body: str, reason: str)
 
 async def test_a_4xx_is_the_requests_fault() -> None:
     async with CuttingEngine(cuts=deque([Cut("400")])) as e0, adapter(e0) as found:
-        with pytest.raises(RequestRefused, match=r"127\.0\.0\.1:\d+ refused the request: .*told to answer 400"):
+        with pytest.raises(RequestRefused, match=r"127\.0\.0\.1:\d+ refused the request: .*scripted to answer 400"):
             await generate(found)
 
 
