@@ -179,6 +179,20 @@ class EtcdRegistry:
         return self._client.kv
 
     async def _call(self, call: Awaitable[T], what: str) -> T:
+        """grpc.aio takes a cancellation that comes while a call ends for its own, and returns what came of the call.
+
+        Who was cancelled would go on then, for ever if it is a task in a loop: a relay did not end on SIGTERM.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled_before = task.cancelling()
+        try:
+            return await self._in_our_words(call, what)
+        finally:
+            if task.cancelling() > cancelled_before:
+                raise asyncio.CancelledError
+
+    async def _in_our_words(self, call: Awaitable[T], what: str) -> T:
         try:
             return await call
         except grpc.aio.AioRpcError as error:

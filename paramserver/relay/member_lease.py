@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Any
 
 import msgspec
 
@@ -241,9 +242,11 @@ class MemberLease:
             await asyncio.wait([event, adopted], return_when=asyncio.FIRST_COMPLETED)
             return await event if event.done() else None
         finally:
-            for task in (event, adopted):
-                task.cancel()
-            await asyncio.wait([event, adopted])
+            going: set[asyncio.Future[Any]] = {event, adopted}
+            while going:  # the library takes a cancellation that comes while its call fails for its own
+                for task in going:
+                    task.cancel()
+                _, going = await asyncio.wait(going, timeout=RETRY_S)
 
     def _facts(self, event: Event) -> list[Fact]:
         match event:

@@ -185,6 +185,27 @@ async def test_nothing_at_the_address_is_said_in_one_line() -> None:
     assert "AioRpcError" not in str(refused.value.__cause__)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancellation_that_the_library_takes_for_its_own_is_heeded(fails: bool) -> None:
+    """As grpc.aio does when its call ends at that moment; a loop of calls would go on for ever."""
+    begun = asyncio.Event()
+
+    async def call() -> str:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if fails:
+                raise TimeoutError from None
+        return "found"
+
+    calling = asyncio.create_task(EtcdRegistry("127.0.0.1:1")._call(call(), "list"))
+    await begun.wait()
+    calling.cancel()
+    await asyncio.wait([calling])
+    assert calling.cancelled()
+
+
 @pytest.mark.slow
 async def test_a_watch_on_etcd_outlives_its_death_and_return() -> None:
     async with LocalEtcd() as etcd:

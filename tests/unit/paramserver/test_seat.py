@@ -423,6 +423,33 @@ async def test_a_relay_whose_name_was_taken_while_it_was_stopped_says_so_once_an
     await _end([keeping])
 
 
+async def test_a_watch_that_takes_a_cancellation_for_its_own_ends_all_the_same(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As grpc.aio's does when its call fails at that moment; its relay would not end on SIGTERM."""
+    a = await world.seat("a")
+    watching, num_cancelled = asyncio.Event(), 0
+
+    async def watch(prefix: str) -> AsyncIterator[Event]:
+        nonlocal num_cancelled
+        while True:
+            watching.set()
+            try:
+                yield await asyncio.Future()
+            except asyncio.CancelledError:
+                num_cancelled += 1
+                if num_cancelled > 1:
+                    raise
+
+    monkeypatch.setattr(a.registry, "watch", watch)
+    following = asyncio.create_task(_follow(a))
+    await watching.wait()
+    following.cancel()
+    async with asyncio.timeout(60):
+        await asyncio.wait([following])
+    assert following.cancelled()
+
+
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
