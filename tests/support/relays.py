@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,12 +23,16 @@ SILENCE_S = 2.0
 """Of an upstream that is bypassed. In half a second, the default, a busy machine bypasses relays that live, and what a
 test holds up at them comes past them."""
 
+PATIENT = ("--lease-ttl-s", str(LEASE_S), "--silence-s", str(SILENCE_S))
+
 
 class Relays:
-    """Starts relays against one etcd; each has a small pool in shared memory and a lease of `LEASE_S`."""
+    """Starts relays against one etcd; each has a small pool in shared memory, and is `PATIENT` with others."""
 
-    def __init__(self, etcd: str, directory: Path) -> None:
+    def __init__(self, etcd: str, directory: Path, *, flags: Sequence[str] = PATIENT) -> None:
+        """`flags`: every relay's, before its own; () leaves all at the defaults that users have."""
         self.etcd = etcd
+        self.flags = flags
         self.directory = directory
         self.pools = Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm"))
         self.daemons: list[Daemon] = []
@@ -51,8 +55,7 @@ class Relays:
                 *("--etcd", self.etcd),
                 *("--pool-dir", str(self.pools / f"{name}-{len(self.daemons)}")),
                 *("--pool-bytes", pool_bytes),
-                *("--lease-ttl-s", str(LEASE_S)),
-                *("--silence-s", str(SILENCE_S)),
+                *self.flags,
                 *(("--host", on.address) if on else ()),
                 *flags,
             ],

@@ -49,7 +49,7 @@ def scene(net: Net | None = None, pools: Path | None = None) -> Iterator[Scene]:
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as name:
         directory = Path(name)
         etcd = net.start_etcd(directory) if net is not None else start_etcd(directory)
-        relays = Relays(etcd.ready["etcd"], directory)
+        relays = Relays(etcd.ready["etcd"], directory, flags=())  # what is measured are the defaults
         if pools is not None:
             relays.pools.rmdir()
             relays.pools = pools / "pools"
