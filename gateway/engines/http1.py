@@ -231,7 +231,10 @@ class Connection(asyncio.Protocol):
             if not self.status:
                 data = self._read_head(self._received + data)
             if data:
-                self._read_body(data)
+                if self._chunked:
+                    self._read_chunks(data)
+                else:
+                    self._read_body(data)
         except ValueError as e:
             self.cut(StreamCut("protocol", f"{self._url} does not speak HTTP as it should: {e}"))
         self._wake()
@@ -265,7 +268,8 @@ class Connection(asyncio.Protocol):
             waiter.set_result(None)
         elif not self.waiting:
             self._listen()
-            self._join_batches()
+            if not self._batched:
+                self._join_batches()
 
     def _check_stall(self) -> None:
         silent_s = self._loop.time() - self.heard_at
@@ -304,9 +308,8 @@ class Connection(asyncio.Protocol):
         return data[end + 4 :]
 
     def _read_body(self, data: bytes) -> None:
-        if self._chunked:
-            self._read_chunks(data)
-        elif self._left is None:
+        """Of a length that is told, or up to the connection's end."""
+        if self._left is None:
             self._take(data)
         else:
             self._take(data[: self._left])

@@ -72,7 +72,7 @@ class Sockets:
         self._looked_at = now
         all_read = False
         try:
-            all_read = self._read([fd for fd, _ in ready], now + SHARE_S) and len(ready) < LOOKED_MAX
+            all_read = self._read(ready, now + SHARE_S) and len(ready) < LOOKED_MAX
         finally:  # whatever one of them raised, the others are looked at again
             rests = all_read and len(self._reads) >= STREAMS_FEW and 2 * self._gap_s <= REST_MAX_S
             if rests:
@@ -80,9 +80,9 @@ class Sockets:
                 self._resting = self.loop.call_later(max(0.0, now + rest_s - self._clock()), self._look)
             self._watch(not rests and bool(self._reads))
 
-    def _read(self, ready: list[int], until: float) -> bool:
+    def _read(self, ready: list[tuple[int, int]], until: float) -> bool:
         """Whether there was time for all of them."""
-        for at, fd in enumerate(ready, 1):
+        for at, (fd, _) in enumerate(ready, 1):
             read = self._reads.get(fd)
             if read is not None:  # else it was given up since the look
                 read()

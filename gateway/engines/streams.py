@@ -45,11 +45,18 @@ class EventChunks:
 
     async def deliver(self, take: TakeChunk) -> None:
         def take_events(events: Sequence[bytes]) -> Awaitable[object] | None:
+            if len(events) == 1:
+                only = self._chunk(events[0])
+                return None if only is None else give(only)
             held = None
-            for chunk in (self._chunk(events[0]),) if len(events) == 1 else self._merged(events):
-                if chunk is not None:
-                    held = take(chunk) or held
-                    self._check(chunk)
+            for chunk in self._merged(events):
+                held = give(chunk) or held
+            return held
+
+        def give(chunk: EngineChunk) -> Awaitable[object] | None:
+            held = take(chunk)
+            if chunk.finish_reason is not None or chunk.failure is not None:
+                self._end_with(chunk)
             return held
 
         await self._events.deliver(take_events)
@@ -60,7 +67,7 @@ class EventChunks:
             chunk = self._chunk(data)
             if chunk is not None:
                 yield chunk
-                self._check(chunk)
+                self._end_with(chunk)
         self._check_finished()
 
     def _chunk(self, data: bytes) -> EngineChunk | None:
@@ -71,7 +78,8 @@ class EventChunks:
         except Exception as e:
             raise StreamCut("protocol", f"{self._url} sent an event that nobody foresaw: {e!r}") from e
 
-    def _check(self, chunk: EngineChunk) -> None:
+    def _end_with(self, chunk: EngineChunk) -> None:
+        """What the chunk says of the stream's end, if anything."""
         if chunk.failure is not None:
             raise chunk.failure
         if chunk.finish_reason is not None:

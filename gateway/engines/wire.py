@@ -173,7 +173,7 @@ class Events:
 
         def push() -> bool:
             nonlocal held
-            while held is None and (events := self._some()):
+            while held is None and connection.waiting and (events := self._some()):
                 held = take(events)
             return held is not None or self.is_complete
 

@@ -79,6 +79,7 @@ class PartialResponsePool:
         self._due: asyncio.TimerHandle | None = None  # the interval's end, while something is unwritten
         self._landing = _Landing()  # of what is unwritten
         self._under_way: _Landing | None = None  # of what is being written
+        self.full = False  # `drain` would wait
         self._room = asyncio.Event()
         self._room.set()
         self._writer: asyncio.Task[None] | None = None
@@ -157,6 +158,7 @@ class PartialResponsePool:
             tokens.top_logprobs += top_logprobs
         self._buffered_tokens += len(token_ids)
         if self._buffered_tokens > BUFFERED_TOKENS_MAX:
+            self.full = True
             self._room.clear()
 
     def open_segment(self, turn_id: TurnId, segment: Segment) -> None:
@@ -169,11 +171,6 @@ class PartialResponsePool:
         """The last segment, as it ended: its time, and the version that its engine told."""
         unwritten = self._unwritten_of(turn_id)
         unwritten.segments.append((turn_id, self._open[turn_id] - 1, msgspec.msgpack.encode(segment)))
-
-    @property
-    def full(self) -> bool:
-        """Whether `drain` would wait."""
-        return not self._room.is_set()
 
     async def drain(self) -> None:
         """Returns at once while the disk keeps up, else when there is room."""
@@ -279,6 +276,7 @@ class PartialResponsePool:
             else:
                 await self._write_apart(taken, e)
         finally:
+            self.full = False
             self._room.set()
             self._under_way = None
             landing.landed(failure)

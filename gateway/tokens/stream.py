@@ -110,6 +110,8 @@ class StreamDecoder:
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         """Stop strings are looked for only after `min_tokens` tokens."""
         self._detokenizer = detokenizer
+        self.text = detokenizer.feed
+        """Feeds where there is no stop string to look for."""
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._unchecked_tokens = min_tokens
@@ -119,10 +121,6 @@ class StreamDecoder:
     def stops(self) -> bool:
         """Whether a text may end before its tokens do: it has to be fed as they come."""
         return bool(self._stop)
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Feeds where there is no stop string to look for."""
-        return self._detokenizer.feed(token_ids)
 
     def feed(self, token_ids: Sequence[int]) -> TextDelta:
         if not self._stop:

@@ -70,17 +70,18 @@ class Audience:
         self._started = True
         self._changed.set()
 
-    def show(self) -> None:
-        """Everything in the record may be read."""
-        shown = self._shown = len(self._record.token_ids)
-        self._slowest = shown
+    def show(self) -> bool:
+        """Everything in the record may be read. Returns whether a reader `lags`."""
+        shown = slowest = self._shown = len(self._record.token_ids)
         for reader in self._readers:
             if reader.at_end and not self._over:
                 continue
             if reader.waiting is not None and not reader.waiting.done():
                 self._wake(reader, reader.waiting)
-            if reader.position < self._slowest:
-                self._slowest = reader.position
+            if reader.position < slowest:
+                slowest = reader.position
+        self._slowest = slowest
+        return slowest <= shown - UNREAD_TOKENS_MAX and self.lags
 
     def _wake(self, reader: _Reader, waiting: asyncio.Future[Awaitable[object] | None]) -> None:
         """Its task, only if it has to see to something."""

@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable
-from functools import partial
 
 from gateway.core.curves import Gaps
 from gateway.core.fleet import TurnLoad
@@ -239,13 +238,13 @@ class Driver:
         self._pace.begin()
         async with adapter.generate(prompt, sampling, request_id, self._request.session_id) as stream:
             self._audience.start()
-            await stream.deliver(partial(self._heard, engine=engine))
+            await stream.deliver(self._heard)
         assert self._last is not None
         if not self._transcript.check_version(self._last):
             self._fleet.suspect(engine)
         self._record.finish_reason = self._transcript.said
 
-    def _heard(self, chunk: EngineChunk, engine: EngineName) -> Awaitable[None] | None:
+    def _heard(self, chunk: EngineChunk) -> Awaitable[None] | None:
         """Tokens are recorded, and shown unless they are the last. Returns what the engine has to wait for."""
         self._last = chunk
         if chunk.versions:
@@ -255,25 +254,24 @@ class Driver:
             assert self._load is not None
             self._load.tokens += num_tokens
             if self._pace.came(num_tokens):
-                self._note_pace(engine)
+                self._note_pace()
             if self._left_for is not None:
                 self._note_arrival(self._left_for)
         if chunk.finish_reason is not None:
             # Its task comes to it later: who would have the turn leave must know now.
             self._transcript.said = chunk.finish_reason
             return None
-        self._audience.show()
-        return self._keep_up() if self._audience.lags or self._pool.full else None
+        return self._keep_up() if self._audience.show() or self._pool.full else None
 
     async def _keep_up(self) -> None:
         await self._pool.drain()
         await self._audience.keep_up()
 
-    def _note_pace(self, engine: EngineName) -> None:
+    def _note_pace(self) -> None:
         """How long the tokens that came since the last look took goes into the engine's decode curve."""
         seen = self._pace.looked(time.monotonic())
-        if seen is not None:
-            self._fleet.decoded(engine, *seen)
+        if seen is not None and self._engine is not None:
+            self._fleet.decoded(self._engine, *seen)
 
     def _note_arrival(self, leaving: Leaving) -> None:
         """The first token came from where it went."""

@@ -46,16 +46,16 @@ class Transcript:
         self.said: FinishReason | None = None  # what the engine ended with; its stream is about to be over
 
     def take(self, chunk: EngineChunk) -> None:
-        """Raises StreamCut for tokens that are none of this turn's: they are neither recorded nor shown."""
-        record, token_ids, logprobs = self.record, chunk.token_ids, chunk.logprobs
-        if len(token_ids) > self.left:
+        """Takes one token or more. Raises StreamCut for what is none of this turn's: neither recorded nor shown."""
+        record, sampling, token_ids, logprobs = self.record, self.request.sampling, chunk.token_ids, chunk.logprobs
+        if len(token_ids) > sampling.max_tokens - len(record.token_ids):
             raise StreamCut("protocol", f"an engine says more than the {self.left} tokens left to it")
-        for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                known = f"the vocabulary has {self._vocab_size}"
-                raise StreamCut("protocol", f"an engine sampled token id {token_id}, and {known}")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
+            known = f"the vocabulary has {self._vocab_size}"
+            raise StreamCut("protocol", f"an engine sampled token id {wrong}, and {known}")
         top: tuple[tuple[TopLogprob, ...], ...] = ()
-        if self.request.sampling.top_logprobs:
+        if sampling.top_logprobs:
             top = chunk.top_logprobs or ((),) * len(token_ids)
         try:
             self._pool.append(self.request.turn_id, token_ids, logprobs, top)
@@ -63,7 +63,8 @@ class Transcript:
             raise StreamCut("protocol", f"it sent an id that no tokenizer has: {e}") from e
         record.token_ids += token_ids
         record.logprobs += logprobs
-        record.top_logprobs += top
+        if top:
+            record.top_logprobs += top
         self._counters.tokens_generated += len(token_ids)
 
     @property

@@ -98,6 +98,8 @@ class Chunks:
         self._prefix = b"data: " + fields[:-1] + b',"choices":[{"index":%d,' % index
         self._suffix = b'],"usage":null}\n\n' if head.shape.include_usage else b"]}\n\n"
         self._plain = b',"logprobs":null,"finish_reason":null}' + self._suffix
+        self._text_begins = self._prefix + (b'"delta":{"content":' if self._chat else b'"text":')
+        self._text_ends = (b"}" if self._chat else b"") + self._plain
         self._carries_tokens = head.shape.logprobs is not None or head.shape.token_ids
         self._calls = 0
         self._characters = 0  # of token texts so far: completions' text_offset
@@ -116,11 +118,7 @@ class Chunks:
     def piece(self, piece: Piece) -> bytes:
         """One or more chunks; empty when the piece shows nothing that was asked for."""
         if not self._carries_tokens and not piece.calls and not piece.reasoning:
-            if not piece.text:
-                return b""
-            if self._chat:
-                return b"".join((self._prefix, b'"delta":{"content":', _json(piece.text), b"}", self._plain))
-            return b"".join((self._prefix, b'"text":', _json(piece.text), self._plain))
+            return b"".join((self._text_begins, _json(piece.text), self._text_ends)) if piece.text else b""
         return self._full_piece(piece)
 
     def last(self, answer: Answer) -> bytes:

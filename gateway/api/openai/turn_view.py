@@ -127,10 +127,16 @@ class Reader:
         A stop token that ended the turn stays in the ids and is not shown, like an end-of-sequence token.
         """
 
+        text_alone = self.reasoning is None and self.tools is None and not self.decoder.stops
+
         def take(delta: TokenDelta) -> Awaitable[object] | None:
             if answer.over:
                 return None  # what came after its stop string
-            piece = self._piece(delta, answer)
+            if text_alone and delta.finish_reason is None:
+                text = self.decoder.text(delta.token_ids)
+                piece = Piece(text, "", (), delta.token_ids, delta.logprobs, delta.top_logprobs)
+            else:
+                piece = self._piece(delta, answer)
             answer.take(piece, delta)
             if answer.over:
                 return stop(piece)
@@ -146,8 +152,6 @@ class Reader:
 
     def _piece(self, delta: TokenDelta, answer: Answer) -> Piece:
         finish, token_ids = delta.finish_reason, delta.token_ids
-        if finish is None and self.reasoning is None and self.tools is None and not self.decoder.stops:
-            return Piece(self.decoder.text(token_ids), "", (), token_ids, delta.logprobs, delta.top_logprobs)
         silent = finish == "stop" and token_ids[-1:] and token_ids[-1] in self.stop_token_ids
         fed = self.decoder.feed(token_ids[:-1] if silent else token_ids)
         text, stopped_by = fed.text, fed.stopped_by

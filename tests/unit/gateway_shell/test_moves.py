@@ -59,8 +59,8 @@ async def test_a_turn_whose_finish_was_heard_does_not_leave_any_more(
         driver = run._driver
         heard = driver._heard
 
-        def hear(chunk: EngineChunk, engine: EngineName) -> Awaitable[None] | None:
-            held = heard(chunk, engine)
+        def hear(chunk: EngineChunk) -> Awaitable[None] | None:
+            held = heard(chunk)
             if chunk.finish_reason is not None:
                 moved.append(run.move(E1))
                 found.fleet.interrupt(run.request.turn_id)
