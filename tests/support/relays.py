@@ -68,8 +68,13 @@ class Relays:
 
     def close(self) -> None:
         """Ends those that still live, and fails when one does not end cleanly."""
-        codes = {daemon.name: daemon.stop() for daemon in self.daemons if daemon.process.poll() is None}
-        shutil.rmtree(self.pools)
+        try:
+            codes = {daemon.name: daemon.stop() for daemon in self.daemons if daemon.process.poll() is None}
+        finally:  # one that does not end leaves neither the others nor their memory to the tests to come
+            for daemon in self.daemons:
+                if daemon.process.poll() is None:
+                    daemon.kill()
+            shutil.rmtree(self.pools)
         assert not any(codes.values()), codes
 
 
