@@ -42,7 +42,7 @@ async def test_a_session_past_its_deadline_is_abandoned_with_its_running_turn(
 ) -> None:
     monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
     async with CuttingEngine("e0", hold_at=2) as e0, gateway(tmp_path, e0) as (found, http):
-        await post(http, "/sessions", {"session_id": "late", "deadline_s": 0.3})
+        await post(http, "/sessions", {"session_id": "late", "deadline_s": 2.0})
         await post(http, "/sessions", {"session_id": "calm", "deadline_s": 600.0})
         asked = {"model": MODEL, "prompt": [5], "max_tokens": 9}
         told = await post(http, "/s/late/v1/completions", asked, 409)
