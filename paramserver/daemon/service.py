@@ -243,11 +243,7 @@ class RelayService(pb_grpc.RelayServicer):
             yield pb.HoldRunReply(epoch=_epoch(self._relay.seat.epoch(model)))
             async with self._relay.changed:
                 await self._relay.changed.wait_for(
-                    lambda: (
-                        self._relay.closing
-                        or not self._relay.seat.is_master(model)
-                        or not publishing.is_claimed_by(model, claim)
-                    )
+                    lambda: self._relay.closing or not publishing.is_claimed_by(model, claim)
                 )
         finally:
             publishing.unclaim(model, claim)

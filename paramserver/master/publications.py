@@ -62,10 +62,14 @@ PREPARE_S = 5.0  # an announcement that waits for memory to be allocated is answ
 
 @dataclass(eq=False)
 class RunClaim:
-    """A publisher, or one rank of it, that is connected and has claimed a model for its run."""
+    """A publisher, or one rank of it, that is connected and has claimed a model for its run.
+
+    A claim ends with its epoch: a master whose lease ran out and who was elected again may have had others in between.
+    """
 
     run: str
     publisher: str
+    epoch: Epoch
     rank: Rank = SOLE
     client: str = ""  # who may take it over, since it is the same life of the same program; "": nobody
 
@@ -144,8 +148,10 @@ class Publications:
         check_model_name(model)
         check_words("a run", run)
         check_words("a publisher", publisher)
-        self._epoch(model)
+        epoch = self._epoch(model)
         claims = self._claims.setdefault(model, {})
+        for held in [held for held in claims.values() if held.epoch != epoch]:
+            self._end_claim(model, held)  # its own stream hears of the new epoch only later
         for held in claims.values():
             if held.run == run and held.rank.count == rank.count and held.rank.index != rank.index:
                 continue
@@ -158,21 +164,24 @@ class Publications:
                 f"model {model} has a publisher already: {held.publisher} (run {held.run})",
                 hint="end that one first, or publish under another model name",
             )
-        claims[rank.index] = RunClaim(run, publisher, rank, client)
+        claims[rank.index] = RunClaim(run, publisher, epoch, rank, client)
         return claims[rank.index]
 
     def unclaim(self, model: str, claim: RunClaim) -> None:
         """The publisher is gone: what it was writing cannot be finished."""
-        if not self.is_claimed_by(model, claim):  # its owner claimed the model again, and may be writing
-            return
+        if self._claims.get(model, {}).get(claim.rank.index) is claim:  # else it was claimed again, and is in use
+            self._end_claim(model, claim)
+
+    def _end_claim(self, model: str, claim: RunClaim) -> None:
         del self._claims[model][claim.rank.index]
         for draft in self._drafts.writing(model):
             if draft.manifest.run == claim.run:
                 self._sealing.fail(draft, f"its publisher {claim.publisher} left before it was committed")
 
     def is_claimed_by(self, model: str, claim: RunClaim) -> bool:
-        """Whether the claim holds; not when its owner claimed the model again."""
-        return self._claims.get(model, {}).get(claim.rank.index) is claim
+        """Whether the claim holds; not when its owner claimed the model again, nor in another epoch."""
+        held = self._claims.get(model, {}).get(claim.rank.index)
+        return held is claim and claim.epoch == self._relay.seat.epoch(model)
 
     # ---- announce, write, commit, abort
 

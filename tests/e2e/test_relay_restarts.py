@@ -142,7 +142,7 @@ async def test_a_tail_killed_in_mid_transfer_has_it_all_after_its_return(relays:
 
 
 async def test_an_etcd_that_hangs_longer_than_the_leases_costs_no_version(tmp_path: Path) -> None:
-    """When it wakes it takes every relay for dead; they register again, and what they held counts again."""
+    """When it wakes it may take every relay for dead; they register again, and what they held counts again."""
     async with LocalEtcd() as etcd:
         relays = Relays(etcd.endpoint, tmp_path)
         a, b = [await asyncio.to_thread(relays.start, name) for name in "ab"]
@@ -166,7 +166,8 @@ async def test_an_etcd_that_hangs_longer_than_the_leases_costs_no_version(tmp_pa
                 return False
 
             await until(back, "both are holders again")
-            second = await version_on(tail, 2)
+            # By the same publisher: etcd may as well have prolonged the leases when it woke, and then its claim holds.
+            second = await version_on(head, 2)
             await second.wait_copies(2, 60.0)
             for relay in (head, tail):
                 await has(relay, second)

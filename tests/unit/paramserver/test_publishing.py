@@ -21,7 +21,7 @@ import pytest
 from paramserver.config import RelayConfig
 from paramserver.core import view as keys
 from paramserver.core.layout import Part, TensorSpec
-from paramserver.core.records import Ended, Member, Rank, Sealed, digest
+from paramserver.core.records import Ended, Epoch, Member, Rank, Sealed, digest
 from paramserver.daemon.operations import Operations
 from paramserver.daemon.service import RelayService
 from paramserver.data import fetch as data_fetch
@@ -488,6 +488,23 @@ async def test_one_publisher_at_a_time_and_a_run_has_a_name(host: Host) -> None:
     assert host.publishing._claims[MODEL][0] is second, "an old claim that ends late takes nothing away"
     with pytest.raises(StaleEpoch, match=r"relay a is not master of critic \(wait for an election\)"):
         host.publishing.claim("critic", "one", "host:1")
+
+
+async def test_a_claim_ends_with_the_epoch_in_which_it_was_made(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease ran out, and this relay was elected again before the publisher's stream heard of it."""
+    await host.publishing.locate(MODEL)
+    first = host.publishing.claim(MODEL, "one", "host:1")
+    draft = await host.announce(run="one")
+    before = host.seat.epoch(MODEL)
+    assert before is not None
+    later = Epoch(before.store_id, before.revision + 1)
+    monkeypatch.setattr(host.seat, "epoch", lambda model: later)
+    assert not host.publishing.is_claimed_by(MODEL, first)
+    second = host.publishing.claim(MODEL, "two", "host:2")
+    assert host.publishing.is_claimed_by(MODEL, second)
+    host.publishing.unclaim(MODEL, first)
+    assert host.publishing.is_claimed_by(MODEL, second), "an old claim that ends late takes nothing away"
+    assert draft.state == "failed"
 
 
 async def test_a_client_whose_connection_broke_unheard_takes_its_own_claim_over_at_once(host: Host) -> None:
