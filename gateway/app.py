@@ -11,12 +11,12 @@ from typing import Any
 from aiohttp import web
 
 from gateway.api.admin import AdminDeps, add_admin_routes
-from gateway.api.door import BACKLOG, Runner, bodies_in_time
 from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
 from gateway.api.groups import add_group_routes
+from gateway.api.http_server import BACKLOG, Runner, bodies_in_time
 from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
-from gateway.api.openai.text_proxy import TextDoor
+from gateway.api.openai.text_proxy import TextRoutes
 from gateway.api.openapi import add_openapi_route
 from gateway.api.sessions import add_session_routes
 from gateway.config import GatewayConfig
@@ -236,7 +236,7 @@ def _routes(
     from_user = config.session_from_user
     text = None
     if parts.relay is not None:
-        text = TextDoor(parts.relay, parts.sessions, config.model, session_from_user=from_user)
+        text = TextRoutes(parts.relay, parts.sessions, config.model, session_from_user=from_user)
     add_openai_routes(app, OpenAIDeps(parts.sessions, codec, text, from_user))
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pinning)
     add_group_routes(app, parts.groups)

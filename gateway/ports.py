@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from gateway.core.joining import Call
+from gateway.core.retries import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import History, LogprobsKind, SessionId, TokenDelta, TurnRequest
 from protos.engines import ENGINE_KINDS

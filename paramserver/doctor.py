@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paramserver.client.relay import RelayClient
-from paramserver.data import wire
+from paramserver.data import frames
 from paramserver.host import Finding, judge, judge_clock, look
 from paramserver.membership.etcd import EtcdRegistry
 from protos.errors import LaminarError
@@ -58,7 +58,7 @@ async def _relay(address: str) -> list[Finding]:
     control = Finding(f"control port of {address}", True, f"relay {status.relay}")
     what = f"data port of {status.relay}"
     try:
-        sock = await asyncio.to_thread(wire.connect, status.data_address, CONNECT_TIMEOUT_S)
+        sock = await asyncio.to_thread(frames.connect, status.data_address, CONNECT_TIMEOUT_S)
     except LaminarError as error:
         return [control, Finding(what, False, error.message, remedy)]
     sock.close()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.config import show_bytes
-from paramserver.data.wire import CONGESTION_CONTROL, tune
+from paramserver.data.frames import CONGESTION_CONTROL, tune
 from paramserver.memory.mapping import mount_of
 from protos.errors import InvalidRequest
 

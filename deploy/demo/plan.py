@@ -138,7 +138,7 @@ class Plan:
     def trainer(self, relay_address: str, gateway_url: str) -> Command:
         """Ready once version 1 is out; ends by itself after the steps that fit its budget."""
         argv = _module(
-            "deploy.demo.trainer",
+            "deploy.demo.training.trainer",
             relay=relay_address,
             gateway=gateway_url,
             model=MODEL,

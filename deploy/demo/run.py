@@ -18,12 +18,12 @@ from typing import Any
 import deploy
 from deploy.demo import plan
 from deploy.demo.display import Display
-from deploy.demo.killing import Choice, choose_victim
 from deploy.demo.plan import Plan
 from deploy.demo.processes import DemoError, Exit, Supervisor
 from deploy.demo.recording import GatewayStatus, Note, Recording, Step, StepProgress
 from deploy.demo.screen import Progress
-from deploy.demo.watching import Watchers
+from deploy.demo.victim import Choice, choose_victim
+from deploy.demo.watchers import Watchers
 
 ROOT = Path(deploy.__file__).resolve().parent.parent
 CHILD_ENV = {

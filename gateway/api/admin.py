@@ -64,7 +64,7 @@ class EngineRemoved(msgspec.Struct):
     removed: bool = True
 
 
-class ToldPlan(msgspec.Struct):
+class PlanReport(msgspec.Struct):
     """`freed` engines are empty once the moves are done. Price and gain in seconds of an engine."""
 
     version: int
@@ -76,7 +76,7 @@ class ToldPlan(msgspec.Struct):
 
 
 class Plans(msgspec.Struct):
-    plans: Sequence[ToldPlan]
+    plans: Sequence[PlanReport]
 
 
 class EstimatedAndMeasured(msgspec.Struct):
@@ -86,7 +86,7 @@ class EstimatedAndMeasured(msgspec.Struct):
     measured: float | None
 
 
-class ToldMove(msgspec.Struct, kw_only=True):
+class MoveReport(msgspec.Struct, kw_only=True):
     """`pause_s`: how long the turn was without tokens; null if it never moved, or waited for a tool."""
 
     turn_id: str | None
@@ -99,7 +99,7 @@ class ToldMove(msgspec.Struct, kw_only=True):
     pause_s: float | None
 
 
-class ToldReceipt(msgspec.Struct):
+class ReceiptReport(msgspec.Struct):
     """One engine that was emptied. `emptied_after_s`: null while it is under way, and if it never was empty."""
 
     number: int
@@ -110,12 +110,12 @@ class ToldReceipt(msgspec.Struct):
     emptied_after_s: float | None
     price_s: EstimatedAndMeasured
     gain_s: EstimatedAndMeasured
-    moves: Sequence[ToldMove]
+    moves: Sequence[MoveReport]
 
 
 class Receipts(msgspec.Struct):
     prefill_tokens_per_s: float
-    receipts: Sequence[ToldReceipt]
+    receipts: Sequence[ReceiptReport]
 
 
 _add = msgspec.json.Decoder(AddEngineRequest)
@@ -209,12 +209,12 @@ class _Handlers:
         return answer_json(Receipts(rate, [told_receipt(r) for r in newest]))
 
 
-def told_plan(plan: Plan) -> ToldPlan:
-    return ToldPlan(plan.version, plan.moves, plan.freed, plan.reasons, plan.price_s, plan.gain_s)
+def told_plan(plan: Plan) -> PlanReport:
+    return PlanReport(plan.version, plan.moves, plan.freed, plan.reasons, plan.price_s, plan.gain_s)
 
 
-def told_receipt(receipt: Receipt) -> ToldReceipt:
-    return ToldReceipt(
+def told_receipt(receipt: Receipt) -> ReceiptReport:
+    return ReceiptReport(
         receipt.number,
         receipt.planned_unix_s,
         receipt.version,
@@ -223,7 +223,7 @@ def told_receipt(receipt: Receipt) -> ToldReceipt:
         receipt.emptied_after_s,
         EstimatedAndMeasured(receipt.estimate.price_s, receipt.price_measured_s),
         EstimatedAndMeasured(receipt.estimate.gain_s, receipt.gain_measured_s),
-        [ToldMove(**asdict(m.move), outcome=m.outcome, pause_s=m.pause_s) for m in receipt.moves],
+        [MoveReport(**asdict(m.move), outcome=m.outcome, pause_s=m.pause_s) for m in receipt.moves],
     )
 
 

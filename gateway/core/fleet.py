@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.core.curves import SECONDS_PER_TOKEN, DecodeCurve, KvCeiling
-from gateway.core.keeping import KeptVersions
 from gateway.core.order import Load, LoadOrder, Pool
+from gateway.core.pinned import PinnedVersions
 from gateway.core.prefixes import Holding, PrefixIndex
 from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version, VersionPolicy
 
@@ -223,13 +223,13 @@ class FleetState:
     token_s: float = SECONDS_PER_TOKEN  # of one turn, on the mean of all engines, as learnt
     turn_tokens: float = 256.0  # that a turn typically generates, as learnt; before that, a guess
     prefill_tokens_per_s: float = 1000.0
-    kept: KeptVersions = field(init=False)
+    kept: PinnedVersions = field(init=False)
     _on: dict[Version, set[SessionId]] = field(default_factory=dict, init=False)  # `session_versions`, by version
     _order: LoadOrder = field(default_factory=LoadOrder, init=False)
     _displaced: set[EngineName] = field(default_factory=set, init=False)  # whose places in it are to be found anew
 
     def __post_init__(self) -> None:
-        self.kept = KeptVersions(self.config.pinned_versions_max)
+        self.kept = PinnedVersions(self.config.pinned_versions_max)
         for engine in self.engines.values():
             self.add(engine)
 

@@ -8,9 +8,9 @@ from typing import Literal
 
 from gateway.core.fleet import EngineState, FleetState, Wanted
 from gateway.core.order import Load, Pool
+from gateway.core.retry_after import UNKNOWN_S
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version
-from gateway.core.waiting import UNKNOWN_S
 from protos.trajectories import VersionChange
 
 LEAD_MAX = 0.25

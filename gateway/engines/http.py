@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 
 from gateway.engines.base import EngineFailed, PassedAnswer, RequestRefused, StreamCut
+from gateway.engines.connections import CONNECT_TIMEOUT_S, Events, Wire
 from gateway.engines.http1 import Refused
-from gateway.engines.wire import CONNECT_TIMEOUT_S, Events, Wire
 from protos.decoding import decode_json
 
 CONTROL_TIMEOUT_S = 10.0

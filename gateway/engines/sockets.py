@@ -26,7 +26,7 @@ REST_MAX_S = 0.01
 EVENTS_WANTED = 8
 """Of one look: with more an event costs hardly less."""
 STREAMS_FEW = 20
-"""Fewer are each read at once, as they stream token by token (`gateway.core.pacing`)."""
+"""Fewer are each read at once, as they stream token by token (`gateway.core.event_size`)."""
 GAP_SHARE = 1 / 8
 """Of the mean gap between events, that one look is."""
 LOOKED_MAX = 64

@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from typing import Protocol
 
 from gateway.engines.base import EngineChunk, StreamCut, TakeChunk
-from gateway.engines.wire import Take
+from gateway.engines.connections import Take
 from protos.errors import LaminarError
 
 
 class Events(Protocol):
-    """As `gateway.engines.wire.Events`."""
+    """As `gateway.engines.connections.Events`."""
 
     async def deliver(self, take: Take) -> None: ...
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gateway.config import EngineSpec, GatewayConfig
+from gateway.core.event_size import mean_pace
 from gateway.core.fleet import EngineState, FleetState, TurnLoad
 from gateway.core.intake import intake_changes
-from gateway.core.pacing import mean_pace
 from gateway.core.reasons import closed_reason
 from gateway.core.refresh import refresh_decisions
-from gateway.core.relaying import TextDemand
 from gateway.core.scheduler import Admission, Demand, Placement
+from gateway.core.text_requests import TextDemand
 from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
 from gateway.engines.base import EngineFailed
 from gateway.engines.kinds import connect

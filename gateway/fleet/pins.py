@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 
-from gateway.core.keeping import KeptVersions
+from gateway.core.pinned import PinnedVersions
 from gateway.core.types import Version
 from gateway.fleet.relays import Relays
 from gateway.runtime.standing import own
@@ -51,7 +51,7 @@ class VersionPins:
     def __init__(
         self,
         model: str,
-        kept: KeptVersions,
+        kept: PinnedVersions,
         relays: Relays,
         timeline: Timeline,
         fallbacks: Callable[[], Mapping[str, Version]],

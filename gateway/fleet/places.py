@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from gateway.core.fleet import FleetState, TurnLoad, Wanted
 from gateway.core.reasons import closed_reasons
-from gateway.core.relaying import TextDemand, Unable, admit_text, place_text
+from gateway.core.retry_after import Pace, retry_for_a_place
 from gateway.core.scheduler import (
     Admission,
     Demand,
@@ -34,8 +34,8 @@ from gateway.core.scheduler import (
     reservable,
     wanted_versions,
 )
+from gateway.core.text_requests import TextDemand, Unable, admit_text, place_text
 from gateway.core.types import EngineName, TurnId, Version
-from gateway.core.waiting import Pace, retry_for_a_place
 from protos.errors import LaminarError, OutOfCapacity, Unavailable, VersionLost
 
 REASONS_MAX = 8

@@ -25,7 +25,7 @@ class HeldBy(msgspec.Struct, frozen=True):
     idle_s: float | None
 
 
-class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """`available`: the newest version that its host's relay holds. `running` and `kv_tokens` are the gateway's own
     count, `waiting` and `kv_usage` (0..1) the engine's word. `last_error`: what stands against it now. `reason`: why it
     takes no new sessions. `held_by`: sessions for which it stays on its version though a newer one is there."""
@@ -92,7 +92,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     trainer_version: int
     pinned_versions: Mapping[Version, str]
     fallback_versions: Mapping[str, Version]
-    engines: Sequence[EngineSnapshot]
+    engines: Sequence[EngineReport]
     sessions: SessionCounts
     buffer: BufferStatistics
     admission: AdmissionStatus

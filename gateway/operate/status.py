@@ -24,7 +24,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.text_proxy import TextProxy
 from gateway.operate.report import (
     AllCounters,
-    EngineSnapshot,
+    EngineReport,
     HeldBy,
     LastPlans,
     PlanSummary,
@@ -111,9 +111,9 @@ class GatewayStatus:
         then, before = self._rate[0]
         return (total - before) / (now - then) if now > then else 0.0
 
-    def _engine(self, engine: EngineState, now: float) -> EngineSnapshot:
+    def _engine(self, engine: EngineState, now: float) -> EngineReport:
         held = hold(self.fleet.state, engine, now)
-        return EngineSnapshot(
+        return EngineReport(
             name=engine.name,
             url=engine.url,
             kind=engine.kind,

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gateway.config import GatewayConfig
 from gateway.core.endings import Ended
+from gateway.core.event_size import tokens_per_event
 from gateway.core.fleet import staleness_histogram
-from gateway.core.joining import Attention, Call, attempt_of
 from gateway.core.lengths import TurnLengths
-from gateway.core.pacing import tokens_per_event
+from gateway.core.retries import Attention, Call, attempt_of
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, TurnRecord, TurnRequest, Version
 from gateway.fleet.fleet import Fleet

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from gateway.config import GatewayConfig
 from gateway.core.admission import Reader, Readers, WaitingGroup, stranded, waiting_groups
+from gateway.core.retry_after import Pace, retry_for_a_batch
 from gateway.core.scheduler import Admission
-from gateway.core.waiting import Pace, retry_for_a_batch
 from gateway.experience import ExperienceBuffer
 from gateway.experience.readers import KeptReader, ReaderStore
 from gateway.sessions.registry import SessionRegistry

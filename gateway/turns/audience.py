@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from gateway.core.joining import Attention
+from gateway.core.retries import Attention
 from gateway.core.types import EngineName, TokenDelta, TurnRecord, Version
 
 UNREAD_TOKENS_MAX = 1024

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from gateway.core.joining import Call, Known, attention_of, choice_id, join
+from gateway.core.retries import Call, Known, attention_of, choice_id, join
 from gateway.core.types import SessionId, TurnId
 from gateway.turns.running import RunningTurn
 

@@ -22,7 +22,7 @@ from typing import Literal, Protocol, Self
 
 import msgspec
 
-from gateway.core.joining import Attention
+from gateway.core.retries import Attention
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, TurnRecord, TurnRequest
 from gateway.engines.base import RequestRefused

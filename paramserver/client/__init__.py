@@ -24,7 +24,7 @@ from paramserver.client.ticket import Ticket
 from paramserver.core.layout import DTYPES
 from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import Rank, RegisteredEngine
-from paramserver.core.stage import Stage
+from paramserver.core.ticket_status import Stage
 
 __all__ = [
     "DTYPES",

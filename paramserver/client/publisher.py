@@ -27,8 +27,8 @@ from paramserver.config import show_bytes
 from paramserver.core.layout import FileLayout, TensorSpec, check_step, check_text, plan_layout
 from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import SOLE, Epoch, FileSpec, Manifest, Rank, check_model_name, part_root, version_root
+from paramserver.data.frames import Greeting
 from paramserver.data.publish import Image, write_mapped, write_tcp
-from paramserver.data.wire import Greeting
 from protos.errors import (
     Conflict,
     InDoubt,

@@ -30,9 +30,9 @@ from paramserver.client.relay import Lease, RelayClient
 from paramserver.config import show_bytes
 from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, FileSpec, Manifest, digest, version_root
 from paramserver.data.fetch import Fetch
+from paramserver.data.frames import Greeting
 from paramserver.data.tcp import TcpLink, dialer
 from paramserver.data.transport import Source
-from paramserver.data.wire import Greeting
 from protos.errors import Conflict, Corrupt, LaminarError, Unavailable
 
 log = logging.getLogger(__name__)

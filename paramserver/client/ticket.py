@@ -11,7 +11,7 @@ import logging
 from typing import cast
 
 from paramserver.client.relay import RefusedLoad, RelayClient
-from paramserver.core.stage import Stage
+from paramserver.core.ticket_status import Stage
 from protos.errors import InDoubt, LaminarError, NotFound, Unavailable, VersionLost
 from protos.laminar.v1 import relay_pb2 as pb
 

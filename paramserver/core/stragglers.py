@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
-from paramserver.core.chunking import HopCost
+from paramserver.core.chunk_size import HopCost
 
 SLOW_SHARE = 0.5
 """A hop below this share of the median of the others is slow."""

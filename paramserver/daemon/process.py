@@ -24,7 +24,7 @@ from paramserver.config import RelayConfig
 from paramserver.core.records import Member, RegisteredEngine
 from paramserver.daemon.metrics import serve_metrics
 from paramserver.daemon.service import RelayService
-from paramserver.data.movers import Movers
+from paramserver.data.nixl_processes import NixlProcesses
 from paramserver.data.server import DataServer
 from paramserver.data.spill import Spill
 from paramserver.host import address_of
@@ -157,10 +157,10 @@ async def _open_store(config: RelayConfig, stack: contextlib.AsyncExitStack) -> 
     return store, found
 
 
-async def _start_movers(config: RelayConfig, stack: contextlib.AsyncExitStack) -> Movers | None:
+async def _start_movers(config: RelayConfig, stack: contextlib.AsyncExitStack) -> NixlProcesses | None:
     if config.transport != "nixl":
         return None
-    movers = Movers(idle_max=2 * config.num_stripes, interface=config.bind_interface)
+    movers = NixlProcesses(idle_max=2 * config.num_stripes, interface=config.bind_interface)
     stack.push_async_callback(asyncio.to_thread, movers.close)
     await asyncio.to_thread(movers.warm, config.num_stripes)
     return movers
@@ -186,7 +186,7 @@ def _make_relay(
     stack: contextlib.AsyncExitStack,
     *,
     bind_host: str,
-    movers: Movers | None,
+    movers: NixlProcesses | None,
 ) -> Relay:
     spill = None
     if config.spill is not None:

@@ -16,7 +16,7 @@ import grpc.aio
 
 from paramserver.core.layout import TensorSpec
 from paramserver.core.records import Epoch, Rank, Sealed, check_model_name
-from paramserver.core.stage import Asked, GivenUp, tell
+from paramserver.core.ticket_status import GivenUp, TicketQuery, ticket_status
 from paramserver.core.versions import ModelVersions
 from paramserver.daemon.operations import Operations
 from paramserver.master.publications import Publications
@@ -340,8 +340,8 @@ class RelayService(pb_grpc.RelayServicer):
         relay, draft = self._relay, self._publishing.draft(request.model, request.version)
         versions: ModelVersions | None = relay.models.get(request.model)
         epoch = request.epoch if request.HasField("epoch") else None
-        told = tell(
-            Asked(request.run, Epoch(epoch.store_id, epoch.revision) if epoch else None),
+        told = ticket_status(
+            TicketQuery(request.run, Epoch(epoch.store_id, epoch.revision) if epoch else None),
             versions.get(request.version) if versions else None,
             GivenUp(draft.manifest.epoch, draft.reason) if draft is not None and draft.state == "failed" else None,
             relay.view.members,

@@ -19,8 +19,8 @@ from typing import Protocol
 from paramserver.core.bypass import Bypasses
 from paramserver.core.records import ChunkMap, digest
 from paramserver.core.transfer import ActiveTime, TransferState, Want
+from paramserver.data.frames import HEARTBEAT_S, Greeting
 from paramserver.data.transport import Arrived, Dial, Link, Source
-from paramserver.data.wire import HEARTBEAT_S, Greeting
 from protos.errors import Corrupt, LaminarError, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)

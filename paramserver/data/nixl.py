@@ -23,12 +23,12 @@ import msgspec
 
 from paramserver.core.records import ChunkMap
 from paramserver.core.transfer import Want
-from paramserver.data import wire
-from paramserver.data.mover import Done, Read
-from paramserver.data.movers import Files, MoverProcess, Movers
+from paramserver.data import frames
+from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TransportFailed
+from paramserver.data.nixl_process import Done, Read
+from paramserver.data.nixl_processes import Files, NixlProcess, NixlProcesses
 from paramserver.data.tcp import TcpLink
 from paramserver.data.transport import Arrived, Link, Source
-from paramserver.data.wire import Greeting, Header, Kind, LinkBroken, TransportFailed
 from protos.errors import OutOfCapacity
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class NixlLink:
     transport = "nixl"
 
     def __init__(
-        self, hop: TcpLink, movers: Movers, mover: MoverProcess, went: Callable[[TransportFailed | None], None]
+        self, hop: TcpLink, movers: NixlProcesses, mover: NixlProcess, went: Callable[[TransportFailed | None], None]
     ) -> None:
         assert hop.welcome.nixl is not None
         self.rtt_s = hop.rtt_s
@@ -113,10 +113,10 @@ class NixlLink:
 
     def _wait(self, place: Callable[[int], memoryview]) -> None:
         """Until something happened or a heartbeat is due. LinkBroken when the holder is silent, or a read hangs."""
-        ends: list[TcpLink | MoverProcess] = [self._hop, self._mover]
-        readable, _, _ = select.select(ends, [], [], wire.HEARTBEAT_S)
+        ends: list[TcpLink | NixlProcess] = [self._hop, self._mover]
+        readable, _, _ = select.select(ends, [], [], frames.HEARTBEAT_S)
         now = time.monotonic()
-        self._silent_s = 0.0 if readable else self._silent_s + min(now - self._looked_at, wire.LOOK_S_MAX)
+        self._silent_s = 0.0 if readable else self._silent_s + min(now - self._looked_at, frames.LOOK_S_MAX)
         self._looked_at = now
         if self._hop in readable:
             header = self._hop.header()
@@ -132,7 +132,7 @@ class NixlLink:
             raise LinkBroken(f"{self._hop.source.name} was silent for {self._hop.silence_s} s")
         if self._reading and now - min(self._reading.values()) > STALL_S:
             raise TransportFailed(f"a read from {self._hop.source.name} did not end within {STALL_S} s")
-        if now - self._said_at > wire.HEARTBEAT_S:
+        if now - self._said_at > frames.HEARTBEAT_S:
             self.alive()
 
     def _begin(self, header: Header, place: Callable[[int], memoryview]) -> None:
@@ -154,7 +154,7 @@ class NixlLink:
 class NixlDialer:
     """Opens links over nixl, or over tcp where that cannot be."""
 
-    def __init__(self, movers: Movers, tcp: Callable[[Source, Greeting], TcpLink]) -> None:
+    def __init__(self, movers: NixlProcesses, tcp: Callable[[Source, Greeting], TcpLink]) -> None:
         self._movers = movers
         self._tcp = tcp
         self._failures: dict[str, int] = {}
@@ -173,7 +173,7 @@ class NixlDialer:
             self._went(source, error)
             raise
 
-    def _link(self, source: Source, greeting: Greeting, files: Files, mover: MoverProcess) -> Link:
+    def _link(self, source: Source, greeting: Greeting, files: Files, mover: NixlProcess) -> Link:
         try:
             hop = self._tcp(source, msgspec.structs.replace(greeting, transports=["nixl"]))
         except BaseException:
@@ -191,7 +191,7 @@ class NixlDialer:
             raise
         return link
 
-    def _mover(self, source: Source) -> MoverProcess | None:
+    def _mover(self, source: Source) -> NixlProcess | None:
         with self._mutex:
             if self._tcp_until.get(source.name, 0.0) > time.monotonic():
                 return None

@@ -25,8 +25,8 @@ from typing import Self
 
 from paramserver.core.layout import FileLayout
 from paramserver.core.records import Chunk, ChunkMap
-from paramserver.data import stream, wire
-from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
+from paramserver.data import frames, stream
+from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.memory.mapping import FileMapping
 from protos.errors import Conflict, Corrupt, InvalidRequest, LaminarError, NotFound, Unavailable
 
@@ -231,8 +231,8 @@ class Mappings:
 def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mappings) -> list[bytes]:
     """Writes through the relay's own descriptors. Returns the chunk digests; LinkBroken when it went away."""
     with _unix(path) as sock:
-        wire.send_greeting(sock, greeting)
-        welcome = wire.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
+        frames.send_greeting(sock, greeting)
+        welcome = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
         sizes = [file.size_bytes for file in welcome.manifest.files]
         places = [
             mappings.map(fd) if size else None for fd, size in zip(_receive_fds(sock, len(sizes)), sizes, strict=True)
@@ -299,7 +299,7 @@ class _Line:
     def _send(self, data: bytes | memoryview, flags: int = 0) -> None:
         if self._broken is not None:
             raise self._broken
-        wire.send_all(self._sock, data, flags)
+        frames.send_all(self._sock, data, flags)
         self._sent_at = time.monotonic()
 
     def _live(self) -> None:
@@ -388,9 +388,9 @@ def write_tcp(address: str, greeting: Greeting, image: Image, *, attempts: int =
 
 
 def _stream(address: str, greeting: Greeting, image: Image, digests: dict[int, bytes]) -> None:
-    with wire.connect(address, PUBLISH_STALL_S) as sock:
-        wire.send_greeting(sock, greeting)
-        welcome = wire.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
+    with frames.connect(address, PUBLISH_STALL_S) as sock:
+        frames.send_greeting(sock, greeting)
+        welcome = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
         buffer = memoryview(bytearray(image.chunks.chunk_bytes))
         missing = {index for first, end in welcome.missing for index in range(first, end)}
         try:
@@ -409,10 +409,10 @@ def _why(sock: socket.socket, broken: LinkBroken) -> LaminarError:
     """What the relay said before it ended the connection, if it did: that is read only after sending has failed."""
     try:
         sock.settimeout(REFUSAL_S)
-        header = wire.receive_header(sock)
+        header = frames.receive_header(sock)
         if header.kind is not Kind.REFUSED:
             return broken
-        refusal = wire.receive_refusal(sock, header)
+        refusal = frames.receive_refusal(sock, header)
     except (LinkBroken, OSError) as error:
         log.debug("the relay left without a word: %s", error)
         return broken
@@ -421,10 +421,10 @@ def _why(sock: socket.socket, broken: LinkBroken) -> LaminarError:
 
 def _finish(sock: socket.socket) -> None:
     """Says DONE and waits until the relay has taken everything in."""
-    wire.send_all(sock, Header(Kind.DONE).pack())
-    header = wire.receive_header(sock)
+    frames.send_all(sock, Header(Kind.DONE).pack())
+    header = frames.receive_header(sock)
     if header.kind is Kind.REFUSED:
-        raise wire.receive_refusal(sock, header)
+        raise frames.receive_refusal(sock, header)
     if header.kind is not Kind.DONE:
         raise LinkBroken(f"expected DONE, got {header.kind.name}")
 
@@ -443,7 +443,7 @@ def _unix(path: Path) -> socket.socket:
 def _receive_fds(sock: socket.socket, num: int) -> list[int]:
     fds: list[int] = []
     while len(fds) < num:
-        data, batch, _, _ = socket.recv_fds(sock, 1, wire.FDS_PER_MESSAGE)
+        data, batch, _, _ = socket.recv_fds(sock, 1, frames.FDS_PER_MESSAGE)
         if not data:
             raise LinkBroken("the relay closed the connection before it passed all descriptors")
         fds += batch

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Protocol
 
 from paramserver.core.records import Epoch, digest
-from paramserver.data import wire
-from paramserver.data.lending import Lending
-from paramserver.data.movers import Movers
-from paramserver.data.wire import Greeting, Header, Kind, LinkBroken, TransportFailed
+from paramserver.data import frames
+from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TransportFailed
+from paramserver.data.nixl_lender import NixlLender
+from paramserver.data.nixl_processes import NixlProcesses
 from paramserver.memory.store import Snapshot
 from paramserver.troubles import Troubles
 from protos.errors import Conflict, Corrupt, LaminarError, NotFound, OutOfCapacity, StaleEpoch
@@ -125,7 +125,9 @@ def _host_of(sock: socket.socket) -> str:
 class DataServer:
     """Listens on TCP, and on a unix socket that passes descriptors to publishers on this host."""
 
-    def __init__(self, provider: Provider, *, max_rate: float | None = None, movers: Movers | None = None) -> None:
+    def __init__(
+        self, provider: Provider, *, max_rate: float | None = None, movers: NixlProcesses | None = None
+    ) -> None:
         self._provider = provider
         self._movers = movers  # None: this relay speaks tcp only
         self._pacer = Pacer(max_rate)
@@ -146,7 +148,7 @@ class DataServer:
             raise Conflict(
                 f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --data-port"
             ) from error
-        wire.tune(listener)
+        frames.tune(listener)
         self._accept_on(listener, self._by_tcp, self._serve_tcp)
         return f"{host}:{listener.getsockname()[1]}"
 
@@ -236,7 +238,7 @@ class DataServer:
                 admission.left(sock)
 
     def _serve_tcp(self, sock: socket.socket) -> None:
-        greeting = wire.receive_greeting(sock)
+        greeting = frames.receive_greeting(sock)
         if greeting.purpose == "fetch":
             self._serve_fetch(sock, greeting)
         elif greeting.purpose == "write":
@@ -252,7 +254,7 @@ class DataServer:
         self._by_tcp.welcome(sock)
         with snapshot.linked(greeting.name if greeting.late else "", LATE_JOINERS_MAX):
             self._lend(sock, greeting, snapshot)
-            wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
+            frames.send_message(sock, Kind.WELCOME, frames.Welcome(snapshot.manifest, []))
             while True:
                 self._serve_request(sock, snapshot)
 
@@ -261,7 +263,7 @@ class DataServer:
         if self._movers is None or "nixl" not in greeting.transports:
             return
         try:
-            mover = self._movers.take(lambda: wire.send_all(sock, Header(Kind.ALIVE).pack()))
+            mover = self._movers.take(lambda: frames.send_all(sock, Header(Kind.ALIVE).pack()))
         except (TransportFailed, OutOfCapacity) as error:
             log.warning("serving %s over tcp: %s", greeting.name, error)
             return
@@ -272,7 +274,7 @@ class DataServer:
         def await_chunk(index: int, from_byte: int, suspect: bool) -> bytes:
             return self._await_chunk(sock, snapshot, index, from_byte, suspect=suspect)
 
-        Lending(sock, snapshot, self._movers, mover, await_chunk, pause).run()
+        NixlLender(sock, snapshot, self._movers, mover, await_chunk, pause).run()
 
     def _pause_alive(self, sock: socket.socket, num_bytes: int) -> None:
         """Waits until bytes that others read by themselves may go, with signs of life."""
@@ -280,25 +282,25 @@ class DataServer:
         said_at = time.monotonic()
         for start in range(0, num_bytes if self._pacer.rate_bytes_s else 0, _PACED_BYTES):
             self._pacer.pause(min(_PACED_BYTES, num_bytes - start))
-            if time.monotonic() - said_at > wire.HEARTBEAT_S:
-                wire.send_all(sock, Header(Kind.ALIVE).pack())
+            if time.monotonic() - said_at > frames.HEARTBEAT_S:
+                frames.send_all(sock, Header(Kind.ALIVE).pack())
                 said_at = time.monotonic()
 
     def _serve_request(self, sock: socket.socket, snapshot: Snapshot) -> None:
-        kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(sock, wire.REQUEST.size))
+        kind, flags, index, from_byte = frames.REQUEST.unpack(frames.receive_bytes(sock, frames.REQUEST.size))
         if kind == Kind.GET:
             with snapshot.reading(lambda: _shut(sock)):
-                self._answer(sock, snapshot, index, from_byte, suspect=bool(flags & wire.FLAG_SUSPECT))
+                self._answer(sock, snapshot, index, from_byte, suspect=bool(flags & frames.FLAG_SUSPECT))
         elif kind != Kind.ALIVE:
             raise LinkBroken(f"the peer sent a request of unknown kind {kind}")
 
     def _find(self, sock: socket.socket, greeting: Greeting) -> Snapshot:
         deadline = time.monotonic() + OPEN_WAIT_S
         while time.monotonic() < deadline:
-            snapshot = self._provider.find(greeting.model, greeting.version, wire.HEARTBEAT_S)
+            snapshot = self._provider.find(greeting.model, greeting.version, frames.HEARTBEAT_S)
             if snapshot is not None:
                 return snapshot
-            wire.send_all(sock, Header(Kind.ALIVE).pack())
+            frames.send_all(sock, Header(Kind.ALIVE).pack())
         raise NotFound(f"version {greeting.version} of {greeting.model} did not reach this relay in {OPEN_WAIT_S} s")
 
     def _answer(self, sock: socket.socket, snapshot: Snapshot, index: int, from_byte: int, *, suspect: bool) -> None:
@@ -306,7 +308,7 @@ class DataServer:
         rest = snapshot.place(index)[from_byte:]
         fd, start, _ = snapshot.where(index)
         header = Header(Kind.DATA, index, from_byte, len(rest), chunk_digest)
-        wire.send_all(sock, header.pack(), socket.MSG_MORE)
+        frames.send_all(sock, header.pack(), socket.MSG_MORE)
         self._send(sock, rest, fd, start + from_byte)
 
     def _await_chunk(
@@ -316,8 +318,8 @@ class DataServer:
         length = snapshot.chunks.chunk(index).length
         if from_byte >= length:
             raise LinkBroken(f"byte {from_byte} of a chunk of {length} asked for")
-        while (chunk_digest := snapshot.wait_chunk(index, wire.HEARTBEAT_S)) is None:
-            wire.send_all(sock, Header(Kind.ALIVE).pack())
+        while (chunk_digest := snapshot.wait_chunk(index, frames.HEARTBEAT_S)) is None:
+            frames.send_all(sock, Header(Kind.ALIVE).pack())
         if suspect:
             try:
                 snapshot.recheck(index)
@@ -333,14 +335,14 @@ class DataServer:
         that goes just then may reach an asker in part as what was written there next. Its digest tells the asker.
         """
         self.bytes_sent += len(rest)
-        copied = wire.is_paced(sock)
+        copied = frames.is_paced(sock)
         step = len(rest) if self._pacer.rate_bytes_s is None else _PACED_BYTES
         for at in range(0, len(rest), step):
             piece = rest[at : at + step]
             if copied:
-                wire.send_all(sock, piece)
+                frames.send_all(sock, piece)
             else:
-                wire.send_file(sock, fd, start + at, len(piece))
+                frames.send_file(sock, fd, start + at, len(piece))
             self._pacer.pause(len(piece))
 
     # ---- a publisher writes
@@ -348,9 +350,9 @@ class DataServer:
     def _serve_write(self, sock: socket.socket, greeting: Greeting) -> None:
         snapshot = self._provider.writable(greeting.model, greeting.version, greeting.token)
         self._by_tcp.welcome(sock)
-        missing = wire.ranges(snapshot.missing())
-        wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, missing))
-        while (header := wire.receive_header(sock)).kind is not Kind.DONE:
+        missing = frames.ranges(snapshot.missing())
+        frames.send_message(sock, Kind.WELCOME, frames.Welcome(snapshot.manifest, missing))
+        while (header := frames.receive_header(sock)).kind is not Kind.DONE:
             if header.kind is Kind.DATA:
                 with snapshot.reading(lambda: _shut(sock)):
                     _take_chunk(sock, snapshot, header)
@@ -358,22 +360,22 @@ class DataServer:
                 snapshot.check_open()  # one that reads a slow tensor for a version given up hears it now
             else:
                 raise LinkBroken(f"unexpected {header.kind.name} from a publisher")
-        wire.send_all(sock, Header(Kind.DONE).pack())
+        frames.send_all(sock, Header(Kind.DONE).pack())
 
     def _serve_unix(self, sock: socket.socket) -> None:
-        greeting = wire.receive_greeting(sock)
+        greeting = frames.receive_greeting(sock)
         if greeting.purpose != "map":
             raise Conflict(f"purpose {greeting.purpose!r} on the unix socket", hint="use the data port")
         snapshot = self._provider.writable(greeting.model, greeting.version, greeting.token)
         self._by_unix.welcome(sock)
-        wire.send_message(sock, Kind.WELCOME, wire.Welcome(snapshot.manifest, []))
+        frames.send_message(sock, Kind.WELCOME, frames.Welcome(snapshot.manifest, []))
         with snapshot.reading(lambda: _shut(sock)):
             snapshot.written_elsewhere = True  # before the first descriptor leaves, and while it cannot be given back
             fds = [file.fd for file in snapshot.files]
-            for start in range(0, len(fds), wire.FDS_PER_MESSAGE):
-                socket.send_fds(sock, [b"F"], fds[start : start + wire.FDS_PER_MESSAGE])
+            for start in range(0, len(fds), frames.FDS_PER_MESSAGE):
+                socket.send_fds(sock, [b"F"], fds[start : start + frames.FDS_PER_MESSAGE])
         sock.settimeout(PUBLISHER_SILENCE_S)
-        while (header := wire.receive_header(sock)).kind is not Kind.DONE:
+        while (header := frames.receive_header(sock)).kind is not Kind.DONE:
             if header.kind is Kind.PRESENT:
                 snapshot.chunks.chunk(header.index)  # refuses a number out of range
                 snapshot.present(header.index, header.digest)
@@ -381,14 +383,14 @@ class DataServer:
                 snapshot.check_open()  # one that reads a slow tensor for a version given up hears it now
             else:
                 raise LinkBroken(f"unexpected {header.kind.name} from a publisher")
-        wire.send_all(sock, Header(Kind.DONE).pack())
+        frames.send_all(sock, Header(Kind.DONE).pack())
 
 
 def _take_chunk(sock: socket.socket, snapshot: Snapshot, header: Header) -> None:
     with snapshot.writing(header.index) as place:
         if header.length != len(place):
             raise LinkBroken(f"chunk {header.index} has {len(place)} bytes, {header.length} came")
-        wire.receive_exactly(sock, place)
+        frames.receive_exactly(sock, place)
         if digest(place) != header.digest:
             raise Corrupt(f"chunk {header.index} of {snapshot} arrived with a wrong digest", hint="send it again")
         snapshot.present(header.index, header.digest)
@@ -403,7 +405,7 @@ def _check_epoch(snapshot: Snapshot, epoch: Epoch | None) -> None:
 def _refuse(sock: socket.socket, error: LaminarError) -> None:
     log.info("refused on the data port: %s", error)
     try:
-        wire.send_message(sock, Kind.REFUSED, wire.Refusal.of(error))
+        frames.send_message(sock, Kind.REFUSED, frames.Refusal.of(error))
     except LinkBroken:
         log.debug("the peer left before it heard the refusal")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from paramserver.config import show_bytes
 from paramserver.core.records import ChunkMap, Manifest
 from paramserver.core.transfer import Want
+from paramserver.data.frames import Greeting, LinkBroken
 from paramserver.data.transport import Arrived, Link, Source
-from paramserver.data.wire import Greeting, LinkBroken
 from paramserver.memory import kept
 from paramserver.memory.kept import Kept
 from paramserver.memory.store import Snapshot

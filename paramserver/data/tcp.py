@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from paramserver.core.records import Manifest
 from paramserver.core.transfer import Want
-from paramserver.data import arrival, wire
+from paramserver.data import arrival, frames
+from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.data.transport import Arrived, Source
-from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -26,22 +26,22 @@ class TcpLink:
     transport = "tcp"
 
     def __init__(
-        self, source: Source, greeting: Greeting, *, silence_s: float = wire.SILENCE_S, bind_host: str = ""
+        self, source: Source, greeting: Greeting, *, silence_s: float = frames.SILENCE_S, bind_host: str = ""
     ) -> None:
         self.source = source
         self.silence_s = silence_s
         self._asked: deque[Want] = deque()
         self._num_behind_lost = 0
         connecting_at = time.monotonic()
-        self._sock = wire.connect(source.address, CONNECT_TIMEOUT_S, bind_host=bind_host)
+        self._sock = frames.connect(source.address, CONNECT_TIMEOUT_S, bind_host=bind_host)
         self.rtt_s = time.monotonic() - connecting_at
         try:
-            wire.send_greeting(self._sock, greeting)
-            self.welcome = wire.receive_welcome(self._sock, silence_s=silence_s)
+            frames.send_greeting(self._sock, greeting)
+            self.welcome = frames.receive_welcome(self._sock, silence_s=silence_s)
         except BaseException:
             self._sock.close()
             raise
-        wire.wait_in_kernel(self._sock, wire.HEARTBEAT_S)
+        frames.wait_in_kernel(self._sock, frames.HEARTBEAT_S)
 
     @property
     def manifest(self) -> Manifest:
@@ -55,14 +55,14 @@ class TcpLink:
         self._asked.append(want)
 
     def request(self, want: Want) -> None:
-        flags = wire.FLAG_SUSPECT if want.suspect else 0
-        wire.send_all(self._sock, wire.REQUEST.pack(Kind.GET, flags, want.index, want.from_byte))
+        flags = frames.FLAG_SUSPECT if want.suspect else 0
+        frames.send_all(self._sock, frames.REQUEST.pack(Kind.GET, flags, want.index, want.from_byte))
 
     def taken(self, index: int) -> None:
-        wire.send_all(self._sock, wire.REQUEST.pack(Kind.TAKEN, 0, index, 0))
+        frames.send_all(self._sock, frames.REQUEST.pack(Kind.TAKEN, 0, index, 0))
 
     def alive(self) -> None:
-        wire.send_all(self._sock, wire.REQUEST.pack(Kind.ALIVE, 0, 0, 0))
+        frames.send_all(self._sock, frames.REQUEST.pack(Kind.ALIVE, 0, 0, 0))
 
     def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
         while (header := self.header()).kind is Kind.ALIVE:
@@ -88,15 +88,15 @@ class TcpLink:
 
     def header(self) -> Header:
         """The next frame's. Raises what a refusal says."""
-        buffer = bytearray(wire.HEADER.size)
+        buffer = bytearray(frames.HEADER.size)
         filled = 0
         while filled < len(buffer):
             rest = memoryview(buffer)[filled:]
             filled += self._some(functools.partial(self._sock.recv_into, rest, 0, socket.MSG_WAITALL))
-        kind, index, from_byte, length, digest = wire.HEADER.unpack(buffer)
+        kind, index, from_byte, length, digest = frames.HEADER.unpack(buffer)
         if kind == Kind.REFUSED:
             self._sock.settimeout(self.silence_s)
-            raise wire.receive_refusal(self._sock, Header(Kind.REFUSED, length=length))
+            raise frames.receive_refusal(self._sock, Header(Kind.REFUSED, length=length))
         if kind not in (Kind.DATA, Kind.ALIVE, Kind.READY):
             raise LinkBroken(f"unexpected frame kind {kind}")
         return Header(Kind(kind), index, from_byte, length, digest)
@@ -120,8 +120,8 @@ class TcpLink:
                 num = receive()
             except BlockingIOError:
                 now = time.monotonic()
-                looked_at, silent_s = now, silent_s + min(now - looked_at, wire.LOOK_S_MAX)
-                if (num_behind := wire.out_of_order(self._sock)) != self._num_behind_lost:
+                looked_at, silent_s = now, silent_s + min(now - looked_at, frames.LOOK_S_MAX)
+                if (num_behind := frames.out_of_order(self._sock)) != self._num_behind_lost:
                     silent_s, self._num_behind_lost = 0.0, num_behind
                 if silent_s > self.silence_s:
                     raise LinkBroken(f"{self.source.name} was silent for {self.silence_s} s") from None
@@ -134,5 +134,5 @@ class TcpLink:
                 return num
 
 
-def dialer(silence_s: float = wire.SILENCE_S) -> Callable[[Source, Greeting], TcpLink]:
+def dialer(silence_s: float = frames.SILENCE_S) -> Callable[[Source, Greeting], TcpLink]:
     return lambda source, greeting: TcpLink(source, greeting, silence_s=silence_s)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paramserver.core.transfer import Want
-from paramserver.data.wire import Greeting
+from paramserver.data.frames import Greeting
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from paramserver.client.relay import RelayClient
 from paramserver.config import show_bytes
 from paramserver.core import architecture
 from paramserver.core.chain import next_plan
-from paramserver.core.chunking import choose_chunk_bytes, typical
+from paramserver.core.chunk_size import choose_chunk_bytes, typical
 from paramserver.core.layout import RELAY, Layout, Part, TensorSpec, plan_ranks
 from paramserver.core.records import (
     SOLE,

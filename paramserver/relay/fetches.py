@@ -20,11 +20,11 @@ from paramserver.core.chain import Place, is_late, sources
 from paramserver.core.records import Announced, Holding
 from paramserver.data import fetch as data_fetch
 from paramserver.data import tcp
-from paramserver.data.movers import Movers
+from paramserver.data.frames import Greeting
 from paramserver.data.nixl import NixlDialer
+from paramserver.data.nixl_processes import NixlProcesses
 from paramserver.data.spill import SCHEME, Spill
 from paramserver.data.transport import Link, Source
-from paramserver.data.wire import Greeting
 from paramserver.memory.store import Snapshot
 from paramserver.relay.member_lease import MemberLease
 from paramserver.troubles import Troubles
@@ -69,7 +69,7 @@ class Fetches:
         ended: Callable[[Snapshot, Fetched | None], Awaitable[None]],
         spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
         spill: Spill | None,
-        movers: Movers | None,
+        movers: NixlProcesses | None,
         bind_host: str,
     ) -> None:
         """`bind_host`: the address that bytes are asked for from; "": any."""

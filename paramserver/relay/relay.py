@@ -33,7 +33,7 @@ from paramserver.core.view import (
     VersionFact,
     View,
 )
-from paramserver.data.movers import Movers
+from paramserver.data.nixl_processes import NixlProcesses
 from paramserver.data.spill import Spill
 from paramserver.memory.pool import Stopped
 from paramserver.memory.store import Snapshot, Store
@@ -71,7 +71,7 @@ class Relay:
         *,
         spill: Spill | None = None,
         bind_host: str = "",
-        movers: Movers | None = None,
+        movers: NixlProcesses | None = None,
     ) -> None:
         """`bind_host`: the address that bytes are asked for from; "": any."""
         self.config = config

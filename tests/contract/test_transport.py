@@ -25,16 +25,16 @@ import pytest
 
 from paramserver.core.records import Epoch, digest
 from paramserver.core.transfer import Want
-from paramserver.data import movers as movers_module
+from paramserver.data import frames
 from paramserver.data import nixl as nixl_module
-from paramserver.data import wire
+from paramserver.data import nixl_processes as movers_module
 from paramserver.data.fetch import Fetch, Tiers
-from paramserver.data.movers import Movers
+from paramserver.data.frames import Greeting, LinkBroken
 from paramserver.data.nixl import NixlDialer
+from paramserver.data.nixl_processes import NixlProcesses
 from paramserver.data.spill import Spill
 from paramserver.data.tcp import TcpLink
 from paramserver.data.transport import Link, Source
-from paramserver.data.wire import Greeting, LinkBroken
 from protos.errors import NotFound, StaleEpoch, Unavailable
 from tests.support.fleet import until
 from tests.support.hops import CHUNK, CONTENT, FETCH, Host, random_content
@@ -54,12 +54,12 @@ class Scene:
 
     kind: str
     directory: Path
-    movers: Movers | None = None
+    movers: NixlProcesses | None = None
     hosts: list[Host] = field(default_factory=list)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     spills: dict[str, Spill] = field(default_factory=dict)
 
-    own: Movers | None = None
+    own: NixlProcesses | None = None
     silence_s: float = 5.0  # more than the default where it does not matter: this machine may have much else to do
 
     def __post_init__(self) -> None:
@@ -68,9 +68,9 @@ class Scene:
     def tcp(self, source: Source, greeting: Greeting) -> TcpLink:
         return TcpLink(source, greeting, silence_s=self.silence_s)
 
-    def own_movers(self) -> Movers:
+    def own_movers(self) -> NixlProcesses:
         """Fresh ones, for the hosts and links made from now on."""
-        self.own = self.movers = Movers(idle_max=4)
+        self.own = self.movers = NixlProcesses(idle_max=4)
         self.dialer = NixlDialer(self.own, self.tcp)
         return self.own
 
@@ -135,9 +135,9 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def movers(nixl: None) -> Iterator[Movers]:
+def movers(nixl: None) -> Iterator[NixlProcesses]:
     """Shared, since each takes most of a second to start."""
-    found = Movers(idle_max=8)
+    found = NixlProcesses(idle_max=8)
     yield found
     found.close()
 
@@ -288,7 +288,7 @@ def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_no
         broken = threads.submit(_all, link, into, begun.set)
         until(lambda: begun.is_set() or _num_reading(link) == 7, "bytes are under way")
         process.send_signal(signal.SIGSTOP)
-        _give_up_after(link, wire.SILENCE_S)  # only now: until here a busy machine must not look like a dead holder
+        _give_up_after(link, frames.SILENCE_S)  # only now: until here a busy machine must not look like a dead holder
         with pytest.raises(LinkBroken, match="silent for"):
             broken.result(60.0)
     everything = [*movers, process.pid]
@@ -367,7 +367,7 @@ def children() -> set[int]:
     found = set()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie counts as gone, too
-            found |= {child.pid} if "paramserver.data.mover" in child.cmdline() else set()
+            found |= {child.pid} if "paramserver.data.nixl_process" in child.cmdline() else set()
     return found
 
 
@@ -460,6 +460,6 @@ def test_with_every_mover_at_work_links_go_over_tcp(scene: Scene, monkeypatch: p
 def test_without_the_package_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers_module, "VARIANTS", ("nixl_not_there",))
     with pytest.raises(Unavailable) as caught:
-        Movers(idle_max=1).warm(1)
+        NixlProcesses(idle_max=1).warm(1)
     assert "needs the package nixl" in str(caught.value)
     assert caught.value.hint == 'pip install "laminar-rl[nixl]"'

@@ -40,7 +40,7 @@ class World:
     def command(self, gateway: str, *more: str, relay: str | None = None) -> list[str]:
         where = ["--relay", relay or self.relay, "--gateway", gateway, "--out", str(self.directory / "events.jsonl")]
         model = ["--model-dir", str(tiny_model("llama", "bfloat16")), "--groups", "2", "--group-size", "2"]
-        return ["deploy.demo.trainer", *where, *model, *more]
+        return ["deploy.demo.training.trainer", *where, *model, *more]
 
     async def start(self, gateway: str, *more: str) -> Daemon:
         return await asyncio.to_thread(start, "trainer", self.command(gateway, *more), self.directory)

@@ -145,33 +145,35 @@ async def test_an_etcd_that_hangs_longer_than_the_leases_costs_no_version(tmp_pa
     """When it wakes it may take every relay for dead; they register again, and what they held counts again."""
     async with LocalEtcd() as etcd:
         relays = Relays(etcd.endpoint, tmp_path)
-        a, b = [await asyncio.to_thread(relays.start, name) for name in "ab"]
-        async with client(a) as head, client(b) as tail:
-            first = await version_on(head, 1)
-            await first.wait_all(60.0)
-            os.kill(etcd.pid, signal.SIGSTOP)
+        try:
+            a, b = [await asyncio.to_thread(relays.start, name) for name in "ab"]
+            async with client(a) as head, client(b) as tail:
+                first = await version_on(head, 1)
+                await first.wait_all(60.0)
+                os.kill(etcd.pid, signal.SIGSTOP)
 
-            async def away() -> bool:
-                return not any([(await relay.status()).registry_reachable for relay in (head, tail)])
+                async def away() -> bool:
+                    return not any([(await relay.status()).registry_reachable for relay in (head, tail)])
 
-            await until(away, "both see that etcd is away")
-            await asyncio.sleep(LEASE_S + 0.5)  # the leases must run out by etcd's own clock
-            for relay in (head, tail):
-                await has(relay, first)
-            os.kill(etcd.pid, signal.SIGCONT)
+                await until(away, "both see that etcd is away")
+                await asyncio.sleep(LEASE_S + 0.5)  # the leases must run out by etcd's own clock
+                for relay in (head, tail):
+                    await has(relay, first)
+                os.kill(etcd.pid, signal.SIGCONT)
 
-            async def back() -> bool:
-                with contextlib.suppress(LaminarError):
-                    return await first.holders() == ("a", "b")
-                return False
+                async def back() -> bool:
+                    with contextlib.suppress(LaminarError):
+                        return await first.holders() == ("a", "b")
+                    return False
 
-            await until(back, "both are holders again")
-            # By the same publisher: etcd may as well have prolonged the leases when it woke, and then its claim holds.
-            second = await version_on(head, 2)
-            await second.wait_copies(2, 60.0)
-            for relay in (head, tail):
-                await has(relay, second)
-        await asyncio.to_thread(relays.close)
+                await until(back, "both are holders again")
+                # By the same publisher: an etcd that wakes may prolong the leases, and then its claim holds.
+                second = await version_on(head, 2)
+                await second.wait_copies(2, 60.0)
+                for relay in (head, tail):
+                    await has(relay, second)
+        finally:
+            await asyncio.to_thread(relays.close)
 
 
 async def test_a_relay_that_starts_while_etcd_is_busy_waits_for_it(relays: Relays, etcd: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from paramserver.core import view as keys
 from paramserver.core.records import Member
-from paramserver.data.wire import HEADER
+from paramserver.data.frames import HEADER
 from paramserver.membership import EtcdRegistry
 from paramserver.membership.registry import Put
 from protos.errors import LaminarError, NotFound
@@ -85,13 +85,13 @@ async def test_a_byte_flipped_on_the_wire_is_found_and_sent_again(relays: Relays
 
 async def start_of_the_first_chunk(daemon: Daemon) -> int:
     """The length of the welcome that every fetch of `publish_seed`'s versions begins with, but for their number."""
-    from paramserver.data import wire
+    from paramserver.data import frames
 
-    greeting = wire.Greeting("fetch", MODEL, 1, "test")
-    sock = wire.connect(daemon.ready["data"], 60.0)
+    greeting = frames.Greeting("fetch", MODEL, 1, "test")
+    sock = frames.connect(daemon.ready["data"], 60.0)
     with sock:
-        wire.send_greeting(sock, greeting)
-        header = wire.receive_header(sock)
+        frames.send_greeting(sock, greeting)
+        header = frames.receive_header(sock)
     return int(HEADER.size + header.length)
 
 

@@ -25,7 +25,7 @@ from unittest import mock
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import FleetConfig, FleetState
-from gateway.core.joining import Call, choice_id
+from gateway.core.retries import Call, choice_id
 from gateway.core.types import SamplingParams, SessionId, TokenDelta, TurnId, TurnOrigin, TurnRequest
 from gateway.engines.base import EngineChunk, EngineLimits, EngineReport, StreamCut, TakeChunk
 from gateway.experience import ExperienceBuffer

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from paramserver.core.bypass import Bypasses
 from paramserver.core.records import digest
 from paramserver.core.transfer import ActiveTime, TransferState, Want
+from paramserver.data.frames import HEARTBEAT_S, SILENCE_S, Greeting, LinkBroken
 from paramserver.data.server import LATE_JOINERS_MAX, OPEN_WAIT_S, _check_epoch
 from paramserver.data.transport import Source
-from paramserver.data.wire import HEARTBEAT_S, SILENCE_S, Greeting, LinkBroken
 from paramserver.memory.store import Snapshot
 from protos.errors import Corrupt, LaminarError, NotFound, OutOfCapacity, Unavailable
 from tests.sim.virtual import Clock, Process

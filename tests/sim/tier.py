@@ -30,7 +30,7 @@ from paramserver.core import view as keys
 from paramserver.core.chain import is_late
 from paramserver.core.records import Announced, Ended, Epoch, Master, Sealed, digest
 from paramserver.data import fetch as data_fetch
-from paramserver.data.wire import Greeting
+from paramserver.data.frames import Greeting
 from paramserver.membership.registry import Changed, Event
 from protos.errors import LaminarError
 from protos.laminar.v1 import relay_pb2 as pb

@@ -13,10 +13,10 @@ import threading
 from pathlib import Path
 
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
-from paramserver.data.movers import Movers
+from paramserver.data.frames import Greeting
+from paramserver.data.nixl_processes import NixlProcesses
 from paramserver.data.server import DataServer
 from paramserver.data.transport import Source
-from paramserver.data.wire import Greeting
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt, NotFound
@@ -44,7 +44,7 @@ class Host:
         *sizes: int,
         content: bytes = CONTENT,
         chunk_bytes: int = CHUNK,
-        movers: Movers | None = None,
+        movers: NixlProcesses | None = None,
         max_rate: float | None = None,
     ) -> None:
         self.all = content
@@ -94,7 +94,7 @@ def random_content(seed: int, size: int) -> bytes:
 def main() -> None:
     """Serves until SIGTERM: `DIRECTORY {"seed", "size", "chunk_bytes", "max_rate", "nixl"}` as JSON."""
     directory, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
-    movers = Movers(idle_max=1) if wanted["nixl"] else None
+    movers = NixlProcesses(idle_max=1) if wanted["nixl"] else None
     host = Host(
         directory,
         content=random_content(wanted["seed"], wanted["size"]),

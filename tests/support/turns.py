@@ -11,10 +11,10 @@ from typing import Self
 
 from aiohttp import web
 
-from gateway.api.door import Runner, bodies_in_time
 from gateway.api.errors import answer_errors
+from gateway.api.http_server import Runner, bodies_in_time
 from gateway.api.openai.routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
-from gateway.core.joining import Call
+from gateway.core.retries import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import (
     EngineName,

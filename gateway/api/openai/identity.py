@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.api.errors import BadField
-from gateway.core.joining import KEY_MAX, Call
+from gateway.core.retries import KEY_MAX, Call
 from gateway.core.sessions import names_a_session
 from gateway.core.types import SessionId
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity, Turns

@@ -30,9 +30,9 @@ from gateway.api.openai.identity import call_of, identify
 from gateway.api.openai.requests import AnswerShape
 from gateway.api.openai.schema import Model, Models
 from gateway.api.openai.shapes import AnswerHead, Api
-from gateway.api.openai.text_proxy import TextDoor
+from gateway.api.openai.text_proxy import TextRoutes
 from gateway.api.openai.turn_view import Reader
-from gateway.core.joining import Call, choice_id
+from gateway.core.retries import Call, choice_id
 from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
@@ -56,7 +56,7 @@ TOKENISING_MAX = 4
 class OpenAIDeps:
     turns: Turns
     codec: Codec
-    text: TextDoor | None = None  # None: every request takes the token path
+    text: TextRoutes | None = None  # None: every request takes the token path
     session_from_user: bool = True  # the body's `user` names a session, where nothing else does
 
 

@@ -24,7 +24,7 @@ from aiohttp import hdrs, web
 from gateway.api.errors import error_body
 from gateway.api.openai.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.openai.shapes import KEEP_ALIVE
-from gateway.core.relaying import TextApi
+from gateway.core.text_requests import TextApi
 from gateway.core.types import Version
 from gateway.fleet.text_proxy import Relayed, TextProxy
 from gateway.ports import SESSION_KEY_PREFIX, Turns
@@ -61,7 +61,7 @@ class Glance(msgspec.Struct):
 _glance = msgspec.json.Decoder(Glance).decode
 
 
-class TextDoor:
+class TextRoutes:
     """`glance` says whether a request is relayed; `answer` relays it."""
 
     def __init__(self, relay: TextProxy, turns: Turns, model: str, *, session_from_user: bool = True) -> None:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from gateway.engines.embedded.dialect import CompletionBody
 from gateway.engines.embedded.sequence import Delta, FinishReason, GenerationRequest, Token, WeightSpan
 from gateway.engines.embedded.text import Text
-from gateway.engines.embedded.wire import CompletionBody
 
 LOGPROB_MIN = -9999.0
 """JSON has no -inf; vLLM reports this."""

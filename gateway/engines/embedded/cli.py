@@ -129,7 +129,7 @@ def engine_dtype(model: Path | None, train: bool, as_json: bool) -> None:
 
 
 def _measure(model: Path | None, *, train: bool, cores: int | None = None) -> Choice:
-    from gateway.engines.embedded.speed import SMALL, measure, shapes_of
+    from gateway.engines.embedded.compute.speed import SMALL, measure, shapes_of
 
     return measure(SMALL if model is None else shapes_of(model), TRAINING if train else SERVING, cores=cores)
 
@@ -150,8 +150,8 @@ def _best_dtype(model: Path, device: str) -> Dtype:
 async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | None) -> None:
     from aiohttp import web
 
+    from gateway.engines.embedded.compute.selfcheck import check_invariance
     from gateway.engines.embedded.engine import Engine
-    from gateway.engines.embedded.selfcheck import check_invariance
     from gateway.engines.embedded.server import make_app
     from gateway.engines.embedded.service import EngineService
     from gateway.engines.embedded.text import Text

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from gateway.engines.embedded import wire
+from gateway.engines.embedded import dialect
 from gateway.engines.embedded.answers import Answer
 from gateway.engines.embedded.metrics import EngineMetrics
 from gateway.engines.embedded.service import DeltaStream, EngineService
@@ -103,16 +103,16 @@ class EngineApi:
         self._service, self._loop, self._text = service, service.loop, text
         config = service.config
         self._model = config.served_model_name
-        self._limits = wire.Limits(self._model, config.max_model_len, service.shape.vocab)
+        self._limits = dialect.Limits(self._model, config.max_model_len, service.shape.vocab)
         self._metrics = EngineMetrics(config, lambda: service.loop.statistics)
         self._started = int(time.time())
 
     # -- generation --
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = wire.decode(await request.read(), wire.CompletionBody)
+        body = dialect.decode(await request.read(), dialect.CompletionBody)
         request_id = body.request_id or request.headers.get("X-Request-Id") or uuid.uuid4().hex
-        generation = wire.to_request(body, request_id, self._limits, self._text.encode)
+        generation = dialect.to_request(body, request_id, self._limits, self._text.encode)
         answer = Answer(body, generation, self._model, self._text)
         async with self._service.generate(generation) as stream:
             chunks = self._chunks(stream, answer)
@@ -122,7 +122,7 @@ class EngineApi:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The ids of a text, as vLLM tells them."""
-        body = wire.decode(await request.read(), wire.TokenizeBody)
+        body = dialect.decode(await request.read(), dialect.TokenizeBody)
         if body.model not in (None, self._model):
             raise InvalidRequest(f"this engine serves {self._model!r}, not {body.model!r}")
         ids = self._text.encode(body.prompt, body.add_special_tokens)
@@ -147,7 +147,7 @@ class EngineApi:
         return _json({**answer.take(), "usage": answer.usage()})
 
     async def _stream(
-        self, request: web.Request, body: wire.CompletionBody, answer: Answer, chunks: AsyncIterator[None]
+        self, request: web.Request, body: dialect.CompletionBody, answer: Answer, chunks: AsyncIterator[None]
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
@@ -159,7 +159,7 @@ class EngineApi:
         return response
 
     async def _events(
-        self, body: wire.CompletionBody, answer: Answer, chunks: AsyncIterator[None]
+        self, body: dialect.CompletionBody, answer: Answer, chunks: AsyncIterator[None]
     ) -> AsyncIterator[bytes]:
         options = body.stream_options
         try:
@@ -176,7 +176,7 @@ class EngineApi:
         yield b"data: [DONE]\n\n"
 
     async def abort_requests(self, request: web.Request) -> web.Response:
-        body = wire.decode(await request.read(), wire.AbortBody)
+        body = dialect.decode(await request.read(), dialect.AbortBody)
         aborted = await _done(self._loop.abort(body.request_ids or None))
         return _json({"status": "aborted", "aborted": aborted})
 
@@ -234,7 +234,7 @@ class EngineApi:
     # -- weights --
 
     async def init_transfer(self, request: web.Request) -> web.Response:
-        wire.decode(await request.read(), wire.InitBody)
+        dialect.decode(await request.read(), dialect.InitBody)
         with self._timed("init"):
             await _done(self._loop.init_transfer())
         return _json({"message": "Weight transfer initialized"})
@@ -245,19 +245,19 @@ class EngineApi:
         return _json({"message": "Weight update started"})
 
     async def update_weights(self, request: web.Request) -> web.Response:
-        body = wire.decode(await request.read(), wire.UpdateBody)
+        body = dialect.decode(await request.read(), dialect.UpdateBody)
         with self._timed("update"):
             await _done(self._loop.update_weights(Path(body.update_info.path)))
         return _json({"message": "Weights updated"})
 
     async def finish_update(self, request: web.Request) -> web.Response:
-        body = wire.decode(await request.read(), wire.FinishBody)
+        body = dialect.decode(await request.read(), dialect.FinishBody)
         with self._timed("finish"):
             await _done(self._loop.finish_update(body.weight_version))
         return _json({"message": "Weight update finished"})
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
-        body = wire.decode(await request.read(), wire.LabelBody)
+        body = dialect.decode(await request.read(), dialect.LabelBody)
         await _done(self._loop.set_label(body.new_version))
         return _json({"success": True, "new_version": body.new_version})
 
@@ -265,7 +265,7 @@ class EngineApi:
         return _json({"weight_version": await _done(self._loop.weight_version())})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
-        body = wire.decode(await request.read(), wire.RpcBody)
+        body = dialect.decode(await request.read(), dialect.RpcBody)
         await _done(self._loop.reload_weights(Path(body.kwargs.weights_path)))
         return _json({"results": [None]})
 

@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from paramserver.data.wire import CONGESTION_CONTROL
+from paramserver.data.frames import CONGESTION_CONTROL
 
 ROOT = Path(__file__).resolve().parents[3]
 PEERS = Path(__file__).parent / "peers"

@@ -6,8 +6,8 @@ from itertools import zip_longest
 
 import pytest
 
-from deploy.demo.killing import choose_victim
 from deploy.demo.recording import EngineStatus, GatewayStatus
+from deploy.demo.victim import choose_victim
 
 
 def status(*running: int, state: str = "serving", versions: tuple[int, ...] = ()) -> GatewayStatus:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from deploy.demo.pace import Pace, Taken
+from deploy.demo.training.pace import Pace, Taken
 
 PACE = Pace(steps=10, budget_s=240.0, groups_max=4, groups_min=2, group_s=1.0)
 

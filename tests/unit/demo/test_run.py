@@ -172,7 +172,7 @@ async def test_a_request_to_stop_ends_everything_cleanly(tmp_path: Path) -> None
 
 
 async def test_no_kill_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.demo.killing.RUNNING_MIN", 99)
+    monkeypatch.setattr("deploy.demo.victim.RUNNING_MIN", 99)
     plan = StandInPlan(settings(tmp_path, steps=1))
     played = await play(plan, Recording(), KILL_GRACE_S=0.2)
     outcome, recording = played.outcome, played.recording

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from deploy.demo.processes import DemoError
 from deploy.demo.recording import EngineChange, GatewayStatus, Note, Recording, Segment, Step
-from deploy.demo.watching import TIMELINE_PAGE, GatewayWatcher, TrainerEvents, Watchers
+from deploy.demo.watchers import TIMELINE_PAGE, GatewayWatcher, TrainerEvents, Watchers
 from gateway.core.types import EngineName
 from tests.support.cutting_engine import CuttingEngine
 from tests.unit.gateway_shell.test_status import gateway as real_gateway

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gateway.engines.embedded import linear
+from gateway.engines.embedded.compute import linear
 from gateway.engines.embedded.engine import Engine
 from tests.support.tiny_model import EOS_ID, Family, tiny_model
 from tests.unit.embedded.helpers import config, ids, prompts, request, run

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from gateway.engines.embedded.compute.selfcheck import check_invariance
 from gateway.engines.embedded.engine import Engine
-from gateway.engines.embedded.selfcheck import check_invariance
 from gateway.engines.embedded.sequence import SamplingParams, Token
 from protos.errors import LaminarError
 from tests.support.tiny_model import Family, tiny_model

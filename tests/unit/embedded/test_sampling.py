@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gateway.engines.embedded.sampling import SamplingRow, sample, uniform
+from gateway.engines.embedded.compute.sampling import SamplingRow, sample, uniform
 from gateway.engines.embedded.sequence import SamplingParams
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from gateway.cli import cli
 from gateway.core.dtypes import Choice, Figure
-from gateway.engines.embedded.speed import Shapes, measure, shapes_of
+from gateway.engines.embedded.compute.speed import Shapes, measure, shapes_of
 from tests.support.tiny_model import tiny_model
 
 TINY = Shapes(((96, 64), (64, 64), (256, 64), (64, 128)), (512, 64), 2)

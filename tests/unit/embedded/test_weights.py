@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from gateway.engines.embedded.compute.weights import Snapshot
 from gateway.engines.embedded.engine import Engine
-from gateway.engines.embedded.weights import Snapshot
 from protos.errors import InvalidRequest, LaminarError, NotFound
 from tests.support.tiny_model import tiny_model, tiny_snapshot, weights, write_tiny_model
 from tests.unit.embedded.helpers import config, ids, prompts, request, run

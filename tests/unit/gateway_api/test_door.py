@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from gateway.api import door
+from gateway.api import http_server
 from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
 
@@ -19,9 +19,9 @@ BODY = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HEAD_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(door, "BODY_GRACE_S", 0.1)
-    monkeypatch.setattr(door, "BODY_LOOK_S", 0.05)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_server, "BODY_GRACE_S", 0.1)
+    monkeypatch.setattr(http_server, "BODY_LOOK_S", 0.05)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ async def test_a_connection_that_is_kept_has_a_deadline_for_each_head() -> None:
 
 async def test_a_body_that_comes_after_its_answer_is_no_late_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows an answer that needed no body is that body, and the kept connection takes the next request."""
-    monkeypatch.setattr(door, "BODY_GRACE_S", WAIT_S)
+    monkeypatch.setattr(http_server, "BODY_GRACE_S", WAIT_S)
     async with serving(ScriptedTurns(lambda request: Script([2])), codecs.tiny()) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"POST /no/such/route HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n")
@@ -85,7 +85,7 @@ async def test_a_body_that_comes_after_its_answer_is_no_late_head(monkeypatch: p
 
 
 async def test_a_slow_body_that_comes_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "BODY_BYTES_PER_S_MIN", 1)
+    monkeypatch.setattr(http_server, "BODY_BYTES_PER_S_MIN", 1)
     async with serving(ScriptedTurns(lambda request: Script([2])), codecs.tiny()) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY[:-1])
@@ -98,15 +98,15 @@ async def test_a_slow_body_that_comes_is_taken(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_requests_that_come_together_begin_in_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are answered, in pieces or not, and no round of the loop begins more than one of them."""
-    monkeypatch.setattr(door, "HEAD_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", WAIT_S)
     begun: list[int] = []
-    round_, take = 0, door._Connection._take
+    round_, take = 0, http_server._Connection._take
 
-    def taking(self: door._Connection, data: bytes) -> None:
+    def taking(self: http_server._Connection, data: bytes) -> None:
         begun.append(round_)
         take(self, data)
 
-    monkeypatch.setattr(door._Connection, "_take", taking)
+    monkeypatch.setattr(http_server._Connection, "_take", taking)
     async with serving(ScriptedTurns(lambda request: Script([2])), codecs.tiny()) as url:
         clients = [await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(20)]
         asked = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY

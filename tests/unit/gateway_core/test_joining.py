@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.joining import Attention, Call, Known, join
+from gateway.core.retries import Attention, Call, Known, join
 from gateway.core.types import SessionId, TurnId
 from protos.errors import Conflict
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gateway.core.fleet import EngineState
 from gateway.core.intake import intake_changes
 from gateway.core.refresh import refresh_decisions
-from gateway.core.relaying import TEXT_ROUTES, TextDemand, Unable, admit_text, place_text
 from gateway.core.scheduler import Placement, Wait
+from gateway.core.text_requests import TEXT_ROUTES, TextDemand, Unable, admit_text, place_text
 from gateway.core.types import EngineName, TurnId, Version
 from protos.engines import ENGINE_KINDS
 from tests.unit.gateway_core.helpers import engine, fleet

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gateway.core.fleet import FleetState, Wanted
-from gateway.core.keeping import KeptVersions
+from gateway.core.pinned import PinnedVersions
 from gateway.core.refresh import refresh_decisions
 from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
 from gateway.core.sessions import SessionState
@@ -318,7 +318,7 @@ def test_a_session_that_named_its_version_lets_go_of_it_once_it_began_unless_it_
 def test_kept_versions_are_bounded_and_end_with_their_sessions(
     notes: list[tuple[str, int | None]], versions_max: int
 ) -> None:
-    kept, model = KeptVersions(versions_max), dict[str, int]()
+    kept, model = PinnedVersions(versions_max), dict[str, int]()
     for name, version in notes:
         kept.note(SessionId(name), None if version is None else Version(version))
         model.pop(name, None)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gateway.core.types import TopLogprob
 from gateway.engines.base import EngineChunk, RequestRefused, StreamCut
+from gateway.engines.connections import Take
 from gateway.engines.sglang_stream import Reader
 from gateway.engines.streams import EventChunks
-from gateway.engines.wire import Take
 
 IDS = list(range(100, 120))
 Event = dict[str, Any]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gateway.core.types import TopLogprob
 from gateway.engines.base import EngineChunk, StreamCut
+from gateway.engines.connections import Take
 from gateway.engines.streams import EventChunks, merged
-from gateway.engines.wire import Take
 
 LENGTH = EngineChunk((), (), finish_reason="length")
 

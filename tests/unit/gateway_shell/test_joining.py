@@ -13,7 +13,7 @@ from gateway.api.openai.history import Prompt
 from gateway.api.openai.shapes import AnswerHead
 from gateway.api.openai.turn_view import Reader
 from gateway.core.fleet import FleetConfig
-from gateway.core.joining import Call, choice_id
+from gateway.core.retries import Call, choice_id
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SamplingParams, TurnId, TurnOrigin, TurnRequest
 from gateway.store import PartialResponsePool

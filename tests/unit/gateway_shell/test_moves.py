@@ -10,7 +10,7 @@ import pytest
 
 from gateway.core.types import EngineName, Version
 from gateway.engines.base import EngineChunk
-from gateway.engines.wire import EVENTS_AT_ONCE_MAX
+from gateway.engines.connections import EVENTS_AT_ONCE_MAX
 from protos.errors import TurnLost
 from tests.support.cutting_engine import Cut, CuttingEngine, until
 from tests.support.reading import heard

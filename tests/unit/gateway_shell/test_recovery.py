@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gateway.core.joining import Call
+from gateway.core.retries import Call
 from gateway.core.types import EngineName, SamplingParams, SessionId, TopLogprob, TurnId, TurnOrigin, TurnRequest
 from gateway.turns.running import RunningTurn
 from tests.support.cutting_engine import CuttingEngine, said, until

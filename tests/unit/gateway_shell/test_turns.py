@@ -18,7 +18,7 @@ from gateway.core.sampling import segment_seed
 from gateway.core.scheduler import Demand
 from gateway.core.types import EngineName, SessionId, TurnId
 from gateway.engines.base import RequestRefused
-from gateway.engines.wire import EVENTS_AT_ONCE_MAX
+from gateway.engines.connections import EVENTS_AT_ONCE_MAX
 from gateway.turns import audience, driver
 from gateway.turns.audience import UNREAD_TOKENS_MAX
 from gateway.turns.running import RunningTurn

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from deploy.demo.families import lay_out, micro_batches, shared_prefix
-from deploy.demo.policy import Policy
+from deploy.demo.training.families import lay_out, micro_batches, shared_prefix
+from deploy.demo.training.policy import Policy
 from tests.support.trajectories import make_trajectory
 from trainer_client import Packed, pack
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from deploy.demo.grpo import Clip, group_advantages, token_loss
+from deploy.demo.training.grpo import Clip, group_advantages, token_loss
 
 CLIP = Clip(low=0.2, high=0.28)
 

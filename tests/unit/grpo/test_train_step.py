@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.demo.families import lay_out
-from deploy.demo.policy import Policy
-from deploy.demo.trainer import Settings, describe, train_step
+from deploy.demo.training.families import lay_out
+from deploy.demo.training.policy import Policy
+from deploy.demo.training.trainer import Settings, describe, train_step
 from tests.support.tiny_model import VOCAB, tiny_model
 from tests.support.trajectories import make_trajectory
 from trainer_client import Packed, pack

@@ -12,7 +12,7 @@ import pytest
 from paramserver.core.records import digest
 from paramserver.data import arrival
 from paramserver.data.arrival import PIECE_BYTES
-from paramserver.data.wire import wait_in_kernel
+from paramserver.data.frames import wait_in_kernel
 
 Pair = tuple[socket.socket, socket.socket]
 

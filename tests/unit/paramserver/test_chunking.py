@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.core.chunking import (
+from paramserver.core.chunk_size import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
     NUM_RELAYS_MIN,

@@ -26,12 +26,12 @@ from paramserver.client import pull
 from paramserver.core.layout import TensorSpec, plan_layout
 from paramserver.core.records import ChunkMap, Epoch, Manifest, digest, version_root
 from paramserver.core.transfer import Want
-from paramserver.data import arrival, tcp, wire
+from paramserver.data import arrival, frames, tcp
 from paramserver.data import server as data_server
 from paramserver.data.fetch import Fetch
+from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.data.publish import Image, Mappings, write_mapped, write_tcp
 from paramserver.data.transport import Arrived, Source
-from paramserver.data.wire import Greeting, Header, Kind, LinkBroken
 from protos.errors import (
     Conflict,
     Corrupt,
@@ -114,10 +114,10 @@ def test_a_host_that_stood_still_takes_nobody_for_dead_before_it_has_listened(
 
     looks = iter([lambda: look(3.0), lambda: 7])
     with tcp_link(holder.source) as link:
-        link.silence_s = wire.SILENCE_S
+        link.silence_s = frames.SILENCE_S
         assert link._some(lambda: next(looks)()) == 7
         with pytest.raises(LinkBroken, match="was silent for"):
-            link._some(lambda: look(wire.HEARTBEAT_S))
+            link._some(lambda: look(frames.HEARTBEAT_S))
 
 
 def test_without_any_source_it_gives_up_and_says_why(make_host: MakeHost) -> None:
@@ -238,7 +238,7 @@ def test_what_is_not_to_be_had_is_refused_in_words(
 def test_garbage_ends_its_own_connection_and_no_other(make_host: MakeHost, garbage: bytes) -> None:
     host = make_host()
     host.fill()
-    with wire.connect(host.source.address, 5.0) as sock, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+    with frames.connect(host.source.address, 5.0) as sock, contextlib.suppress(ConnectionResetError, BrokenPipeError):
         sock.sendall(garbage + bytes(64))
         assert sock.recv(1) == b""
     downstream = make_host()
@@ -252,7 +252,7 @@ DEEP = b"[" * 200_000
 def test_a_greeting_nested_too_deep_ends_its_own_connection_and_no_other(make_host: MakeHost) -> None:
     host = make_host()
     host.fill()
-    with wire.connect(host.source.address, 5.0) as sock, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+    with frames.connect(host.source.address, 5.0) as sock, contextlib.suppress(ConnectionResetError, BrokenPipeError):
         sock.sendall(b"LMN1" + len(DEEP).to_bytes(4, "big") + DEEP)
         assert sock.recv(1) == b""
     assert fetch(make_host(), host).run()
@@ -274,7 +274,7 @@ def _answer_deep(listener: socket.socket) -> None:
         while True:
             sock, _ = listener.accept()
             with sock:
-                wire.receive_greeting(sock)
+                frames.receive_greeting(sock)
                 sock.sendall(Header(Kind.WELCOME, length=len(DEEP)).pack() + DEEP)
 
 
@@ -625,11 +625,11 @@ def test_a_chunk_that_was_verified_is_not_written_again(make_host: MakeHost) -> 
     greeting = Greeting("write", "policy", 1, "t", token="token")
     write_tcp(host.source.address, greeting, image)
     other = b"x" * host.snapshot.chunks.chunk(0).length
-    with wire.connect(host.source.address, 5.0) as sock:
-        wire.send_greeting(sock, greeting)
-        wire.receive_welcome(sock, silence_s=5.0)
-        wire.send_all(sock, Header(Kind.DATA, 0, 0, len(other), digest(other)).pack())
-        refusal = wire.receive_refusal(sock, wire.receive_header(sock))
+    with frames.connect(host.source.address, 5.0) as sock:
+        frames.send_greeting(sock, greeting)
+        frames.receive_welcome(sock, silence_s=5.0)
+        frames.send_all(sock, Header(Kind.DATA, 0, 0, len(other), digest(other)).pack())
+        refusal = frames.receive_refusal(sock, frames.receive_header(sock))
     assert (type(refusal), str(refusal)) == (Conflict, "chunk 0 of version 1 of policy is present")
     with pytest.raises(Conflict, match="present with another digest"):
         host.snapshot.present(0, digest(other))
@@ -638,13 +638,13 @@ def test_a_chunk_that_was_verified_is_not_written_again(make_host: MakeHost) -> 
 
 def test_a_chunk_that_arrives_broken_is_refused(make_host: MakeHost) -> None:
     host = make_host()
-    with wire.connect(host.source.address, 5.0) as sock:
-        wire.send_greeting(sock, Greeting("write", "policy", 1, "t", token="token"))
-        wire.receive_welcome(sock, silence_s=5.0)
-        wire.send_all(sock, Header(Kind.DATA, 0, 0, CHUNK, bytes(16)).pack() + bytes(CHUNK))
-        header = wire.receive_header(sock)
+    with frames.connect(host.source.address, 5.0) as sock:
+        frames.send_greeting(sock, Greeting("write", "policy", 1, "t", token="token"))
+        frames.receive_welcome(sock, silence_s=5.0)
+        frames.send_all(sock, Header(Kind.DATA, 0, 0, CHUNK, bytes(16)).pack() + bytes(CHUNK))
+        header = frames.receive_header(sock)
         with pytest.raises(Corrupt, match="chunk 0 of version 1 of policy arrived with a wrong digest"):
-            raise wire.receive_refusal(sock, header)
+            raise frames.receive_refusal(sock, header)
     assert host.snapshot.missing()[0] == 0
 
 
@@ -673,8 +673,8 @@ def test_kept_mappings_are_reused_and_dropped_when_the_file_is_destroyed(tmp_pat
 
 
 def test_ranges() -> None:
-    assert wire.ranges([]) == []
-    assert wire.ranges([0, 1, 2, 5, 7, 8]) == [(0, 3), (5, 6), (7, 9)]
+    assert frames.ranges([]) == []
+    assert frames.ranges([0, 1, 2, 5, 7, 8]) == [(0, 3), (5, 6), (7, 9)]
     assert ChunkMap([0, 0], 4).num_chunks == 0
 
 
@@ -684,13 +684,13 @@ def test_ranges() -> None:
 @pytest.mark.parametrize("name", ["../outside/authorized_keys", "/etc/passwd"])
 def test_a_relay_that_lies_about_file_names_gets_nothing_written(tmp_path: Path, name: str) -> None:
     """As `paramserver pull` meets it: the manifest is refused before there is a path."""
-    found = msgspec.json.encode(wire.Welcome(manifest(5000), [])).replace(b'"f0"', msgspec.json.encode(name))
+    found = msgspec.json.encode(frames.Welcome(manifest(5000), [])).replace(b'"f0"', msgspec.json.encode(name))
 
     def lie() -> None:
         sock, _ = listener.accept()
         with sock:
-            wire.receive_greeting(sock)
-            wire.send_all(sock, Header(Kind.WELCOME, length=len(found)).pack() + found)
+            frames.receive_greeting(sock)
+            frames.send_all(sock, Header(Kind.WELCOME, length=len(found)).pack() + found)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         liar = threading.Thread(target=lie)
@@ -714,8 +714,8 @@ def test_a_greeting_that_would_forge_or_fill_the_log_is_not_taken_in(
 ) -> None:
     host = make_host()
     body = msgspec.json.encode(Greeting("fetch", "policy", 1, "t")).replace(b'"name":"t"', change)
-    with wire.connect(host.source.address, 5.0) as sock:
-        wire.send_all(sock, wire._OPENING.pack(wire.MAGIC, len(body)) + body)
+    with frames.connect(host.source.address, 5.0) as sock:
+        frames.send_all(sock, frames._OPENING.pack(frames.MAGIC, len(body)) + body)
         sock.settimeout(30.0)
         with contextlib.suppress(ConnectionResetError):
             while sock.recv(1 << 16):
@@ -730,10 +730,10 @@ def test_slow_strangers_keep_nobody_out(make_host: MakeHost, monkeypatch: pytest
     host = make_host()
     host.fill()
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(wire.connect(host.source.address, 5.0)) for _ in range(40)]
+        strangers = [stack.enter_context(frames.connect(host.source.address, 5.0)) for _ in range(40)]
         for sock in strangers:
             with contextlib.suppress(LinkBroken):  # ended already
-                wire.send_all(sock, b"L")
+                frames.send_all(sock, b"L")
         link = tcp.TcpLink(host.source, FETCH, silence_s=30.0)
         assert link.manifest == host.snapshot.manifest
         link.close()
@@ -767,16 +767,16 @@ def test_who_was_welcomed_stays_and_one_host_does_not_take_every_place() -> None
 
 
 def test_a_greeting_that_trickles_is_given_up(make_host: MakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "GREETING_S", 0.3)
+    monkeypatch.setattr(frames, "GREETING_S", 0.3)
     host = make_host()
-    with wire.connect(host.source.address, 30.0) as sock, pytest.raises(LinkBroken):
+    with frames.connect(host.source.address, 30.0) as sock, pytest.raises(LinkBroken):
         trickle(sock)
 
 
 def trickle(sock: socket.socket) -> None:
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
-        wire.send_all(sock, b"L")
+        frames.send_all(sock, b"L")
         time.sleep(0.05)
 
 
@@ -799,10 +799,10 @@ def test_a_connection_is_tuned_before_it_is_made_and_what_a_listener_accepts_is_
             super().connect(address)  # type: ignore[arg-type]
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        wire.tune(listener)
+        frames.tune(listener)
         wanted = (_congestion_control(listener), 1)
         monkeypatch.setattr(socket, "socket", Watched)
-        with wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", 5.0, bind_host="127.0.0.1"):
+        with frames.connect(f"127.0.0.1:{listener.getsockname()[1]}", 5.0, bind_host="127.0.0.1"):
             monkeypatch.undo()
             accepted, _ = listener.accept()
             with accepted:
@@ -815,7 +815,7 @@ def test_nobody_at_an_address_is_a_broken_link() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(LinkBroken, match=r"cannot connect to 127\.0\.0\.1"):
-        wire.connect(f"127.0.0.1:{port}", 5.0)
+        frames.connect(f"127.0.0.1:{port}", 5.0)
 
 
 @pytest.fixture
@@ -831,7 +831,7 @@ def test_a_range_of_a_file_is_sent_to_a_slow_reader_whole(file_of_a_mib: int) ->
     got = bytearray()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         ours.settimeout(5.0)
-        sent = pool.submit(wire.send_file, ours, file_of_a_mib, 1000, (1 << 20) - 1000)
+        sent = pool.submit(frames.send_file, ours, file_of_a_mib, 1000, (1 << 20) - 1000)
         while len(got) < (1 << 20) - 1000:
             got += theirs.recv(10_000)
         sent.result()
@@ -843,21 +843,21 @@ def test_a_file_that_ends_too_soon_or_a_reader_that_takes_nothing_breaks_the_lin
     with ours, theirs:
         ours.settimeout(0.1)
         with pytest.raises(LinkBroken, match="ends at byte 1048576"):
-            wire.send_file(ours, file_of_a_mib, (1 << 20) - 10, 11)
+            frames.send_file(ours, file_of_a_mib, (1 << 20) - 10, 11)
         with pytest.raises(LinkBroken, match="timed out"):
             _send_for_ever(ours, file_of_a_mib)
 
 
 def _send_for_ever(sock: socket.socket, fd: int) -> None:
     while True:
-        wire.send_file(sock, fd, 0, 1 << 20)
+        frames.send_file(sock, fd, 0, 1 << 20)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
     """Two ends of a TCP connection whose receiver takes little at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        ours = wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", 5.0)
+        ours = frames.connect(f"127.0.0.1:{listener.getsockname()[1]}", 5.0)
         return ours, listener.accept()[0]
 
 
@@ -879,12 +879,12 @@ def test_bytes_that_trickle_are_signs_of_life(make_host: MakeHost) -> None:
 def _trickle(listener: socket.socket, of: Manifest, content: bytes) -> None:
     """Serves the first chunk in eight pieces, 0.2 s apart."""
     with listener.accept()[0] as sock:
-        wire.receive_greeting(sock)
-        wire.send_message(sock, Kind.WELCOME, wire.Welcome(of, []))
-        wire.receive_bytes(sock, wire.REQUEST.size)
-        wire.send_all(sock, Header(Kind.DATA, 0, 0, len(content), digest(content)).pack())
+        frames.receive_greeting(sock)
+        frames.send_message(sock, Kind.WELCOME, frames.Welcome(of, []))
+        frames.receive_bytes(sock, frames.REQUEST.size)
+        frames.send_all(sock, Header(Kind.DATA, 0, 0, len(content), digest(content)).pack())
         for at in range(0, len(content), len(content) // 8):
-            wire.send_all(sock, content[at : at + len(content) // 8])
+            frames.send_all(sock, content[at : at + len(content) // 8])
             time.sleep(0.2)
 
 
@@ -895,10 +895,10 @@ def test_a_paced_connection_is_sent_copies_of_the_same_bytes(
     """Whether a host leaves us bbr is not for a test to choose."""
     upstream, downstream = make_host(), make_host()
     upstream.fill()
-    monkeypatch.setattr(wire, "is_paced", lambda _: copied)
+    monkeypatch.setattr(frames, "is_paced", lambda _: copied)
     sent: list[int] = []
-    send_file = wire.send_file
-    monkeypatch.setattr(wire, "send_file", lambda *args: (sent.append(args[-1]), send_file(*args)))
+    send_file = frames.send_file
+    monkeypatch.setattr(frames, "send_file", lambda *args: (sent.append(args[-1]), send_file(*args)))
     assert fetch(downstream, upstream).run()
     assert downstream.snapshot.root() == upstream.snapshot.root()
     assert bool(sent) is not copied

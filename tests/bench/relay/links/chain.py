@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.client import RelayClient, TensorSource
-from paramserver.core.chunking import HopCost, choose_chunk_bytes
+from paramserver.core.chunk_size import HopCost, choose_chunk_bytes
 from tests.bench.environment import peers
 from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.needs import compiler, namespaces, packages

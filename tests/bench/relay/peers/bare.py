@@ -13,7 +13,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from paramserver.data.wire import connect, send_all, send_file, tune
+from paramserver.data.frames import connect, send_all, send_file, tune
 from tests.bench.relay.peers.common import Other, arguments, mapped, ranges, rounds, say
 
 CONNECT_S = 5.0

@@ -13,15 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paramserver.core.chunking import HopCost, choose_chunk_bytes
+from paramserver.core.chunk_size import HopCost, choose_chunk_bytes
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
 from paramserver.data import tcp
 from paramserver.data.fetch import Fetch
-from paramserver.data.movers import Movers
+from paramserver.data.frames import Greeting
 from paramserver.data.nixl import NixlDialer
+from paramserver.data.nixl_processes import NixlProcesses
 from paramserver.data.server import DataServer
 from paramserver.data.transport import Source
-from paramserver.data.wire import Greeting
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt
@@ -59,13 +59,13 @@ def store_of(size: int) -> Store:
     return Store(pool)
 
 
-def movers_of(settings: dict[str, Any]) -> Movers | None:
+def movers_of(settings: dict[str, Any]) -> NixlProcesses | None:
     """Warm ones for as many links as there are stripes, with `transport` "nixl"."""
     if settings.get("transport") != "nixl":
         return None
     os.environ.update(environment())
     sys.path.insert(0, str(installed()))
-    movers = Movers(idle_max=settings.get("stripes", 2))
+    movers = NixlProcesses(idle_max=settings.get("stripes", 2))
     movers.warm(settings.get("stripes", 2))
     return movers
 

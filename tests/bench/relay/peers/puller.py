@@ -12,8 +12,8 @@ import time
 from paramserver.core.records import ChunkMap
 from paramserver.data import tcp
 from paramserver.data.fetch import Fetch
+from paramserver.data.frames import Greeting
 from paramserver.data.transport import Source
-from paramserver.data.wire import Greeting
 from tests.bench.relay.peers.common import say
 
 SLOTS = 64  # more chunks than can be in flight at once

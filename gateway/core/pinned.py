@@ -14,7 +14,7 @@ from gateway.core.types import NO_VERSION, SessionId, Version
 
 
 @dataclass(slots=True)
-class KeptVersions:
+class PinnedVersions:
     versions_max: int
     _of: dict[SessionId, Version] = field(default_factory=dict)
     _sessions: dict[Version, int] = field(default_factory=dict)  # how many; in the order in which they came

@@ -3,7 +3,7 @@
 It waits for trajectories and for nothing else: engines load versions when it suits them, so a batch may come from
 older versions. How old is measured per token, and the loss takes the recorded logprobs of whatever version it was.
 
-    python -m deploy.demo.trainer --relay 127.0.0.1:7070 --gateway http://127.0.0.1:8080 \
+    python -m deploy.demo.training.trainer --relay 127.0.0.1:7070 --gateway http://127.0.0.1:8080 \
         --model-dir ~/.cache/laminar-rl/models/smollm2-135m-instruct --steps 8 --out events.jsonl
 
 Writes one JSON object a line to --out: `publish` (version, step, stall_s until the weights may change again,
@@ -31,10 +31,10 @@ from typing import Any, get_args
 import click
 import torch
 
-from deploy.demo.families import lay_out, micro_batches
-from deploy.demo.grpo import Clip, group_advantages, token_loss
-from deploy.demo.pace import Next, Pace, Taken
-from deploy.demo.policy import Policy
+from deploy.demo.training.families import lay_out, micro_batches
+from deploy.demo.training.grpo import Clip, group_advantages, token_loss
+from deploy.demo.training.pace import Next, Pace, Taken
+from deploy.demo.training.policy import Policy
 from gateway.core.dtypes import Dtype
 from protos.errors import LaminarError, NotFound, Unavailable
 from protos.process import setup_logging, write_ready_file

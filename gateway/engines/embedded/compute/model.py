@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from gateway.engines.embedded.attention import AttentionPlan, Span
-from gateway.engines.embedded.kv import KvMemory
-from gateway.engines.embedded.linear import Linear
+from gateway.engines.embedded.compute.attention import AttentionPlan, Span
+from gateway.engines.embedded.compute.kv import KvMemory
+from gateway.engines.embedded.compute.linear import Linear
 from protos.errors import InvalidRequest
 
 FAMILIES = ("llama", "qwen2")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from gateway.engines.embedded.kv import TILE, KvMemory
+from gateway.engines.embedded.compute.kv import TILE, KvMemory
 
 PRODUCT_SIZE_MIN = 1 << 15
 """Multiply-adds in a batched product at least, by repeating a token where there are fewer: below some size (2^12 in

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from paramserver.data import wire
-from paramserver.data.movers import MoverProcess, Movers
-from paramserver.data.wire import Header, Kind, LinkBroken
+from paramserver.data import frames
+from paramserver.data.frames import Header, Kind, LinkBroken
+from paramserver.data.nixl_processes import NixlProcess, NixlProcesses
 from paramserver.memory.store import Snapshot
 
 STALL_S = 10.0
@@ -27,15 +27,15 @@ Await = Callable[[int, int, bool], bytes]
 """Waits for a chunk (number, first byte, suspect) and gives its digest."""
 
 
-class Lending:
+class NixlLender:
     """One connection, greeted, not yet welcomed. `run` ends only by an exception: LinkBroken, or a refusal."""
 
     def __init__(
         self,
         sock: socket.socket,
         snapshot: Snapshot,
-        movers: Movers,
-        mover: MoverProcess,
+        movers: NixlProcesses,
+        mover: NixlProcess,
         await_chunk: Await,
         pause: Callable[[int], None],
     ) -> None:
@@ -64,15 +64,15 @@ class Lending:
             files = [(file.fd, file.size_bytes) for file in self._snapshot.files]
             mapped = self._mover.map(files, self._alive)
         self._clean = True
-        lent = wire.Lent(mapped.metadata, mapped.addresses)
-        wire.send_message(self._sock, Kind.WELCOME, wire.Welcome(self._snapshot.manifest, [], lent))
+        lent = frames.Lent(mapped.metadata, mapped.addresses)
+        frames.send_message(self._sock, Kind.WELCOME, frames.Welcome(self._snapshot.manifest, [], lent))
 
     def _next(self) -> None:
         if not self._lent:
             with self._snapshot.reading():  # refused once the version goes: its memory must not stay mapped
                 pass
-        ends: list[socket.socket | MoverProcess] = [self._sock, self._mover]
-        readable, _, _ = select.select(ends, [], [], wire.HEARTBEAT_S)
+        ends: list[socket.socket | NixlProcess] = [self._sock, self._mover]
+        readable, _, _ = select.select(ends, [], [], frames.HEARTBEAT_S)
         if self._mover in readable:
             self._clean = False
             raise LinkBroken(f"the mover said {self._mover.hear()} unasked")
@@ -84,10 +84,10 @@ class Lending:
             self._alive()
 
     def _request(self) -> None:
-        kind, flags, index, from_byte = wire.REQUEST.unpack(wire.receive_bytes(self._sock, wire.REQUEST.size))
+        kind, flags, index, from_byte = frames.REQUEST.unpack(frames.receive_bytes(self._sock, frames.REQUEST.size))
         self._heard_at = time.monotonic()
         if kind == Kind.GET:
-            self._lend(index, from_byte, suspect=bool(flags & wire.FLAG_SUSPECT))
+            self._lend(index, from_byte, suspect=bool(flags & frames.FLAG_SUSPECT))
         elif kind == Kind.TAKEN:
             self._taken(index)
         elif kind != Kind.ALIVE:
@@ -104,7 +104,7 @@ class Lending:
             if not self._lent:
                 self._mover.lend(True)
             self._lent[index] = held.pop_all()
-        wire.send_all(self._sock, Header(Kind.READY, index, from_byte, length, chunk_digest).pack())
+        frames.send_all(self._sock, Header(Kind.READY, index, from_byte, length, chunk_digest).pack())
 
     def _taken(self, index: int) -> None:
         held = self._lent.pop(index, None)
@@ -119,4 +119,4 @@ class Lending:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _alive(self) -> None:
-        wire.send_all(self._sock, Header(Kind.ALIVE).pack())
+        frames.send_all(self._sock, Header(Kind.ALIVE).pack())

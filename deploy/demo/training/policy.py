@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from deploy.demo.families import Family, Layout
+from deploy.demo.training.families import Family, Layout
 
 
 def family_attention(

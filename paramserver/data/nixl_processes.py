@@ -22,7 +22,8 @@ from typing import TypeVar
 
 import msgspec
 
-from paramserver.data.mover import (
+from paramserver.data.frames import HEARTBEAT_S, TransportFailed
+from paramserver.data.nixl_process import (
     FDS_PER_MESSAGE,
     MESSAGE_BYTES_MAX,
     VARIANTS,
@@ -38,7 +39,6 @@ from paramserver.data.mover import (
     Unmap,
     Unmapped,
 )
-from paramserver.data.wire import HEARTBEAT_S, TransportFailed
 from protos.decoding import decode_json
 from protos.errors import OutOfCapacity, Unavailable
 
@@ -60,7 +60,7 @@ def nothing() -> None:
     pass
 
 
-class MoverProcess:
+class NixlProcess:
     """One mover. Not for several threads at once."""
 
     def __init__(self, interface: str | None) -> None:
@@ -71,7 +71,7 @@ class MoverProcess:
             if interface is not None:
                 env.setdefault("UCX_NET_DEVICES", interface)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "paramserver.data.mover", str(theirs.fileno())],
+                [sys.executable, "-m", "paramserver.data.nixl_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
@@ -157,13 +157,13 @@ class MoverProcess:
         raise TransportFailed(f"a mover was silent for {timeout_s} s")
 
 
-class Movers:
+class NixlProcesses:
     """The movers of one relay. Threads call it."""
 
     def __init__(self, *, idle_max: int, interface: str | None = None) -> None:
         self._idle_max = idle_max
         self._interface = interface
-        self._idle: list[MoverProcess] = []
+        self._idle: list[NixlProcess] = []
         self.num_busy = 0
         self._mutex = threading.Lock()
         self._closing = False
@@ -178,7 +178,7 @@ class Movers:
         except TransportFailed as error:
             raise Unavailable(f"--transport nixl: {error}", hint="use --transport tcp, or mend nixl here") from error
 
-    def take(self, meanwhile: Callable[[], None] = nothing) -> MoverProcess:
+    def take(self, meanwhile: Callable[[], None] = nothing) -> NixlProcess:
         """An idle one or a new one. OutOfCapacity beyond MOVERS_MAX, TransportFailed when it does not start.
 
         `meanwhile` is called every HEARTBEAT_S while it starts.
@@ -198,7 +198,7 @@ class Movers:
                 self.num_busy -= 1
             raise
 
-    def give(self, mover: MoverProcess) -> None:
+    def give(self, mover: NixlProcess) -> None:
         """Takes it back for another link; everything it began must have ended."""
         try:
             mover.unmap()
@@ -208,7 +208,7 @@ class Movers:
         else:
             self._put_back(mover)
 
-    def discard(self, mover: MoverProcess) -> None:
+    def discard(self, mover: NixlProcess) -> None:
         mover.kill()
         with self._mutex:
             self.num_busy -= 1
@@ -221,8 +221,8 @@ class Movers:
         for mover in idle:
             mover.kill()
 
-    def _start(self, meanwhile: Callable[[], None]) -> MoverProcess:
-        mover = MoverProcess(self._interface)
+    def _start(self, meanwhile: Callable[[], None]) -> NixlProcess:
+        mover = NixlProcess(self._interface)
         try:
             mover.started(meanwhile)
         except BaseException:
@@ -230,7 +230,7 @@ class Movers:
             raise
         return mover
 
-    def _put_back(self, mover: MoverProcess) -> None:
+    def _put_back(self, mover: NixlProcess) -> None:
         with self._mutex:
             self.num_busy -= 1
             kept = not self._closing and len(self._idle) < self._idle_max

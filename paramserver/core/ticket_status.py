@@ -19,7 +19,7 @@ Stage = Literal["copied", "sealed", "k_relays", "all", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TicketQuery:
     """A ticket: the run that published, and the epoch in which the number was given (None: not told)."""
 
     run: str
@@ -35,7 +35,7 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TicketStatus:
     """`holders` have it verified; `chain` is the order in which it travels."""
 
     stage: Stage
@@ -44,29 +44,29 @@ class Told:
     chain: tuple[str, ...] = ()
 
 
-def tell(
-    asked: Asked, state: VersionState | None, given_up: GivenUp | None, members: Collection[str], store_id: str
-) -> Told | None:
+def ticket_status(
+    asked: TicketQuery, state: VersionState | None, given_up: GivenUp | None, members: Collection[str], store_id: str
+) -> TicketStatus | None:
     """The stage; None when this relay does not know the version asked about (yet). `store_id`: of its registry now."""
     if given_up is not None and asked.epoch in (None, given_up.epoch):
-        return Told("lost", given_up.reason)
+        return TicketStatus("lost", given_up.reason)
     if state is None:
         return None
     begun = state.announced.manifest.epoch if state.announced is not None else None
     if begun is not None and asked.epoch is not None and begun != asked.epoch:
         if _is_later(asked.epoch, begun, store_id):
             return None
-        return Told("lost", f"that number was given again in epoch {begun}")
+        return TicketStatus("lost", f"that number was given again in epoch {begun}")
     run = state.sealed.run if state.sealed else state.announced.manifest.run if state.announced else asked.run
     if state.ended is not None or run != asked.run:
-        return Told("lost", state.ended.reason if state.ended else f"that number belongs to run {run}")
+        return TicketStatus("lost", state.ended.reason if state.ended else f"that number belongs to run {run}")
     chain = state.announced.plan.order if state.announced else ()
     if state.sealed is None:
-        return Told("copied", chain=chain)
+        return TicketStatus("copied", chain=chain)
     living = [name for name in chain if name in members]
     everywhere = bool(state.holders) and all(name in state.holders for name in living)
     stage: Stage = "all" if everywhere else "k_relays" if len(state.holders) > 1 else "sealed"
-    return Told(stage, holders=tuple(sorted(state.holders)), chain=chain)
+    return TicketStatus(stage, holders=tuple(sorted(state.holders)), chain=chain)
 
 
 def _is_later(one: Epoch, other: Epoch, store_id: str) -> bool:
