@@ -37,6 +37,7 @@ async def test_a_session_uses_no_more_context_than_it_may(tmp_path: Path) -> Non
         assert "6 tokens" in told["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_a_session_past_its_deadline_is_abandoned_with_its_running_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_micro_batches_hold_every_row_once_within_the_bound(batch: Packed, token
     assert not list(micro_batches(batch, [], tokens_max=tokens_max))
 
 
+@pytest.mark.slow
 def test_an_update_moves_the_weights_by_rounding_float32_masters(tmp_path: Path, batch: Packed) -> None:
     policy = Policy(make_model(tmp_path, "llama"), lr=1e-5)
     input_ids = torch.from_numpy(batch.input_ids)

@@ -69,7 +69,7 @@ def test_a_chunk_may_come_in_parts_of_any_size(pair: Pair, beside: int) -> None:
     sender, receiver = pair
     wait_in_kernel(receiver, 0.001)
     random = np.random.default_rng(beside)
-    size = 2 * PIECE_BYTES + 1000
+    size = PIECE_BYTES + 1000
     sent, (around, at) = content(size), place_of(size, beside)
     place = memoryview(around)[at : at + size]
     upto = int(random.integers(1, 200))
