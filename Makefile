@@ -29,7 +29,7 @@ test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB on dis
 	@$(RUN) -m pytest tests/vllm -m vllm $(ARGS)
 
 quick: env  ## the quick part of the tests (under a minute)
-	@$(RUN) -m pytest tests --ignore=tests/vllm -m "not slow" $(PARALLEL) -n $$((2 * $$(nproc))) $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
 
 check: env  ## format, lint, strict types, import directions, generated parts fresh; seconds, no tests
 	@$(RUN) -m ruff format --check .

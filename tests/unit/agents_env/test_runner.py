@@ -143,6 +143,7 @@ async def test_an_error_of_the_environment_is_its_own_and_spares_the_others() ->
     assert errors == [{"boundary": "environment", "kind": "LookupError", "message": "no answer for 1"}] * 4
 
 
+@pytest.mark.slow
 async def test_failures_without_end_stop_the_run_and_name_the_last() -> None:
     async with serving(repeat) as server:
         server.refuse["chat"].extend([Refusal(500, body="out of disk")] * 100)

@@ -353,6 +353,7 @@ GROWING = st.builds(
 WAITING = st.builds(lambda tokens: replace(waiting(tokens), growth=()), st.integers(1, 60))
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.builds(

@@ -49,6 +49,7 @@ async def finish(http: aiohttp.ClientSession, name: str, reward: float) -> Any:
     return await post(http, f"/sessions/{name}/finish", {"reward": reward})
 
 
+@pytest.mark.slow
 async def test_what_was_acknowledged_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each answer the files are cut back to what was synced, and another gateway starts from them."""
     live = tmp_path / "live"

@@ -67,6 +67,7 @@ def plain_logprobs(policy: Policy, batch: Packed, row: int) -> torch.Tensor:
     return every[torch.from_numpy(batch.loss_mask[batch.row(row)])[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_shared_prefixes_change_no_logprob_and_no_gradient(tmp_path: Path, batch: Packed, family: str) -> None:
     policy = Policy(make_model(tmp_path, family), lr=1e-3, dtype=torch.float32)

@@ -64,6 +64,7 @@ def test_bytes_come_to_their_place_and_the_digest_is_that_of_the_whole_chunk(
     assert chunk.digest() == digest(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [0, 17])
 def test_a_chunk_may_come_in_parts_of_any_size(pair: Pair, beside: int) -> None:
     sender, receiver = pair
