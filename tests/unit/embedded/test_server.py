@@ -297,6 +297,7 @@ async def test_pause_wait_drains_first() -> None:
         await client.complete(expect=503)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clear", ["true", "false"])
 async def test_pause_keep_across_an_update_gives_two_spans(clear: str) -> None:
     async with serving() as client:
@@ -375,6 +376,7 @@ async def test_a_load_that_fails_halfway_stays_fenced_until_a_good_one(monkeypat
         assert (await client.complete(max_tokens=2))["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 async def test_a_running_request_waits_out_an_update_without_a_pause() -> None:
     async with serving() as client:
         task = await start_long(client)

@@ -34,6 +34,7 @@ async def longest_pause(task: asyncio.Task[Any]) -> float:
     return longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 async def test_a_large_prompt_is_tokenised_beside_everything_else(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec, threads = codecs.qwen25(), list[tuple[int, float]]()

@@ -104,6 +104,7 @@ async def test_fail_gives_the_turn_up_and_segment_says_what_it_did(tmp_path: Pat
         assert (leaf.mixed, leaf.version_policy, leaf.version_changes) == (True, "segment", [change])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "versions"), [("segment", (1, 2)), ("strict", (1,)), ("fail", (1,))])
 async def test_a_straggler_that_waits_for_a_tool_holds_no_engine_beyond_its_bound(
     tmp_path: Path, policy: VersionPolicy, versions: tuple[int, ...]
