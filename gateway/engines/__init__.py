@@ -1,0 +1,1 @@
+"""Adapters for kinds of engines behind one seam, and their HTTP streams."""

@@ -1,0 +1,1 @@
+"""Scripted engines that fail by seed."""

@@ -1,4 +1,4 @@
-"""What vouches for a segment's version: the engine's word in the stream, or a look at the engine after the segment.
+"""Evidence for a segment's version: the engine's report in the stream, or a look at the engine after the segment.
 
 A segment begins on an engine whose incarnation and label were read, and only the gateway refreshes its engines; if a
 look after its end finds the same incarnation with the same label, its tokens were sampled under that version. Looks are

@@ -1,7 +1,7 @@
 """The fleet: its engines, and the places that turns have on them. The shell around `core.fleet`, assembled here.
 
 Owner of `FleetState`: everything runs on one event loop, and state changes only between awaits.
-- who looks at engines is `watching`, who loads versions into them `refreshing`, who gives turns places `places`;
+- `watcher` looks at engines, `refresh` loads versions into them, `places` gives turns places on them;
 - whatever changes what may be decided calls `changed`, where intakes, refreshes and the queue are decided anew.
 """
 

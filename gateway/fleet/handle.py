@@ -1,4 +1,4 @@
-"""One engine of the fleet, with what the shell holds for it."""
+"""The handle of one engine: its adapter, its state, and the tasks that watch and refresh it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of what the gateway tells of itself, as `/status` has it."""
+"""The status report: the structs that `/status` answers with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway tells of itself: one snapshot that the status page, metrics, demo and tests read."""
+"""The gateway's status: one report that the status page, metrics, demo and tests read."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ CUT_BACKOFF_MAX_S = 1.0
 
 
 class Driver:
-    """One turn's."""
+    """The driver of one turn: places it on an engine, streams, and moves it when that is requested."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Transcript:
-    """One turn's. `eos_ids`: tokens that end it, unless its sampling says otherwise.
+    """The transcript of one turn. `eos_ids`: tokens that end it, unless its sampling says otherwise.
 
     `vocab_size`: ids that the tokenizer knows, and its model's embedding beyond that, are below it.
     """

@@ -1,0 +1,1 @@
+"""Decisions of the relay tier: pure functions and the states they own. No I/O, no clock."""

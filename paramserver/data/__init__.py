@@ -1,0 +1,1 @@
+"""Moving bytes: the data port, fetches, the transports TCP and NIXL, copying and digesting in C."""

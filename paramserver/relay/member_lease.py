@@ -1,4 +1,4 @@
-"""A relay's seat in the registry: its lease, its name, what it holds, and the elections it wins.
+"""A relay's membership in the registry: its lease, its name, what it holds, and the elections it wins.
 
 Invariants:
 - one live holder per name: a second is refused;

@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching, and vLLM's dialect over HTTP."""
