@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.admin import DIGITS_MAX, AddEngineRequest, EngineAdded, EngineRemoved, Events, Health, Plans, Receipts
+from gateway.api.admin import DIGITS_MAX, AddEngineRequest, EngineAdded, EngineRemoved, Events, Plans, Receipts
 from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, ReleaseAnswer, SampleAnswer, SampleRequest
 from gateway.api.groups import CreateGroupRequest, GroupAnswer
 from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
@@ -34,7 +34,7 @@ from gateway.api.sessions import (
 )
 from gateway.core.endings import Finish, Finished
 from gateway.core.parameters import PARAMETERS
-from gateway.operate.report import StatusReport
+from gateway.operate.report import Health, StatusReport
 
 Json = dict[str, Any]
 

@@ -26,7 +26,7 @@ from gateway.experience import rows
 from gateway.experience.filters import of_equal_rewards
 from gateway.experience.leases import BufferState, Entry, LeaseState
 from gateway.runtime.clock import unix_s
-from gateway.runtime.orders import Orders
+from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.damage import leaving_out
 from gateway.store.database import Database, Operation
 from protos.decoding import decode_msgpack
@@ -73,11 +73,11 @@ class ExperienceBuffer:
         self._changed = asyncio.Event()
         self._order = asyncio.Lock()  # state and disk change together, in the same order
         self._next_seq = 1
-        self._orders = Orders()
+        self._shielded = ShieldedTasks()
 
     async def close(self) -> None:
         """What was begun comes to its end. The database stays open."""
-        await self._orders.done()
+        await self._shielded.drain()
 
     async def open(self) -> None:
         """Makes the tables and takes over what an earlier life left, leases included."""
@@ -98,7 +98,7 @@ class ExperienceBuffer:
         trajectory = leaves[0]
         if trajectory.split == "eval":
             raise ValueError(f"session {trajectory.session_id} is an evaluation: it never enters the buffer")
-        await self._orders.carry_out(self._add(leaves, along), f"add-{trajectory.session_id}")
+        await self._shielded.run(self._add(leaves, along), f"add-{trajectory.session_id}")
 
     async def _add(self, leaves: Sequence[Trajectory], along: Operation[object] | None) -> None:
         trajectory = leaves[0]
@@ -129,7 +129,7 @@ class ExperienceBuffer:
 
         `change` runs in the database's thread and must be pure; what it raises changes nothing.
         """
-        await self._orders.carry_out(self._revise(session_id, change), f"revise-{session_id}")
+        await self._shielded.run(self._revise(session_id, change), f"revise-{session_id}")
 
     async def _revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
         async with self._order:
@@ -144,7 +144,7 @@ class ExperienceBuffer:
 
     async def close_group(self, group_id: str, members: int) -> None:
         """The group is whole with `members`, fewer than its size: readers of groups get it as it is."""
-        await self._orders.carry_out(self._close_group(group_id, members), f"close-{group_id}")
+        await self._shielded.run(self._close_group(group_id, members), f"close-{group_id}")
 
     async def _close_group(self, group_id: str, members: int) -> None:
         async with self._order:
@@ -155,7 +155,7 @@ class ExperienceBuffer:
 
     async def drop_group(self, group_id: str) -> int:
         """Takes out what no reader has of a group; returns how many sessions that were."""
-        return await self._orders.carry_out(self._drop_group(group_id), f"drop-{group_id}")
+        return await self._shielded.run(self._drop_group(group_id), f"drop-{group_id}")
 
     async def _drop_group(self, group_id: str) -> int:
         async with self._order:
@@ -207,7 +207,7 @@ class ExperienceBuffer:
 
     async def ack(self, lease_id: str) -> int:
         """The reader has used them: they are gone. Returns how many. Raises NotFound for a lease unknown or lapsed."""
-        return await self._orders.carry_out(self._ack(lease_id), f"ack-{lease_id}")
+        return await self._shielded.run(self._ack(lease_id), f"ack-{lease_id}")
 
     async def _ack(self, lease_id: str) -> int:
         async with self._order:
@@ -229,7 +229,7 @@ class ExperienceBuffer:
 
     async def release(self, lease_id: str) -> int:
         """The reader has not used them: others may have them at once. Returns how many. NotFound as `ack`."""
-        return await self._orders.carry_out(self._release(lease_id), f"release-{lease_id}")
+        return await self._shielded.run(self._release(lease_id), f"release-{lease_id}")
 
     async def _release(self, lease_id: str) -> int:
         async with self._order:
@@ -293,7 +293,7 @@ class ExperienceBuffer:
 
     async def _delete(self, gone: Sequence[Entry]) -> None:
         """What the state has no more."""
-        await self._orders.carry_out(
+        await self._shielded.run(
             self._database.owe(lambda connection: rows.delete(connection, gone)), "delete-trajectories"
         )
 
@@ -311,11 +311,11 @@ class ExperienceBuffer:
         """None: nothing of it could be read. A caller that leaves meanwhile leaves no lease behind."""
         lease_id = f"lease-{secrets.token_hex(8)}"
         lease = self._state.lease(lease_id, reader, chosen, unix_s() + lease_s)
-        leasing = self._orders.begin(self._write_lease(lease, chosen), lease_id)
+        leasing = self._shielded.start(self._write_lease(lease, chosen), lease_id)
         try:
             return await asyncio.shield(leasing)
         except asyncio.CancelledError:
-            self._orders.begin(self._give_back(lease_id, leasing), f"give-back-{lease_id}")
+            self._shielded.start(self._give_back(lease_id, leasing), f"give-back-{lease_id}")
             raise
 
     async def _write_lease(self, lease: LeaseState, chosen: Sequence[Entry]) -> tuple[str, list[Trajectory]] | None:

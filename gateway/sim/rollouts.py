@@ -218,7 +218,7 @@ class Rollouts:
         if turn.session.version not in (None, self.state.engines[found.engine].version):
             self._seen.mixed += 1
         admit(found, Demand(turn.session, turn.load.tokens), self.state)
-        self.state.forget_group(turn.session.spec.group_id)
+        self.state.group_versions.session_ended(turn.session.spec.group_id, 1)
         self._arrive(turn, found.engine)
 
     def _arrive(self, turn: SimTurn, name: EngineName) -> None:

@@ -190,7 +190,9 @@ class PartialResponsePool:
         if (damaged := self._damaged.pop(turn_id, None)) is not None:
             raise damaged
 
-    async def tell(self, session_id: SessionId, turn_id: TurnId, head: Message, messages: Sequence[Message]) -> None:
+    async def note_messages(
+        self, session_id: SessionId, turn_id: TurnId, head: Message, messages: Sequence[Message]
+    ) -> None:
         """What the turn's ids stand for; on disk when this returns."""
         told = turn_id, session_id, msgspec.msgpack.encode(head), msgspec.msgpack.encode(messages)
         self._changed().told.append(told)

@@ -89,10 +89,10 @@ class TextRoutes:
     async def answer(self, request: web.Request, body: bytes, api: TextApi, seen: Glance) -> web.StreamResponse:
         client = _Client(request, streamed=bool(seen.stream))
         try:
-            async with self._relay.ask(api, body, client, streamed=client.streamed) as relayed:
+            async with self._relay.forward(api, body, client, streamed=client.streamed) as relayed:
                 return await client.answer(relayed)
         except LaminarError as error:
-            if client.told is None:
+            if client.version is None:
                 raise
             return await client.fail(error)
 
@@ -102,7 +102,7 @@ class _Client:
 
     def __init__(self, request: web.Request, *, streamed: bool) -> None:
         self.streamed = streamed
-        self.told: Version | None = None
+        self.version: Version | None = None
         self._request = request
         self._response: web.StreamResponse | None = None  # once its head is out, or on its way
         self._starting = asyncio.Lock()
@@ -131,14 +131,14 @@ class _Client:
         async with self._starting:
             if self._response is None:
                 self._response = web.StreamResponse(headers=headers)
-                self.told = version
+                self.version = version
                 await self._response.prepare(self._request)
             return self._response
 
     async def answer(self, relayed: Relayed) -> web.StreamResponse:
         if self.streamed and relayed.status == 200:
             return await self._stream(relayed)
-        if self.told is None:
+        if self.version is None:
             return web.Response(body=relayed.first, status=relayed.status, headers=_headers(relayed))
         if relayed.status != 200:
             return await self._say_error(b" ".join(relayed.first.splitlines()))

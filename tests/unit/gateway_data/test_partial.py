@@ -154,7 +154,7 @@ async def test_the_end_of_a_turn_and_what_its_reader_says_of_it_are_one_commit(
 
     async def read() -> None:
         await finish
-        await pool.tell(SessionId("s1"), TurnId("t1"), {"role": "head"}, [{"role": "assistant"}])
+        await pool.note_messages(SessionId("s1"), TurnId("t1"), {"role": "head"}, [{"role": "assistant"}])
 
     reading = asyncio.create_task(read())
     await asyncio.sleep(0)
@@ -170,7 +170,7 @@ async def test_what_is_said_of_a_forgotten_turn_is_not_kept(pool: PartialRespons
     pool.begin(request("t1"))
     await pool.end(TurnId("t1"), "stop", 0)
     await pool.forget_sessions([SessionId("s1")])
-    await pool.tell(SessionId("s1"), TurnId("t1"), {}, [])
+    await pool.note_messages(SessionId("s1"), TurnId("t1"), {}, [])
     told = "SELECT count(*) FROM turn_messages"
     assert await pool._database.run(lambda connection: connection.execute(told).fetchone()) == (0,)
 
