@@ -11,8 +11,7 @@ from aiohttp import web
 from msgspec import Meta
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from gateway.api.answers import answer_json
-from gateway.api.bodies import decode
+from gateway.api.bodies import answer_json, decode
 from gateway.api.errors import BadField
 from gateway.config import EngineSpec
 from gateway.core.receipts import Outcome, Receipt

@@ -15,8 +15,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.answers import answer_json
-from gateway.api.bodies import Count, decode
+from gateway.api.bodies import Count, answer_json, decode
 from gateway.api.errors import BadField
 from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer, check_wanted
 from gateway.fleet.fleet import Fleet

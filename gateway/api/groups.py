@@ -11,8 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.answers import answer_json
-from gateway.api.bodies import Count, decode, in_range
+from gateway.api.bodies import Count, answer_json, decode, in_range
 from gateway.api.errors import BadField
 from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_url, session_spec
 from gateway.core.groups import GroupPhase

@@ -11,8 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.answers import answer_json
-from gateway.api.bodies import EXACT_MAX, AtLeastOne, Count, decode, in_range
+from gateway.api.bodies import EXACT_MAX, AtLeastOne, Count, answer_json, decode, in_range
 from gateway.api.errors import BadField
 from gateway.core.endings import Finish, Finished, How
 from gateway.core.rewards import Given

@@ -145,11 +145,6 @@ class PassedAnswer(Protocol):
     """An answer as its bytes come. It has to be closed, which aborts the request unless it was read to its end."""
 
     @property
-    def heard_at(self) -> float:
-        """When anything of it came last, or the request was sent: on the event loop's clock."""
-        ...
-
-    @property
     def paused(self) -> bool:
         """Whether the engine is held back, until what waits here is taken."""
         ...

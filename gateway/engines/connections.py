@@ -222,10 +222,6 @@ class Passed:
         """Whether the engine is held back, until what waits here is taken."""
         return self._connection.paused
 
-    @property
-    def heard_at(self) -> float:
-        return self._connection.heard_at
-
     async def head(self) -> tuple[int, str]:
         await self._connection.answered()
         return self._connection.status, self._connection.content_type

@@ -5,8 +5,8 @@ another engine, and a response that breaks off later is an error.
 
 Invariants:
 - a forwarded request is a running turn of its engine from its placement until it has left the engine, however it ends;
-- a client whose engine was silent for `KEEP_ALIVE_S` gets a keep-alive, with the head that names the version; from then
-  on its request is sent to engines of that version only;
+- once a client's response is kept alive, its head names the version of the engine that has the request: from then on
+  the request is sent to engines of that version only;
 - a client that does not read its response for `UNREAD_MAX_S` loses it: nothing is recorded that it could read later,
   and other requests need the engine's place;
 - an engine that is to load, that died, was restarted or removed keeps no forwarded request: the reader gets the cut.
@@ -29,7 +29,6 @@ from gateway.core.types import EngineName, TurnId, Version
 from gateway.engines.base import PassedAnswer, StreamCut
 from gateway.engines.http import ERROR_SHOWN, refuses
 from gateway.fleet.fleet import Fleet
-from gateway.ports import KEEP_ALIVE_S
 from protos.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -60,25 +59,28 @@ class Client(Protocol):
         """The version in the head of its response, once the head was sent."""
         ...
 
-    async def keep_alive(self, version: Version) -> None:
-        """Shows that an engine of `version` works on the response. Never waits, not for a slow client either."""
+    def on_engine(self, version: Version) -> None:
+        """An engine of `version` has the request: from now on the response may be kept alive."""
         ...
 
-    def hang_up(self) -> None:
-        """Closes the connection of a client that does not read."""
+    def off_engine(self) -> None:
+        """No engine has the request: nothing more may be sent that names a version."""
+        ...
+
+    def cut(self) -> object:
+        """Aborts the connection of a client that does not read."""
         ...
 
 
 @dataclass(slots=True)
 class _Forwarded:
-    """One request on one engine. `answer`: once it was sent there. `kept_at`: of the last keep-alive."""
+    """One request on one engine. `answer`: once it was sent there."""
 
     engine: EngineName
     incarnation: str
     version: Version
     client: Client
     answer: PassedAnswer | None = None
-    kept_at: float = 0.0
     cut: StreamCut | None = None  # once it has to leave
     unread_since: float | None = None  # the engine is held back, because the client reads nothing
 
@@ -148,6 +150,7 @@ class TextProxy:
                 yield relayed
                 return
             finally:
+                client.off_engine()
                 self._end(engine, demand.turn_id)
 
     async def _begin(
@@ -166,6 +169,7 @@ class TextProxy:
             answer = forwarded.answer = await handle.adapter.pass_on(path, body, stall_timeout_s=stall_s)
             if forwarded.cut is not None:
                 raise forwarded.cut
+            client.on_engine(state.version)
             status, content_type = await answer.head()
             first = await (answer.some() if streamed and status == 200 else _whole(answer))
             if streamed and status == 200 and not first:
@@ -216,10 +220,7 @@ class TextProxy:
             self._idle.set()
 
     async def watch(self) -> None:
-        """Cuts requests on engines that died or were restarted, and sends keep-alives; until cancelled.
-
-        One task for all requests: a timer for each would cost every one of them.
-        """
+        """Cuts requests whose engine died or was restarted, and those whose client does not read; until cancelled."""
         while True:
             await asyncio.sleep(self._config.poll_interval_s)
             now = asyncio.get_running_loop().time()
@@ -227,12 +228,7 @@ class TextProxy:
                 state = self._fleet.state.engines.get(forwarded.engine)
                 if state is None or state.status in ("dead", "joining") or state.incarnation != forwarded.incarnation:
                     forwarded.leave(f"engine {forwarded.engine} died")
-                try:
-                    self._check_read(forwarded, now)
-                    await self._keep_alive(forwarded, now)
-                except Exception as e:
-                    log.exception("a client that waits for engine %s could not be kept alive", forwarded.engine)
-                    forwarded.leave(f"its client could not be kept alive: {e!r}")
+                self._check_read(forwarded, now)
 
     def _check_read(self, forwarded: _Forwarded, now: float) -> None:
         if forwarded.answer is None or not forwarded.answer.paused:
@@ -241,14 +237,7 @@ class TextProxy:
             forwarded.unread_since = now
         elif now - forwarded.unread_since >= UNREAD_MAX_S and forwarded.cut is None:
             forwarded.leave(f"its client read nothing for {UNREAD_MAX_S:g} s")
-            forwarded.client.hang_up()
-
-    async def _keep_alive(self, forwarded: _Forwarded, now: float) -> None:
-        if forwarded.answer is None or forwarded.cut is not None:
-            return
-        if now - max(forwarded.kept_at, forwarded.answer.heard_at) >= KEEP_ALIVE_S:
-            forwarded.kept_at = now
-            await forwarded.client.keep_alive(forwarded.version)
+            forwarded.client.cut()
 
 
 async def _whole(answer: PassedAnswer) -> bytes:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,7 +135,8 @@ def parsed(codec: Codec, prompt_ids: list[int], said: list[int], *, tools: bool)
         await reader.read(Run(), answer, lambda piece: None)  # type: ignore[arg-type]
         return answer
 
-    return asyncio.run(read()).message()
+    message: dict[str, Any] = msgspec.to_builtins(asyncio.run(read()).message())
+    return message
 
 
 @settings(max_examples=30)

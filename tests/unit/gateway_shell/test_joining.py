@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.api.openai.answer import Asked, Choice
+from gateway.api.openai.answer import Choice, PreparedRequest
 from gateway.api.openai.history import Prompt
-from gateway.api.openai.shapes import AnswerHead
 from gateway.api.openai.turn_view import Reader
+from gateway.api.openai.writer import AnswerHead
 from gateway.core.fleet import FleetConfig
 from gateway.core.retries import Call, choice_id
 from gateway.core.sessions import SessionState
@@ -34,10 +34,10 @@ def begun(found: Shell, session: SessionState, name: str = "t0", **sampling: Any
     return found.sessions.start(request)
 
 
-def asked_of(run: RunningTurn, *, read: bool) -> Asked:
+def asked_of(run: RunningTurn, *, read: bool) -> PreparedRequest:
     """A request that the turn answers."""
     reader, head = cast(Reader, None), cast(AnswerHead, None)
-    return Asked(head, {}, Prompt([], "first"), [Choice(run, reader, read=read)], "body", joined=False)
+    return PreparedRequest(head, {}, Prompt([], "first"), [Choice(run, reader, read=read)], "body", joined=False)
 
 
 async def join(found: Shell, call: Call) -> RunningTurn | None:

@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from gateway.api.openai.text_proxy import _Client
+from gateway.api.openai import events
+from gateway.api.openai.text_proxy import _RelayedAnswer
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
-from gateway.core.types import EngineName, Version
+from gateway.core.types import EngineName
 from gateway.fleet import text_proxy
 from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, pass_time, until
 from tests.support.fake_relay import relay
@@ -308,7 +309,7 @@ async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_tim
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is broken soon."""
-    monkeypatch.setattr(text_proxy, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
 
 
 async def begun(answer: aiohttp.ClientResponse, keep_alive: bytes) -> bytes:
@@ -590,28 +591,29 @@ async def test_a_client_that_stops_reading_gives_its_engine_up(tmp_path: Path, m
 async def test_a_client_that_cannot_be_kept_alive_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One task keeps all clients alive: what fails for one of them ends that request alone."""
-    monkeypatch.setattr(text_proxy, "KEEP_ALIVE_S", 0.05)
-    keep_alive, broken = _Client.keep_alive, 0
+    """What fails for one of them shows in that response alone."""
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
+    fill, broken = _RelayedAnswer._fill, 0
 
-    async def keeps(client: _Client, version: Version) -> None:
+    async def fills(client: _RelayedAnswer) -> None:
         nonlocal broken
-        if client.streamed and not broken:
+        if client.streamed:
             broken += 1
             raise KeyError("nobody thought of it")
-        await keep_alive(client, version)
+        await fill(client)
 
-    monkeypatch.setattr(_Client, "keep_alive", keeps)
+    monkeypatch.setattr(_RelayedAnswer, "_fill", fills)
     e0 = TextEngine("e0", hold_text_at=0)
     async with e0, gateway(tmp_path, e0) as (found, http):
         asked = [asyncio.create_task(ask(http, chat(stream=stream))) for stream in (True, False)]
         await until(lambda: broken, "the client that fails")
         assert found.parts.text_proxy is not None
         running = found.parts.text_proxy._running
-        await until(lambda: [u.client.version for u in running.values()].count(0) == 2, "both kept alive")
+        await until(lambda: [u.client.version for u in running.values()].count(0) == 1, "the other kept alive")
         e0.go.set()
         answers = await asyncio.gather(*asked)
-        assert {answer.status for answer in answers} == {200}, "the broken one was asked again"
+        assert {answer.status for answer in answers} == {200}
+        assert broken == 1, "it is not tried again"
         check_at_rest(found)
     assert caplog.text.count("nobody thought of it") >= 1
 
