@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.engines.base import EngineFailed, EngineLimits, EngineReport, version_of
-from gateway.engines.tether import until_broken
+from gateway.engines.connections import until_broken
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.relays import Relays
 

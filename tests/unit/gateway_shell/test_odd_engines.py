@@ -14,8 +14,8 @@ import pytest
 from gateway.app import Gateway
 from gateway.core.types import EngineName
 from gateway.engines.base import EngineReport
+from gateway.engines.connections import TETHER_READ_BYTES, until_broken
 from gateway.engines.http import CONTROL_BYTES_MAX
-from gateway.engines.tether import READ_BYTES, until_broken
 from gateway.engines.vllm import VllmEngine
 from gateway.fleet import fleet, refresh
 from gateway.fleet.fleet import Fleet
@@ -278,4 +278,4 @@ async def test_a_tether_keeps_nothing_of_what_an_engine_says_there(monkeypatch: 
     async with talkative() as url:
         assert await asyncio.wait_for(until_broken(url), 60)
     assert sum(pieces) == TALK_BYTES, "all of it was heard"
-    assert max(pieces) <= READ_BYTES, "and dropped piece by piece"
+    assert max(pieces) <= TETHER_READ_BYTES, "and dropped piece by piece"
