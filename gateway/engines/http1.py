@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
         return self._ended is not None and not (self._done or self._lost)
 
     def end(self, ended: Callable[[], None]) -> None:
-        """The reader is done: only the response's end is still to come. `ended` is called when it came, or never will."""
+        """The reader is done: only the response's end may still come. `ended` is called when it came, or never will."""
         if self._done or self._lost:
             return
         self._ended = ended

@@ -127,7 +127,7 @@ async def test_a_prompt_is_whole_again_though_its_row_has_only_what_it_adds(pool
 async def test_a_prompt_whose_parent_lacks_ids_is_not_taken_for_whole(pool: PartialResponsePool) -> None:
     await turns_of_a_session(pool)
     await pool.shorten(TurnId("child"), 0)
-    with pytest.raises(Corrupt, match="turn last lacks 1 of the 6 ids that it has of child"):
+    with pytest.raises(Corrupt, match="turn last lacks 1 of the 6 ids that it shares with child"):
         await pool.kept_turns(SessionId("s1"))
 
 
