@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from gateway.api.errors import error_bytes, error_headers, unforeseen
+from gateway.api.errors import error_bytes, error_headers, unexpected
 from gateway.api.openai import writer
 from gateway.api.openai.events import EventStream, LateBody
 from gateway.api.openai.history import Prompt
@@ -108,7 +108,7 @@ class Answering:
             except Exception as e:
                 if not response.started:
                     raise
-                return await response.fail(error_bytes(unforeseen(request, e)))
+                return await response.fail(error_bytes(unexpected(request, e)))
 
     async def _whole(self, late: LateBody, prepared: PreparedRequest) -> web.StreamResponse:
         answers = await _side_by_side([self._read(late, prepared, choice) for choice in prepared.choices])
