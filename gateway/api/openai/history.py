@@ -17,6 +17,7 @@ from gateway.core.types import History, HistoryKind, TurnId
 from gateway.ports import Message, SessionView
 from gateway.tokens import Codec
 from gateway.tokens.bridge import comparable, content_text, difference
+from gateway.tokens.codec import Rendering
 
 HEAD_ROLE = "laminar:head"
 
@@ -58,7 +59,7 @@ def chat_prompt(
     answer continues the last message. A recorded answer is continued from its ids, as a root of its own, because its
     message becomes another one.
     """
-    how: dict[str, Any] = {
+    how: Rendering = {
         "template_kwargs": template_kwargs,
         "add_generation_prompt": generation_prompt,
         "continued": continued,
@@ -105,7 +106,7 @@ def _continuation(
     recorded_ids: list[int],
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
-    how: Mapping[str, Any],
+    how: Rendering,
     turn: int,
 ) -> Prompt:
     """Continues a recorded answer: from its ids, unless they end the turn."""

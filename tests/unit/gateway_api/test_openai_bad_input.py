@@ -133,7 +133,7 @@ async def test_chat(url: str, turns: ScriptedTurns, change: dict[str, Any], para
         ({"prompt": [[1], [600]]}, "prompt", "not in the vocabulary"),
         ({"prompt": [999_999]}, "prompt", "999999"),
         ({"echo": True}, "echo", "prepend the prompt"),
-        ({"best_of": 2}, "best_of", "ask for `n`"),
+        ({"best_of": 2}, "best_of", "request `n`"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"logprobs": 21}, "logprobs", "0 to 20"),
         ({"logprobs": True}, "logprobs", "expected `int | null`, got `bool`"),
