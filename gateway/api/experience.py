@@ -2,7 +2,7 @@
 
 `POST /experience/release` returns them unused; else that happens when the lease ends.
 
-Trajectories are sent as msgpack where the client accepts it (`application/msgpack`), else as JSON.
+Trajectories go out as msgpack where the client accepts it (`application/msgpack`), else as JSON.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from protos.trajectories import Trajectory
 
 MSGPACK = "application/msgpack"
 TRAJECTORIES_MAX = 4096
-"""In one response: at a few KB to a few MB each, more are better read in pieces."""
+"""In one answer: at a few KB to a few MB each, more would be better read in pieces."""
 VERSIONS_AHEAD_MAX = 1000
-"""A trainer may know versions before the gateway does, but not so many."""
+"""A trainer may know of versions before the gateway does, but not of so many."""
 READER_MAX = 256
 """Characters of a reader's name."""
 Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
@@ -43,7 +43,7 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 0.0
     staleness_max: Count | None = None
     lease_s: Annotated[float, Meta(ge=0.001, le=86_400)] = LEASE_S
-    drop_equal_rewards: bool = False  # groups whose members all have the same reward are dropped for good
+    drop_equal_rewards: bool = False  # groups whose members all got the same are dropped for good
 
 
 class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -142,5 +142,5 @@ def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
             "groups", f"{groups} groups of {size} in one answer", hint=f"at most {TRAJECTORIES_MAX} trajectories"
         )
     if wanted.drop_equal_rewards and wanted.groups is None:
-        raise BadField("drop_equal_rewards", "`drop_equal_rewards` is for groups", hint="request `groups`")
+        raise BadField("drop_equal_rewards", "`drop_equal_rewards` is for groups", hint="ask for `groups`")
     return wanted

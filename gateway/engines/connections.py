@@ -62,7 +62,7 @@ class Wire:
         self._busy.add(connection)
         try:
             head = f"POST {self._base}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
-            connection.ask(head.encode() + body, stall_timeout_s=self._stall_timeout_s)
+            connection.send(head.encode() + body, stall_timeout_s=self._stall_timeout_s)
             await connection.answered()
             events = Events(connection)
             yield events
@@ -80,7 +80,7 @@ class Wire:
         connection = self._idle_one() or await self._connect()
         self._busy.add(connection)
         head = f"POST {self._base}{path} HTTP/1.1\r\n{self._passed_head}Content-Length: {len(body)}\r\n\r\n"
-        connection.ask(head.encode() + body, stall_timeout_s=stall_timeout_s, passes=True)
+        connection.send(head.encode() + body, stall_timeout_s=stall_timeout_s, passes=True)
         return Passed(connection, self._release)
 
     async def get(self, path: str, *, bytes_max: int) -> tuple[int, bytes]:
@@ -101,7 +101,7 @@ class Wire:
 
     async def _whole(self, connection: Connection, request: bytes, bytes_max: int) -> tuple[int, bytes]:
         self._busy.add(connection)
-        connection.ask(request, stall_timeout_s=self._stall_timeout_s, passes=True)
+        connection.send(request, stall_timeout_s=self._stall_timeout_s, passes=True)
         answer = Passed(connection, self._release)
         try:
             status, _ = await answer.head()

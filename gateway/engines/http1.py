@@ -52,7 +52,7 @@ Push = Callable[[], bool]
 
 
 class Connection(asyncio.Protocol):
-    """`ask`, `answered`, `some` or `more`, `end`; then again if `reusable`. `waiting`: events not yet taken."""
+    """`send`, `answered`, `some` or `more`, `end`; then again if `reusable`. `waiting`: events not yet taken."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         return self._done and self._keep_alive and not self._lost and not self._received
 
-    def ask(self, request: bytes, *, stall_timeout_s: float, passes: bool = False) -> None:
+    def send(self, request: bytes, *, stall_timeout_s: float, passes: bool = False) -> None:
         self._begin()
         self._done, self._passes, self._stall_timeout_s = False, passes, stall_timeout_s
         self._timer = self._loop.call_later(stall_timeout_s, self._check_stall)

@@ -387,7 +387,7 @@ def _oldest_version(leaves: Sequence[Trajectory]) -> int:
 def check_wanted(trajectories: int | None, groups: int | None, group_size: int | None) -> int:
     """The number of trajectories, or of groups, that is requested. InvalidRequest unless it is one of them."""
     if (trajectories is None) == (groups is None):
-        raise InvalidRequest("ask for either `trajectories` or `groups`", hint='such as {"trajectories": 32}')
+        raise InvalidRequest("request either `trajectories` or `groups`", hint='such as {"trajectories": 32}')
     if groups is not None:
         if group_size is None or group_size < 1:
             raise InvalidRequest("`groups` needs `group_size`, a positive integer")

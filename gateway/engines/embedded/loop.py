@@ -172,9 +172,7 @@ class ModelLoop:
                 self._run_commands()
                 if self._control.computes and not self._engine.idle:
                     deltas = self._engine.step()
-                    self.statistics = (
-                        self._engine.statistics()
-                    )  # before the deltas, so that it counts every token that a client has
+                    self.statistics = self._engine.statistics()  # first: counts every token that a client has
                     self._deliver(deltas)
                 else:
                     self.statistics = self._engine.statistics()
