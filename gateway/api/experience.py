@@ -142,5 +142,5 @@ def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
             "groups", f"{groups} groups of {size} in one answer", hint=f"at most {TRAJECTORIES_MAX} trajectories"
         )
     if wanted.drop_equal_rewards and wanted.groups is None:
-        raise BadField("drop_equal_rewards", "`drop_equal_rewards` is for groups", hint="ask for `groups`")
+        raise BadField("drop_equal_rewards", "`drop_equal_rewards` is for groups", hint="request `groups`")
     return wanted
