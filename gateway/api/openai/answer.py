@@ -72,13 +72,15 @@ class PreparedRequest:
                 choice.run.left()
 
 
-class Answering:
+class Responder:
+    """Reads a request's turns and sends their answers."""
+
     def __init__(self, turns: Turns, codec: Codec) -> None:
         self._turns, self._codec = turns, codec
 
-    async def answer(self, request: web.Request, prepared: PreparedRequest) -> web.StreamResponse:
+    async def respond(self, request: web.Request, prepared: PreparedRequest) -> web.StreamResponse:
         try:
-            return await self._respond(request, prepared)
+            return await self._send_answers(request, prepared)
         except LaminarError as e:
             if len(prepared.choices) > 1 and error_headers(e)["x-should-retry"] == "false":
                 for choice in prepared.choices:
@@ -87,7 +89,7 @@ class Answering:
         finally:
             prepared.left()
 
-    async def _respond(self, request: web.Request, prepared: PreparedRequest) -> web.StreamResponse:
+    async def _send_answers(self, request: web.Request, prepared: PreparedRequest) -> web.StreamResponse:
         headers = _headers(prepared)
         kept_alive = EventStream(request, headers) if prepared.head.shape.stream else LateBody(request, headers)
         async with kept_alive as response:

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from gateway.api.bodies import answer_json
 from gateway.api.openai import history, requests
-from gateway.api.openai.answer import Answering, Choice, PreparedRequest
+from gateway.api.openai.answer import Choice, PreparedRequest, Responder
 from gateway.api.openai.bodies import ChatRequest, CompletionRequest
 from gateway.api.openai.history import Prompt
 from gateway.api.openai.identity import call_of, identify
@@ -98,7 +98,7 @@ class _Handlers:
         self._turns = deps.turns
         self._codec = deps.codec
         self._text, self._session_from_user = deps.text, deps.session_from_user
-        self._answering = Answering(deps.turns, deps.codec)
+        self._responder = Responder(deps.turns, deps.codec)
         self._threads = ThreadPoolExecutor(TOKENISING_MAX, "tokenising")
         reasons = deps.codec.reasoning_format == "think"  # before it calls: a grammar would forbid that
         self._forced_format: ToolFormat = "none" if reasons else deps.codec.tool_format
@@ -121,7 +121,7 @@ class _Handlers:
         raw = await request.read()
         if self._text is not None and (seen := self._text.glance(request, raw)) is not None:
             return await self._text.answer(request, raw, api, seen)
-        return await self._answering.answer(request, await self._prepare(request, raw, parse(raw)))
+        return await self._responder.respond(request, await self._prepare(request, raw, parse(raw)))
 
     def _parse_chat(self, raw: bytes) -> _ParsedRequest:
         body = requests.decode_chat(raw)
