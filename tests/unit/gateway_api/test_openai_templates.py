@@ -183,7 +183,7 @@ def test_reasoning_stays_in_the_record_or_follows_the_template(
             assert prompt.history == ("extended" if before else "first"), prompt.reason
             assert rendered.endswith(talk.codec.decode(prompt.token_ids[len(before) :]))
         elif prompt.history == "branch":
-            assert "otherwise than it was sampled" in prompt.reason
+            assert "differently than it was sampled" in prompt.reason
             assert prompt.parent is None
         talk.record(prompt, talk.said(prompt, exchange.answer, letters=False), keep_reasoning=keep)
         assert talk.told[-1].get("reasoning_content") == exchange.answer.get("reasoning_content")

@@ -145,7 +145,7 @@ async def test_the_end_of_a_turn_and_what_its_reader_says_of_it_are_one_commit(
     write = partial_rows.write
 
     def writing(connection: sqlite3.Connection, taken: partial_rows.Unwritten) -> None:
-        written.append((len(taken.ended), len(taken.told)))
+        written.append((len(taken.ended), len(taken.messages)))
         write(connection, taken)
 
     monkeypatch.setattr(partial_rows, "write", writing)
