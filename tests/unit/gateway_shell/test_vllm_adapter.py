@@ -381,7 +381,7 @@ async def test_an_engine_without_the_control_routes_is_told_what_it_lacks() -> N
 
 async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() -> None:
     async with CuttingEngine(answers={"/weight_info": '{"weight_version": "2"}'}) as e0, adapter(e0) as found:
-        with pytest.raises(EngineFailed, match="holds version '2' after loading version 3"):
+        with pytest.raises(EngineFailed, match="reports version '2' after loading version 3"):
             await load(found)
         assert "/resume" not in dict(e0.calls)
 
