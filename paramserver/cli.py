@@ -1,6 +1,6 @@
 """The `paramserver` command: run a relay, look at one, and fetch a version from one.
 
-Exit status: 0 done, 1 failed (one line says why and what would be right), 2 wrong usage.
+Exit status: 0 done, 1 failed (one line with the reason and what would be right), 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -225,11 +225,11 @@ def status(relay: str, as_json: bool) -> None:
     """Shows a relay: its models, chain, versions, transfers, pins and memory."""
     from paramserver.cli_views import show_status
 
-    async def ask() -> None:
+    async def call() -> None:
         async with RelayClient(relay) as client:
             show_status(await client.status(), as_json=as_json)
 
-    _run(ask())
+    _run(call())
 
 
 @cli.command()
@@ -242,13 +242,13 @@ def drain(relay: str, wait_s: float) -> None:
     """
 
     async def wait() -> list[str]:
-        told: list[str] = []
+        shown: list[str] = []
         deadline = time.monotonic() + wait_s
         async with RelayClient(relay) as client:
             while (needed := await client.drain()) and time.monotonic() < deadline:
-                if needed != told:
+                if needed != shown:
                     click.echo(f"still needed as {'; '.join(needed)}", err=True)
-                    told = needed
+                    shown = needed
                 await asyncio.sleep(DRAIN_POLL_S)
         return needed
 
@@ -279,11 +279,11 @@ def adopt(relay: str, continues: str, model: str, above: int) -> None:
     --continues when no relay is left that was there: run that once, on any relay.
     """
 
-    async def ask() -> tuple[str, list[str]]:
+    async def call() -> tuple[str, list[str]]:
         async with RelayClient(relay) as client:
             return await client.adopt(continues=continues, model=model, above=above)
 
-    store_id, versions = _run(ask())
+    store_id, versions = _run(call())
     click.echo(f"{'goes on in' if continues else 'joined'} {store_id} with {', '.join(versions) or 'no version'}")
 
 
@@ -297,11 +297,11 @@ def drop(relay: str, model: str) -> None:
     of that name may be published again; its numbers go on where they ended.
     """
 
-    async def ask() -> list[int]:
+    async def call() -> list[int]:
         async with RelayClient(relay) as client:
             return await client.drop(model)
 
-    held = _run(ask())
+    held = _run(call())
     click.echo(f"dropped {model} with {'versions ' + ', '.join(map(str, held)) if held else 'no version'}")
 
 
@@ -313,11 +313,11 @@ def versions(relay: str, model: str, as_json: bool) -> None:
     """Lists the sealed versions of a model that a relay holds."""
     from paramserver.cli_views import show_versions
 
-    async def ask() -> None:
+    async def call() -> None:
         async with RelayClient(relay) as client:
             show_versions(model, await client.versions(model), as_json=as_json)
 
-    _run(ask())
+    _run(call())
 
 
 @cli.command()
@@ -330,7 +330,7 @@ def versions(relay: str, model: str, as_json: bool) -> None:
 def doctor(
     pool_dir: Path | None, name: str, pool_bytes: int, etcd: str | None, relays: tuple[str, ...], lease_ttl_s: float
 ) -> None:
-    """Says what is wrong with this host for a relay, and how to mend it. Exit status 1 if anything is.
+    """Checks this host for a relay: what is wrong, and how to mend it. Exit status 1 if anything is.
 
     \b
     Example: paramserver doctor --pool-bytes 64GiB --etcd etcd:2379 --relay trainer-0:7070

@@ -77,7 +77,7 @@ class RelayConfig:
 
     @property
     def reached_by(self) -> str:
-        """The address or name that others are told."""
+        """The address or name by which others reach this relay."""
         return self.advertise or self.host
 
     def __post_init__(self) -> None:

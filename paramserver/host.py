@@ -30,7 +30,7 @@ BUFFER_MIN = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at; `remedy` says how to mend what is not right. `advice`: it works as it is, only slower."""
+    """One check; `remedy`: how to mend what is not right. `advice`: it works as it is, only slower."""
 
     what: str
     right: bool

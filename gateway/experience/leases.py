@@ -1,14 +1,9 @@
-"""The bookkeeping of the experience buffer: order, leases, staleness and groups. Pure.
-
-A lease makes delivery at-least-once. A trainer gets trajectories and acknowledges them once they were used; if it dies
-between, the lease expires and the entries are free again, in their old order. Nothing is removed at delivery, and an
-acknowledgement that comes after the expiry is refused, since another reader may have the entries by then.
+"""Which trajectories a reader gets: pure bookkeeping of the experience buffer (order, leases, staleness, groups).
 
 Invariants:
-- an entry is either free or in exactly one live lease; an expired lease returns its entries to their old place;
-- free entries are handed out in the order of their arrival, groups in the order of their oldest member, whole or not at
-  all;
-- there are never more than `capacity` entries.
+- an entry is either free or in exactly one live lease; a lease that lapsed gives its entries back to their old place;
+- free entries are given out in the order they came; groups in the order of their oldest member, whole or not at all;
+- never more than `capacity` entries.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A finished session. `oldest_version`: the oldest weight version that sampled one of its tokens."""
+    """`oldest_version` is the oldest weight version that sampled a token of it."""
 
     seq: int
     session_id: str
@@ -37,15 +32,15 @@ class LeaseState:
 
 @dataclass(slots=True)
 class BufferState:
-    """`now` is in seconds of any one clock; `trainer_version` is the newest that a reader reported."""
+    """`now` is in seconds of any one clock; `trainer_version` is the newest that a reader declared."""
 
     capacity: int
     trainer_version: int = 0
     staleness_max: int | None = None
-    free: dict[int, Entry] = field(default_factory=dict)  # by seq; out of order once a lease expired
+    free: dict[int, Entry] = field(default_factory=dict)  # by seq; may be out of order after a lapse
     leases: dict[str, LeaseState] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
-    closed_groups: dict[str, int] = field(default_factory=dict)  # complete with so many members, fewer than its size
+    closed_groups: dict[str, int] = field(default_factory=dict)  # whole with so many members, fewer than asked for
     groups: dict[str, int] = field(default_factory=dict)  # free entries of each group
 
     def __len__(self) -> int:
@@ -56,9 +51,9 @@ class BufferState:
         return sum(len(lease.entries) for lease in self.leases.values())
 
     def add(self, entry: Entry) -> list[Entry]:
-        """Adds the entry; returns those evicted for it: all that are too stale, else the oldest free one.
+        """Takes the entry in; returns what had to go for it: over-stale ones first, else the oldest free one.
 
-        Only while not `full`: with every place leased nothing can be evicted.
+        Ask `full` before: with every place leased there is no room to make.
         """
         gone: list[Entry] = []
         if len(self) >= self.capacity:
@@ -70,11 +65,11 @@ class BufferState:
         return gone
 
     def full(self) -> bool:
-        """Whether every place is leased, so that nothing can be added."""
+        """Nothing can come in: every place is leased."""
         return len(self) >= self.capacity and not self.free
 
     def declare(self, trainer_version: int, staleness_max: int | None) -> list[Entry]:
-        """A reader reports the trainer's version. Removes the free entries that are now too stale, and returns them."""
+        """A reader says where the trainer is; returns the free entries that are now too stale for it, taken out."""
         self.trainer_version = max(self.trainer_version, trainer_version)
         self.staleness_max = staleness_max
         stale = self.stale()
@@ -103,7 +98,7 @@ class BufferState:
         return [entry for members in whole[:count] for entry in members]
 
     def forget_closed_groups(self) -> list[str]:
-        """Forgets the oldest closed groups beyond one for each place: all their members are long gone."""
+        """Beyond one for each place, the oldest: all their members are long gone."""
         gone = list(self.closed_groups)[: max(0, len(self.closed_groups) - self.capacity)]
         for name in gone:
             del self.closed_groups[name]
@@ -115,39 +110,39 @@ class BufferState:
         return state
 
     def ack(self, lease_id: str) -> LeaseState | None:
-        """Ends a lease: its entries were used. None if there is no such lease."""
+        """Ends a lease for good: its entries are used. None if there is no such lease."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             self.sessions.difference_update(entry.session_id for entry in lease.entries.values())
         return lease
 
     def hold(self, lease: LeaseState) -> None:
-        """Restores a lease whose end could not be written."""
+        """A lease that was ended, and could not be."""
         self.leases[lease.lease_id] = lease
         self.sessions.update(entry.session_id for entry in lease.entries.values())
 
     def release(self, lease_id: str) -> bool:
-        """Ends a lease unused: its entries are free again. False if it had expired or ended."""
+        """Its entries are free again; False if it had lapsed or ended."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             self._let_in(*lease.entries.values())
         return lease is not None
 
     def leave_out(self, lease: LeaseState, entry: Entry) -> None:
-        """Removes an entry that no reader can get: its row is damaged."""
+        """It cannot be given to anybody."""
         lease.entries.pop(entry.seq, None)
         if entry.seq in self.free:
             self._take_out(entry.seq)
         self.sessions.discard(entry.session_id)
 
     def put_back(self, entries: Iterable[Entry]) -> None:
-        """Adds removed entries again: their removal could not be written."""
+        """Free entries that were taken out, and are still there."""
         for entry in entries:
             self._let_in(entry)
             self.sessions.add(entry.session_id)
 
     def lapse(self, now: float) -> list[LeaseState]:
-        """Ends the leases that expired: their entries are free again."""
+        """Gives back what readers held too long."""
         lapsed = [lease for lease in self.leases.values() if lease.until <= now]
         for lease in lapsed:
             del self.leases[lease.lease_id]

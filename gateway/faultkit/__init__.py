@@ -1,1 +1,1 @@
-"""The scripted engine, and the command that serves some of them with failures drawn by seed."""
+"""Scripted engines that fail by seed."""

@@ -1,4 +1,1 @@
-"""The fleet: engines' handles, places for turns, polling, refreshes, pins and evidence of versions, the text proxy.
-
-Other rooms enter by `Fleet`; turns by its `places`.
-"""
+"""The fleet: engines' handles, places for turns, watching, refreshing, pins and evidence of versions."""

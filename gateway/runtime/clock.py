@@ -1,9 +1,9 @@
-"""Unix time for comparisons: ages, deadlines, leases, evidence.
+"""Unix time for what is compared: ages, deadlines, leases, proofs.
 
-Invariant: it advances at its own pace while the process lives, even if the host's clock is set, by hours where it was
-wrong at boot. Such a step must neither expire what is young, nor date an event before an earlier one.
+Invariant: it runs on at its own pace while the process lives, though the host's clock be set, by hours where it was
+wrong at the boot: such a step must neither end what is young, nor date what follows before what was.
 
-Stored times are compared with the time at which the next process begins.
+What is kept beyond the process is compared with the time that the next one begins with.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
-"""The bridge between turns: the next prompt is the recorded ids plus the new messages' ids.
+"""Bridging turns: the next prompt is the recorded ids plus the new messages' ids, never a re-tokenised history.
 
-The history is never retokenised. Text has many tokenisations, and the policy does not sample the one that the tokenizer
-gives: `encode(decode(ids))` merges differently, and a template drops reasoning, trims spaces and rewrites the JSON of
-calls. A prompt made that way has tokens that the policy never saw at positions for which its logprobs were recorded; a
-trainer would compare two different sequences, and the engine's prefix cache would miss from the first difference on.
-
-Instead the conversation is rendered with a mark in place of the last recorded answer. After the mark stand the end of
-the turn, the new messages and the generation prompt: only these are tokenised. Of the template one has to know nothing
-but the tokens that end a turn. Whether that end is in the record already depends on how the answer stopped: a sampled
-end-of-turn token is there, after a length limit or a stop string it is missing. `join` has it exactly once.
+Why: re-tokenising text drifts from what the policy sampled (other merges, dropped reasoning, trimmed spaces), and a
+training record must hold what it saw. How: render the conversation with a mark in place of the last recorded answer;
+what the template writes after the mark is the end of the turn, the new messages and the generation prompt. Only that is
+tokenised. It needs no knowledge of the template beyond where a turn ends.
 
 Invariants:
 - the recorded ids are a prefix of the bridged prompt;
-- the template wrote every token after them, so none of them is the policy's (loss mask 0).
+- every token after them was written by the template, so none of them is the policy's (loss mask 0).
 """
 
 from __future__ import annotations
@@ -27,10 +22,11 @@ from gateway.tokens.values import NotJson, parse
 from protos.errors import InvalidRequest
 
 CONTINUED_MARK = "\ue0a1CONTINUED\ue0a2"
-"""In place of a message that the model continues."""
+"""In place of a message that the model is to go on with."""
 ANSWER_MARK = "\ue0a1ANSWER\ue0a2"
-"""In place of the last recorded answer. Private-use characters, so that no message has it by chance; a message that has
-it is refused."""
+"""In place of the last recorded answer. Private-use characters, so that no message holds it by chance; a message that
+does is refused.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,7 @@ class Bridged:
 
 
 def difference(recorded: Sequence[Message], messages: Sequence[Message]) -> str:
-    """The first difference between a history and the recorded one."""
+    """Where a history parts from the recorded one."""
     for position, (old, new) in enumerate(zip(recorded, messages, strict=False)):
         if (before := comparable(old)) != (now := comparable(new)):
             field = next(name for name in before if before[name] != now[name])
@@ -51,7 +47,7 @@ def difference(recorded: Sequence[Message], messages: Sequence[Message]) -> str:
 
 
 def comparable(message: Message) -> dict[str, Any]:
-    """A message without the parts that clients change: ids of calls, spacing of JSON, outer white space, null."""
+    """A message without what clients change on the way: ids of calls, spacing of JSON, outer white space, null."""
     return {
         "role": message.get("role"),
         "content": content_text(message.get("content")).strip(),
@@ -63,7 +59,7 @@ def comparable(message: Message) -> dict[str, Any]:
 
 
 def content_text(content: Any) -> str:
-    """A message's text: of a string, null, or text parts, which are joined by line ends as vLLM does."""
+    """A message's text: a string, null, or text parts, a line each, as vLLM joins them."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -72,7 +68,7 @@ def content_text(content: Any) -> str:
 
 
 def arguments_object(arguments: Any) -> Any:
-    """A tool call's arguments: an object where they are JSON, {} where there are none, else the text."""
+    """A tool call's arguments as an object where they are JSON (nothing at all: no arguments); else as they are."""
     if not arguments:
         return {}
     if not isinstance(arguments, str):
@@ -92,14 +88,14 @@ def marked(recorded: Sequence[Message], added: Sequence[Message]) -> list[Messag
 
 
 def open_ended(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with a mark as the text of its last message, which the model continues."""
+    """The conversation with a mark as the text of its last message, which the model is to go on with."""
     if CONTINUED_MARK in content_text(messages[-1].get("content")):
         raise InvalidRequest(f"a message holds the reserved text {CONTINUED_MARK!r}")
     return [*messages[:-1], {**messages[-1], "content": CONTINUED_MARK}]
 
 
 def up_to_mark(rendered: str, text: str) -> str:
-    """The rendering up to the mark, and the text in the mark's place: the message has no end yet."""
+    """What was rendered with the mark, up to and with the text in its place, not yet ended."""
     before, found, _ = rendered.rpartition(CONTINUED_MARK)
     if not found:
         raise InvalidRequest("the model's chat template drops the last message: it cannot be continued")
@@ -107,7 +103,7 @@ def up_to_mark(rendered: str, text: str) -> str:
 
 
 def after_mark(rendered: str) -> str:
-    """The rendering after the marked answer."""
+    """What the template wrote after the marked answer."""
     _, found, rest = rendered.rpartition(ANSWER_MARK)
     if not found:
         raise InvalidRequest(
@@ -117,7 +113,7 @@ def after_mark(rendered: str) -> str:
 
 
 def join(recorded_ids: Sequence[int], suffix_ids: Sequence[int], turn_end_ids: frozenset[int]) -> Bridged:
-    """The record and the suffix, with the turn's end once: the suffix begins with the template's own."""
+    """Record and suffix, the turn's end written once: the suffix begins with the template's own end of a turn."""
     ends_itself = bool(recorded_ids) and recorded_ids[-1] in turn_end_ids
     template_ends = bool(suffix_ids) and suffix_ids[0] in turn_end_ids
     if ends_itself and template_ends:
@@ -126,8 +122,7 @@ def join(recorded_ids: Sequence[int], suffix_ids: Sequence[int], turn_end_ids: f
 
 
 def template_messages(messages: Sequence[Message], *, knows_tools: bool) -> list[dict[str, Any]]:
-    """Messages as templates expect them: parts joined, arguments as objects, calls as text for a template without
-    tools."""
+    """Messages as templates expect them: text joined, arguments as objects; calls as text where tools are unknown."""
     return [_template_message(message, knows_tools) for message in messages]
 
 

@@ -2,8 +2,8 @@
 
 - an engine is there as long as its relay's lease: when the lease ends, it is gone;
 - while etcd is away, the last view stays;
-- an etcd that was replaced by an empty one takes nobody away: who was known stays until a relay registers the name in
-  the new one, since relays go on serving until they are told to adopt it.
+- an etcd that was replaced by an empty one removes no engine: those known stay until a relay registers the name in the
+  new one, since relays go on serving until an operator has them adopt it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ import msgspec
 
 from paramserver.core import view as keys
 from paramserver.core.records import RegisteredEngine
-from paramserver.membership.registry import Changed, Event, Registry, Removed, State
+from paramserver.membership.registry import RETRY_S, Changed, Event, Registry, Removed, State
 from protos.decoding import decode_json
 from protos.errors import Unavailable
 
 log = logging.getLogger(__name__)
-
-RETRY_S = 0.3
 
 Engines = dict[str, RegisteredEngine]
 
 
 @dataclass
 class EngineView:
-    """What is known: `now` in the store that is there, `before` from one that it replaced."""
+    """The engines known: `now` in the store that is there, `before` from one that it replaced."""
 
     store_id: str = ""
     now: Engines = field(default_factory=dict)
@@ -54,7 +52,7 @@ class EngineView:
 
 
 def _read(key: str, value: bytes) -> list[RegisteredEngine]:
-    """The engine that an entry tells of; none when nobody can read it, such as a newer relay's."""
+    """The engine of an entry; none when it cannot be read, such as a newer relay's."""
     try:
         engine = decode_json(value, RegisteredEngine)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

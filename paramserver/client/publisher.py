@@ -3,7 +3,7 @@
 Invariants:
 - `publish` returns at *copied*: from then on the tensors may change; until then they are only read;
 - a publish that fails is aborted at the relay, so that its memory goes back and the next one may begin;
-- when the master dies before *copied*, the version is announced again at the next master: nobody was told of it;
+- when the master dies before *copied*, the version is announced again at the next master: it was reported to nobody;
 - a commit whose reply was lost is settled before anything is announced again: no step becomes two versions.
 """
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOK_S = 1.0  # between two looks at who is master, while the one that was asked has not answered
+LOOK_S = 1.0  # between two queries for the master, while a call to the one known has no reply
 MASTER_WAIT_S = 30.0  # from the first failure: a dead master's lease runs out, then there is an election
 PREPARE_MAX_S = 1800.0  # 145 GB took six minutes at 0.4 GB/s, the slowest first touch of memory that was seen
 RETRY_S = 0.3
@@ -82,7 +82,7 @@ async def publish(
     rank: Rank = SOLE,
     refuse_change: bool = False,
 ) -> Ticket:
-    """Writes one version and returns at *copied*; the master numbers it, the ticket tells the number.
+    """Writes one version and returns at *copied*; the master numbers it, the ticket has the number.
 
     With several ranks each calls this with tensors of its own and the same `run` and `step`; the version seals when all
     have written theirs, and not at all if one fails.
@@ -96,7 +96,7 @@ async def publish(
     check_text("the run", run)
     step = check_step(step)
     specs = [TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-    metadata = metadata or None  # the announcement cannot tell {} from none, and both sides must lay out the same
+    metadata = metadata or None  # a message has no {} beside none, and both sides must lay out the same
     files = plan_layout(specs, file_bytes_max=file_bytes_max, metadata=metadata)
     request = pb.AnnounceRequest(
         model=model,
@@ -121,7 +121,7 @@ async def publish(
     while True:
         try:
             return await _publish_once(relay, master, request, files, tensors, force_tcp=force_tcp)
-        except Preparing as error:  # no fault of the master: it answers, and says how far it is
+        except Preparing as error:  # no fault of the master: it answers, with its progress
             if time.monotonic() > prepared_by:
                 raise
             log.info("publishing %s as soon as there is memory: %s", model, error.message)
@@ -137,13 +137,13 @@ async def publish(
 
 
 class _Replaced(StaleEpoch):
-    """Another relay became master while the one that was asked had not answered."""
+    """Another relay became master while a call to the one before had no reply."""
 
 
 async def _unless_replaced(relay: RelayClient, model: str, master: RelayClient, work: Awaitable[T]) -> T:
-    """What comes of `work` at the master; _Replaced once another relay is master, since nothing can come of it then.
+    """The result of `work` at the master; _Replaced once another relay is master, since the work is void then.
 
-    A master that hangs answers nobody; its own deadline would be longer than an election takes.
+    A master that hangs does not answer, and the call's own deadline would be longer than an election takes.
     """
     working = asyncio.ensure_future(work)
     try:
@@ -184,7 +184,7 @@ async def _publish_once(
         root = version_root(_manifest(request, opened), digests) if rank.count == 1 else part_root(digests)
         await _commit(relay, master, request, opened, root)
         relay.lineages[model].saw(_origin(opened), opened.version)
-    except _Replaced:  # nobody there to be told, and the next master ends it
+    except _Replaced:  # the old master does not answer, and the next one ends the version
         raise
     except BaseException as error:
         await _abort(master, model, opened, error)
@@ -212,7 +212,7 @@ async def _announce(master: RelayClient, request: pb.AnnounceRequest, rank: Rank
     timeout_s = request.wait_room_s + master.timeout_s
     try:
         return await master.call(master.stub.Announce(request, timeout=timeout_s))
-    except (StaleEpoch, asyncio.CancelledError):  # the claim may have ended there before word of it came here
+    except (StaleEpoch, asyncio.CancelledError):  # the claim may have ended there, and its stream not yet here
         await master.release_run(request.model, request.run)
         raise
 
@@ -226,7 +226,11 @@ async def _commit(
 ) -> None:
     """Commits the version. A lost reply is settled before anything is published again: else the step might come twice.
 
-    Raises StaleEpoch when the version will never be, InDoubt when nobody can say.
+    Raises StaleEpoch when the version will never be sealed, InDoubt when that cannot be known.
+
+    A commit may have arrived although its reply was lost. Announced again, the step would become two versions, and the
+    trainer would train on one of them twice. So the same commit is sent again (the master takes it once), and when the
+    master is gone, its successor is queried: what that one knows as sealed is sealed, and what it has ended is not.
     """
     commit = pb.CommitRequest(
         model=request.model, version=opened.version, token=opened.token, root_digest=root, rank=request.rank
@@ -253,7 +257,7 @@ async def _commit(
 
 async def _has_committed(relay: RelayClient, master: RelayClient, commit: pb.CommitRequest, ticket: Ticket) -> bool:
     """Whether it is; False while that is not known. StaleEpoch when it never will be."""
-    with contextlib.suppress(LaminarError):  # the same commit again changes nothing; what refuses it is asked below
+    with contextlib.suppress(LaminarError):  # the same commit again changes nothing; a refusal is settled below
         await master.call(master.stub.Commit(commit, timeout=COMMIT_AGAIN_S))
         return True
     try:
@@ -292,7 +296,7 @@ def _manifest(request: pb.AnnounceRequest, opened: pb.AnnounceReply) -> Manifest
 
 
 async def _check_epoch(master: RelayClient, model: str, opened: pb.AnnounceReply, refusal: LaminarError) -> None:
-    """StaleEpoch when what was refused belonged to an epoch that is over: then it is no fault of the publisher's."""
+    """StaleEpoch when the refused call belonged to an epoch that is over: then it is no fault of the publisher."""
     timeout_s = max(master.timeout_s, MASTER_WAIT_S / 2)  # an election may have to run first
     found = await master.call(master.stub.Locate(pb.LocateRequest(model=model), timeout=timeout_s))
     if found.epoch != opened.epoch:
@@ -300,7 +304,7 @@ async def _check_epoch(master: RelayClient, model: str, opened: pb.AnnounceReply
 
 
 async def _abort(master: RelayClient, model: str, opened: pb.AnnounceReply, error: BaseException) -> None:
-    """Tells the relay; when that fails too, the relay learns it from the broken claim."""
+    """Gives the version up at the relay; when that fails too, the end of the claim does."""
     reason = f"{type(error).__name__}: {error}"[:500]
     request = pb.AbortRequest(model=model, version=opened.version, token=opened.token, reason=reason)
     with contextlib.suppress(LaminarError):

@@ -214,7 +214,7 @@ async def pull(relay: str, model: str, version: int | None, out: Path, *, num_st
             status = await client.status()
             source = Source(status.relay, status.data_address)
             greeting = Greeting("fetch", model, lease.version, f"pull:{os.getpid()}")
-            manifest = await asyncio.to_thread(_ask_manifest, source, greeting)
+            manifest = await asyncio.to_thread(_query_manifest, source, greeting)
             with PartialFiles(manifest, lease.root_digest, out) as files:
                 if files.bytes_present:
                     console.print(f"resuming: {show_bytes(files.bytes_present)} are here already, and verified")
@@ -224,7 +224,7 @@ async def pull(relay: str, model: str, version: int | None, out: Path, *, num_st
                 await _fetch(fetch, manifest, client, lease, console)
                 await asyncio.to_thread(files.finish)
         except BaseException:
-            with contextlib.suppress(LaminarError):  # what went wrong first is what the user needs to hear
+            with contextlib.suppress(LaminarError):  # the user needs the first error
                 await client.release(lease)
             raise
         await client.release(lease)
@@ -262,13 +262,13 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def _ask_manifest(source: Source, greeting: Greeting) -> Manifest:
+def _query_manifest(source: Source, greeting: Greeting) -> Manifest:
     link = TcpLink(source, greeting)
     link.close()
     manifest = link.manifest
     if (manifest.model, manifest.version) != (greeting.model, greeting.version):
         raise Corrupt(
-            f"{source.name} was asked for version {greeting.version} of {greeting.model} and answers with version "
+            f"{source.name} answers a request for version {greeting.version} of {greeting.model} with version "
             f"{manifest.version} of {manifest.model}"
         )
     return manifest

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,6 @@ import grpc.aio
 
 from paramserver.core.lineage import UNKNOWN, Lineage, Origin
 from paramserver.core.records import SOLE, Rank
-from paramserver.core.refused_loads import RefusedLoad
 from paramserver.data.publish import Mappings
 from protos import grpc_errors
 from protos.engines import is_host_port
@@ -32,7 +31,7 @@ from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
-FIND_S = 1.5  # for one relay to say who is master while the master may be dead
+FIND_S = 1.5  # for one relay to name the master, while the master may be dead
 OTHERS_MAX = 8
 DROP_TIMEOUT_S = 30.0
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
@@ -109,6 +108,21 @@ class PinStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedLoad:
+    """An engine could not load a version: the last error, and how often it tried."""
+
+    version: int
+    engine: str
+    error: str
+    times: int
+    unix_s: float
+
+    @classmethod
+    def of(cls, message: pb.RefusedLoad) -> RefusedLoad:
+        return cls(message.version, message.engine, message.error, message.times, message.unix_s)
+
+
+@dataclass(frozen=True, slots=True)
 class HopStatus:
     """One relay of the chain: how the newest version came to it, what it holds, and why it is at the tail if it is."""
 
@@ -180,9 +194,9 @@ class RelayClient:
         self._peers: dict[str, RelayClient] = {}
         self._masters: dict[str, RelayClient] = {}
         self._claims: dict[tuple[str, str], RunHold] = {}
-        self.origin = UNKNOWN  # of the registry that this relay belonged to when it last told of versions
+        self.origin = UNKNOWN  # of the registry that this relay belonged to at its last reply about versions
         self.lineages: dict[str, Lineage] = {}  # of the models published through this client
-        self._others: tuple[str, ...] = ()  # addresses of further relays, to be asked when this one is silent
+        self._others: tuple[str, ...] = ()  # addresses of further relays, for when this one is silent
         self._id = secrets.token_hex(8)
         self.mappings = Mappings()
 
@@ -272,7 +286,7 @@ class RelayClient:
         await self.call(self.stub.Release(pb.LeaseRequest(lease_id=lease.lease_id), timeout=self.timeout_s))
 
     async def report_load(self, model: str, version: int, engine: str, error: str) -> None:
-        """Says that an engine could not load a version, and why; `error` empty: it has it after all.
+        """Reports that an engine could not load a version, and why; `error` empty: it has loaded it after all.
 
         This relay and the model's master keep it for a while, for the ticket of who published the version.
         """
@@ -285,7 +299,7 @@ class RelayClient:
     # ---- for operators
 
     async def drain(self) -> list[str]:
-        """Makes the relay take no more; what it is still needed for. Ask again until that is nothing."""
+        """Makes the relay take no more; what it is still needed for. To be called again until that is nothing."""
         return list((await self.call(self.stub.Drain(pb.DrainRequest(), timeout=self.timeout_s))).waiting_for)
 
     async def adopt(self, *, continues: str = "", model: str = "", above: int = 0) -> tuple[str, list[str]]:
@@ -329,9 +343,9 @@ class RelayClient:
         return self._masters[model]
 
     async def find_master(self, model: str) -> RelayClient | None:
-        """The model's master as this relay says, or another one where this is silent; None when nobody says it soon."""
+        """The model's master, named by this relay, or by another one where this is silent; None when none answers."""
         for relay in (self, *map(self._peer, self._others)):
-            with contextlib.suppress(LaminarError):  # whatever it was: it does not say who is master, another may
+            with contextlib.suppress(LaminarError):  # whatever it was: another relay may name the master
                 request = pb.LocateRequest(model=model)
                 reply = await relay.call(relay.stub.Locate(request, timeout=min(FIND_S, self.timeout_s)))
                 self._others = tuple({*reply.others, *self._others} - {self.address})[:OTHERS_MAX]
@@ -340,7 +354,7 @@ class RelayClient:
         return None
 
     async def last_master_of(self, model: str) -> RelayClient:
-        """The master as it was when last asked for: it refuses what it is no longer master of."""
+        """The master of the last reply. One that is master no longer refuses calls, which is how that is noticed."""
         return self._masters.get(model) or await self.master_of(model)
 
     def _peer(self, address: str) -> RelayClient:
@@ -459,9 +473,5 @@ def _model_status(model: pb.ModelStatus) -> ModelStatus:
             HopStatus(h.relay, h.upstream, h.rate_bytes_s, tuple(h.versions), h.slow, h.alive, h.transport)
             for h in model.hops
         ),
-        refused_loads=refused_loads(model.refused_loads),
+        refused_loads=tuple(RefusedLoad.of(one) for one in model.refused_loads),
     )
-
-
-def refused_loads(messages: Iterable[pb.RefusedLoad]) -> tuple[RefusedLoad, ...]:
-    return tuple(RefusedLoad(m.version, m.engine, m.error, m.times, m.unix_s) for m in messages)

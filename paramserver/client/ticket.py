@@ -1,7 +1,7 @@
-"""What is known of one published version, asked of a relay.
+"""The ticket of one published version: its stage, queried at a relay.
 
-Invariants: `lost` is final; anything else may still become better; a wait that ends without an answer says InDoubt,
-never success.
+Invariants: `lost` is final; any other stage may still become better; a wait that ends without an answer raises InDoubt
+and never reports success.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ import asyncio
 import logging
 from typing import cast
 
-from paramserver.client.relay import RelayClient, refused_loads
-from paramserver.core.refused_loads import RefusedLoad
+from paramserver.client.relay import RefusedLoad, RelayClient
 from paramserver.core.ticket_status import Stage
 from protos.errors import InDoubt, LaminarError, NotFound, Unavailable, VersionLost
 from protos.laminar.v1 import relay_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-ASK_WAIT_S = 5.0  # one question waits this long at the relay, so that a dead relay is noticed
+QUERY_WAIT_S = 5.0  # one query waits this long at the relay, so that a dead relay is noticed
 
 
 class Ticket:
-    """What is known of one published version. `relay` is asked; its master wrote the version."""
+    """One published version, as `relay` reports it; the model's master wrote the version."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Ticket:
         self.run = run
         self.step = step
         self.warnings = warnings
-        """What its master had to say: how it differs from the version before, and which engines refused that."""
+        """Its master's warnings: how it differs from the version before, and which engines refused that."""
 
     def __repr__(self) -> str:
         return f"Ticket({self.model} version {self.version}, run {self.run}, step {self.step})"
@@ -60,28 +59,28 @@ class Ticket:
 
     async def stage(self) -> Stage:
         """copied, sealed (one holder), k_relays (more than one), all (of its chain), lost."""
-        return cast(Stage, (await self._ask("", 0, 0.0)).stage)
+        return cast(Stage, (await self._query("", 0, 0.0)).stage)
 
     async def stage_at(self, relay: RelayClient) -> Stage:
-        """The stage as `relay` knows it. NotFound when it has not heard of the version."""
-        return cast(Stage, (await self._ask("", 0, 0.0, relay)).stage)
+        """The stage as `relay` knows it. NotFound when it does not know the version yet."""
+        return cast(Stage, (await self._query("", 0, 0.0, relay)).stage)
 
     async def holders(self) -> tuple[str, ...]:
         """Names of the relays that hold this version verified."""
-        return tuple((await self._ask("", 0, 0.0)).holders)
+        return tuple((await self._query("", 0, 0.0)).holders)
 
     async def refused_loads(self) -> tuple[RefusedLoad, ...]:
-        """Engines that could not load this version, and why, as far as gateways have told its master."""
+        """Engines that could not load this version, and why, as far as gateways have reported it to its master."""
         try:
-            reply = await self._ask("", 0, 0.0, await self._relay.master_of(self.model))
+            reply = await self._query("", 0, 0.0, await self._relay.master_of(self.model))
         except (Unavailable, NotFound) as error:
             log.info(
                 "no master reports on version %d of %s; querying the relay here: %s", self.version, self.model, error
             )
-            reply = await self._ask("", 0, 0.0)
-        return refused_loads(reply.refused_loads)
+            reply = await self._query("", 0, 0.0)
+        return tuple(RefusedLoad.of(one) for one in reply.refused_loads)
 
-    async def _ask(self, want: str, copies: int, wait_s: float, relay: RelayClient | None = None) -> pb.StageReply:
+    async def _query(self, want: str, copies: int, wait_s: float, relay: RelayClient | None = None) -> pb.StageReply:
         relay = self._relay if relay is None else relay
         request = pb.StageRequest(
             model=self.model,
@@ -104,8 +103,8 @@ class Ticket:
         reply = pb.StageReply(stage="unknown")
         while (left := deadline - loop.time()) > 0:
             try:
-                reply = await self._ask(want, copies, min(left, ASK_WAIT_S))
-            except (Unavailable, NotFound) as error:  # its master may be gone: whoever is next will know
+                reply = await self._query(want, copies, min(left, QUERY_WAIT_S))
+            except (Unavailable, NotFound) as error:  # its master may be gone: the next one settles it
                 last = error
                 await asyncio.sleep(min(left, 0.2))
                 continue
@@ -125,7 +124,7 @@ class Ticket:
         if want == "sealed" or reply.stage in ("copied", "unknown"):
             return InDoubt(
                 f"{version} had not reached {want!r} after {timeout_s:g} s; it is {reply.stage}",
-                hint=f"ask the ticket again, or `paramserver status` ({last or 'the relay answers'})",
+                hint=f"query the ticket again, or `paramserver status` ({last or 'the relay answers'})",
             )
         wish = f"{copies} relays" if want == "copies" else "every relay of its chain"
         return InDoubt(

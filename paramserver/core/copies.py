@@ -1,8 +1,8 @@
 """Copies of versions pinned for the fleet that are missing, and which relay makes them.
 
 Invariants:
-- a version is copied here only while fewer relays than its pins ask for hold it and stay, and only from one that does;
-- all relays that see the same agree on who is to do it, without a word; who cannot is passed over after a while.
+- a version is copied here only while fewer relays than its pins want hold it and stay, and only from one that does;
+- all relays with the same view agree on which one copies, without a message; one that cannot is passed over in time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MissingCopies:
         return {
             version
             for version, since in self._since.items()
-            if able[version].index(me) < _asked(missing[version], now - since)
+            if able[version].index(me) < _num_copying(missing[version], now - since)
         }
 
 
@@ -50,6 +50,6 @@ def _missing(pin: PinnedVersion, staying: Collection[str]) -> int:
     return pin.copies - len(set(pin.holders) & set(staying))
 
 
-def _asked(missing: int, waited_s: float) -> int:
-    """How many of the relays that could are to do it by now."""
+def _num_copying(missing: int, waited_s: float) -> int:
+    """How many of the relays that could copy the version are to do it by now."""
     return 0 if waited_s < COPY_AFTER_S else missing + int((waited_s - COPY_AFTER_S) // NEXT_AFTER_S)

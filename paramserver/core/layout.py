@@ -107,7 +107,7 @@ class Layout:
 
 
 def check_text(what: str, text: str) -> None:
-    """InvalidRequest for a text that no UTF-8 can say: Python lets half a surrogate pair stand in a string."""
+    """InvalidRequest for a text without a form in UTF-8: a Python string may hold half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a version comes from: the registry's id ("": an older relay does not say), and those that it continues."""
+    """The registry of a version: its id ("": an older relay does not send it), and those that it continues."""
 
     store_id: str = ""
     continues: frozenset[str] = frozenset()
@@ -25,7 +25,7 @@ class Origin:
 
 
 UNKNOWN = Origin()
-"""Of a relay from before registries' ids were told."""
+"""Of a relay of a version that does not send its registry's id."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Lineage:
     sealed: int = 0  # that is known to be sealed: no master of the lineage gives its number again
 
     def refuses(self, origin: Origin, number: int | None = None) -> str:
-        """Why nothing of that registry is believed, in words; empty when it is the same, or goes on with it.
+        """Why versions of that registry are refused; empty when it is the same, or goes on with it.
 
         `number` was given to a new version there.
         """
@@ -51,7 +51,7 @@ class Lineage:
         return ""
 
     def saw(self, origin: Origin, version: int) -> bool:
-        """A version that was not refused was seen. Whether that is news."""
+        """Notes a version that was not refused. Whether it changed anything."""
         before = (self.store_id, self.newest)
         self.store_id, self.newest = origin.store_id or self.store_id, max(self.newest, version)
         return before != (self.store_id, self.newest)

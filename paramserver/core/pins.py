@@ -94,7 +94,7 @@ class Pins:
         return Counter(pin.version for pin in self._pins.values() if pin.model == model)
 
     def give_way(self, retained: Collection[tuple[str, int]]) -> list[Pin]:
-        """Takes the pins off one version that only pins for the fleet keep here, and returns them; the oldest first.
+        """Removes and returns the pins of one version that only pins for the fleet keep here; the oldest first.
 
         `retained`: versions that would be kept without any pin.
         """
@@ -110,8 +110,9 @@ class Pins:
 
 
 def keepers(pinned: Mapping[str, int], holders: Collection[str]) -> list[str]:
-    """Which of a version's `holders` keep it for the fleet: those with a pin of their own, then others by name, until
-    the most copies asked for are kept. `pinned`: copies by the relay that has the pin, which may have died since."""
+    """Which of a version's `holders` keep it for the fleet: those with a pin of their own, then others by name, up to
+    the largest number of copies that a pin wants. `pinned`: copies by the relay that has the pin, which may have
+    died."""
     own = sorted(holder for holder in holders if holder in pinned)
     others = sorted(holder for holder in holders if holder not in pinned)
     return [*own, *others[: max(0, max(pinned.values(), default=0) - len(own))]]

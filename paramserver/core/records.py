@@ -21,7 +21,7 @@ DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
 CHUNKS_MAX = 1 << 26  # of one version: whoever holds it keeps a digest for each, and their numbers fit into a frame's
 RANKS_MAX = 1 << 16
-NUMBER_MAX = 10**14  # of a version that somebody names: more of them fit in a message's 63 bits and a key's 16 digits
+NUMBER_MAX = 10**14  # of a version named by an operator: far below a message's 63 bits and a key's 16 digits
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 WORDS_MAX = 256  # characters of what somebody is called for people to read: a run, a publisher, the holder of a pin
@@ -61,7 +61,7 @@ class FileSpec(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What everybody must agree on before the first byte of a version moves."""
+    """A version's identity and layout, which all relays share before its first byte moves."""
 
     model: str
     version: int
@@ -110,7 +110,7 @@ SOLE = Rank()
 class Plan(msgspec.Struct, frozen=True):
     """The order in which relays pass chunks on; `number` grows with each change within an epoch.
 
-    `reason` says to people why this order followed the one before.
+    `reason`, for people: why this order followed the one before.
     """
 
     epoch: Epoch
@@ -120,7 +120,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """Written by the master when a version begins: from here on relays may ask for its chunks."""
+    """Written by the master when a version begins: from here on relays may request its chunks."""
 
     manifest: Manifest
     plan: Plan

@@ -68,8 +68,8 @@ class RefusedLoads:
         ]
         return sorted(found, key=lambda one: (one.version, one.engine))
 
-    def words(self, model: str, version: int) -> str:
-        """What the next publisher should hear of that version; empty when there is nothing."""
+    def warning(self, model: str, version: int) -> str:
+        """A warning for the next publisher; empty when no engine refused that version."""
         found = self.of(model, version)
         if not found:
             return ""

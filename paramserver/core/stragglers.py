@@ -1,7 +1,7 @@
 """Which relays pass a model's chunks on so slowly that the chain is better off with them at its tail.
 
 Invariants:
-- a hop's rate counts only time in which bytes were there and asked for, so those behind a slow relay stay blameless;
+- a hop's rate counts only time in which bytes were there and requested, so relays behind a slow one stay blameless;
 - one slow version moves nobody, and who went to the tail comes back only after several good versions, each time
   more of them: the order never flaps;
 - a slow hop speaks against its downstream first; against its upstream once two downstreams were slow behind it.
@@ -64,8 +64,8 @@ class Stragglers:
         """Who is at the tail, and why, for people."""
         return dict(self._slow)
 
-    def saw(self, hop: Hop) -> None:
-        """A relay has a version complete. The hops of one version are judged together when the next one's begin."""
+    def observe(self, hop: Hop) -> None:
+        """A relay has completed a version. The hops of one version are judged together when the next one's begin."""
         self._last[hop.relay] = hop
         if hop.version > self._version:
             self._judge()

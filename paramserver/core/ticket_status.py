@@ -1,9 +1,9 @@
-"""What a relay may say of one published version: the stages of its ticket.
+"""The status of one published version, as one relay can report it: the stages of its ticket.
 
 Invariants:
-- `lost` is said of the version that was asked about, never of another one that had its number;
-- what this relay has not heard of yet is not known, and never lost;
-- nothing is called sealed of which this relay has not seen the record.
+- `lost` refers to the version of the query, never to another one that had its number;
+- a version that this relay has not seen yet is unknown, never lost;
+- a version is reported as sealed only by a relay that has seen its record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Stage = Literal["copied", "sealed", "k_relays", "all", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class TicketQuery:
-    """A ticket: the run that published, and the epoch in which the number was given (None: not told)."""
+    """What a ticket knows: the run that published, and the epoch in which the number was given (None: unknown)."""
 
     run: str
     epoch: Epoch | None
@@ -45,20 +45,20 @@ class TicketStatus:
 
 
 def ticket_status(
-    asked: TicketQuery, state: VersionState | None, given_up: GivenUp | None, members: Collection[str], store_id: str
+    query: TicketQuery, state: VersionState | None, given_up: GivenUp | None, members: Collection[str], store_id: str
 ) -> TicketStatus | None:
-    """The stage; None when this relay does not know the version asked about (yet). `store_id`: of its registry now."""
-    if given_up is not None and asked.epoch in (None, given_up.epoch):
+    """The stage; None when this relay does not know the version of the query (yet). `store_id`: of its registry now."""
+    if given_up is not None and query.epoch in (None, given_up.epoch):
         return TicketStatus("lost", given_up.reason)
     if state is None:
         return None
     begun = state.announced.manifest.epoch if state.announced is not None else None
-    if begun is not None and asked.epoch is not None and begun != asked.epoch:
-        if _is_later(asked.epoch, begun, store_id):
+    if begun is not None and query.epoch is not None and begun != query.epoch:
+        if _is_later(query.epoch, begun, store_id):
             return None
         return TicketStatus("lost", f"that number was given again in epoch {begun}")
-    run = state.sealed.run if state.sealed else state.announced.manifest.run if state.announced else asked.run
-    if state.ended is not None or run != asked.run:
+    run = state.sealed.run if state.sealed else state.announced.manifest.run if state.announced else query.run
+    if state.ended is not None or run != query.run:
         return TicketStatus("lost", state.ended.reason if state.ended else f"that number belongs to run {run}")
     chain = state.announced.plan.order if state.announced else ()
     if state.sealed is None:

@@ -1,4 +1,4 @@
-"""Progress of one version into one place: which chunk to ask for next, and from which byte.
+"""Progress of one version into one place: which chunk to request next, and from which byte.
 
 Invariants:
 - a chunk is wanted, in flight on exactly one stripe, or done; it is done only with its digest verified;
@@ -19,7 +19,7 @@ from paramserver.core.records import ChunkMap
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """One data request: chunk number, the first byte wanted; `suspect` asks the sender to check its own bytes."""
+    """One data request: chunk number, the first byte wanted; `suspect`: the sender checks its own bytes first."""
 
     index: int
     from_byte: int
@@ -79,7 +79,7 @@ class TransferState:
         return self.bytes_done + sum(self._received.values())
 
     def take(self, stripe: str) -> Want | None:
-        """The next wanted chunk for `stripe`; None when nothing is left to ask for."""
+        """The next wanted chunk for `stripe`; None when nothing is left to request."""
         index = self._pop()
         if index is None:
             return None
@@ -107,7 +107,7 @@ class TransferState:
         self._finish(index)
 
     def recheck(self, index: int) -> Want | None:
-        """The digest was wrong: whoever sent it is asked once more, and to check its own; None if it was."""
+        """The digest was wrong: the same sender gets one more request, to check its own bytes; None if it had that."""
         if index in self._suspect:
             return None
         self._suspect.add(index)
@@ -115,14 +115,14 @@ class TransferState:
         return Want(index, 0, suspect=True)
 
     def mismatched(self, index: int) -> None:
-        """The digest was wrong: ask again from the start, and have the sender check itself."""
+        """The digest was wrong again: the chunk is wanted from its start, and the next sender checks its own bytes."""
         del self._in_flight[index]
         self._received.pop(index, None)
         self._suspect.add(index)
         heapq.heappush(self._again, index)
 
     def broken(self, stripe: str) -> tuple[Want, ...]:
-        """The stripe's connection is gone: what it had asked for is wanted again, from where it was."""
+        """The stripe's connection is gone: what it had requested is wanted again, from the byte that it had reached."""
         mine = sorted(index for index, owner in self._in_flight.items() if owner == stripe)
         for index in mine:
             del self._in_flight[index]

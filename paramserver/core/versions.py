@@ -71,14 +71,14 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """What watchers of this relay should hear."""
+class Notify:
+    """An event for the watches of this relay."""
 
     kind: Literal["sealed", "available", "retired", "lost"]
     sealed: Sealed
 
 
-Effect = Fetch | Show | Drop | Tell
+Effect = Fetch | Show | Drop | Notify
 
 
 class ModelVersions:
@@ -111,7 +111,7 @@ class ModelVersions:
         return max(self.newest_known + 1, self._skip_to)
 
     def skip_to(self, number: int) -> None:
-        """Numbers below may be known to others, though nobody can be asked about them."""
+        """Numbers below may be in use in a registry that cannot be read any more."""
         self._skip_to = max(self._skip_to, number)
 
     @property
@@ -124,7 +124,7 @@ class ModelVersions:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing comes or goes before the next event: nobody need look until `revision` has changed."""
+        """Whether nothing comes or goes before the next event: no reconciling is needed until `revision` changes."""
         stages = [state.stage for state in self._versions.values() if state.stage != "known" or state.announced]
         return stages.count("shown") <= self.retain and not {"known", "filling", "complete"} & set(stages)
 
@@ -135,7 +135,12 @@ class ModelVersions:
     # ---- events from the registry
 
     def announced(self, record: Announced) -> list[Effect]:
-        """What the registry says is the version of that number; one that only this relay announced makes way."""
+        """The registry's version of that number. One that only this relay announced makes way.
+
+        A master that lost its election before its announcement was written has opened a version here under a number
+        that the next master has given again: another epoch, other bytes. Its holders are those of the registry's
+        version.
+        """
         state = self._state(record.manifest.version)
         mine, state.announced = state.announced, record
         if mine is None or mine.manifest.epoch == record.manifest.epoch:
@@ -144,16 +149,16 @@ class ModelVersions:
         self._versions[record.manifest.version] = VersionState(
             announced=record, holders=state.holders, spilled=state.spilled
         )
-        told: list[Effect] = [Tell("lost", state.sealed)] if state.stage == "shown" and state.sealed else []
+        lost: list[Effect] = [Notify("lost", state.sealed)] if state.stage == "shown" and state.sealed else []
         dropped = Drop(record.manifest.version, "another master gave its number to another version")
-        return [dropped, *told] if here else []
+        return [dropped, *lost] if here else []
 
     def sealed(self, record: Sealed) -> list[Effect]:
         state = self._state(record.version)
         if state.sealed is not None or state.ended is not None:
             return []
         state.sealed = record
-        return [Tell("sealed", record), *self._show(record.version)]
+        return [Notify("sealed", record), *self._show(record.version)]
 
     def ended(self, version: int, record: Ended) -> list[Effect]:
         state = self._state(version)
@@ -165,7 +170,7 @@ class ModelVersions:
             self._move(state, "ended")
         effects: list[Effect] = [Drop(version, f"{record.why}: {record.reason}")] if here else []
         if state.sealed is not None:
-            effects.append(Tell("lost", state.sealed))
+            effects.append(Notify("lost", state.sealed))
         return effects
 
     def holder(self, version: int, relay: str, *, present: bool) -> None:
@@ -189,7 +194,7 @@ class ModelVersions:
             if state.stage in ("filling", "complete", "shown"):
                 effects.append(Drop(version, "its model was dropped"))
             if state.stage == "shown" and state.sealed:
-                effects.append(Tell("lost", state.sealed))
+                effects.append(Notify("lost", state.sealed))
             del self._versions[version]
         self.revision += 1
         self.skip_to(below)
@@ -226,9 +231,9 @@ class ModelVersions:
         state = self._state(version)
         if state.stage not in ("filling", "complete", "shown"):
             return []
-        told: list[Effect] = [Tell("lost", state.sealed)] if state.stage == "shown" and state.sealed else []
+        lost: list[Effect] = [Notify("lost", state.sealed)] if state.stage == "shown" and state.sealed else []
         self._move(state, "ended")
-        return [Drop(version, reason), *told]
+        return [Drop(version, reason), *lost]
 
     def retire(self, pins: Mapping[int, int]) -> list[Effect]:
         """Versions beyond the newest `retain` shown that nobody pins (`pins`: version to number of pins)."""
@@ -236,7 +241,7 @@ class ModelVersions:
         for record in self.shown()[: -self.retain]:
             if pins.get(record.version, 0) == 0:
                 self._move(self._versions[record.version], "retired")
-                effects += [Drop(record.version, "retention"), Tell("retired", record)]
+                effects += [Drop(record.version, "retention"), Notify("retired", record)]
         return effects
 
     def copy_here(self, versions: Collection[int]) -> None:
@@ -264,7 +269,7 @@ class ModelVersions:
     # ---- decisions
 
     def next_fetch(self) -> list[Effect]:
-        """What to bring here next. Ask after a whole batch of events: the first of them alone may mislead."""
+        """What to bring here next. To be called after a whole batch of events: the first of them alone may mislead."""
         if any(state.stage == "filling" for state in self._versions.values()):
             return []
         copies: list[Effect] = []
@@ -285,7 +290,7 @@ class ModelVersions:
         return newest is not None and newest > version
 
     def _state(self, version: int) -> VersionState:
-        self.revision += 1  # whoever asks for a state is about to change it
+        self.revision += 1  # callers change the state
         return self._versions.setdefault(version, VersionState())
 
     def _move(self, state: VersionState, stage: Stage) -> None:
@@ -302,9 +307,9 @@ class ModelVersions:
             self._move(state, "ended")
             return [Drop(version, state.ended.reason)]
         self._move(state, "shown")
-        return [Show(state.sealed), Tell("available", state.sealed)]
+        return [Show(state.sealed), Notify("available", state.sealed)]
 
 
 def _outside_the_chain(announced: Announced) -> Announced:
-    """Its chain is long done: only complete holders are asked, as by a late joiner."""
+    """Its chain is long done: it comes from complete holders, as to a late joiner."""
     return Announced(announced.manifest, Plan(announced.manifest.epoch, 0, ()))

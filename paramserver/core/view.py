@@ -1,4 +1,4 @@
-"""What one relay knows of the others: the registry's keys, parsed once, here.
+"""One relay's view of the tier: the registry's keys, built and parsed here alone.
 
 Invariants:
 - every key of the registry is built and read in this module only;
@@ -206,14 +206,14 @@ class View:
         return {name: Place(member.zone, member.rack) for name, member in self.members.items() if not member.draining}
 
     def pinned(self, model: str, version: int) -> dict[str, int]:
-        """Copies that pins ask the fleet to keep, by the relay that has the pin."""
+        """Copies that the fleet is to keep, by the relay that has the pin."""
         copies: dict[str, int] = {}
         for pin in self.pins.get((model, version), {}).values():
             copies[pin.relay] = max(pin.copies, copies.get(pin.relay, 0))
         return copies
 
     def pinned_versions(self, model: str) -> list[int]:
-        """Those that any pin asks the fleet to keep."""
+        """Those that the fleet is to keep, for any pin."""
         return sorted(version for of, version in self.pins if of == model)
 
     def knows(self, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a relay tells Prometheus, through OpenTelemetry: read when scraped, from `statistics()` and the versions."""
+"""A relay's metrics for Prometheus, through OpenTelemetry: read when scraped, from `statistics()` and the versions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import start_http_server
 
+from paramserver.daemon.parts import RelayParts
 from paramserver.data.server import DataServer
-from paramserver.master.publications import Publications
-from paramserver.relay.relay import Relay
 from protos.errors import Conflict
 
 Observe = Callable[[], Iterable[Observation]]
 
 
-def serve_metrics(
-    host: str, port: int, relay: Relay, publishing: Publications, data: DataServer
-) -> tuple[str, Callable[[], None]]:
+def serve_metrics(host: str, port: int, parts: RelayParts, data: DataServer) -> tuple[str, Callable[[], None]]:
     """Serves /metrics; returns "host:port" and what stops it. Conflict when the port is taken."""
     reader = PrometheusMetricReader()
-    provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": relay.config.name}))
+    provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": parts.config.name}))
     meter = provider.get_meter("laminar.relay")
-    for name, unit, text, observe in _gauges(relay, publishing):
+    for name, unit, text, observe in _gauges(parts):
         meter.create_observable_gauge(f"laminar_relay_{name}", [_callback(observe)], unit, text)
     meter.create_observable_counter(
         "laminar_relay_sent", [_callback(lambda: [Observation(data.bytes_sent)])], "By", "Bytes sent to peers."
@@ -51,18 +48,19 @@ def _callback(observe: Observe) -> Callable[[CallbackOptions], Iterable[Observat
     return lambda _: observe()
 
 
-def _gauges(relay: Relay, publishing: Publications) -> list[tuple[str, str, str, Observe]]:
-    pool = relay.store.pool
+def _gauges(parts: RelayParts) -> list[tuple[str, str, str, Observe]]:
+    lease, models, pins, fetches = parts.lease, parts.models, parts.pins, parts.fetches
+    pool, spill, drafts = parts.store.pool, parts.spill, parts.drafts
 
     def ages() -> Iterable[Observation]:
         now = time.time()
-        for model, versions in list(relay.models.items()):
+        for model, versions in models.items():
             shown = versions.shown()
             if shown:
                 yield Observation(max(0.0, now - shown[-1].sealed_unix_s), {"model": model})
 
     def newest() -> Iterable[Observation]:
-        for model, versions in list(relay.models.items()):
+        for model, versions in models.items():
             shown = versions.shown()
             if shown:
                 yield Observation(shown[-1].version, {"model": model})
@@ -82,15 +80,15 @@ def _gauges(relay: Relay, publishing: Publications) -> list[tuple[str, str, str,
             "spill_failures",
             "",
             "Versions that could not be written to disk.",
-            lambda: [Observation(relay.spill.failures if relay.spill is not None else 0)],
+            lambda: [Observation(spill.failures if spill is not None else 0)],
         ),
         (
             "commits_in_doubt",
             "",
             "Versions whose sealing transaction was sent and not yet answered.",
-            lambda: [Observation(publishing.num_in_doubt)],
+            lambda: [Observation(drafts.num_in_doubt())],
         ),
-        ("pins", "", "Pins held on snapshots here.", lambda: [Observation(len(relay.pins.all()))]),
-        ("transfers", "", "Versions on their way here.", lambda: [Observation(len(relay.transfers()))]),
-        ("registry_reachable", "", "1 while etcd answers.", lambda: [Observation(int(relay.seat.reachable))]),
+        ("pins", "", "Pins held on snapshots here.", lambda: [Observation(len(pins.all()))]),
+        ("transfers", "", "Versions on their way here.", lambda: [Observation(len(fetches.transfers()))]),
+        ("registry_reachable", "", "1 while etcd answers.", lambda: [Observation(int(lease.reachable))]),
     ]

@@ -13,8 +13,7 @@ import re
 
 from paramserver.client.relay import RelayClient
 from paramserver.core.records import NUMBER_MAX, check_model_name
-from paramserver.master.publications import Publications
-from paramserver.relay.relay import Relay
+from paramserver.daemon.parts import RelayParts
 from protos.errors import Conflict, InvalidRequest, NotFound, UnknownModel
 
 log = logging.getLogger(__name__)
@@ -28,81 +27,79 @@ NUMBERS_SKIPPED = 1000
 class Operations:
     """One relay's operator commands; on the relay's event loop."""
 
-    def __init__(self, relay: Relay, publishing: Publications) -> None:
-        self._relay = relay
-        self._publishing = publishing
+    def __init__(self, parts: RelayParts) -> None:
+        self._name, self._lease, self._view = parts.config.name, parts.lease, parts.lease.view
+        self._elections, self._duties = parts.elections, parts.duties
+        self._relay, self._reconciler = parts.relay, parts.reconciler
+        self._models, self._pins, self._store = parts.models, parts.pins, parts.store
 
     async def drain(self) -> list[str]:
         """Begins or goes on to drain; what the relay is still needed for, in words."""
-        relay = self._relay
-        if not relay.seat.member.draining:
+        if not self._lease.member.draining:
             log.info("draining: no new version, no chain, no election")
-        await relay.seat.drain()
-        for model in sorted(relay.view.masters):
-            if relay.seat.is_master(model):
-                await self._publishing.presiding.resign(model)
-        return [*self._mastered(), *self._only_here(), *self._in_use()]
+        await self._lease.drain()
+        for model in self._mastered():
+            await self._duties.resign(model)
+        mastered = [f"master of {model}" for model in self._mastered()]
+        return [*mastered, *self._only_here(), *self._in_use()]
 
     def _mastered(self) -> list[str]:
-        return [f"master of {model}" for model in sorted(self._relay.view.masters) if self._relay.seat.is_master(model)]
+        return [model for model in sorted(self._view.masters) if self._elections.is_master(model)]
 
     def _only_here(self) -> list[str]:
         """The newest sealed version of each model must be held by another relay that stays."""
-        relay, found = self._relay, []
-        for model, versions in sorted(relay.models.items()):
+        found = []
+        for model, versions in self._models.items():
             newest = versions.newest_sealed
             state = versions.get(newest) if newest is not None else None
             if state is None or state.stage != "shown":
                 continue
-            others = state.holders & relay.view.places().keys() - {relay.config.name}
-            if not others and not state.spilled - {relay.config.name}:
+            others = state.holders & self._view.places().keys() - {self._name}
+            if not others and not state.spilled - {self._name}:
                 found.append(f"only holder of {model} version {newest}")
         return found
 
     def _in_use(self) -> list[str]:
-        relay = self._relay
         # A pin for the fleet is made elsewhere once this relay is gone: other copies stay meanwhile.
-        hard = [pin for pin in relay.pins.all() if not pin.copies]
+        hard = [pin for pin in self._pins.all() if not pin.copies]
         pins = [f"pin of {pin.holder} on {pin.model} version {pin.version}" for pin in hard]
-        links = [f"peers fetching {snapshot}" for snapshot in relay.store.snapshots() if snapshot.num_links]
+        links = [f"peers fetching {snapshot}" for snapshot in self._store.snapshots() if snapshot.num_links]
         return [*pins, *links]
 
-    async def go_on_with(self, store_id: str, model: str, above: int) -> tuple[str, list[str]]:
+    async def continue_store(self, store_id: str, model: str, above: int) -> tuple[str, list[str]]:
         """Records that versions of an earlier registry go on in this one, the next of `model` above `above`.
 
         For readers and trainers that know the earlier one, when no relay is left that was there.
         """
-        seat = self._relay.seat
         if not _STORE_ID.fullmatch(store_id):
             raise InvalidRequest(f"{store_id!r} is no registry's id", hint="give the one that the refusal names")
         if above > NUMBER_MAX:
             raise InvalidRequest(f"above {above}", hint=f"give at most {NUMBER_MAX}: versions count up from there")
-        if seat.foreign_store:
+        if self._lease.foreign_store:
             raise Conflict(
                 "this relay does not belong to the registry that is there now",
                 hint="`paramserver adopt` without more first",
             )
         if model:
             check_model_name(model)
-            self._relay.of(model).skip_to(above + 1)
-            await seat.want(model)
-            await seat.skip_numbers(model, above + 1)
-        await seat.go_on_with([store_id])
+            self._models.of(model).skip_to(above + 1)
+            await self._elections.want(model)
+            await self._elections.skip_numbers(model, above + 1)
+        await self._lease.continue_stores([store_id])
         await self._relay.refresh()
-        log.info("versions of the registry %s go on in this one (%s)", store_id, seat.view.store_id)
-        return seat.view.store_id, [f"{model} above version {above}"] if model else []
+        log.info("versions of the registry %s go on in this one (%s)", store_id, self._view.store_id)
+        return self._view.store_id, [f"{model} above version {above}"] if model else []
 
     async def drop(self, model: str) -> list[int]:
         """Ends a model and all its versions, wherever its master is; the numbers of those that the master held."""
-        relay = self._relay
-        if model not in relay.view.models:
+        if model not in self._view.models:
             raise UnknownModel(
-                f"no model {model!r} here", hint=f"known: {', '.join(sorted(relay.view.models)) or 'none'}"
+                f"no model {model!r} here", hint=f"known: {', '.join(sorted(self._view.models)) or 'none'}"
             )
-        master = await self._publishing.locate(model)
-        if relay.seat.is_master(model):
-            return await self._publishing.drop(model)
-        member = relay.view.members.get(master)
+        master = await self._duties.locate(model)
+        if self._elections.is_master(model):
+            return await self._duties.drop(model)
+        member = self._view.members.get(master)
         if member is None:
             raise NotFound(f"{master}, master of {model}, is not a member now", hint="try again")
         async with RelayClient(member.grpc_address) as peer:
@@ -110,27 +107,25 @@ class Operations:
 
     async def adopt(self) -> tuple[str, list[str]]:
         """Joins the registry that is there now: its id, and the versions that come along."""
-        relay = self._relay
-        known = {model: versions.newest_known for model, versions in relay.models.items()}
-        store_id = await relay.seat.adopt()
+        known = {model: versions.newest_known for model, versions in self._models.items()}
+        store_id = await self._lease.adopt()
         for model, newest in known.items():  # before this relay can be elected there
-            relay.of(model).skip_to(newest + NUMBERS_SKIPPED)
-            self._leave_unsealed(model)
+            self._models.of(model).skip_to(newest + NUMBERS_SKIPPED)
+            self._drop_unsealed(model)
         for model, newest in known.items():
-            await relay.seat.skip_numbers(model, newest + NUMBERS_SKIPPED)
-        await relay.refresh()
+            await self._elections.skip_numbers(model, newest + NUMBERS_SKIPPED)
+        await self._relay.refresh()
         held = []
-        for model, versions in sorted(relay.models.items()):
+        for model, versions in self._models.items():
             shown = versions.shown()
             held += [f"{model} version {record.version}" for record in shown]
             if shown:
-                await relay.seat.want(model)
+                await self._elections.want(model)
         log.info("adopted the registry %s with %s", store_id, ", ".join(held) or "nothing")
         return store_id, held
 
-    def _leave_unsealed(self, model: str) -> None:
-        """Nobody can say any more what became of these; whoever holds one sealed brings it along."""
-        versions = self._relay.of(model)
-        for version, state in versions.items():
+    def _drop_unsealed(self, model: str) -> None:
+        """Their outcome in the old registry cannot be known any more; whoever holds one sealed brings it along."""
+        for version, state in self._models.of(model).items():
             if state.sealed is None:
-                self._relay.apply(model, versions.withdrawn(version, "its registry was replaced before it was sealed"))
+                self._reconciler.withdraw(model, version, "its registry was replaced before it was sealed")

@@ -12,7 +12,6 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -23,18 +22,19 @@ from grpc_reflection.v1alpha import reflection
 from paramserver.config import RelayConfig
 from paramserver.core.records import Member, RegisteredEngine
 from paramserver.daemon.metrics import serve_metrics
+from paramserver.daemon.parts import RelayParts
+from paramserver.daemon.provider import SnapshotProvider
 from paramserver.daemon.service import RelayService
 from paramserver.data.nixl_processes import NixlProcesses
-from paramserver.data.server import DataServer
+from paramserver.data.server import DataServer, listen_tcp
 from paramserver.data.spill import Spill
 from paramserver.host import address_of
-from paramserver.master.publications import Publications
 from paramserver.membership.etcd import CALL_TIMEOUT_S, START_TIMEOUT_S, EtcdRegistry
-from paramserver.memory import kept
+from paramserver.memory import stored
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
 from paramserver.relay.member_lease import MemberLease
-from paramserver.relay.relay import Relay
+from paramserver.relay.recovery import offer_again, skip_earlier_numbers
 from protos.errors import Conflict, Corrupt, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
 from protos.process import cannot_listen
@@ -54,26 +54,6 @@ SERVER_OPTIONS = [
 ]
 SOCKET_PATH_MAX = 100  # the kernel takes 107
 SERVICE = relay_pb2.DESCRIPTOR.services_by_name["Relay"].full_name
-
-
-@dataclass
-class _Provider:
-    """What the data port sees of the relay; both halves appear once the relay has its seat."""
-
-    relay: Relay | None = None
-    publishing: Publications | None = None
-
-    def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
-        return self.relay.find(model, version, timeout_s) if self.relay else None
-
-    def writable(self, model: str, version: int, token: str) -> Snapshot:
-        if self.publishing is None:
-            raise Conflict("this relay is still starting")
-        return self.publishing.writable(model, version, token)
-
-    def chunk_is_bad(self, snapshot: Snapshot, error: Corrupt) -> None:
-        if self.relay is not None:
-            self.relay.chunk_is_bad(snapshot, error)
 
 
 async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None]) -> None:
@@ -96,74 +76,79 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
     server = grpc.aio.server(options=SERVER_OPTIONS)
     grpc_address = _bind(server, config)
     async with contextlib.AsyncExitStack() as stack:
-        # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the seat is given up,
+        # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the lease is revoked,
         # the data port closes, and last the memory goes.
         registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S)
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
-        movers = await _start_movers(config, stack)
+        nixl = await _start_nixl(config, stack)
 
-        provider = _Provider()
-        data = DataServer(provider, max_rate=config.max_rate, movers=movers)
+        # The ports are bound before anything is made that names their addresses; bytes are served once the parts exist.
+        listener = listen_tcp(data_host, config.data_port)
+        stack.callback(listener.close)
+        data_port = listener.getsockname()[1]
+        data_address = f"{data_host if config.bind_interface else config.reached_by}:{data_port}"
+
+        lease = MemberLease(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
+        spill = _open_spill(config, lease, stack)
+        bind_host = data_host if config.bind_interface else ""
+        parts = RelayParts(config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host)
+
+        data = DataServer(SnapshotProvider(parts), max_rate=config.max_rate, nixl=nixl)
         stack.push_async_callback(asyncio.to_thread, data.close)
-        data_address = data.listen_tcp(data_host, config.data_port)
-        if not config.bind_interface:
-            data_address = f"{config.reached_by}:{data_address.rpartition(':')[2]}"
+        data.serve_tcp(listener)
         socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir)
         if socket_path is not None:
-            data.listen_unix(socket_path)
+            data.serve_unix(socket_path)
 
-        seat = MemberLease(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
-        await seat.take()
-        stack.push_async_callback(seat.leave)
-        seat.register([RegisteredEngine(e.name(config.name), e.kind, e.url, grpc_address) for e in config.engines])
+        await lease.take()
+        stack.push_async_callback(lease.leave)
+        lease.holdings.register(
+            [RegisteredEngine(e.name(config.name), e.kind, e.url, grpc_address) for e in config.engines]
+        )
 
-        bind_host = data_host if config.bind_interface else ""
-        relay = _make_relay(config, seat, store, stack, bind_host=bind_host, movers=movers)
-        await relay.refresh()
-        spilled = relay.spill.manifests() if relay.spill is not None else []
-        await relay.heed_earlier_registry([*(snapshot.manifest for snapshot in found), *spilled])
-        relay.offer_again(found)
-        registry.timeout_s = CALL_TIMEOUT_S  # from now on it is asked again
-        publishing = Publications(relay)
-        provider.relay, provider.publishing = relay, publishing
-        life = asyncio.ensure_future(_live(relay, publishing))
-        stack.push_async_callback(_end, life, relay, publishing)
+        await parts.relay.refresh()
+        spilled = spill.manifests() if spill is not None else []
+        await skip_earlier_numbers(
+            [*(snapshot.manifest for snapshot in found), *spilled], parts.lease.view, parts.elections, parts.models
+        )
+        offer_again(found, store, parts.models, parts.reconciler)
+        registry.timeout_s = CALL_TIMEOUT_S  # a call that fails from now on is made again
+        life = asyncio.ensure_future(parts.run())
+        stack.push_async_callback(_end, life, parts)
 
-        service = RelayService(relay, publishing, data_address=data_address, publish_socket=socket_path)
+        service = RelayService(parts, data_address=data_address, publish_socket=socket_path)
         checks = await _add_services(server, service)
-        tell = asyncio.ensure_future(_tell_health(checks, seat))
-        stack.push_async_callback(_cancel, tell)
+        health_task = asyncio.ensure_future(_report_health(checks, lease))
+        stack.push_async_callback(_cancel, health_task)
         addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
         if config.metrics_port is not None:
-            addresses["metrics"], stop_metrics = serve_metrics(
-                config.host, config.metrics_port, relay, publishing, data
-            )
+            addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, parts, data)
             stack.push_async_callback(asyncio.to_thread, stop_metrics)
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
-        stack.push_async_callback(relay.dismiss)
+        stack.callback(parts.end_streams)
         yield addresses, life
 
 
 async def _open_store(config: RelayConfig, stack: contextlib.AsyncExitStack) -> tuple[Store, list[Snapshot]]:
     """The pool, touched, and what an earlier life left whole in it."""
-    left = kept.find(config.pool_dir)
+    left = stored.find(config.pool_dir)
     pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.paths])
     store = Store(pool, left)
     stack.callback(store.close)
-    found = await asyncio.to_thread(_find_again, store, left)
+    found = await asyncio.to_thread(find_again, store, left)
     await asyncio.to_thread(pool.preallocate)
     return store, found
 
 
-async def _start_movers(config: RelayConfig, stack: contextlib.AsyncExitStack) -> NixlProcesses | None:
+async def _start_nixl(config: RelayConfig, stack: contextlib.AsyncExitStack) -> NixlProcesses | None:
     if config.transport != "nixl":
         return None
-    movers = NixlProcesses(idle_max=2 * config.num_stripes, interface=config.bind_interface)
-    stack.push_async_callback(asyncio.to_thread, movers.close)
-    await asyncio.to_thread(movers.warm, config.num_stripes)
-    return movers
+    nixl = NixlProcesses(idle_max=2 * config.num_stripes, interface=config.bind_interface)
+    stack.push_async_callback(asyncio.to_thread, nixl.close)
+    await asyncio.to_thread(nixl.warm, config.num_stripes)
+    return nixl
 
 
 def _member(config: RelayConfig, grpc_address: str, data_address: str) -> Member:
@@ -179,26 +164,20 @@ def _member(config: RelayConfig, grpc_address: str, data_address: str) -> Member
     )
 
 
-def _make_relay(
-    config: RelayConfig,
-    seat: MemberLease,
-    store: Store,
-    stack: contextlib.AsyncExitStack,
-    *,
-    bind_host: str,
-    movers: NixlProcesses | None,
-) -> Relay:
-    spill = None
-    if config.spill is not None:
-        spill = Spill(config.spill, retain=config.spill_retain, wrote=lambda _: relay.spill_changed())
-        stack.push_async_callback(asyncio.to_thread, spill.close)
-    relay = Relay(config, seat, store, spill=spill, bind_host=bind_host, movers=movers)
-    if spill is not None:
-        relay.spill_changed()
-    return relay
+def _open_spill(config: RelayConfig, lease: MemberLease, stack: contextlib.AsyncExitStack) -> Spill | None:
+    if config.spill is None:
+        return None
+    loop = asyncio.get_running_loop()
+
+    def changed(versions: list[tuple[str, int]]) -> None:
+        loop.call_soon_threadsafe(lease.holdings.spilled, versions)
+
+    spill = Spill(config.spill, retain=config.spill_retain, changed=changed)
+    stack.push_async_callback(asyncio.to_thread, spill.close)
+    return spill
 
 
-def _find_again(store: Store, left: list[kept.Kept]) -> list[Snapshot]:
+def find_again(store: Store, left: list[stored.StoredSnapshot]) -> list[Snapshot]:
     """What an earlier life left whole in shared memory, newest first, as far as the pool holds it."""
     found = []
     for one in left:
@@ -212,26 +191,15 @@ def _find_again(store: Store, left: list[kept.Kept]) -> list[Snapshot]:
     return found
 
 
-async def _live(relay: Relay, publishing: Publications) -> None:
-    async with asyncio.TaskGroup() as group:
-        group.create_task(relay.seat.keep())
-        group.create_task(relay.seat.tell_holdings())
-        group.create_task(relay.follow())
-        group.create_task(relay.housekeep())
-        group.create_task(publishing.presiding.preside())
-
-
-async def _end(life: asyncio.Future[None], relay: Relay, publishing: Publications) -> None:
-    life.cancel()
-    await asyncio.wait([life])
-    await publishing.close()
-    await relay.close()
+async def _end(life: asyncio.Future[None], parts: RelayParts) -> None:
+    await _cancel(life)
+    await parts.close()
 
 
 def _bind(server: grpc.aio.Server, config: RelayConfig) -> str:
     wanted = f"{config.host}:{config.port}"
     try:
-        socket.create_server((config.host, config.port)).close()  # gRPC would not say what is wrong
+        socket.create_server((config.host, config.port)).close()  # gRPC's own error has no reason
     except OSError as error:
         raise cannot_listen(config.host, config.port, error) from error
     try:
@@ -252,11 +220,11 @@ async def _add_services(server: grpc.aio.Server, service: RelayService) -> healt
     return checks
 
 
-async def _tell_health(checks: health.aio.HealthServicer, seat: MemberLease) -> None:
-    """A relay whose name another one has is no member, however well it serves what it held: others should be asked."""
+async def _report_health(checks: health.aio.HealthServicer, lease: MemberLease) -> None:
+    """A relay whose name was taken is no member, however well it serves what it held: clients should use another."""
     while True:
         found = health_pb2.HealthCheckResponse
-        await checks.set(SERVICE, found.NOT_SERVING if seat.name_taken else found.SERVING)
+        await checks.set(SERVICE, found.NOT_SERVING if lease.name_taken else found.SERVING)
         await asyncio.sleep(HEALTH_S)
 
 

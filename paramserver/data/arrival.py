@@ -1,8 +1,7 @@
 """A chunk that arrives on a socket: its bytes are received into their place and digested on the way.
 
-By the library made of `receive.c`, in one call for many pieces; where that is not there, or not for this processor or a
-chunk of few bytes, in Python.
-Invariants:
+By the library made of `receive.c`, in one call for many pieces; where that is missing, or does not fit the processor or
+a chunk of few bytes, in Python. Invariants:
 - the place stays mapped as long as the arrival lives;
 - a call comes back after `ENOUGH_S`, one piece and the socket's own time limit at most.
 """
@@ -22,14 +21,14 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 10
 """Received, then digested, at once: less than a core's own cache, so that the digest reads it from there."""
-ENOUGH_S = 0.02  # after which whoever waits hears how far a chunk is
+ENOUGH_S = 0.02  # after which a call returns, so that the fetch can report how far a chunk is
 
 
 class Arrival(Protocol):
     """One chunk's bytes from some byte on. One thread's."""
 
     def receive(self) -> int:
-        """Receives some of what is missing: how many bytes came, 0 at the stream's end. OSError as `recv` has it."""
+        """Receives some of what is missing: how many bytes came, 0 at the stream's end. Raises OSError as `recv`."""
 
     def digest(self) -> bytes:
         """That of the whole chunk, once it is here."""
@@ -53,7 +52,7 @@ class PieceArrival:
 
 
 class _Chunk(ctypes.Structure):
-    """As receive.c has it."""
+    """`Chunk` of receive.c."""
 
     _fields_ = (
         ("place", ctypes.c_void_p),
@@ -107,7 +106,7 @@ class ChunkArrival:
 
 
 def begin(sock: socket.socket, place: memoryview, upto: int) -> Arrival:
-    """Of a chunk whose first `upto` bytes lie in `place` already. The socket's calls wait (`wire.wait_in_kernel`)."""
+    """Of a chunk whose first `upto` bytes lie in `place` already. The socket's calls must wait (`wait_in_kernel`)."""
     if _library is not None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(place))
         chunk = _Chunk(place=address, total=len(place), upto=upto)

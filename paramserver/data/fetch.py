@@ -1,11 +1,16 @@
-"""Brings one version into one place: several stripes, each taking the next wanted chunk from whoever answers.
+"""Brings one version into one place: several stripes, each taking the next wanted chunk from a source that answers.
 
 Invariants:
 - every byte counts only after its chunk's digest matched;
 - a source that breaks, falls silent, refuses or sends wrong bytes is bypassed for a while, not for ever;
-  the next one up is asked for the rest, from the byte where the last one stopped;
+  the rest is requested from the next one up, from the byte where the last one stopped;
 - stripes spread over the sources of one tier, different chunks from each;
-- the byte loop holds no policy: what to ask for is `TransferState`, whom to ask is `sources` and `Bypasses`.
+- the byte loop holds no policy: `TransferState` decides what to request, `sources` and `Bypasses` from whom.
+
+Bypass is local and needs no agreement. A relay whose upstream died or hangs goes on with the relay before that one, for
+which it is one more peer; the relays behind it notice nothing. The dead relay is removed from the plan when its lease
+ends, and plans hold for new versions only, so nobody's order changes under a version that is on its way. A source that
+was only slow to answer is tried again after a while, at the same place in the order.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ class Sink(Protocol):
 
 
 Tiers = Sequence[Sequence[Source]]
-"""Whom to ask, best first; those of one tier are equally good."""
+"""Sources, best first; those of one tier are equally good."""
 
 
 class Fetch:
@@ -96,7 +101,7 @@ class Fetch:
             return self._active_bytes / seconds if seconds else 0.0
 
     def bypassed(self) -> set[str]:
-        """Sources left alone right now."""
+        """Sources bypassed now."""
         with self._mutex:
             return self._bypasses.at(time.monotonic())
 
@@ -120,7 +125,7 @@ class Fetch:
             for thread in stripes:
                 thread.start()
                 started.append(thread)
-        except BaseException:  # no thread to be had: the others may not go on writing to what is given back now
+        except BaseException:  # no thread to be had: the others must not write to memory that is given back now
             self.cancel()
             raise
         finally:
@@ -145,7 +150,7 @@ class Fetch:
         while not self._over():
             source = self._pick(number)
             if source is None:
-                self._give_up_if_impatient()
+                self._check_patience()
                 self._cancelled.wait(HEARTBEAT_S)
                 continue
             try:
@@ -163,7 +168,7 @@ class Fetch:
             link.close()
 
     def _link(self, source: Source) -> Link:
-        """A link to the source. What goes wrong in making it, foreseen or not, costs this source alone."""
+        """A link to the source. Whatever goes wrong in making it costs this source alone."""
         try:
             return self._dial(source, self._greeting)
         except LaminarError:
@@ -180,7 +185,7 @@ class Fetch:
                     want = self._state.take(stripe)
                 if want is None:
                     break
-                link.ask(want)
+                link.request(want)
                 outstanding += 1
             if outstanding == 0:
                 link.alive()
@@ -191,7 +196,7 @@ class Fetch:
             again = self._verify(arrived)
             if again is not None:
                 log.warning("chunk %d came with a wrong digest; %s is to check its own", again.index, self.upstream)
-                link.ask(again)
+                link.request(again)
                 continue
             outstanding -= 1
             self._note_active(arrived)
@@ -204,7 +209,12 @@ class Fetch:
             raise Unavailable("the transfer was cancelled")
 
     def _verify(self, arrived: Arrived) -> Want | None:
-        """What to ask of the same sender again; None when the chunk is there and right. Corrupt the second time."""
+        """What to request again of the same sender; None when the chunk is there and right. Corrupt the second time.
+
+        A mismatch has two causes: bytes damaged on the way, or bad memory at the sender. The second request makes the
+        sender hash its own chunk first, and withdraw as a holder when that is bad. A sender whose memory is good sends
+        the chunk again; when it is wrong again, the link is.
+        """
         index, expected = arrived.index, arrived.digest
         found = arrived.found if arrived.found is not None else digest(self._sink.place(index))
         if found != expected:
@@ -240,9 +250,9 @@ class Fetch:
                 return
             self._bypasses.failed(source.name, time.monotonic())
         where = ", ".join(f"chunk {want.index} from byte {want.from_byte}" for want in back)
-        log.info("bypassing %s: %s; asking elsewhere for %s", source.name, error, where or "nothing in flight")
+        log.info("bypassing %s: %s; fetching %s elsewhere", source.name, error, where or "nothing that was in flight")
 
-    def _give_up_if_impatient(self) -> None:
+    def _check_patience(self) -> None:
         if self._patience_s is not None and time.monotonic() - self._progress_at > self._patience_s:
             last = self._last_error
             raise Unavailable(f"no byte came for {self._patience_s} s; last: {last}") from last

@@ -1,9 +1,9 @@
 """Frames of the data port. Fixed headers, so that the byte loop parses nothing.
 
 A connection opens with a greeting (magic, length, JSON) and its answer (WELCOME or REFUSED with JSON). Then:
-- purpose "fetch": the asker sends requests (chunk number, first byte wanted) and ALIVE; the holder answers each in
+- purpose "fetch": the peer sends requests (chunk number, first byte wanted) and ALIVE; the holder answers each in
   order with a header and the bytes, and ALIVE while a chunk is not there yet; over nixl with READY instead of bytes,
-  which the asker reads by itself and then says TAKEN;
+  which the peer reads by itself and then reports with TAKEN;
 - purpose "write": the publisher sends DATA headers with bytes, then DONE; the relay answers DONE when it has all;
 - purpose "map" (unix socket only): the relay passes the descriptors of the files; the publisher sends PRESENT
   headers, then DONE; the relay answers DONE.
@@ -51,9 +51,8 @@ _OUT_OF_ORDER_AT = 224  # tcp_info.tcpi_rcv_ooopack: Linux 5.4, include/uapi/lin
 
 HEARTBEAT_S = 0.1
 SILENCE_S = 0.5
-LOOK_S_MAX = (
-    2 * HEARTBEAT_S
-)  # a look that took longer counts as so much silence: this host stood still, and heard nobody
+LOOK_S_MAX = 2 * HEARTBEAT_S
+"""Silence that one wait counts for at most: where it took longer, this host itself stood still."""
 
 
 class Kind(IntEnum):
@@ -69,7 +68,7 @@ class Kind(IntEnum):
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """Who asks for what. `epoch` None: a reader that takes whatever is sealed."""
+    """The first message of a connection: what it is for. `epoch` None: a reader that takes whatever is sealed."""
 
     purpose: Literal["fetch", "write", "map"]
     model: str
@@ -78,7 +77,7 @@ class Greeting(msgspec.Struct, frozen=True):
     epoch: Epoch | None = None
     token: str = ""
     late: bool = False  # a relay that joined after the version began; a holder serves few of these at a time
-    transports: list[str] = []  # ways of moving bytes that the asker knows besides this connection
+    transports: list[str] = []  # ways of moving bytes that the peer knows besides this connection
 
     def __post_init__(self) -> None:
         check_model_name(self.model)
@@ -101,7 +100,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why not, in the error vocabulary."""
+    """An error, in the error vocabulary."""
 
     code: str
     message: str
@@ -131,7 +130,7 @@ class Header:
 
 
 class LinkBroken(Unavailable):
-    """The connection ended or fell silent; what it carried can be asked for elsewhere."""
+    """The connection ended or fell silent; what it carried can be requested elsewhere."""
 
     code = "link_broken"
 
@@ -221,7 +220,7 @@ def send_greeting(sock: socket.socket, greeting: Greeting) -> None:
 
 
 def receive_greeting(sock: socket.socket) -> Greeting:
-    """Who connects must say who it is within GREETING_S, however many bytes it sends at a time."""
+    """Within GREETING_S, however many bytes come at a time: a stranger must not hold a thread."""
     usual_s, by = sock.gettimeout(), time.monotonic() + GREETING_S
     magic, length = _OPENING.unpack(receive_bytes(sock, _OPENING.size, by))
     if magic != MAGIC:
@@ -237,7 +236,7 @@ def send_message(sock: socket.socket, kind: Kind, message: Welcome | Refusal) ->
 
 
 def receive_welcome(sock: socket.socket, *, silence_s: float) -> Welcome:
-    """Waits through ALIVE frames. Raises what a refusal says, or LinkBroken."""
+    """Waits through ALIVE frames. Raises the error of a refusal, or LinkBroken."""
     deadline = time.monotonic() + 60.0  # the holder itself refuses long before
     sock.settimeout(silence_s)
     while time.monotonic() < deadline:
@@ -340,7 +339,8 @@ def is_paced(sock: socket.socket) -> bool:
 
 def out_of_order(sock: socket.socket) -> int:
     """Segments that came behind a lost one, since the connection began: bytes that the kernel keeps until the lost
-    one is sent again. 0 where the kernel does not tell. What the other side repeats for want of answers is not in it.
+    one is sent again. 0 where the kernel does not report it. What the other side repeats for want of answers is not in
+    it.
     """
     if not hasattr(socket, "TCP_INFO"):
         return 0

@@ -1,9 +1,10 @@
-"""The holder's side of a hop over nixl: lends a version's memory to one asker, chunk by chunk.
+"""The holder's side of a hop over nixl: lends a version's memory to one peer, chunk by chunk.
 
 Invariants:
-- what is lent is held against reuse (`reading()`) from READY until TAKEN, or until the mover that serves it is dead;
+- what is lent is held against reuse (`reading()`) from READY until TAKEN, or until the process that serves it is dead:
+  the peer's card reads it without this relay's notice;
 - a version that goes is unmapped at once where nothing of it is lent;
-- an asker that says nothing for `STALL_S`, or has `LENT_MAX` chunks and wants more, loses its connection.
+- a peer that is silent for `STALL_S`, or has `LENT_MAX` chunks and requests more, loses its connection.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paramserver.data.nixl_processes import NixlProcess, NixlProcesses
 from paramserver.memory.store import Snapshot
 
 STALL_S = 10.0
-LENT_MAX = 64  # an asker of ours has 4
+LENT_MAX = 64  # a fetch of ours has 4
 
 Await = Callable[[int, int, bool], bytes]
 """Waits for a chunk (number, first byte, suspect) and gives its digest."""
@@ -34,13 +35,13 @@ class NixlLender:
         self,
         sock: socket.socket,
         snapshot: Snapshot,
-        movers: NixlProcesses,
-        mover: NixlProcess,
+        processes: NixlProcesses,
+        process: NixlProcess,
         await_chunk: Await,
         pause: Callable[[int], None],
     ) -> None:
         self._sock, self._snapshot = sock, snapshot
-        self._movers, self._mover = movers, mover
+        self._processes, self._process = processes, process
         self._await_chunk, self._pause = await_chunk, pause
         self._lent: dict[int, ExitStack] = {}
         self._clean = False
@@ -53,16 +54,16 @@ class NixlLender:
                 self._next()
         finally:
             if self._clean and not self._lent:
-                self._movers.give(self._mover)
+                self._processes.give(self._process)
             else:
-                self._movers.discard(self._mover)
+                self._processes.discard(self._process)
             for held in self._lent.values():
                 held.close()
 
     def _welcome(self) -> None:
         with self._snapshot.reading():
             files = [(file.fd, file.size_bytes) for file in self._snapshot.files]
-            mapped = self._mover.map(files, self._alive)
+            mapped = self._process.map(files, self._alive)
         self._clean = True
         lent = frames.Lent(mapped.metadata, mapped.addresses)
         frames.send_message(self._sock, Kind.WELCOME, frames.Welcome(self._snapshot.manifest, [], lent))
@@ -71,15 +72,15 @@ class NixlLender:
         if not self._lent:
             with self._snapshot.reading():  # refused once the version goes: its memory must not stay mapped
                 pass
-        ends: list[socket.socket | NixlProcess] = [self._sock, self._mover]
+        ends: list[socket.socket | NixlProcess] = [self._sock, self._process]
         readable, _, _ = select.select(ends, [], [], frames.HEARTBEAT_S)
-        if self._mover in readable:
+        if self._process in readable:
             self._clean = False
-            raise LinkBroken(f"the mover said {self._mover.hear()} unasked")
+            raise LinkBroken(f"the NIXL process sent {self._process.receive()}, which answers nothing")
         if self._sock in readable:
             self._request()
         elif time.monotonic() - self._heard_at > STALL_S:
-            raise LinkBroken(f"the asker was silent for {STALL_S} s")
+            raise LinkBroken(f"the peer was silent for {STALL_S} s")
         elif self._lent:
             self._alive()
 
@@ -95,24 +96,24 @@ class NixlLender:
 
     def _lend(self, index: int, from_byte: int, *, suspect: bool) -> None:
         if index in self._lent or len(self._lent) >= LENT_MAX:
-            raise LinkBroken(f"chunk {index} asked for with {len(self._lent)} lent")
+            raise LinkBroken(f"chunk {index} requested with {len(self._lent)} lent")
         with ExitStack() as held:
             held.enter_context(self._snapshot.reading(self._break_off))
             chunk_digest = self._await_chunk(index, from_byte, suspect)
             length = self._snapshot.chunks.chunk(index).length - from_byte
             self._pause(length)
             if not self._lent:
-                self._mover.lend(True)
+                self._process.lend(True)
             self._lent[index] = held.pop_all()
         frames.send_all(self._sock, Header(Kind.READY, index, from_byte, length, chunk_digest).pack())
 
     def _taken(self, index: int) -> None:
         held = self._lent.pop(index, None)
         if held is None:
-            raise LinkBroken(f"chunk {index} is said to be taken and was not lent")
+            raise LinkBroken(f"chunk {index} was not lent and is reported as taken")
         held.close()
         if not self._lent:
-            self._mover.lend(False)
+            self._process.lend(False)
 
     def _break_off(self) -> None:
         with contextlib.suppress(OSError):  # it is down already

@@ -1,7 +1,7 @@
 """`python -m paramserver.data.nixl_process FD`: a process of its own in which the NIXL library moves chunks.
 
 Invariants:
-- it maps only the files it was given, so a peer that asks for a wrong address reaches nothing else, and a library that
+- it maps only the files it was given, so a peer that requests a wrong address reaches nothing else, and a library that
   aborts takes nothing along but one link;
 - what was not confirmed to have ended ends with the process: afterwards nothing is read from or written into the pool;
 - it ends with the relay: the other end of its socket closes then.
@@ -27,7 +27,7 @@ import msgspec
 from protos.decoding import decode_json
 
 VARIANTS = ("nixl_cu13", "nixl_cu12")  # by name: the package `nixl` would import torch to choose between them
-POLL_S = 0.0002  # while bytes are on their way the library moves them only when it is asked to
+POLL_S = 0.0002  # the library moves bytes only within calls: so often while some are on their way
 MESSAGE_BYTES_MAX = 1 << 20
 FDS_PER_MESSAGE = 128
 
@@ -87,7 +87,7 @@ class Unmapped(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The last word of a mover."""
+    """The error with which the process ends."""
 
     why: str
 
@@ -96,7 +96,7 @@ Order = Map | Peer | Read | Lend | Unmap
 Answer = Started | Mapped | Done | Unmapped | Failed
 
 
-class Mover:
+class NixlAgent:
     """One NIXL agent and the files it may touch."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -113,7 +113,7 @@ class Mover:
         self._lending = False
 
     def run(self) -> None:
-        self._say(Started())
+        self._send(Started())
         while True:
             busy = self._reads or self._lending
             if select.select([self._sock], [], [], POLL_S if busy else None)[0]:
@@ -131,7 +131,7 @@ class Mover:
             case Map(sizes, more):
                 self._map(sizes, fds)
                 if not more:
-                    self._say(Mapped(self._agent.get_agent_metadata(), self._addresses))
+                    self._send(Mapped(self._agent.get_agent_metadata(), self._addresses))
             case Peer(metadata):
                 self._peer = self._agent.add_remote_agent(metadata)
             case Read():
@@ -140,7 +140,7 @@ class Mover:
                 self._lending = now
             case Unmap():
                 self._unmap()
-                self._say(Unmapped())
+                self._send(Unmapped())
 
     def _map(self, sizes: list[int], fds: list[int]) -> None:
         for size, fd in zip(sizes, fds, strict=True):
@@ -169,7 +169,7 @@ class Mover:
             raise RuntimeError(f"the read for chunk {index} failed")
         if state == "DONE":
             self._agent.release_xfer_handle(self._reads.pop(index))
-            self._say(Done(index))
+            self._send(Done(index))
 
     def _unmap(self) -> None:
         assert not self._reads, "reads are under way"
@@ -184,7 +184,7 @@ class Mover:
                 found.close()
         self._maps, self._addresses, self._registered = [], [], []
 
-    def _say(self, answer: Answer) -> None:
+    def _send(self, answer: Answer) -> None:
         self._sock.send(msgspec.json.encode(answer))
 
 
@@ -219,8 +219,8 @@ def main() -> None:
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("UCX_HANDLE_ERRORS", "none")  # a core or a backtrace of it helps nobody
     try:
-        Mover(sock).run()
-    except Exception as error:  # noqa: BLE001  (the last word, whatever the library raised)
+        NixlAgent(sock).run()
+    except Exception as error:  # noqa: BLE001  (reported, whatever the library raised)
         try:
             sock.send(msgspec.json.encode(Failed(f"{type(error).__name__}: {error}")))
         except OSError:

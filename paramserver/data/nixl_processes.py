@@ -1,9 +1,10 @@
-"""The relay's side of its mover processes: started, given work, taken back when clean, killed when not.
+"""The relay's side of its NIXL processes: started, given work, taken back when clean, killed when not.
 
 Invariants:
-- a mover serves one link at a time; it is used again only when all it began has been confirmed to have ended;
-- one that is not is killed and reaped before its link is given up, so nothing of it touches the pool later;
-- at most `MOVERS_MAX` processes, at most `idle_max` of them without work.
+- a process serves one link at a time; it is used again only when all it began has been confirmed to have ended;
+- any other is killed and reaped before its link is given up: a read under way ends with it, so that nothing writes into
+  pool memory that was given to another version meanwhile;
+- at most `PROCESSES_MAX` processes, at most `idle_max` of them without work.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from protos.errors import OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
 
-MOVERS_MAX = 32  # processes of one relay; links beyond go over tcp
+PROCESSES_MAX = 32  # processes of one relay; links beyond go over tcp
 START_TIMEOUT_S = 20.0
 MAP_TIMEOUT_S = 60.0  # an RDMA card takes a while to register a large version
 UNMAP_TIMEOUT_S = 5.0  # one that takes longer is killed, which unmaps too
@@ -61,7 +62,7 @@ def nothing() -> None:
 
 
 class NixlProcess:
-    """One mover. Not for several threads at once."""
+    """One NIXL process. Not for several threads at once."""
 
     def __init__(self, interface: str | None) -> None:
         self._buffer = memoryview(bytearray(MESSAGE_BYTES_MAX))
@@ -81,7 +82,7 @@ class NixlProcess:
             self._sock.setsockopt(socket.SOL_SOCKET, option, MESSAGE_BYTES_MAX)
 
     def fileno(self) -> int:
-        """Readable when there is something to `hear`."""
+        """Readable when there is something to `receive`."""
         return self._sock.fileno()
 
     @property
@@ -96,35 +97,35 @@ class NixlProcess:
         for start in range(0, max(1, len(files)), FDS_PER_MESSAGE):
             part = files[start : start + FDS_PER_MESSAGE]
             order = Map([size for _, size in part], start + FDS_PER_MESSAGE < len(files))
-            self._say(order, [fd for fd, _ in part])
-        return self._await(Mapped, MAP_TIMEOUT_S, meanwhile)
+            self._send(order, [fd for fd, _ in part])
+        return self._receive(Mapped, MAP_TIMEOUT_S, meanwhile)
 
     def peer(self, metadata: bytes) -> None:
-        self._say(Peer(metadata))
+        self._send(Peer(metadata))
 
     def read(self, order: Read) -> None:
-        self._say(order)
+        self._send(order)
 
     def lend(self, now: bool) -> None:
-        self._say(Lend(now))
+        self._send(Lend(now))
 
     def started(self, meanwhile: Callable[[], None] = nothing) -> None:
-        self._await(Started, START_TIMEOUT_S, meanwhile)
+        self._receive(Started, START_TIMEOUT_S, meanwhile)
 
     def unmap(self) -> None:
-        self._say(Unmap())
-        self._await(Unmapped, UNMAP_TIMEOUT_S, nothing)
+        self._send(Unmap())
+        self._receive(Unmapped, UNMAP_TIMEOUT_S, nothing)
 
-    def hear(self) -> Answer:
-        """One answer, awaited as long as the socket's timeout says. TransportFailed: its last word, or none."""
+    def receive(self) -> Answer:
+        """One answer, within the socket's timeout. TransportFailed with the process's own error, or when it is gone."""
         try:
             length = self._sock.recv_into(self._buffer)
         except TimeoutError:
             raise
         except OSError as error:
-            raise TransportFailed(f"a mover cannot be heard: {error}") from error
+            raise TransportFailed(f"a NIXL process does not answer: {error}") from error
         if not length:
-            raise TransportFailed("a mover died; its link is given up")
+            raise TransportFailed("a NIXL process died; its link is given up")
         answer: Answer = decode_json(self._buffer[:length], Answer)
         if isinstance(answer, Failed):
             raise TransportFailed(f"nixl: {answer.why}")
@@ -136,29 +137,29 @@ class NixlProcess:
         self._process.kill()
         self._process.wait()
 
-    def _say(self, order: Order, fds: Sequence[int] = ()) -> None:
+    def _send(self, order: Order, fds: Sequence[int] = ()) -> None:
         try:
             socket.send_fds(self._sock, [msgspec.json.encode(order)], list(fds))
         except OSError as error:
             raise TransportFailed(f"a NIXL process takes no orders: {error}") from error
 
-    def _await(self, kind: type[_Answer], timeout_s: float, meanwhile: Callable[[], None]) -> _Answer:
+    def _receive(self, kind: type[_Answer], timeout_s: float, meanwhile: Callable[[], None]) -> _Answer:
         deadline = time.monotonic() + timeout_s
         self._sock.settimeout(HEARTBEAT_S)
         while time.monotonic() < deadline:
             try:
-                answer = self.hear()
+                answer = self.receive()
             except TimeoutError:
                 meanwhile()
                 continue
             if isinstance(answer, kind):
                 return answer
-            raise TransportFailed(f"a mover said {answer} where {kind.__name__} was due")
-        raise TransportFailed(f"a mover was silent for {timeout_s} s")
+            raise TransportFailed(f"a NIXL process sent {answer} where {kind.__name__} was due")
+        raise TransportFailed(f"a NIXL process was silent for {timeout_s} s")
 
 
 class NixlProcesses:
-    """The movers of one relay. Threads call it."""
+    """The NIXL processes of one relay. Threads call it."""
 
     def __init__(self, *, idle_max: int, interface: str | None = None) -> None:
         self._idle_max = idle_max
@@ -173,24 +174,24 @@ class NixlProcesses:
         require()
         try:
             with ThreadPoolExecutor(count) as threads:
-                for mover in list(threads.map(lambda _: self.take(), range(count))):
-                    self._put_back(mover)
+                for process in list(threads.map(lambda _: self.take(), range(count))):
+                    self._put_back(process)
         except TransportFailed as error:
             raise Unavailable(f"--transport nixl: {error}", hint="use --transport tcp, or mend nixl here") from error
 
     def take(self, meanwhile: Callable[[], None] = nothing) -> NixlProcess:
-        """An idle one or a new one. OutOfCapacity beyond MOVERS_MAX, TransportFailed when it does not start.
+        """An idle one or a new one. OutOfCapacity beyond PROCESSES_MAX, TransportFailed when it does not start.
 
         `meanwhile` is called every HEARTBEAT_S while it starts.
         """
         with self._mutex:
-            if self._closing or self.num_busy >= MOVERS_MAX:
-                raise OutOfCapacity(f"{self.num_busy} movers are at work already")
+            if self._closing or self.num_busy >= PROCESSES_MAX:
+                raise OutOfCapacity(f"{self.num_busy} NIXL processes are at work already")
             self.num_busy += 1
             while self._idle:
-                if (mover := self._idle.pop()).alive():
-                    return mover
-                mover.kill()
+                if (process := self._idle.pop()).alive():
+                    return process
+                process.kill()
         try:
             return self._start(meanwhile)
         except BaseException:
@@ -198,18 +199,18 @@ class NixlProcesses:
                 self.num_busy -= 1
             raise
 
-    def give(self, mover: NixlProcess) -> None:
+    def give(self, process: NixlProcess) -> None:
         """Takes it back for another link; everything it began must have ended."""
         try:
-            mover.unmap()
+            process.unmap()
         except TransportFailed as error:
             log.warning("%s", error)
-            self.discard(mover)
+            self.discard(process)
         else:
-            self._put_back(mover)
+            self._put_back(process)
 
-    def discard(self, mover: NixlProcess) -> None:
-        mover.kill()
+    def discard(self, process: NixlProcess) -> None:
+        process.kill()
         with self._mutex:
             self.num_busy -= 1
 
@@ -218,26 +219,26 @@ class NixlProcesses:
         with self._mutex:
             self._closing = True
             idle, self._idle = self._idle, []
-        for mover in idle:
-            mover.kill()
+        for process in idle:
+            process.kill()
 
     def _start(self, meanwhile: Callable[[], None]) -> NixlProcess:
-        mover = NixlProcess(self._interface)
+        process = NixlProcess(self._interface)
         try:
-            mover.started(meanwhile)
+            process.started(meanwhile)
         except BaseException:
-            mover.kill()
+            process.kill()
             raise
-        return mover
+        return process
 
-    def _put_back(self, mover: NixlProcess) -> None:
+    def _put_back(self, process: NixlProcess) -> None:
         with self._mutex:
             self.num_busy -= 1
             kept = not self._closing and len(self._idle) < self._idle_max
             if kept:
-                self._idle.append(mover)
+                self._idle.append(process)
         if not kept:
-            mover.kill()
+            process.kill()
 
 
 def require() -> None:

@@ -6,6 +6,9 @@ Invariants:
 - no chunk that is whole waits for the `read` of another tensor, unless that one lies in memory already;
 - a tensor's `read` is called when its first byte is due, and once: the view that it gave is kept until the next;
 - a `read` may take as long as it likes: the relay gets signs of life meanwhile, and the log names the tensor.
+
+Why one pass: a copy is bound by memory bandwidth. A digest of its own would read every byte again; in the same pass it
+reads them from the core's cache. And the digest is that of the source, so a bad copy cannot match it.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ log = logging.getLogger(__name__)
 PUBLISH_STALL_S = 30.0
 MAPPINGS_MAX = 64
 COPY_THREADS_MAX = 4
-RUN_BYTES_MAX = 32 << 20  # copied in one call and told together; two threads take 3 ms, a hop of 5 GB/s twice that
+RUN_BYTES_MAX = 32 << 20  # copied and reported at once; two threads take 3 ms, a hop of 5 GB/s twice that
 CHUNKS_PER_THREAD_MIN = 4
-TELL_S = 0.001  # told at once, 256 chunks took 14 ms of processor time from the 80 in which two cores copied them
-ALIVE_S = 1.0  # a relay takes a publisher that says nothing for some seconds to be hung
+PRESENT_S = 0.001  # between reports: one by one, 256 chunks took 14 ms of the 80 in which two cores copied them
+ALIVE_S = 1.0  # a relay takes a publisher that is silent for some seconds to be hung
 REFUSAL_S = 1.0  # it was sent before the connection ended
-SLOW_READ_S = 10.0  # said then, and whenever it has taken twice as long as when it was said last
+SLOW_READ_S = 10.0  # logged then, and again each time that it has taken twice as long
 
 Read = Callable[[], memoryview]
 
@@ -146,7 +149,7 @@ class Image:
             self.reading = None
         if len(view) != segment.size_bytes:
             raise InvalidRequest(
-                f"tensor {segment.what!r} gave {len(view)} bytes, its shape and dtype say {segment.size_bytes}",
+                f"tensor {segment.what!r} gave {len(view)} bytes, its shape and dtype make {segment.size_bytes}",
                 hint="read() must return the whole contiguous tensor",
             )
         self._last = (segment, view)
@@ -181,7 +184,7 @@ class MappedFile:
         """Maps the pages in one call, unless that was done: each fault by itself costs four times as much."""
         if self.warm:
             return
-        with contextlib.suppress(OSError):  # a kernel that does not know it maps them one by one
+        with contextlib.suppress(OSError):  # a kernel without it maps them one by one
             self._map.populate(offset, num_bytes)
 
     def drop(self) -> None:
@@ -212,7 +215,7 @@ class Mappings:
             return self._kept[key]
 
     def _prune(self) -> None:
-        """Drops what the relay has destroyed or resized: holding it would hold memory outside the pool."""
+        """Drops what the relay has destroyed or resized: keeping it would hold memory outside the pool."""
         for key, mapping in list(self._kept.items()):
             status = mapping.status()
             if status.st_nlink == 0 or status.st_size != len(mapping):
@@ -221,7 +224,7 @@ class Mappings:
             self._kept.pop(next(iter(self._kept))).drop()
 
     def close(self) -> None:
-        """Lets go of all: the relay is gone, whose next life needs the memory, or the publisher is done with it."""
+        """Drops all: the relay is gone, whose next life needs the memory, or the publisher is done with it."""
         with self._mutex:
             for mapping in self._kept.values():
                 mapping.drop()
@@ -238,11 +241,11 @@ def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mapping
             mappings.map(fd) if size else None for fd, size in zip(_receive_fds(sock, len(sizes)), sizes, strict=True)
         ]
         try:
-            with _Line(sock, image) as line:
-                digests = _copy(image, places, line)
+            with _Connection(sock, image) as connection:
+                digests = _copy(image, places, connection)
             _finish(sock)
         except LinkBroken as error:
-            raise _why(sock, error) from error
+            raise _reason(sock, error) from error
         return digests
 
 
@@ -251,10 +254,10 @@ def num_copy_threads(num_chunks: int = 1 << 30) -> int:
     return max(1, min(COPY_THREADS_MAX, len(os.sched_getaffinity(0)), num_chunks // CHUNKS_PER_THREAD_MIN))
 
 
-class _Line:
-    """The connection to the relay while a version is copied: `with _Line(...)` says that the publisher lives.
+class _Connection:
+    """The connection to the relay while a version is copied; a thread sends signs of life on it.
 
-    What is copied is told those of TELL_S at once: each telling takes processor time from those who copy.
+    Chunks are reported in batches of PRESENT_S: each report takes processor time from the threads that copy.
     """
 
     def __init__(self, sock: socket.socket, image: Image) -> None:
@@ -263,7 +266,7 @@ class _Line:
         self._mutex = threading.Lock()
         self._frames: list[bytes] = []
         self._sent_at = time.monotonic()
-        self._broken: LinkBroken | None = None  # found by the thread that says we live: told to who sends next
+        self._broken: LinkBroken | None = None  # found by the thread of signs of life; the next to send raises it
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name="publish-alive", daemon=True)
 
@@ -279,7 +282,7 @@ class _Line:
         frames = b"".join(header.pack() for header in headers)
         with self._mutex:
             self._frames.append(frames)
-            if time.monotonic() - self._sent_at > TELL_S:
+            if time.monotonic() - self._sent_at > PRESENT_S:
                 self._flush()
 
     def send(self, header: Header, content: memoryview) -> None:
@@ -303,11 +306,11 @@ class _Line:
         self._sent_at = time.monotonic()
 
     def _live(self) -> None:
-        said: tuple[float, float] = (0.0, 0.0)  # of the read that was said to be slow: since when it runs, said after
+        logged: tuple[float, float] = (0.0, 0.0)  # of the read last logged as slow: when it began, logged after
         while not self._over.wait(ALIVE_S):
-            said = self._say_slow(said)
+            logged = self._log_slow(logged)
             if not self._mutex.acquire(blocking=False):
-                continue  # somebody sends
+                continue  # another thread sends, which is a sign of life
             try:
                 if time.monotonic() - self._sent_at > ALIVE_S / 2:
                     self._frames.append(Header(Kind.ALIVE).pack())
@@ -321,20 +324,20 @@ class _Line:
             finally:
                 self._mutex.release()
 
-    def _say_slow(self, said: tuple[float, float]) -> tuple[float, float]:
+    def _log_slow(self, logged: tuple[float, float]) -> tuple[float, float]:
         reading = self._image.reading
         if reading is None:
-            return said
+            return logged
         name, since = reading
         took_s = time.monotonic() - since
-        if took_s < max(SLOW_READ_S, 2 * said[1] if said[0] == since else 0.0):
-            return said
+        if took_s < max(SLOW_READ_S, 2 * logged[1] if logged[0] == since else 0.0):
+            return logged
         log.warning("tensor %r has been read for %.1f s: the publish goes on when its read() returns", name, took_s)
         return since, took_s
 
 
-def _copy(image: Image, places: Sequence[MappedFile | None], line: _Line) -> list[bytes]:
-    """Copies and hashes every chunk, and tells the relay of each; digests in the order of `image.indices`."""
+def _copy(image: Image, places: Sequence[MappedFile | None], connection: _Connection) -> list[bytes]:
+    """Copies and hashes every chunk, and reports each to the relay; digests in the order of `image.indices`."""
     digests: dict[int, bytes] = {}
     num_threads = num_copy_threads(len(image.indices))
     runs = image.runs(num_threads)
@@ -353,7 +356,7 @@ def _copy(image: Image, places: Sequence[MappedFile | None], line: _Line) -> lis
                 place.populate(run.start, run.end - run.start)
                 found = stream.copy(place.view[run.start : run.end], run.pieces)
                 digests.update((chunk.index, digest) for chunk, digest in zip(run.chunks, found, strict=True))
-                line.present(
+                connection.present(
                     Header(Kind.PRESENT, chunk.index, 0, chunk.length, digest)
                     for chunk, digest in zip(run.chunks, found, strict=True)
                 )
@@ -367,7 +370,7 @@ def _copy(image: Image, places: Sequence[MappedFile | None], line: _Line) -> lis
         with ThreadPoolExecutor(num_threads, "publish-copy") as threads:
             for one in [threads.submit(copy) for _ in range(num_threads)]:
                 one.result()
-    line.flush()
+    connection.flush()
     for place in places:
         if place is not None and len(image.indices) == image.chunks.num_chunks:  # a rank touches its own chunks
             place.warm = True
@@ -394,19 +397,20 @@ def _stream(address: str, greeting: Greeting, image: Image, digests: dict[int, b
         buffer = memoryview(bytearray(image.chunks.chunk_bytes))
         missing = {index for first, end in welcome.missing for index in range(first, end)}
         try:
-            with _Line(sock, image) as line:
+            with _Connection(sock, image) as connection:
                 for index in image.indices:
                     if index in missing:
                         chunk = image.chunks.chunk(index)
                         digests[index] = image.fill(chunk, buffer)
-                        line.send(Header(Kind.DATA, index, 0, chunk.length, digests[index]), buffer[: chunk.length])
+                        header = Header(Kind.DATA, index, 0, chunk.length, digests[index])
+                        connection.send(header, buffer[: chunk.length])
             _finish(sock)
         except LinkBroken as error:
-            raise _why(sock, error) from error
+            raise _reason(sock, error) from error
 
 
-def _why(sock: socket.socket, broken: LinkBroken) -> LaminarError:
-    """What the relay said before it ended the connection, if it did: that is read only after sending has failed."""
+def _reason(sock: socket.socket, broken: LinkBroken) -> LaminarError:
+    """The refusal that the relay sent before it ended the connection, if any: it is read only once sending failed."""
     try:
         sock.settimeout(REFUSAL_S)
         header = frames.receive_header(sock)
@@ -414,13 +418,13 @@ def _why(sock: socket.socket, broken: LinkBroken) -> LaminarError:
             return broken
         refusal = frames.receive_refusal(sock, header)
     except (LinkBroken, OSError) as error:
-        log.debug("the relay left without a word: %s", error)
+        log.debug("the relay left without a refusal: %s", error)
         return broken
     return LinkBroken(str(refusal)) if isinstance(refusal, Conflict | NotFound) else refusal
 
 
 def _finish(sock: socket.socket) -> None:
-    """Says DONE and waits until the relay has taken everything in."""
+    """Sends DONE and waits until the relay has taken everything in."""
     frames.send_all(sock, Header(Kind.DONE).pack())
     header = frames.receive_header(sock)
     if header.kind is Kind.REFUSED:

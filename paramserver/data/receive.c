@@ -55,8 +55,8 @@ VECTOR int laminar_receive_begin(Chunk *chunk) {
     return 1;
 }
 
-/* Goes on with a chunk, from a socket whose calls wait, each for as long as its SO_RCVTIMEO says. Comes back early when
-one of them brought nothing, or once `enough_s` have passed, so that the caller can tell how far it is. Returns the bytes
+/* Goes on with a chunk, from a socket whose calls wait, each for its SO_RCVTIMEO. Comes back early when
+one of them brought nothing, or once `enough_s` have passed, so that the caller can report how far it is. Returns the bytes
 that came; without any 0 at the stream's end, else -errno. */
 VECTOR ssize_t laminar_receive(int sock, Chunk *chunk, size_t piece, double enough_s) {
     const double began = now();

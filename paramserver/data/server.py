@@ -1,8 +1,8 @@
 """The data port: answers "model, version, file, chunk, from this byte" and takes what publishers write.
 
 Invariants:
-- one thread per connection, at most CONNECTIONS_MAX of each kind, and not all of them for one host; who has not yet
-  said what it is entitled to makes way for who comes; each touches a snapshot's memory only inside `reading()`;
+- one thread per connection, at most CONNECTIONS_MAX of each kind, and not all of them for one host; a connection that
+  has not yet requested what is here makes way for a new one; each touches a snapshot's memory only inside `reading()`;
 - bytes leave only with a verified digest before them; a chunk not yet here is answered by ALIVE, then by the chunk;
 - a peer that makes no progress for `STALL_S` loses its connection, so no thread waits for ever.
 """
@@ -17,29 +17,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from paramserver.background import FailureLog
 from paramserver.core.records import Epoch, digest
 from paramserver.data import frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TransportFailed
 from paramserver.data.nixl_lender import NixlLender
 from paramserver.data.nixl_processes import NixlProcesses
 from paramserver.memory.store import Snapshot
-from paramserver.troubles import Troubles
 from protos.errors import Conflict, Corrupt, LaminarError, NotFound, OutOfCapacity, StaleEpoch
 
 log = logging.getLogger(__name__)
 
 STALL_S = 10.0
-PUBLISHER_SILENCE_S = 60.0  # of one on this host: its end is seen, and a call may let none of its threads run
-OPEN_WAIT_S = 5.0  # a neighbour may hear of a version a moment before this relay has opened it
+PUBLISHER_SILENCE_S = 60.0  # on this host: its end is noticed at once, and a call may block all its threads
+OPEN_WAIT_S = 5.0  # a peer's watch may bring a version a moment before this relay has opened it
 CONNECTIONS_MAX = 256
 CONNECTIONS_PER_HOST_MAX = 192
-LATE_JOINERS_MAX = 2  # at once per version: many that join together wait for the first, who then serve them too
+LATE_JOINERS_MAX = 2  # at once per version: of many that join together the first ones then serve the others
 ACCEPT_RETRY_S = 0.1
 _PACED_BYTES = 64 << 10
 
 
 class Provider(Protocol):
-    """What the port asks of the relay."""
+    """What the port needs of the relay."""
 
     def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
         """The snapshot to serve; None when it may still come; NotFound when it will not."""
@@ -69,12 +69,12 @@ class Pacer:
 
 
 class Admission:
-    """Who is connected to one listener. Called from the threads of the port."""
+    """The connections of one listener. Called from the threads of the port."""
 
     def __init__(self, connections_max: int, per_host_max: int) -> None:
         self._connections_max, self._per_host_max = connections_max, per_host_max
         self._hosts: dict[socket.socket, str] = {}  # in the order in which they came
-        self._strangers: set[socket.socket] = set()  # those that have not been told welcome
+        self._strangers: set[socket.socket] = set()  # those that were not yet welcomed
         self._mutex = threading.Lock()
 
     def admit(self, sock: socket.socket) -> None:
@@ -97,7 +97,7 @@ class Admission:
         _shut(stranger)
 
     def welcome(self, sock: socket.socket) -> None:
-        """It asked for something that is here, or had the right token."""
+        """It requested something that is here, or had the right token."""
         with self._mutex:
             self._strangers.discard(sock)
 
@@ -122,14 +122,24 @@ def _host_of(sock: socket.socket) -> str:
     return str(name[0]) if isinstance(name, tuple) else "here"
 
 
-class DataServer:
-    """Listens on TCP, and on a unix socket that passes descriptors to publishers on this host."""
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """Raises Conflict when the port is taken."""
+    try:
+        listener = socket.create_server((host, port), backlog=128)
+    except OSError as error:
+        raise Conflict(
+            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --data-port"
+        ) from error
+    frames.tune(listener)
+    return listener
 
-    def __init__(
-        self, provider: Provider, *, max_rate: float | None = None, movers: NixlProcesses | None = None
-    ) -> None:
+
+class DataServer:
+    """Serves over TCP, and over a unix socket that passes descriptors to publishers on this host."""
+
+    def __init__(self, provider: Provider, *, max_rate: float | None = None, nixl: NixlProcesses | None = None) -> None:
         self._provider = provider
-        self._movers = movers  # None: this relay speaks tcp only
+        self._nixl = nixl  # None: this relay speaks tcp only
         self._pacer = Pacer(max_rate)
         self._listeners: list[socket.socket] = []
         self._by_tcp = Admission(CONNECTIONS_MAX, CONNECTIONS_PER_HOST_MAX)
@@ -137,28 +147,22 @@ class DataServer:
         self._threads: set[threading.Thread] = set()
         self._mutex = threading.Lock()
         self._closing = False
-        self._troubles = Troubles(log)
+        self._failures = FailureLog(log)
         self.bytes_sent = 0
 
-    def listen_tcp(self, host: str, port: int) -> str:
-        """Returns "host:port" as bound. Raises Conflict when the port is taken."""
-        try:
-            listener = socket.create_server((host, port), backlog=128)
-        except OSError as error:
-            raise Conflict(
-                f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --data-port"
-            ) from error
-        frames.tune(listener)
-        self._accept_on(listener, self._by_tcp, self._serve_tcp)
-        return f"{host}:{listener.getsockname()[1]}"
+    def serve_tcp(self, listener: socket.socket) -> str:
+        """Accepts on a socket of `listen_tcp`, and closes it in the end; returns its "host:port"."""
+        self._accept_on(listener, self._by_tcp, self._serve_peer)
+        host, port = listener.getsockname()[:2]
+        return f"{host}:{port}"
 
-    def listen_unix(self, path: Path) -> None:
+    def serve_unix(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
         path.chmod(0o600)
         listener.listen(16)
-        self._accept_on(listener, self._by_unix, self._serve_unix)
+        self._accept_on(listener, self._by_unix, self._serve_local)
 
     def close(self) -> None:
         """Stops accepting, ends every connection, and waits for the threads."""
@@ -204,10 +208,10 @@ class DataServer:
                 except (OSError, RuntimeError) as error:  # no descriptor, memory or thread to be had
                     if self._closing:
                         return
-                    self._troubles.met(what, error)
+                    self._failures.failed(what, error)
                     time.sleep(ACCEPT_RETRY_S)
                 else:
-                    self._troubles.over(what)
+                    self._failures.recovered(what)
 
     def _accept(self, listener: socket.socket, admission: Admission, serve: Callable[[socket.socket], None]) -> None:
         sock, _ = listener.accept()
@@ -232,12 +236,12 @@ class DataServer:
             except LaminarError as error:
                 _refuse(sock, error)
             except Exception as error:  # noqa: BLE001  (whatever a peer sends costs its own connection)
-                self._troubles.met("a data connection was ended", error)
-                _refuse(sock, LaminarError(f"an error that nobody foresaw: {type(error).__name__}"))
+                self._failures.failed("a data connection was ended", error)
+                _refuse(sock, LaminarError(f"an unexpected error: {type(error).__name__}"))
             finally:
                 admission.left(sock)
 
-    def _serve_tcp(self, sock: socket.socket) -> None:
+    def _serve_peer(self, sock: socket.socket) -> None:
         greeting = frames.receive_greeting(sock)
         if greeting.purpose == "fetch":
             self._serve_fetch(sock, greeting)
@@ -246,7 +250,7 @@ class DataServer:
         else:
             raise Conflict("descriptors pass only over the unix socket", hint='greet with purpose "write"')
 
-    # ---- somebody fetches
+    # ---- a peer fetches
 
     def _serve_fetch(self, sock: socket.socket, greeting: Greeting) -> None:
         snapshot = self._find(sock, greeting)
@@ -259,11 +263,11 @@ class DataServer:
                 self._serve_request(sock, snapshot)
 
     def _lend(self, sock: socket.socket, greeting: Greeting, snapshot: Snapshot) -> None:
-        """Serves an asker that speaks nixl, if this relay does; that ends by an exception, as any fetch does."""
-        if self._movers is None or "nixl" not in greeting.transports:
+        """Serves a peer that speaks nixl, if this relay does; that ends by an exception, as any fetch does."""
+        if self._nixl is None or "nixl" not in greeting.transports:
             return
         try:
-            mover = self._movers.take(lambda: frames.send_all(sock, Header(Kind.ALIVE).pack()))
+            process = self._nixl.take(lambda: frames.send_all(sock, Header(Kind.ALIVE).pack()))
         except (TransportFailed, OutOfCapacity) as error:
             log.warning("serving %s over tcp: %s", greeting.name, error)
             return
@@ -274,17 +278,17 @@ class DataServer:
         def await_chunk(index: int, from_byte: int, suspect: bool) -> bytes:
             return self._await_chunk(sock, snapshot, index, from_byte, suspect=suspect)
 
-        NixlLender(sock, snapshot, self._movers, mover, await_chunk, pause).run()
+        NixlLender(sock, snapshot, self._nixl, process, await_chunk, pause).run()
 
     def _pause_alive(self, sock: socket.socket, num_bytes: int) -> None:
-        """Waits until bytes that others read by themselves may go, with signs of life."""
+        """Waits until the rate permits bytes that the peer reads by itself, with signs of life."""
         self.bytes_sent += num_bytes
-        said_at = time.monotonic()
+        alive_at = time.monotonic()
         for start in range(0, num_bytes if self._pacer.rate_bytes_s else 0, _PACED_BYTES):
             self._pacer.pause(min(_PACED_BYTES, num_bytes - start))
-            if time.monotonic() - said_at > frames.HEARTBEAT_S:
+            if time.monotonic() - alive_at > frames.HEARTBEAT_S:
                 frames.send_all(sock, Header(Kind.ALIVE).pack())
-                said_at = time.monotonic()
+                alive_at = time.monotonic()
 
     def _serve_request(self, sock: socket.socket, snapshot: Snapshot) -> None:
         kind, flags, index, from_byte = frames.REQUEST.unpack(frames.receive_bytes(sock, frames.REQUEST.size))
@@ -317,7 +321,7 @@ class DataServer:
         """The chunk's digest once it is here, ALIVE until then. Corrupt when a suspect one is bad here."""
         length = snapshot.chunks.chunk(index).length
         if from_byte >= length:
-            raise LinkBroken(f"byte {from_byte} of a chunk of {length} asked for")
+            raise LinkBroken(f"byte {from_byte} of a chunk of {length} requested")
         while (chunk_digest := snapshot.wait_chunk(index, frames.HEARTBEAT_S)) is None:
             frames.send_all(sock, Header(Kind.ALIVE).pack())
         if suspect:
@@ -331,8 +335,9 @@ class DataServer:
     def _send(self, sock: socket.socket, rest: memoryview, fd: int, start: int) -> None:
         """The bytes `rest`, which lie in a file of the pool from `start` on.
 
-        The last of them may still wait to be sent when this returns, and with it the hold on their memory: a version
-        that goes just then may reach an asker in part as what was written there next. Its digest tells the asker.
+        `send_file` hands the file's own pages to the kernel. The last of them may still wait to be sent when this
+        returns and `reading()` ends. A version that retires just then gives its memory to the next one, whose bytes the
+        peer then receives: their digest does not match, and the peer requests the chunk again.
         """
         self.bytes_sent += len(rest)
         copied = frames.is_paced(sock)
@@ -357,12 +362,12 @@ class DataServer:
                 with snapshot.reading(lambda: _shut(sock)):
                     _take_chunk(sock, snapshot, header)
             elif header.kind is Kind.ALIVE:
-                snapshot.check_open()  # one that reads a slow tensor for a version given up hears it now
+                snapshot.check_open()  # while a slow tensor is read, its version may have been given up
             else:
                 raise LinkBroken(f"unexpected {header.kind.name} from a publisher")
         frames.send_all(sock, Header(Kind.DONE).pack())
 
-    def _serve_unix(self, sock: socket.socket) -> None:
+    def _serve_local(self, sock: socket.socket) -> None:
         greeting = frames.receive_greeting(sock)
         if greeting.purpose != "map":
             raise Conflict(f"purpose {greeting.purpose!r} on the unix socket", hint="use the data port")
@@ -380,7 +385,7 @@ class DataServer:
                 snapshot.chunks.chunk(header.index)  # refuses a number out of range
                 snapshot.present(header.index, header.digest)
             elif header.kind is Kind.ALIVE:
-                snapshot.check_open()  # one that reads a slow tensor for a version given up hears it now
+                snapshot.check_open()  # while a slow tensor is read, its version may have been given up
             else:
                 raise LinkBroken(f"unexpected {header.kind.name} from a publisher")
         frames.send_all(sock, Header(Kind.DONE).pack())
@@ -399,7 +404,7 @@ def _take_chunk(sock: socket.socket, snapshot: Snapshot, header: Header) -> None
 def _check_epoch(snapshot: Snapshot, epoch: Epoch | None) -> None:
     held = snapshot.manifest.epoch
     if epoch is not None and epoch != held:
-        raise StaleEpoch(f"{snapshot} was begun in epoch {held}, asked for in {epoch}")
+        raise StaleEpoch(f"{snapshot} was begun in epoch {held}, requested in {epoch}")
 
 
 def _refuse(sock: socket.socket, error: LaminarError) -> None:
@@ -407,7 +412,7 @@ def _refuse(sock: socket.socket, error: LaminarError) -> None:
     try:
         frames.send_message(sock, Kind.REFUSED, frames.Refusal.of(error))
     except LinkBroken:
-        log.debug("the peer left before it heard the refusal")
+        log.debug("the peer left before the refusal")
 
 
 def _shut(sock: socket.socket) -> None:

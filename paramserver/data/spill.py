@@ -1,15 +1,14 @@
-"""Versions kept on disk: written when they are shown, read back through the same fetch as any other source.
+"""The spill: versions on disk, written when they are shown, read back by the same fetch as from any other source.
 
 Invariants:
 - one thread writes, one version at a time; of those that wait only the newest of a model is written;
 - a spilled version counts only whole; a full or failing disk costs the spill, never the relay;
-- reading back trusts nothing: the fetch checks every chunk's digest, and the seal decides.
+- what is read back is checked like what a peer sends: every chunk by its digest, the whole by its sealed root.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import threading
@@ -22,10 +21,10 @@ from paramserver.core.records import ChunkMap, Manifest
 from paramserver.core.transfer import Want
 from paramserver.data.frames import Greeting, LinkBroken
 from paramserver.data.transport import Arrived, Link, Source
-from paramserver.memory import kept
-from paramserver.memory.kept import Kept
+from paramserver.memory import stored
 from paramserver.memory.store import Snapshot
-from protos.errors import Conflict, NotFound, Unavailable
+from paramserver.memory.stored import StoredSnapshot
+from protos.errors import NotFound
 
 log = logging.getLogger(__name__)
 
@@ -33,24 +32,24 @@ SCHEME = "file:"
 
 
 class Spill:
-    """The versions below `directory`. `wrote` is called from the writing thread with what is on disk now."""
+    """The versions below `directory`.
 
-    def __init__(self, directory: Path, *, retain: int, wrote: Callable[[Manifest], None]) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Unavailable(f"cannot use {directory}: {error.strerror}", hint="choose another --spill") from error
+    `changed` gets every (model, version) on disk: once here, then from the writing thread after each change.
+    """
+
+    def __init__(self, directory: Path, *, retain: int, changed: Callable[[list[tuple[str, int]]], None]) -> None:
         self.directory = directory
         self.failures = 0
         self._retain = retain
-        self._wrote = wrote
+        self._report_changed = changed
         self._wanted: dict[str, tuple[Snapshot, str]] = {}
         self._dropped: dict[str, int] = {}  # to be removed
         self._changed = threading.Condition()
         self._closing = False
-        self._lock_fd = _lock(directory)
-        kept.sweep(directory)
-        self._found = {(one.manifest.model, one.manifest.version): one for one in kept.find(directory)}
+        self._lock_fd = stored.lock_directory(directory, "--spill")  # what is half-written there is removed
+        stored.sweep(directory)
+        self._found = {(one.manifest.model, one.manifest.version): one for one in stored.find(directory)}
+        self._report()
         self._thread = threading.Thread(target=self._write_all, name="spill", daemon=True)
         self._thread.start()
 
@@ -59,8 +58,13 @@ class Spill:
         with self._changed:
             return [one.manifest for _, one in sorted(self._found.items(), reverse=True)]
 
+    def _report(self) -> None:
+        with self._changed:
+            versions = sorted(self._found)
+        self._report_changed(versions)
+
     def source(self, model: str, version: int) -> Source | None:
-        """Whom a fetch asks for a version that is on this disk."""
+        """The source of a version that is on this disk."""
         with self._changed:
             return Source("spill", f"{SCHEME}{self.directory}") if (model, version) in self._found else None
 
@@ -109,7 +113,7 @@ class Spill:
                 continue
             snapshot, root_digest = taken
             try:
-                with snapshot.linked():  # a reason to keep it a while, though not when its room is needed
+                with snapshot.linked():  # keeps it while it is written, unless its room is needed
                     self._write(snapshot, root_digest)
             except NotFound as error:
                 log.info("not spilled: %s", error)
@@ -120,7 +124,7 @@ class Spill:
                 self.failures += 1
                 log.error("%s is not spilled to %s", snapshot, self.directory, exc_info=error)
 
-    def _take(self) -> tuple[Snapshot, str] | list[Kept] | None:
+    def _take(self) -> tuple[Snapshot, str] | list[StoredSnapshot] | None:
         """What to write next, or versions to remove; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._wanted or self._dropped)
@@ -136,16 +140,16 @@ class Spill:
 
     def _write(self, snapshot: Snapshot, root_digest: str) -> None:
         manifest, started = snapshot.manifest, time.monotonic()
-        made = Kept(self.directory, manifest, root_digest, tuple(snapshot.digests()))
+        made = StoredSnapshot(self.directory, manifest, root_digest, tuple(snapshot.digests()))
         self._make_room(manifest)
-        kept.copy_out([file.view() for file in snapshot.files], made, snapshot.reading)
+        stored.copy_out([file.view() for file in snapshot.files], made, snapshot.reading)
         seconds = time.monotonic() - started
         log.info("%s spilled, %s in %.2f s", snapshot, show_bytes(manifest.size_bytes), seconds)
         with self._changed:
             self._found[manifest.model, manifest.version] = made
         for one in self._older(manifest, self._retain - 1):
             self._remove(one)
-        self._wrote(manifest)
+        self._report()
 
     def _make_room(self, manifest: Manifest) -> None:
         """Where the disk is full, its older versions go before their time. OSError when even that is too little.
@@ -168,50 +172,36 @@ class Spill:
             self._remove(one)
             missing -= one.manifest.size_bytes
 
-    def _older(self, manifest: Manifest, keep: int) -> list[Kept]:
+    def _older(self, manifest: Manifest, keep: int) -> list[StoredSnapshot]:
         """What is on disk of a model before this version, the oldest first, without the newest `keep` of it."""
         with self._changed:
             of = sorted(v for model, v in self._found if model == manifest.model and v < manifest.version)
             return [self._found[manifest.model, version] for version in of[: max(0, len(of) - keep)]]
 
-    def _remove(self, one: Kept) -> None:
+    def _remove(self, one: StoredSnapshot) -> None:
         with self._changed:
             del self._found[one.manifest.model, one.manifest.version]
-        kept.remove(one)
-        self._wrote(one.manifest)
-
-
-def _lock(directory: Path) -> int:
-    """A relay removes what it finds half-written there, so nobody else may be writing."""
-    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise Conflict(f"{directory} is in use by another relay", hint="give each relay its own --spill") from error
-    except OSError as error:
-        os.close(fd)
-        raise Unavailable(f"cannot lock {directory}: {error.strerror}", hint="choose another --spill") from error
-    return fd
+        stored.remove(one)
+        self._report()
 
 
 class FileLink:
-    """One stripe's reading of a spilled version, behind the seam that sockets are behind too."""
+    """One stripe's reading of a spilled version, as a `Link`."""
 
     transport = "file"
     rtt_s = 0.0
 
-    def __init__(self, found: Kept) -> None:
+    def __init__(self, found: StoredSnapshot) -> None:
         self._found = found
         self._chunks = ChunkMap.of(found.manifest)
-        self._asked: list[Want] = []
+        self._requested: list[Want] = []
         self._fds: dict[int, int] = {}
 
-    def ask(self, want: Want) -> None:
-        self._asked.append(want)
+    def request(self, want: Want) -> None:
+        self._requested.append(want)
 
     def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
-        want, began_at = self._asked.pop(0), time.monotonic()
+        want, began_at = self._requested.pop(0), time.monotonic()
         chunk = self._chunks.chunk(want.index)
         target = place(want.index)
         upto = want.from_byte

@@ -14,10 +14,10 @@ INLINE void copy_chunk(char *to, const char *const *pieces, const size_t *sizes,
     write_digest(lanes, to, total, digest);
 }
 
-/* Copies chunks to `to`, one after the other, each from as many of the pieces as `counts` says, and writes a digest of 16
+/* Copies chunks to `to`, one after the other, each from as many of the pieces as `counts` has, and writes a digest of 16
 bytes for each. Returns 0 where it cannot: for a processor without AVX2, a chunk of few bytes, or one that would begin
-within a cache line. Target and pieces do not overlap. When it returns every byte is visible to all who see anything
-written after it. */
+within a cache line. Target and pieces do not overlap. When it returns every byte is visible to any thread or process that
+sees something written after it. */
 VECTOR int laminar_copy_digest(char *to, const char *const *pieces, const size_t *sizes, const size_t *counts,
                                size_t num_chunks, uint8_t *digests) {
     if (!has_stream())

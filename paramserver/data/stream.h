@@ -1,7 +1,7 @@
 /* Copies memory with stores that pass by the caches, and digests it on the way.
 
 An ordinary store reads its cache line from memory before it writes it: a copy of what no cache holds moves three bytes
-for each. glibc's memcpy uses streaming stores, too, but only in one call of about a third of what the processor says of
+for each. glibc's memcpy uses streaming stores, too, but only in one call of about a third of what the processor reports of
 its last-level cache, 190 MiB on some hosts; tensors are smaller. Its trick is here as well: pages are written side by side,
 since one after the other leaves most of the memory's banks idle. It takes four; two are better into huge pages, by a tenth,
 and worse into small ones by a thirtieth.
@@ -17,7 +17,7 @@ them, which are still in the core's first cache, are digested. */
 #include <immintrin.h>
 
 #define LAMINAR_STREAM 1
-#define VECTOR __attribute__((target("avx2"))) /* `has_stream` is asked first */
+#define VECTOR __attribute__((target("avx2"))) /* check `has_stream` first */
 #define INLINE static inline __attribute__((always_inline, target("avx2")))
 
 enum { LINE = 64, PAGE = 4096, PAGES = 2, GROUP = PAGES * PAGE, AHEAD = 512 };

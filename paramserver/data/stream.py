@@ -1,7 +1,8 @@
 """Copying large pieces of memory beside the caches and digesting them on the way, by the library made of `stream.c`.
 
-Where that is not there, or not for this processor, numpy copies and xxhash digests, block by block.
-Invariants: target and pieces do not overlap; other threads run meanwhile; what was copied is there for whoever is told.
+Where that is missing, or does not fit the processor, numpy copies and xxhash digests, block by block.
+Invariants: target and pieces do not overlap; other threads run meanwhile; when a call returns, every byte is visible to
+any thread or process that sees something written after it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _address(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> int:
 
 
 def through_caches(target: memoryview, pieces: Sequence[memoryview]) -> bytes:
-    """As `copy`, for one chunk and a target that is read soon."""
+    """As `copy`, for one chunk whose target is read soon."""
     hasher, at = xxhash.xxh3_128(), 0
     for piece in pieces:
         for start in range(0, len(piece), BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""The asking side of the data port over plain TCP sockets, which are received straight into the mapped pool."""
+"""The fetching side of the data port over plain TCP sockets, which are received straight into the mapped pool."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ CONNECT_TIMEOUT_S = 2.0
 
 
 class TcpLink:
-    """A connection on which silence longer than `silence_s` counts as death. Bytes and ALIVE count as life, and so does
-    what arrives behind a lost packet: a slow link that drops some is silent to us for longer than a dead host may be.
+    """A connection on which silence longer than `silence_s` counts as death.
+
+    Bytes and ALIVE are signs of life. So is what arrives behind a lost packet, which the kernel keeps back until that
+    one was sent again: on a slow link with losses that takes longer than `silence_s`.
     """
 
     transport = "tcp"
@@ -30,7 +32,7 @@ class TcpLink:
     ) -> None:
         self.source = source
         self.silence_s = silence_s
-        self._asked: deque[Want] = deque()
+        self._requested: deque[Want] = deque()
         self._num_behind_lost = 0
         connecting_at = time.monotonic()
         self._sock = frames.connect(source.address, CONNECT_TIMEOUT_S, bind_host=bind_host)
@@ -50,11 +52,11 @@ class TcpLink:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def ask(self, want: Want) -> None:
-        self.request(want)
-        self._asked.append(want)
-
     def request(self, want: Want) -> None:
+        self.send_request(want)
+        self._requested.append(want)
+
+    def send_request(self, want: Want) -> None:
         flags = frames.FLAG_SUSPECT if want.suspect else 0
         frames.send_all(self._sock, frames.REQUEST.pack(Kind.GET, flags, want.index, want.from_byte))
 
@@ -67,13 +69,13 @@ class TcpLink:
     def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
         while (header := self.header()).kind is Kind.ALIVE:
             pass
-        want = self._asked.popleft()
+        want = self._requested.popleft()
         target = place(want.index)
         if header.kind is not Kind.DATA or (header.index, header.from_byte, header.from_byte + header.length) != (
             want.index,
             want.from_byte,
             len(target),
-        ):  # taken at its word, a header that was damaged would have bytes written over another chunk
+        ):  # else a damaged header would have bytes written over another chunk
             raise LinkBroken(f"{header} answers chunk {want.index} from byte {want.from_byte}")
         began_at = time.monotonic()
         upto = header.from_byte
@@ -87,7 +89,7 @@ class TcpLink:
         self._sock.close()
 
     def header(self) -> Header:
-        """The next frame's. Raises what a refusal says."""
+        """That of the next frame. Raises the error of a refusal."""
         buffer = bytearray(frames.HEADER.size)
         filled = 0
         while filled < len(buffer):
@@ -101,8 +103,8 @@ class TcpLink:
             raise LinkBroken(f"unexpected frame kind {kind}")
         return Header(Kind(kind), index, from_byte, length, digest)
 
-    def last_word(self, timeout_s: float) -> None:
-        """Raises what ends the connection if that is heard within `timeout_s`: a refusal, or LinkBroken."""
+    def raise_refusal(self, timeout_s: float) -> None:
+        """Raises what ends the connection within `timeout_s`: a refusal, or LinkBroken; returns when nothing does."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._sock], [], [], left)[0]:
@@ -111,16 +113,16 @@ class TcpLink:
     def _some(self, receive: Callable[[], int]) -> int:
         """At least one byte by `receive`, sending ALIVE while none comes; LinkBroken after `silence_s` without any.
 
-        Silence is the sum of looks that a heartbeat ends, not a difference of times: who was stopped for a while, with
-        its whole host perhaps, has to listen first.
+        Silence is a sum of waits, each of a heartbeat at most, and no difference of times: a process that was itself
+        stopped for a while, perhaps with its whole host, must read what came meanwhile before it calls the peer dead.
         """
-        looked_at, silent_s = time.monotonic(), 0.0
+        waited_from, silent_s = time.monotonic(), 0.0
         while True:
             try:
                 num = receive()
             except BlockingIOError:
                 now = time.monotonic()
-                looked_at, silent_s = now, silent_s + min(now - looked_at, frames.LOOK_S_MAX)
+                waited_from, silent_s = now, silent_s + min(now - waited_from, frames.LOOK_S_MAX)
                 if (num_behind := frames.out_of_order(self._sock)) != self._num_behind_lost:
                     silent_s, self._num_behind_lost = 0.0, num_behind
                 if silent_s > self.silence_s:

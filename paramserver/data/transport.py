@@ -1,4 +1,4 @@
-"""The transport seam: how a fetch asks a holder for chunks. TCP, NIXL (RDMA), or a disk."""
+"""The transport seam: how a fetch requests chunks of a holder. TCP, NIXL (RDMA), or a disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paramserver.data.frames import Greeting
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Somebody who may have the version."""
+    """A relay, or a disk, that may have the version."""
 
     name: str
     address: str
@@ -23,7 +23,7 @@ class Arrived:
     """The rest of a chunk lies in place; `digest` is what the publisher computed for the whole chunk.
 
     `began_at`: monotonic seconds when the holder had it and began to send; `num_bytes` came since.
-    `found`: the digest of what lies there, where the link computed it as the bytes came; None: it did not.
+    `found`: the digest of the bytes in place, where the link computed it as they came; None: it did not.
     """
 
     index: int
@@ -42,14 +42,14 @@ class Link(Protocol):
     rtt_s: float
     """The network's round trip, in seconds."""
 
-    def ask(self, want: Want) -> None:
+    def request(self, want: Want) -> None:
         """Requests the rest of a chunk; answers come in order."""
 
     def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
-        """The next answer, written into `place(index)`; `received(index, upto_byte)` is told of progress."""
+        """The next answer, written into `place(index)`; calls `received(index, upto_byte)` with its progress."""
 
     def alive(self) -> None:
-        """Says that this side lives though it asks for nothing."""
+        """A sign of life from a side that requests nothing."""
 
     def close(self) -> None: ...
 

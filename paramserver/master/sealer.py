@@ -2,9 +2,14 @@
 
 Invariants:
 - a version is announced in the registry under the guard that its number is new;
-- sealing is one transaction: "I am master in this epoch, and this version has neither seal nor end"; a
-  transaction whose outcome is not known is settled by reading back before anything is answered;
-- a version that cannot be sealed any more ends as aborted, and its ticket says why.
+- sealing is one transaction, the commit point, with three guards: this relay is master in the version's epoch, and the
+  version has neither a seal nor an end;
+- a transaction whose outcome is unknown is *in doubt*: it is settled by reading back before any ticket reports it;
+- a version that cannot be sealed any more ends as aborted, and its ticket reports why.
+
+Why doubts are read back: etcd may have applied a transaction whose reply was lost. Taken for failed, the version would
+be given up while other relays show it as sealed; sent again without a look, it would be refused by its own guard (there
+is a seal now), and that refusal looks like another master's.
 """
 
 from __future__ import annotations
@@ -12,49 +17,55 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
 
 import msgspec
 
+from paramserver.background import BackgroundTasks, FailureLog
 from paramserver.core import view as keys
 from paramserver.core.records import Ended, Epoch, Manifest, Sealed
-from paramserver.master.drafts import Draft
-from paramserver.membership.registry import Absent, Put
-from paramserver.relay.member_lease import RETRY_S, MemberLease
+from paramserver.master.drafts import Draft, Drafts
+from paramserver.membership.registry import RETRY_S, Absent, Put
+from paramserver.relay.elections import Elections
+from paramserver.relay.models import ModelTable
+from paramserver.relay.reconciler import Reconciler
 from paramserver.relay.relay import Relay
-from paramserver.troubles import Troubles
 from protos.errors import LaminarError, StaleEpoch, Unavailable
 
 log = logging.getLogger(__name__)
 
 UNFORESEEN_RETRY_S = 1.0
-REASON_MAX = 1000  # characters of why a version was given up: the registry keeps them, and everybody is told
+REASON_MAX = 1000  # characters of why a version was given up: the registry keeps them, and every ticket shows them
 
 
 class Sealer:
     """Owns the tasks that record and seal: at most two for each draft."""
 
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._troubles = Troubles(log)
+    def __init__(
+        self,
+        relay_name: str,
+        elections: Elections,
+        relay: Relay,
+        reconciler: Reconciler,
+        *,
+        models: ModelTable,
+        drafts: Drafts,
+        relay_tasks: BackgroundTasks,
+    ) -> None:
+        """`relay_tasks` are finished before the relay gives its lease up; the sealer's own are cancelled."""
+        self._name, self._elections = relay_name, elections
+        self._relay, self._reconciler = relay, reconciler
+        self._models, self._drafts = models, drafts
+        self._relay_tasks, self._tasks = relay_tasks, BackgroundTasks(log)
+        self._failures = FailureLog(log)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        await self._tasks.cancel()
 
     # ---- announced
 
     def announce(self, draft: Draft) -> None:
         """Records the announcement in the background: the trainer copies meanwhile, and sealing waits for it."""
-        draft.recording = self._spawn(self._try_to_record(draft))
+        draft.recording = self._tasks.spawn(self._try_to_record(draft))
 
     async def _try_to_record(self, draft: Draft) -> None:
         try:
@@ -66,56 +77,59 @@ class Sealer:
             log.info("%s", error)
             if draft.state == "writing":  # one that was committed is settled by who seals it
                 self.fail(draft, self._why_stale(draft))
-        except LaminarError as error:  # what the registry refuses now it refuses whenever it is asked
+        except LaminarError as error:  # a refusal, not an outage: another try would be refused, too
             self.fail(draft, f"it cannot be announced: {error}")
         except Exception as error:  # noqa: BLE001  (who seals it tries again)
-            self._troubles.met(f"{draft.snapshot} is announced here only", error)
+            self._failures.failed(f"{draft.snapshot} is announced here only", error)
 
     def _why_stale(self, draft: Draft) -> str:
-        """Why this relay may not seal the version, as far as it can know."""
-        seen = self._relay.view.masters.get(draft.manifest.model)
-        if seen is not None and not self._relay.seat.is_master(draft.manifest.model):
-            return f"{seen.master.name} became master"
+        """Why this relay may not seal the version, as far as its view goes."""
+        other = self._elections.other_master(draft.manifest.model)
+        if other:
+            return f"{other} became master"
         return "this relay lost its election: its lease in the registry ran out"
 
     async def _record(self, draft: Draft) -> None:
-        """Writes the announcement, after which relays begin to fetch."""
+        """Writes the announcement, after which relays begin to fetch.
+
+        A refusal means that the key is there, or that the election is over; the fresh view distinguishes the two. The
+        key can only be an earlier try of this call, whose reply was lost: within this epoch nobody else writes it.
+        """
         manifest = draft.manifest
         key = keys.version_key(manifest.model, manifest.version, "announced")
         writes = [
             Put(key, msgspec.json.encode(draft.announced)),
             Put(keys.plan_key(manifest.model), msgspec.json.encode(draft.announced.plan)),
         ]
-        seat = self._relay.seat
-        if not await seat.as_master(manifest.epoch, manifest.model, [Absent(key)], writes):
+        if not await self._elections.as_master(manifest.epoch, manifest.model, [Absent(key)], writes):
             await self._relay.refresh()
-            if seat.epoch(manifest.model) != manifest.epoch:
-                raise StaleEpoch(f"{self._relay.config.name} is no longer master of {manifest.model}")
-        draft.recorded = True  # the only other writer of this key in this epoch is an earlier try of this call
+            if self._elections.epoch(manifest.model) != manifest.epoch:
+                raise StaleEpoch(f"{self._name} is no longer master of {manifest.model}")
+        draft.recorded = True
         log.info("%s is in the registry: relays fetch it", draft.snapshot)
 
     # ---- sealed
 
     def begin(self, draft: Draft) -> None:
-        """All is written: seals in the background, however long the registry is away."""
-        self._spawn(self._seal_until_settled(draft))
+        """Every byte is committed: seals in the background, however long the registry is away."""
+        self._tasks.spawn(self._seal_until_settled(draft))
 
     async def _seal_until_settled(self, draft: Draft) -> None:
-        """Retries while the registry is away: the version stays at `copied` until the outcome is known."""
+        """Retries while the registry is away: the version stays at *copied* until the outcome is known."""
         if draft.recording is not None:
             await draft.recording
         while draft.state == "committed":
             try:
                 await self._try_to_seal(draft)
             except Unavailable as error:
-                self._troubles.met(f"{draft.snapshot} is not sealed yet", error)
+                self._failures.failed(f"{draft.snapshot} is not sealed yet", error)
                 await asyncio.sleep(RETRY_S)
             except LaminarError as error:
                 self.fail(draft, f"it cannot be sealed: {error}")
             except Exception as error:  # noqa: BLE001  (its ticket is in doubt, not lost; it is tried again)
-                self._troubles.met(f"{draft.snapshot} is not sealed yet", error)
+                self._failures.failed(f"{draft.snapshot} is not sealed yet", error)
                 await asyncio.sleep(UNFORESEEN_RETRY_S)
-        self._troubles.over(f"{draft.snapshot} is not sealed yet")
+        self._failures.recovered(f"{draft.snapshot} is not sealed yet")
 
     async def _try_to_seal(self, draft: Draft) -> None:
         try:
@@ -139,7 +153,7 @@ class Sealer:
         seal_key = keys.version_key(manifest.model, manifest.version, "sealed")
         guards = [Absent(seal_key), Absent(keys.version_key(manifest.model, manifest.version, "ended"))]
         draft.in_doubt = True
-        done = await self._relay.seat.as_master(
+        done = await self._elections.as_master(
             manifest.epoch, manifest.model, guards, [Put(seal_key, msgspec.json.encode(sealed))]
         )
         if done:
@@ -148,9 +162,9 @@ class Sealer:
             await self._read_back(draft, "the sealing transaction was refused")
 
     async def _read_back(self, draft: Draft, why: str) -> None:
-        """Settles a doubt: an earlier try may have sealed it, or a newer master may have ended it."""
+        """Settles a doubt: an earlier try may have sealed the version, or a newer master may have ended it."""
         await self._relay.refresh()
-        state = self._relay.of(draft.manifest.model).get(draft.manifest.version)
+        state = self._models.of(draft.manifest.model).get(draft.manifest.version)
         assert state is not None
         if state.sealed is not None and state.sealed.root_digest == draft.root:
             self._sealed(draft, state.sealed)
@@ -160,11 +174,10 @@ class Sealer:
     def _sealed(self, draft: Draft, sealed: Sealed) -> None:
         draft.state = "sealed"
         log.info("%s sealed, root %s", draft.snapshot, sealed.root_digest)
-        self._relay.record(sealed.model, sealed.version, sealed)
-        self._relay.wake()
+        self._reconciler.record(sealed.model, sealed.version, sealed)
 
     def fail(self, draft: Draft, reason: str) -> None:
-        """Ends a version that was never sealed, here and (when this relay may still say so) for everybody."""
+        """Ends a version that was never sealed: here, and in the registry if this relay is still master."""
         if draft.state in ("sealed", "failed"):
             return
         reason = reason[:REASON_MAX]
@@ -172,29 +185,22 @@ class Sealer:
         manifest = draft.manifest
         log.warning("%s is given up: %s", draft.snapshot, reason)
         ended = Ended("aborted", reason)
-        if not self.is_current(draft):
+        if not self._drafts.is_current(draft):
             return
-        self._relay.record(manifest.model, manifest.version, ended)
-        self._relay.spawn(self._write_end(manifest, ended))
-        self._relay.wake()
+        self._reconciler.record(manifest.model, manifest.version, ended)
+        self._relay_tasks.spawn(self._write_end(manifest, ended))
 
     async def _write_end(self, manifest: Manifest, ended: Ended) -> None:
         try:
-            await end_version(self._relay.seat, manifest.model, manifest.version, manifest.epoch, ended)
+            await end_version(self._elections, manifest.model, manifest.version, manifest.epoch, ended)
         except (Unavailable, StaleEpoch) as error:
             log.info("the next master ends version %d: %s", manifest.version, error)
 
-    def is_current(self, draft: Draft) -> bool:
-        """Whether the number is still this draft's: one never recorded may be given again by another master."""
-        state = self._relay.of(draft.manifest.model).get(draft.manifest.version)
-        of = state.announced.manifest.epoch if state is not None and state.announced is not None else None
-        return of is None or of == draft.manifest.epoch
 
-
-async def end_version(seat: MemberLease, model: str, version: int, epoch: Epoch, ended: Ended) -> None:
+async def end_version(elections: Elections, model: str, version: int, epoch: Epoch, ended: Ended) -> None:
     """Records the end of a version, as its model's master. What was sealed can be lost, but not aborted."""
     key = keys.version_key(model, version, "ended")
     guards = [Absent(key)]
     if ended.why == "aborted":
         guards.append(Absent(keys.version_key(model, version, "sealed")))
-    await seat.as_master(epoch, model, guards, [Put(key, msgspec.json.encode(ended))])
+    await elections.as_master(epoch, model, guards, [Put(key, msgspec.json.encode(ended))])

@@ -1,4 +1,4 @@
-"""Who is alive, who is master, what is sealed: the registry seam, etcd behind it, and an etcd for laptops."""
+"""The registry of live relays, masters and sealed versions: its seam, etcd behind it, and an etcd for laptops."""
 
 from paramserver.membership.etcd import EtcdRegistry
 from paramserver.membership.local import LocalEtcd

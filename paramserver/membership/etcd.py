@@ -1,7 +1,7 @@
 """The registry in etcd.
 
 Traps of the client that this module covers: a call without a timeout may wait for ever; a compacted watch skips
-what it missed without a word; so does one that reconnects while it is catching up (it goes on after the store's
+what it missed and reports nothing; so does one that reconnects while it is catching up (it goes on after the store's
 revision, not after the last event); the client's own keepalive reports life through an outage; a message of more
 than gRPC's limit fails whole, so lists come in pages of one revision; keys may be any bytes.
 """
@@ -19,6 +19,7 @@ from etcd3aio import Etcd3Client, EtcdError
 from etcd3aio.kv import KVService, prefix_range_end
 
 from paramserver.membership.registry import (
+    RETRY_S,
     Absent,
     Changed,
     Entry,
@@ -36,10 +37,8 @@ from protos.errors import InvalidRequest, LaminarError, TooLarge, Unavailable
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
-START_TIMEOUT_S = (
-    10.0  # of a process that has nothing to go on with: it would end for an etcd that is busy for a moment
-)
-RETRY_S = 0.3
+START_TIMEOUT_S = 10.0
+"""At the start there is no last view to go on with: the process would end for an etcd that is busy for a moment."""
 RECONNECT_MAX_S = 1.0  # an etcd that is back is found within this, however long it was away
 PAGE_KEYS = 256  # of a list in one answer; fewer when their values are too large for one message
 MESSAGE_BYTES_MAX = 16 << 20  # an answer; gRPC's default of 4 MiB is less than one watch may bring after an outage
@@ -64,7 +63,7 @@ class EtcdRegistry:
 
     @classmethod
     async def connect(cls, endpoint: str, *, timeout_s: float = CALL_TIMEOUT_S) -> EtcdRegistry:
-        """Connects and asks once. Unavailable when nothing that speaks etcd answers there."""
+        """Connects and reads one key. Unavailable when nothing that speaks etcd answers there."""
         registry = cls(endpoint, timeout_s=timeout_s)
         try:
             await registry._client.connect()
@@ -179,20 +178,21 @@ class EtcdRegistry:
         return self._client.kv
 
     async def _call(self, call: Awaitable[T], what: str) -> T:
-        """grpc.aio takes a cancellation that comes while a call ends for its own, and returns what came of the call.
+        """Awaits the call, and keeps a cancellation.
 
-        Who was cancelled would go on then, for ever if it is a task in a loop: a relay did not end on SIGTERM.
+        grpc.aio swallows one that comes while a call ends, and returns the call's outcome. The cancelled task would go
+        on then, for ever if it is a loop: a relay did not end on SIGTERM.
         """
         task = asyncio.current_task()
         assert task is not None
         cancelled_before = task.cancelling()
         try:
-            return await self._in_our_words(call, what)
+            return await self._translate_errors(call, what)
         finally:
             if task.cancelling() > cancelled_before:
                 raise asyncio.CancelledError
 
-    async def _in_our_words(self, call: Awaitable[T], what: str) -> T:
+    async def _translate_errors(self, call: Awaitable[T], what: str) -> T:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
@@ -203,7 +203,7 @@ class EtcdRegistry:
             raise Unavailable(f"etcd at {self.endpoint} did not answer {what}: {_cause(error)}") from error
 
     def _error(self, code: grpc.StatusCode, details: str, what: str) -> LaminarError:
-        """Unavailable when it may be done by another try; what etcd refuses whenever it is asked is no outage."""
+        """Unavailable when another try may succeed; what etcd refuses each time is no outage."""
         refused = f"etcd at {self.endpoint} refuses {what}: {details}"
         match code:
             case grpc.StatusCode.OUT_OF_RANGE:
@@ -234,7 +234,7 @@ def _cause(error: EtcdError | grpc.aio.AioRpcError) -> str:
 
 
 def _text(key: bytes) -> str:
-    """A key; what is not UTF-8 in it stands in escapes, since whoever wrote it must not keep others from reading."""
+    """A key; what is not UTF-8 in it stands in escapes: such a key must not keep others from being read."""
     return key.decode(errors="backslashreplace")
 
 

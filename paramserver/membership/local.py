@@ -4,7 +4,7 @@ Invariants:
 - one whose data is kept comes back with it under the same address, so that versions go on where they were;
 - its data and its port have one process at a time;
 - a start that fails leaves no data behind: the folder that it made goes again with an error before `settle`;
-- one that dies while it is kept (`keep`) is started again on the same address, with its data.
+- one that dies under `keep` is started again on the same address, with its data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 PORT_FILE = "port"
 START_TIMEOUT_S = 20.0
 AGAIN_S = (0.2, 1.0, 5.0)  # before it is started again; the last of them for ever
-WORDS_BYTES = 32 << 10  # of what it said last: a panic's message stands before its stack
+OUTPUT_BYTES = 32 << 10  # of its last output: a panic's message stands before its stack
 PORT_MIN = 20_000  # of those chosen here: well-known services have lower ones
 PORTS_TRIED = 64
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -69,10 +69,10 @@ class LocalEtcd:
         self._keep = data_dir
         self._port = port
         self._lock_fd: int | None = None
-        self._made = False  # the folder, by this start, and nobody was told of what is in it
+        self._made = False  # the folder, by this start, and its etcd has not served anybody yet
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._saying: asyncio.Task[bytes] | None = None
+        self._output: asyncio.Task[bytes] | None = None
         self.endpoint = ""
 
     @property
@@ -85,7 +85,7 @@ class LocalEtcd:
             self._scratch = tempfile.TemporaryDirectory(prefix="laminar-etcd-")
         else:
             self._claim(self._keep)
-        for attempt in range(1, _ATTEMPTS + 1):  # a free port may be taken between asking and binding
+        for attempt in range(1, _ATTEMPTS + 1):  # a free port may be taken between choosing and binding
             try:
                 await self.start()
                 self._remember_port()
@@ -129,10 +129,10 @@ class LocalEtcd:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for its starter, which has something to tell it before it ends
+            start_new_session=True,  # Ctrl-C is for its starter, which still needs it while it shuts down
         )
         assert self._process.stderr is not None
-        self._saying = asyncio.ensure_future(_last_words(self._process.stderr))
+        self._output = asyncio.ensure_future(_last_output(self._process.stderr))
         await self._wait_ready()
 
     async def keep(self) -> None:
@@ -141,7 +141,8 @@ class LocalEtcd:
         while True:
             if self._process is None or self._process.returncode is None:
                 status = await self.wait()
-                log.error("etcd at %s ended with %d and is started again: %s", endpoint, status, await self._words())
+                reason = await self._end_reason()
+                log.error("etcd at %s ended with %d and is started again: %s", endpoint, status, reason)
             await asyncio.sleep(AGAIN_S[min(failures, len(AGAIN_S) - 1)])
             try:
                 self.endpoint = endpoint
@@ -183,8 +184,8 @@ class LocalEtcd:
             ) from error
         self._made = made
         with contextlib.suppress(FileNotFoundError, ValueError):  # its first life
-            told = int((directory / PORT_FILE).read_text())
-            self._port = self._port or (told if 0 < told <= PORT_MAX else 0)
+            remembered = int((directory / PORT_FILE).read_text())
+            self._port = self._port or (remembered if 0 < remembered <= PORT_MAX else 0)
 
     def _remember_port(self) -> None:
         if self._keep is not None:
@@ -193,7 +194,7 @@ class LocalEtcd:
             partial.rename(self._keep / PORT_FILE)
 
     def settle(self) -> None:
-        """Somebody was told of it: from now on its data is kept, whatever comes."""
+        """It was announced to others: from now on its data is kept, whatever comes."""
         self._made = False
 
     async def kill(self) -> None:
@@ -229,7 +230,7 @@ class LocalEtcd:
             if self._process.returncode is not None:
                 endpoint, self.endpoint = self.endpoint, ""
                 raise Unavailable(
-                    f"etcd ended with {self._process.returncode} at start on {endpoint}: {await self._words()}",
+                    f"etcd ended with {self._process.returncode} at start on {endpoint}: {await self._end_reason()}",
                     hint=f"its data is in {self.directory}: does it fit there, and may it be written? Versions are "
                     "counted in it: if it is damaged, remove it and go on with `paramserver adopt --continues`",
                 )
@@ -243,10 +244,10 @@ class LocalEtcd:
             return
         raise Unavailable(f"etcd did not serve on {self.endpoint} within {START_TIMEOUT_S} s")
 
-    async def _words(self) -> str:
-        """Why it ended, as it said itself."""
-        assert self._saying is not None
-        return _cause(await self._saying)
+    async def _end_reason(self) -> str:
+        """Why it ended, by its own output."""
+        assert self._output is not None
+        return _cause(await self._output)
 
     async def _end(self) -> None:
         if self._process is None or self._process.returncode is not None:
@@ -270,30 +271,30 @@ class LocalEtcd:
             self._lock_fd = None
 
 
-async def _last_words(stream: asyncio.StreamReader) -> bytes:
-    """What came last of all that a process says, once it has ended."""
-    words = b""
-    while piece := await stream.read(WORDS_BYTES):
-        words = (words + piece)[-WORDS_BYTES:]
-    return words
+async def _last_output(stream: asyncio.StreamReader) -> bytes:
+    """The last of a process's output, once it has ended."""
+    output = b""
+    while piece := await stream.read(OUTPUT_BYTES):
+        output = (output + piece)[-OUTPUT_BYTES:]
+    return output
 
 
-def _cause(words: bytes) -> str:
+def _cause(output: bytes) -> str:
     """Of etcd's lines of JSON the last one that names an error; else its last line."""
-    lines = words.decode(errors="replace").split("\n")
+    lines = output.decode(errors="replace").split("\n")
     for line in reversed(lines):
         with contextlib.suppress(ValueError, AttributeError):
-            said = json.loads(line)
-            if said.get("error"):
-                return f"{said.get('msg', '')}: {said['error']}"
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it did not say why")[:500]
+            entry = json.loads(line)
+            if entry.get("error"):
+                return f"{entry.get('msg', '')}: {entry['error']}"
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it gave no reason")[:500]
 
 
 def free_port(*, besides: int = 0) -> int:
-    """A port on which nobody listens, and which the kernel gives to nobody who does not ask for it by number.
+    """A port on which nobody listens, outside of those that the kernel chooses for connections.
 
-    So it is still free a moment later, and when who had it comes back to it: any connection of this host may be given
-    one of the others meanwhile.
+    So it is still free a moment later, and when its process comes back to it: a port of the kernel's own range may be
+    given to any connection of this host meanwhile.
     """
     for port in random.SystemRandom().sample(range(PORT_MIN, _first_ephemeral_port()), PORTS_TRIED):
         if port != besides:
@@ -305,7 +306,7 @@ def free_port(*, besides: int = 0) -> int:
 
 
 def _first_ephemeral_port() -> int:
-    """The kernel's own choices begin here; the usual one where it does not tell, or where they leave no room."""
+    """The kernel's own choices begin here; the usual value where it is not known, or where they leave no room."""
     with contextlib.suppress(OSError, ValueError):
         first = int(EPHEMERAL_PORTS.read_text().split()[0])
         if first >= PORT_MIN + PORTS_TRIED:

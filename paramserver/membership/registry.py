@@ -6,7 +6,7 @@ Invariants that every implementation keeps (the contract suite checks them):
 - a transaction of more than `OPERATIONS_MAX` guards or writes is refused (TooLarge), as etcd refuses it: who writes
   more writes it in `parts`, each of which stands for itself;
 - a watch begins with the state and then gives every change in revision order; when it cannot (compaction,
-  a wiped store) it gives the state again and says so.
+  a wiped store) it gives the whole state again, as a `State` event.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 
 from protos.errors import TooLarge
 
+RETRY_S = 0.3  # between two tries of a registry that is away
 OPERATIONS_MAX = 128
 """Guards, and writes, in one transaction: etcd's default (`--max-txn-ops`)."""
 

@@ -56,12 +56,12 @@ class FileMapping:
         self._advise(COLLAPSE, start, num_bytes)
 
     def populate(self, start: int, num_bytes: int) -> None:
-        """Maps the pages of a range for writing, in one call. OSError where the kernel does not know how."""
+        """Maps the pages of a range for writing, in one call. OSError where the kernel lacks it."""
         begin = start - start % mmap.PAGESIZE
         self._advise(POPULATE_WRITE, begin, start + num_bytes - begin)
 
     def prefer_huge(self) -> None:
-        """For what is allocated later: heeded by a tmpfs mounted with huge=advise."""
+        """For what is allocated later, on a tmpfs mounted with huge=advise."""
         self._advise(mmap.MADV_HUGEPAGE, 0, self._size_bytes)
 
     def _advise(self, advice: int, start: int, num_bytes: int) -> None:

@@ -1,15 +1,22 @@
 """The buffer pool: whole files in shared memory, allocated and touched before the relay is ready, reused only
-when nobody else maps them.
+when no other process maps them.
 
 Invariants:
 - files in use, free and quarantined together with the unallocated rest never exceed `pool_bytes`;
 - whatever the kernel may take long for (allocating, freeing, touching) happens outside `_mutex`, so that an event loop
-  may take that one at any time; only who has `_shaping` makes files or changes their sizes, in a thread of its own;
-- room is promised (`reserve`) before it is there (`fill`): what was promised to one is refused to everybody else;
+  may take that one at any time; only the holder of `_shaping` makes files or changes their sizes, in its own thread;
+- room is promised (`reserve`) before it is there (`fill`): what was promised to one version is refused to all others;
 - the relay keeps exactly one open description per file, so that a write lease on it (`F_SETLEASE F_WRLCK`) is
   refused exactly while a reader elsewhere still has the file open or mapped;
 - a file leaves its published path before it is checked, and is never shortened while a foreign mapping may live;
 - memory is allocated with `fallocate`: a full tmpfs refuses here and kills no writer later.
+
+Why reuse needs a check: an mmap cannot be revoked. A reader whose pin lapsed, or that never had one, may keep the file
+mapped for as long as it likes. Written again under it, the file would silently show that reader the next version;
+shortened, it would kill the reader with SIGBUS. So the end of the last pin starts a check and never a reuse: first the
+path goes, so that no new reader can come, then the kernel is queried about the readers that are left. A file that still
+has one is quarantined, counted, and checked again. A publisher maps through the relay's own descriptor, so it does not
+block the check; it may write only until its commit.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ from pathlib import Path
 
 from paramserver.config import show_bytes
 from paramserver.memory.mapping import HUGE_BYTES, FileMapping, mount_of
+from paramserver.memory.stored import lock_directory
 from protos.errors import Conflict, OutOfCapacity, TooLarge, Unavailable
 
 log = logging.getLogger(__name__)
@@ -38,7 +46,7 @@ log = logging.getLogger(__name__)
 NUM_BLANKS = 4  # the pool starts as at least as many warm files: two retained, one in transit, one quarantined
 BLANK_BYTES_MAX = (4 << 30) + (1 << 20)  # a file of the SDK's default size with its header is cut without allocating
 LAYOUTS_MAX = 16  # models for whose next version the pool keeps files of the right sizes
-PIECE_BYTES = 256 << 20  # allocated, or touched, at once: how long an order to stop may wait
+PIECE_BYTES = 256 << 20  # allocated, or touched, at once: how long a stop may wait
 SMALL_BYTES = 1 << 20  # a smaller file is not worth cutting from a warm one
 OURS = {".lock", "free", "filling", "snapshots", "records", "publish.sock"}  # all that a relay puts into its directory
 
@@ -56,7 +64,8 @@ class PoolFile:
         self._map: FileMapping | None = None
 
     def allocate(self, grown: Callable[[int], None]) -> None:
-        """Gets its memory from the kernel. `grown` is told of each piece, and may raise to stop: the file is gone then.
+        """Gets its memory from the kernel. `grown` is called with each piece, and may raise to stop: the file goes
+        then.
 
         In huge pages, as far as the kernel gives them. Raises OutOfCapacity when the file system has less.
         """
@@ -89,7 +98,7 @@ class PoolFile:
             if num_bytes:
                 self._mapping().collapse(start, num_bytes)
         except OSError as error:  # an older kernel, no tmpfs, or memory in small pieces only
-            _say_small(error.strerror)
+            _log_small(error.strerror)
             return False
         return True
 
@@ -99,7 +108,7 @@ class PoolFile:
         return self._map
 
     def view(self) -> memoryview:
-        """The whole file, writable; the mapping is made once and kept."""
+        """The whole file, writable; the mapping is made once and stored."""
         return self._mapping().view() if self.size_bytes else memoryview(bytearray())
 
     def touch(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -124,7 +133,12 @@ class PoolFile:
         self.size_bytes = size_bytes
 
     def mapped_elsewhere(self) -> bool:
-        """Whether any other open description (and so any foreign mapping) of this file lives."""
+        """Whether any other open description (and so any foreign mapping) of this file lives.
+
+        The kernel grants a write lease only to a file's single open description, and a mapping keeps its description
+        open. So an attempt to take one answers the question, without a list of processes and without a race: the path
+        is gone, hence no new description can appear after the answer. The lease itself is given back at once.
+        """
         try:
             fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError as error:
@@ -150,7 +164,7 @@ class PoolFile:
 
 
 @functools.cache
-def _say_small(why: str) -> None:
+def _log_small(why: str) -> None:
     """Once for each reason."""
     log.debug("the pool's memory stays in small pages: %s", why)
 
@@ -174,7 +188,7 @@ class Stopped(Unavailable):
 
 
 class _GiveWay(Exception):
-    """Files are wanted now: those for later must wait."""
+    """Files are wanted now: cutting those for later stops."""
 
 
 class Allotment:
@@ -234,7 +248,8 @@ class Pool:
         self._uncut = False
         self._closing = False
         self._serial = 0
-        self._lock_fd = _lock_directory(directory)
+        _refuse_foreign(directory)
+        self._lock_fd = lock_directory(directory, "--pool-dir")
         self._free_directory = directory / "free"
         _clear(directory, keep)
         self._free_directory.mkdir(mode=0o700)
@@ -244,7 +259,7 @@ class Pool:
         """Allocates and touches the whole pool. Raises OutOfCapacity when the file system has less."""
         found = os.statvfs(self.directory)
         new_bytes = self.pool_bytes - self._used_bytes()
-        if new_bytes > found.f_bavail * found.f_frsize:  # said before the memory of others is squeezed out
+        if new_bytes > found.f_bavail * found.f_frsize:  # refused before other processes lose their memory to the try
             raise OutOfCapacity(
                 f"a pool of {show_bytes(self.pool_bytes)}, "
                 f"{self.directory} has room for {show_bytes(found.f_bavail * found.f_frsize)}",
@@ -313,7 +328,7 @@ class Pool:
         try:
             with self._shaping:
                 with self._mutex:
-                    self._take_exact(allotment)  # made meanwhile for somebody who did not want them
+                    self._take_exact(allotment)  # files made meanwhile for a version that was given up
                 for place, size in allotment.missing():
                     self._make_one(allotment, place, size)
         except OSError:  # such as for want of descriptors, which those that were made would keep from everybody
@@ -339,7 +354,7 @@ class Pool:
             return allotment.in_order()
 
     def release(self, allotment: Allotment) -> None:
-        """It is not wanted after all: what is there of it stays in the pool as it is, for the next."""
+        """The version is not wanted after all: its files stay in the pool as they are, for the next."""
         with self._mutex:
             self._promised.discard(allotment)
             files = list(allotment.files.values())
@@ -352,7 +367,7 @@ class Pool:
         """Takes files off their path; free when nobody maps them, else quarantined. Returns quarantined bytes.
 
         `reuse=False` destroys them: an aborted publisher may still be writing through its mapping. On file systems
-        without leases they always are, since nobody can tell whether one is mapped; readers keep what they map.
+        without leases they always are, since a reader's mapping would not be seen; readers keep what they map.
         """
         if not (reuse and self._leases):
             self._destroy(files)
@@ -453,7 +468,7 @@ class Pool:
             )
 
     def stop(self) -> None:
-        """Whoever makes files stops at the next piece, and nobody begins."""
+        """Files under way stop at their next piece, and none is begun."""
         self._closing = True
 
     def close(self, *, keep: Collection[Path] = ()) -> None:
@@ -470,7 +485,11 @@ class Pool:
             os.close(self._lock_fd)
 
     def _has_leases(self) -> bool:
-        """Whether this file system's kernel can tell who maps a file. Some network and user-space ones cannot."""
+        """Whether this file system knows leases; some network and user-space ones do not.
+
+        Without them there is no way to see a reader, so no file is ever used again: each goes when its version does,
+        and the next version gets new memory, which costs its allocation each time.
+        """
         probe = PoolFile(self._next_path(), 0)
         try:
             probe.mapped_elsewhere()
@@ -512,8 +531,8 @@ class Pool:
         for file in sorted(self._quarantined - self._condemned, key=lambda file: file.path):
             try:
                 mapped = file.mapped_elsewhere()
-            except OSError as error:  # such as a file of another user's: nobody can say, so it is not used again
-                log.warning("%s cannot be looked at for readers and is given up: %s", file.path, error)
+            except OSError as error:  # such as a file of another user's: unknown counts as read, for good
+                log.warning("%s cannot be checked for readers and is given up: %s", file.path, error)
                 self._condemned.add(file)
                 self._uncut = True
                 continue
@@ -652,33 +671,26 @@ def _found_again(paths: Sequence[Path]) -> list[PoolFile]:
     return files
 
 
-def _lock_directory(directory: Path) -> int:
+def _refuse_foreign(directory: Path) -> None:
+    """Everything below is cleared: a home directory given by mistake must not be."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         foreign = sorted(set(os.listdir(directory)) - OURS)
-        if foreign:  # everything below is cleared: a home directory given by mistake must not be
-            raise Conflict(
-                f"{directory} holds {foreign[0]!r}, which is no relay's", hint="give --pool-dir a directory of its own"
-            )
-        fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise Unavailable(f"cannot use {directory}: {error.strerror}", hint="choose another --pool-dir") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
+    if foreign:
         raise Conflict(
-            f"the pool directory {directory} is in use by another relay", hint="give each relay its own --pool-dir"
-        ) from error
-    return fd
+            f"{directory} holds {foreign[0]!r}, which is no relay's", hint="give --pool-dir a directory of its own"
+        )
 
 
 def _clear(directory: Path, keep: Collection[Path] = ()) -> None:
-    """Reclaims what an earlier life left, except the lock and what is to be kept."""
+    """Reclaims what an earlier life left, except the lock and what is to be stored."""
     for root, names, files in os.walk(directory, topdown=False):
         for path in (Path(root) / name for name in files):
             if path.name != ".lock" and path not in keep:
                 path.unlink()
         for path in (Path(root) / name for name in names):
-            if not any(path in kept.parents for kept in keep):
+            if not any(path in stays.parents for stays in keep):
                 path.rmdir()

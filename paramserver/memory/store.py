@@ -4,7 +4,8 @@ Invariants:
 - a chunk counts as present only with its digest known and matching; waiters wake then, never before;
 - a snapshot's directory appears under its published path by one rename, when it is shown, and leaves it by one;
 - what an earlier life left stays where it is until it is offered again: a start that fails leaves it to the next;
-- bytes are served only to those who hold a reader's count, and a snapshot with readers is not given back.
+- bytes are served only inside `reading`, and a snapshot's memory goes back only when nobody is inside: otherwise a peer
+  would be sent what the next version writes there.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.config import show_bytes
-from paramserver.core.records import ChunkMap, Manifest, digest, version_root
-from paramserver.memory.kept import Kept, keep_spare_records, relative_path, remove_record, reserve_record, write_record
-from paramserver.memory.kept import remove as remove_kept
+from paramserver.core.records import ChunkMap, Holding, Manifest, digest, version_root
 from paramserver.memory.pool import Allotment, Pool, PoolFile
+from paramserver.memory.stored import (
+    StoredSnapshot,
+    keep_spare_records,
+    relative_path,
+    remove_record,
+    reserve_record,
+    write_record,
+)
+from paramserver.memory.stored import remove as remove_stored
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge, Unavailable
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 5.0  # readers of a version that goes may finish the chunk they are at; then their connections are ended
-WRITER_WAIT_S = 5.0  # a publisher that connects again may find its broken connection still at a chunk
+GRACE_S = 5.0  # readers of a version that goes may finish their chunk; then their connections are ended
+WRITER_WAIT_S = 5.0  # the old connection of a publisher that reconnects may still be at a chunk
 
 
 class Snapshot:
@@ -41,7 +49,8 @@ class Snapshot:
         self.directory = directory
         self.written_elsewhere = False  # a publisher got the descriptors
         self.record_failed = False
-        self.leaving = False  # somebody is giving its memory back
+        self.leaving = False  # its memory is being given back
+        self.holding = Holding()  # how a fetch brought it here
         self.num_links = 0  # peers connected to fetch it
         self._late: Counter[str] = Counter()  # links of each late joiner
         self._digests: list[bytes | None] = [None] * self.chunks.num_chunks
@@ -112,7 +121,7 @@ class Snapshot:
         return version_root(self.manifest, self.digests())
 
     def recheck(self, index: int) -> None:
-        """Hashes the chunk again, because somebody received it otherwise. Raises Corrupt when it is bad here."""
+        """Hashes the chunk again, since a peer received other bytes. Raises Corrupt when it is bad here."""
         if digest(self.place(index)) != self._digests[index]:
             raise Corrupt(f"chunk {index} of {self} changed in memory since it was verified")
 
@@ -155,7 +164,7 @@ class Snapshot:
         with self._changed:
             if late_joiner and late_joiner not in self._late and len(self._late) >= late_joiners_max:
                 raise OutOfCapacity(
-                    f"{self} goes to {', '.join(self._late)} already", hint="ask another holder, or again soon"
+                    f"{self} goes to {', '.join(self._late)} already", hint="use another holder, or try again soon"
                 )
             self.num_links += 1
             self._late += Counter([late_joiner] if late_joiner else [])
@@ -167,7 +176,7 @@ class Snapshot:
                 self._late -= Counter([late_joiner])
 
     def close(self, why: str, timeout_s: float = 30.0) -> None:
-        """Turns new readers away and waits until those inside are out; who is slow at it is broken off.
+        """Refuses new readers and waits until those inside are out; the slow ones are broken off.
 
         Conflict when somebody is inside still after `timeout_s`: its memory must not be given back then.
         """
@@ -194,7 +203,7 @@ class Key:
 class Store:
     """The snapshots of one relay. `left`: those of an earlier life, for `find_again`."""
 
-    def __init__(self, pool: Pool, left: Sequence[Kept] = ()) -> None:
+    def __init__(self, pool: Pool, left: Sequence[StoredSnapshot] = ()) -> None:
         self.pool = pool
         self._snapshots: dict[Key, Snapshot] = {}
         self._left = {Key(one.manifest.model, one.manifest.version): one for one in left}  # and not yet offered again
@@ -234,7 +243,7 @@ class Store:
             self._changed.notify_all()
         return snapshot
 
-    def find_again(self, kept: Kept) -> Snapshot:
+    def find_again(self, stored: StoredSnapshot) -> Snapshot:
         """A snapshot that an earlier life left, every chunk hashed again.
 
         Corrupt when it is damaged, OutOfCapacity when the pool is smaller now: it is gone then. Else Unavailable.
@@ -242,15 +251,17 @@ class Store:
         It is not among the snapshots before `open_again`.
         """
         try:
-            files = self.pool.adopt(kept.files)
+            files = self.pool.adopt(stored.files)
         except OutOfCapacity:
-            del self._left[Key(kept.manifest.model, kept.manifest.version)]
-            remove_kept(kept)
+            del self._left[Key(stored.manifest.model, stored.manifest.version)]
+            remove_stored(stored)
             raise
         except OSError as error:
-            raise Unavailable(f"{kept.directory}, left by an earlier life, cannot be read: {error.strerror}") from error
-        snapshot = Snapshot(kept.manifest, files, kept.directory)
-        for index, expected in enumerate(kept.digests):
+            raise Unavailable(
+                f"{stored.directory}, left by an earlier life, cannot be read: {error.strerror}"
+            ) from error
+        snapshot = Snapshot(stored.manifest, files, stored.directory)
+        for index, expected in enumerate(stored.digests):
             if digest(snapshot.place(index)) != expected:
                 self.remove(snapshot, "damaged")
                 raise Corrupt(f"chunk {index} of {snapshot}, left by an earlier life, is damaged")
@@ -258,7 +269,7 @@ class Store:
         return snapshot
 
     def open_again(self, snapshot: Snapshot) -> None:
-        """What was found is a version like any other from now on."""
+        """A snapshot of `find_again` is a version like any other from now on."""
         key = Key(snapshot.manifest.model, snapshot.manifest.version)
         self._left.pop(key, None)
         with self._changed:
@@ -306,8 +317,9 @@ class Store:
     def remove(self, snapshot: Snapshot, why: str) -> int:
         """Gives the memory back after the reuse check; returns the bytes that had to be quarantined.
 
-        Conflict while somebody is still inside: then it is to be called again. What a publisher may still be writing
-        through descriptors of its own is destroyed instead of reused.
+        Conflict while a reader is still inside: then it is to be called again. An incomplete snapshot whose descriptors
+        were passed to a publisher is destroyed instead of reused: its publisher shares the relay's open descriptions,
+        so the check for foreign mappings does not see it, and it may go on writing.
         """
         key = Key(snapshot.manifest.model, snapshot.manifest.version)
         with self._changed:
@@ -325,7 +337,7 @@ class Store:
     def close(self) -> None:
         for snapshot in list(self._snapshots.values()):
             snapshot.close("the relay ends")
-        self.pool.close(keep=[path for kept in self._left.values() for path in kept.paths])
+        self.pool.close(keep=[path for stored in self._left.values() for path in stored.paths])
 
     def _directory(self, kind: str, manifest: Manifest) -> Path:
         return self.pool.directory / kind / relative_path(manifest)

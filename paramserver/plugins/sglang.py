@@ -1,11 +1,11 @@
 """The weight loader inside SGLang: `--custom-weight-loader paramserver.plugins.sglang.load_snapshot`.
 
-The gateway pushes one small tensor, whose bytes say where on this host the snapshot lies; every rank proves it, maps it
-and takes its slice through `model.load_weights`.
+The gateway pushes one small tensor, whose bytes name the snapshot's directory on this host; every rank proves it, maps
+it and takes its slice through `model.load_weights`.
 
 Invariants:
 - no weight is touched before every chunk of the snapshot matched its digest;
-- whatever is wrong is raised: SGLang then says so, or ends, and in neither case takes the new version's label.
+- whatever is wrong is raised: SGLang then reports it, or ends, and in neither case takes the new version's label.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.core.records import ChunkMap, digest
-from paramserver.memory.kept import beside
+from paramserver.memory.stored import beside
 from protos.errors import Corrupt, InvalidRequest, NotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ ALL = Share()
 
 def prove(directory: Path, root_digest: str, share: Share = ALL) -> None:
     """Corrupt unless `directory` is the version sealed as `root_digest` and the chunks of `share` are as sealed."""
-    kept = beside(directory)
-    if kept.root_digest != root_digest:
-        raise Corrupt(f"{directory} holds root {kept.root_digest}, not {root_digest}")
-    views = [_map(path) for path in kept.files]
-    chunks = ChunkMap.of(kept.manifest)
+    stored = beside(directory)
+    if stored.root_digest != root_digest:
+        raise Corrupt(f"{directory} holds root {stored.root_digest}, not {root_digest}")
+    views = [_map(path) for path in stored.files]
+    chunks = ChunkMap.of(stored.manifest)
     for index in range(share.index, chunks.num_chunks, share.count):
         chunk = chunks.chunk(index)
-        if digest(views[chunk.file][chunk.offset : chunk.offset + chunk.length]) != kept.digests[index]:
+        if digest(views[chunk.file][chunk.offset : chunk.offset + chunk.length]) != stored.digests[index]:
             raise Corrupt(
                 f"chunk {index} of {directory} does not match its digest", hint="let the relay fetch the version again"
             )
@@ -54,7 +54,7 @@ def prove(directory: Path, root_digest: str, share: Share = ALL) -> None:
 def check_tied(directory: Path) -> None:
     """InvalidRequest when a head of its own contradicts the embeddings, of a model that computes with these alone.
 
-    For models whose config.json says `tie_word_embeddings`: engines leave such a head out without a word.
+    For models with `tie_word_embeddings` in their config.json: engines leave such a head out without a warning.
     """
     with Tensors(directory) as tensors:
         for head in tensors.named("lm_head.weight"):

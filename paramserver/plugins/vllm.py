@@ -1,7 +1,7 @@
-"""The vLLM plugin: tells vLLM of our weight-transfer backend, `--weight-transfer-config '{"backend": "laminar"}'`.
+"""The vLLM plugin: registers our weight-transfer backend, `--weight-transfer-config '{"backend": "laminar"}'`.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`); the backend itself is imported only
-in those that hold weights, and only when it was asked for.
+in those that hold weights, and only when it is configured.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     POST /init_weight_transfer_engine {"init_info": {"path", "version", "digest"}}    proves; touches nothing
     POST /start_weight_update
     POST /update_weights {"update_info": {"path", "version", "digest"}}               loads, and keeps the outcome
-    POST /init_weight_transfer_engine {"init_info": {"version", "expect": "loaded"}}  tells the outcome
+    POST /init_weight_transfer_engine {"init_info": {"version", "expect": "loaded"}}  checks the outcome
     POST /finish_weight_update {"weight_version"}                                     refused unless all of it landed
 
 Invariants:
@@ -42,7 +42,7 @@ log = logging.getLogger("vllm.laminar")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not among the packages that are type-checked
-    """`path` and `digest` ask for a proof; `expect` asks about the update session. Neither changes anything."""
+    """`path` and `digest` request a proof; `expect` checks the update session. Neither changes anything."""
 
     path: str = ""
     version: str = ""
@@ -74,7 +74,7 @@ class SnapshotTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         self._problem = ""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        problem = self._agree(lambda: self._answer(init_info))
+        problem = self._agree(lambda: self._check(init_info))
         if problem and self._is_last:
             raise RuntimeError(problem)
 
@@ -97,13 +97,13 @@ class SnapshotTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 
     # -- what this rank does
 
-    def _answer(self, asked: InitInfo) -> None:
-        if asked.expect == "closed" and self._open:
+    def _check(self, request: InitInfo) -> None:
+        if request.expect == "closed" and self._open:
             raise Conflict("a weight update is open", hint="send /update_weights, then /finish_weight_update")
-        if asked.expect == "loaded" and self._landed != asked.version:
-            raise Conflict(f"version {asked.version!r} is not loaded: {self._problem or 'another one is'}")
-        if asked.path:
-            self._prove(asked.path, asked.digest)
+        if request.expect == "loaded" and self._landed != request.version:
+            raise Conflict(f"version {request.version!r} is not loaded: {self._problem or 'another one is'}")
+        if request.path:
+            self._prove(request.path, request.digest)
 
     def _prove(self, path: str, root_digest: str) -> None:
         self._proven = ("", "")
@@ -156,4 +156,4 @@ class SnapshotTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         problems: list[Any] = [problem] * group.world_size
         if group.world_size > 1:
             torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
-        return next((told for told in problems if told), "")
+        return next(filter(None, problems), "")

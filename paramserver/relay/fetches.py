@@ -1,8 +1,8 @@
-"""The versions on their way to this relay, and whom they are asked of.
+"""Fetches of versions to this relay, and the sources of their bytes.
 
 Invariants:
 - a version has one fetch at a time, which blocks threads of its own; it is under way until those have ended;
-- what came of it is told once, to `ended`, in the same task: who waits for that task finds all of it done;
+- the task that runs a fetch also applies its outcome: after waiting for that task, both are done;
 - the chain is a preference: sources are looked up again as they change, and this host's disk is one of them.
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from paramserver.background import FailureLog
 from paramserver.config import RelayConfig
 from paramserver.core.chain import Place, is_late, sources
 from paramserver.core.records import Announced, Holding
@@ -27,24 +27,24 @@ from paramserver.data.spill import SCHEME, Spill
 from paramserver.data.transport import Link, Source
 from paramserver.memory.store import Snapshot
 from paramserver.relay.member_lease import MemberLease
-from paramserver.troubles import Troubles
+from paramserver.relay.models import ModelTable
 from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
 
 FETCHES_MAX = 256
 """Versions fetched at once, each with a thread that waits for its stripes. More of them wait for one that ends."""
-FAILED_RETRY_S = 1.0  # before a version is fetched again whose fetch failed for a reason that nobody foresaw
+FAILED_RETRY_S = 1.0  # before a version is fetched again whose fetch failed with an unexpected error
 IDLE_S = 2.0  # a fetch without a byte for this long makes way for a newer sealed version
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A version came whole: the root digest of its bytes as they are here, how they came, and in what time."""
+    """A version is here whole: the root digest of its bytes as they are here, how they came, and in what time."""
 
     root_digest: str
-    came: Holding
-    took_s: float
+    holding: Holding
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +55,30 @@ class _Running:
 
 
 class Fetches:
-    """`holders` tells who has a version; it is asked from the fetches' threads, so one read must answer it.
-
-    `ended` gets what came of a fetch, None for one that broke off or was cancelled. `spawn` owns the tasks.
-    """
+    """The fetches under way on this relay; owned by its event loop, while their bytes come in threads."""
 
     def __init__(
         self,
         config: RelayConfig,
-        seat: MemberLease,
+        lease: MemberLease,
+        models: ModelTable,
         *,
-        holders: Callable[[str, int], Collection[str]],
-        ended: Callable[[Snapshot, Fetched | None], Awaitable[None]],
-        spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
         spill: Spill | None,
-        movers: NixlProcesses | None,
+        nixl: NixlProcesses | None,
         bind_host: str,
     ) -> None:
-        """`bind_host`: the address that bytes are asked for from; "": any."""
-        self._config, self._seat = config, seat
-        self._holders, self._ended, self._spawn = holders, ended, spawn
+        """`bind_host`: the address that connections to other relays come from; "": any."""
+        self._config, self._view, self._models = config, lease.view, models
         self._spill = spill
-        self._nixl = NixlDialer(movers, self._dial_tcp) if movers is not None else None
+        self._nixl = NixlDialer(nixl, self._dial_tcp) if nixl is not None else None
         self._bind_host = bind_host
         self._running: dict[tuple[str, int], _Running] = {}
-        self._troubles = Troubles(log)
+        self._failures = FailureLog(log)
         # Not the event loop's own threads: a few fetches without a byte would keep everything else from running there.
         self._threads = ThreadPoolExecutor(FETCHES_MAX, "fetch")
 
-    def start(self, announced: Announced, snapshot: Snapshot) -> None:
+    async def run(self, announced: Announced, snapshot: Snapshot) -> Fetched | None:
+        """Brings the snapshot's bytes here; None when they could not be had, or the fetch was cancelled."""
         manifest = announced.manifest
         greeting = Greeting(
             "fetch",
@@ -100,11 +95,29 @@ class Fetches:
             lambda source, greeting: self._dial(source, greeting, snapshot),
             num_stripes=self._config.num_stripes,
         )
-        task = self._spawn(self._run(fetch, snapshot))
+        task = asyncio.current_task()
+        assert task is not None
         self._running[manifest.model, manifest.version] = _Running(fetch, snapshot, task)
+        what = f"{snapshot} does not come and is tried again"
+        started = time.monotonic()
+        try:
+            if not await asyncio.get_running_loop().run_in_executor(self._threads, fetch.run):
+                return None
+            root = await asyncio.to_thread(snapshot.root)
+            self._failures.recovered(what)
+            holding = Holding(fetch.upstream, fetch.rate_bytes_s, fetch.rtt_s, fetch.transport)
+            return Fetched(root, holding, time.monotonic() - started)
+        except LaminarError as error:
+            log.warning("%s did not come: %s", snapshot, error)
+        except Exception as error:  # noqa: BLE001  (the version is tried again; it must not be under way for ever)
+            self._failures.failed(what, error)
+            await asyncio.sleep(FAILED_RETRY_S)
+        finally:
+            del self._running[manifest.model, manifest.version]
+        return None
 
     def cancel(self, model: str, version: int) -> asyncio.Task[None] | None:
-        """The task that ends soon; None when no such fetch is under way."""
+        """The task that called `run`, and that ends soon; None when no such fetch is under way."""
         running = self._running.get((model, version))
         if running is None:
             return None
@@ -124,41 +137,22 @@ class Fetches:
         return [version for (of, version), at in self._running.items() if of == model and at.fetch.idle_s > IDLE_S]
 
     def transfers(self) -> list[tuple[str, int, str, str, int, int]]:
-        """(model, version, upstream, transport, bytes done, bytes total) of what is on its way here."""
+        """(model, version, upstream, transport, bytes done, bytes total) of each fetch under way."""
         return [
             (*key, at.fetch.upstream, at.fetch.transport, at.fetch.bytes_done, at.snapshot.manifest.size_bytes)
             for key, at in sorted(self._running.items(), key=lambda item: item[0])
         ]
 
     def bypassed(self) -> set[str]:
-        """Sources that a fetch goes round right now."""
+        """Sources that a fetch bypasses now: the registry calls them alive, and this relay cannot reach them."""
         return {name for running in self._running.values() for name in running.fetch.bypassed()}
 
-    async def _run(self, fetch: data_fetch.Fetch, snapshot: Snapshot) -> None:
-        started = time.monotonic()
-        fetched = None
-        try:
-            if await asyncio.get_running_loop().run_in_executor(self._threads, fetch.run):
-                root = await asyncio.to_thread(snapshot.root)
-                came = Holding(fetch.upstream, fetch.rate_bytes_s, fetch.rtt_s, fetch.transport)
-                fetched = Fetched(root, came, time.monotonic() - started)
-        except LaminarError as error:
-            log.warning("%s did not come: %s", snapshot, error)
-        except Exception as error:  # noqa: BLE001  (the version is tried again; it must not be under way for ever)
-            self._troubles.met(f"{snapshot} does not come and is tried again", error)
-            await asyncio.sleep(FAILED_RETRY_S)
-        else:
-            self._troubles.over(f"{snapshot} does not come and is tried again")
-        finally:
-            del self._running[snapshot.manifest.model, snapshot.manifest.version]
-        await self._ended(snapshot, fetched)
-
     def _sources(self, announced: Announced) -> list[list[Source]]:
-        """Called from fetch threads: reads only, each of them atomic."""
+        """Whom to fetch from, in tiers. Called from fetch threads: reads only, each of them atomic."""
         manifest = announced.manifest
-        holders = set(self._holders(manifest.model, manifest.version))
-        members = dict(self._seat.view.members)
-        # Not `view.places()`: one that drains takes no more, but serves what it has.
+        holders = set(self._models.holders(manifest.model, manifest.version))
+        members = dict(self._view.members)
+        # Not `view.places()`: a draining relay takes no more, but serves what it has.
         places = {name: Place(member.zone, member.rack) for name, member in members.items()}
         tiers = sources(self._config.name, announced.plan, holders, places)
         peers = [[Source(name, members[name].data_address) for name in tier] for tier in tiers]

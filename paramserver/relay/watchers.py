@@ -1,17 +1,18 @@
-"""Who watches the versions of a model here: each gets the state first, then every change, in order.
+"""Watches of a model's versions: each begins with the current state, then gets every change, in order.
 
 Invariants:
-- one that falls `WATCHER_EVENTS_MAX` events behind is cut off, and starts again from the state;
+- a watch that falls `WATCHER_EVENTS_MAX` events behind is ended, and starts again from the state;
 - between the state and the first change nothing is missed: both are taken in one step.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from paramserver.core.versions import Tell
+from paramserver.core.versions import Notify
+from paramserver.relay.models import ModelTable
 from protos.errors import Unavailable
 
 WATCHER_EVENTS_MAX = 256
@@ -20,9 +21,9 @@ WATCHER_EVENTS_MAX = 256
 @dataclass(eq=False)
 class _Watcher:
     model: str
-    queue: asyncio.Queue[Tell | None] = field(default_factory=lambda: asyncio.Queue(WATCHER_EVENTS_MAX))
+    queue: asyncio.Queue[Notify | None] = field(default_factory=lambda: asyncio.Queue(WATCHER_EVENTS_MAX))
 
-    def offer(self, event: Tell | None) -> None:
+    def offer(self, event: Notify | None) -> None:
         """Queues an event; a full queue is emptied and ended, so that the watcher starts over from the state."""
         if self.queue.full():
             while not self.queue.empty():
@@ -32,13 +33,16 @@ class _Watcher:
 
 
 class Watchers:
-    def __init__(self) -> None:
+    """The watches of one relay; owned by its event loop."""
+
+    def __init__(self, models: ModelTable) -> None:
+        self._models = models
         self._watchers: set[_Watcher] = set()
 
-    async def watch(self, model: str, state: Callable[[], Iterable[Tell]]) -> AsyncIterator[Tell]:
+    async def watch(self, model: str) -> AsyncIterator[Notify]:
         """The current state, then every change. Raises Unavailable when it fell behind, or the relay ends."""
         watcher = _Watcher(model)
-        now = list(state())
+        now = self._models.events(model)
         self._watchers.add(watcher)
         try:
             for event in now:
@@ -49,12 +53,12 @@ class Watchers:
         finally:
             self._watchers.discard(watcher)
 
-    def tell(self, event: Tell) -> None:
+    def notify(self, event: Notify) -> None:
         for watcher in list(self._watchers):
             if watcher.model == event.sealed.model:
                 watcher.offer(event)
 
-    def dismiss(self) -> None:
+    def close(self) -> None:
         """Ends all watches."""
         for watcher in self._watchers:
             watcher.offer(None)

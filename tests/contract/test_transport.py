@@ -27,7 +27,7 @@ from paramserver.core.records import Epoch, digest
 from paramserver.core.transfer import Want
 from paramserver.data import frames
 from paramserver.data import nixl as nixl_module
-from paramserver.data import nixl_processes as movers_module
+from paramserver.data import nixl_processes as processes_module
 from paramserver.data.fetch import Fetch, Tiers
 from paramserver.data.frames import Greeting, LinkBroken
 from paramserver.data.nixl import NixlDialer
@@ -54,7 +54,7 @@ class Scene:
 
     kind: str
     directory: Path
-    movers: NixlProcesses | None = None
+    nixl: NixlProcesses | None = None
     hosts: list[Host] = field(default_factory=list)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     spills: dict[str, Spill] = field(default_factory=dict)
@@ -63,21 +63,21 @@ class Scene:
     silence_s: float = 5.0  # more than the default where it does not matter: this machine may have much else to do
 
     def __post_init__(self) -> None:
-        self.dialer = NixlDialer(self.movers, self.tcp) if self.movers is not None else None
+        self.dialer = NixlDialer(self.nixl, self.tcp) if self.nixl is not None else None
 
     def tcp(self, source: Source, greeting: Greeting) -> TcpLink:
         return TcpLink(source, greeting, silence_s=self.silence_s)
 
-    def own_movers(self) -> NixlProcesses:
+    def own_processes(self) -> NixlProcesses:
         """Fresh ones, for the hosts and links made from now on."""
-        self.own = self.movers = NixlProcesses(idle_max=4)
+        self.own = self.nixl = NixlProcesses(idle_max=4)
         self.dialer = NixlDialer(self.own, self.tcp)
         return self.own
 
     def host(self, *sizes: int, plain: bool = False, **options: object) -> Host:
         """`plain`: speaks tcp only."""
-        movers = None if plain else self.movers
-        self.hosts.append(Host(self.directory / f"host{len(self.hosts)}", *sizes, movers=movers, **options))  # type: ignore[arg-type]
+        nixl = None if plain else self.nixl
+        self.hosts.append(Host(self.directory / f"host{len(self.hosts)}", *sizes, nixl=nixl, **options))  # type: ignore[arg-type]
         return self.hosts[-1]
 
     def full(self) -> Source:
@@ -90,7 +90,7 @@ class Scene:
 
     def spilled(self, host: Host) -> Source:
         disk = self.directory / f"disk{len(self.spills)}"
-        spill = Spill(disk, retain=1, wrote=lambda _: None)
+        spill = Spill(disk, retain=1, changed=lambda _: None)
         self.spills[str(disk)] = spill
         spill.want(host.snapshot, host.snapshot.root())
         found = until(lambda: spill.source("policy", 1), "the version is on disk")
@@ -135,7 +135,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def movers(nixl: None) -> Iterator[NixlProcesses]:
+def nixl_processes(nixl: None) -> Iterator[NixlProcesses]:
     """Shared, since each takes most of a second to start."""
     found = NixlProcesses(idle_max=8)
     yield found
@@ -145,7 +145,7 @@ def movers(nixl: None) -> Iterator[NixlProcesses]:
 @pytest.fixture
 def scene(kind: str, request: pytest.FixtureRequest) -> Iterator[Scene]:
     directory = Path(tempfile.mkdtemp(prefix="laminar-transport-", dir="/dev/shm"))
-    found = Scene(kind, directory, request.getfixturevalue("movers") if kind == "nixl" else None)
+    found = Scene(kind, directory, request.getfixturevalue("nixl_processes") if kind == "nixl" else None)
     yield found
     found.close()
     shutil.rmtree(directory)
@@ -174,7 +174,7 @@ def test_the_rest_of_a_chunk_is_asked_for_and_nothing_before_it_is_touched(scene
     told: list[tuple[int, int]] = []
     with contextlib.closing(link):
         for index, from_byte in ((2, 1000), (1, 0)):
-            link.ask(Want(index, from_byte))
+            link.request(Want(index, from_byte))
         arrived = [link.receive(into.snapshot.place, lambda index, upto: told.append((index, upto))) for _ in range(2)]
     assert [(a.index, a.num_bytes) for a in arrived] == [(2, CHUNK - 1000), (1, CHUNK)]
     assert arrived[0].digest == digest(CONTENT[2 * CHUNK : 3 * CHUNK]), "of the whole chunk"
@@ -276,13 +276,13 @@ def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_no
     into = scene.host(content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
     link = scene.dial(into)(source, FETCH)
     assert link.transport == kind
-    link.ask(Want(0, 0))
+    link.request(Want(0, 0))
     link.receive(into.snapshot.place, lambda *_: None)
-    movers = [child.pid for child in psutil.Process(process.pid).children()]
-    for pid in movers:  # first, so that reads begin and do not end
+    processes = [child.pid for child in psutil.Process(process.pid).children()]
+    for pid in processes:  # first, so that reads begin and do not end
         os.kill(pid, signal.SIGSTOP)
     for index in range(1, 8):
-        link.ask(Want(index, 0))
+        link.request(Want(index, 0))
     begun = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         broken = threads.submit(_all, link, into, begun.set)
@@ -291,7 +291,7 @@ def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_no
         _give_up_after(link, frames.SILENCE_S)  # only now: until here a busy machine must not look like a dead holder
         with pytest.raises(LinkBroken, match="silent for"):
             broken.result(60.0)
-    everything = [*movers, process.pid]
+    everything = [*processes, process.pid]
     link.close()
     assert scene.fetch(into, [[good.source]]).run()
     for pid in everything:
@@ -300,7 +300,7 @@ def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_no
     until(lambda: sent.status() != psutil.STATUS_STOPPED, "it is awake")
     again = scene.host(content=random_content(2, len(RIGHT)), chunk_bytes=BIG["chunk_bytes"])
     with contextlib.closing(scene.dial(again)(source, FETCH)) as late:  # it works again, so it has sent what it had
-        late.ask(Want(0, 0))
+        late.request(Want(0, 0))
         late.receive(again.snapshot.place, lambda *_: None)
     assert again.snapshot.place(0) == again.all[: len(again.snapshot.place(0))]
     assert into.content() == RIGHT
@@ -325,15 +325,15 @@ def _num_reading(link: Link) -> int:
 @pytest.mark.slow
 def test_a_read_that_takes_longer_than_the_silence_that_counts_as_death_is_no_death(scene: Scene) -> None:
     """The holder has nothing to say meanwhile but that it lives."""
-    scene.own_movers()
+    scene.own_processes()
     scene.silence_s = LIVELY_S
     source, into = scene.full(), scene.host()
     before = children()
     with contextlib.closing(scene.dial(into)(source, FETCH)) as link, ThreadPoolExecutor(1) as threads:
         assert isinstance(link, nixl_module.NixlLink)
-        (others,) = children() - before - {link._mover.pid}
+        (others,) = children() - before - {link._process.pid}
         os.kill(others, signal.SIGSTOP)
-        link.ask(Want(0, 0))
+        link.request(Want(0, 0))
         arrived = threads.submit(link.receive, into.snapshot.place, lambda *_: None)
         with pytest.raises(TimeoutError):
             arrived.result(1.5 * LIVELY_S)
@@ -343,21 +343,21 @@ def test_a_read_that_takes_longer_than_the_silence_that_counts_as_death_is_no_de
 
 
 @only_nixl
-def test_movers_are_used_again_after_clean_links_and_never_after_others(scene: Scene) -> None:
-    movers = scene.own_movers()
+def test_nixl_processes_are_used_again_after_clean_links_and_never_after_others(scene: Scene) -> None:
+    processes = scene.own_processes()
     source, into = scene.full(), scene.host()
     before = children()
     pids: list[set[int]] = []
     for _ in range(3):
         with contextlib.closing(scene.dial(into)(source, FETCH)) as link:
-            link.ask(Want(0, 0))
+            link.request(Want(0, 0))
             link.receive(into.snapshot.place, lambda *_: None)
             pids.append(children() - before)
-        until(lambda: not movers.num_busy, "both ends gave their movers back")
+        until(lambda: not processes.num_busy, "both ends gave their processes back")
     assert pids[0] == pids[1] == pids[2]
     link = scene.dial(into)(source, FETCH)
-    link.ask(Want(len(CONTENT) // CHUNK, 0))
-    link.ask(Want(0, 0))
+    link.request(Want(len(CONTENT) // CHUNK, 0))
+    link.request(Want(0, 0))
     until(lambda: _begun(link, into), "a read has begun")
     link.close()
     until(lambda: not children() & pids[0], "neither is used again")
@@ -373,12 +373,12 @@ def children() -> set[int]:
 
 def _kill_own(link: Link) -> None:
     assert isinstance(link, nixl_module.NixlLink)
-    os.kill(link._mover.pid, signal.SIGKILL)
+    os.kill(link._process.pid, signal.SIGKILL)
 
 
 def _kill_others(link: Link) -> None:
     assert isinstance(link, nixl_module.NixlLink)
-    for pid in children() - {link._mover.pid}:
+    for pid in children() - {link._process.pid}:
         os.kill(pid, signal.SIGKILL)  # those that only wait for work are replaced
 
 
@@ -390,7 +390,7 @@ def _begun(link: Link, into: Host) -> bool:
 
 @only_nixl
 def test_a_version_that_goes_is_unmapped_though_an_asker_stays_connected(scene: Scene) -> None:
-    movers = scene.own_movers()
+    processes = scene.own_processes()
     holder, into = scene.host(), scene.host()
     holder.fill()
     with contextlib.closing(scene.dial(into)(holder.source, FETCH)) as link:
@@ -398,27 +398,27 @@ def test_a_version_that_goes_is_unmapped_though_an_asker_stays_connected(scene: 
         def freed() -> bool:
             with contextlib.suppress(LinkBroken):  # it may be told so already
                 link.alive()
-            return movers.num_busy == 1
+            return processes.num_busy == 1
 
-        assert movers.num_busy == 2
+        assert processes.num_busy == 2
         holder.store.remove(holder.snapshot, "retired")
         until(freed, "only the asker's still maps anything")
 
 
 @only_nixl
-def test_a_mover_that_dies_is_a_failed_link_and_twice_means_tcp(scene: Scene) -> None:
+def test_a_nixl_process_that_dies_is_a_failed_link_and_twice_means_tcp(scene: Scene) -> None:
     """The relays' own processes live on, whatever the library does."""
-    movers = scene.own_movers()
+    processes = scene.own_processes()
     source, into = scene.full(), scene.host()
     for lose, transport in ((_kill_own, "nixl"), (_kill_others, "nixl"), (None, "tcp")):
         with contextlib.closing(scene.dial(into)(source, FETCH)) as link:
             assert link.transport == transport
             if lose is not None:
-                link.ask(Want(0, 0))
+                link.request(Want(0, 0))
                 lose(link)
                 with pytest.raises(LinkBroken):
                     link.receive(into.snapshot.place, lambda *_: None)
-        until(lambda: not movers.num_busy, "both ends have given up their movers")
+        until(lambda: not processes.num_busy, "both ends have given up their processes")
     assert scene.fetch(into, [[source]]).run()
     assert into.content() == CONTENT
 
@@ -443,14 +443,14 @@ def test_an_asker_that_does_not_speak_nixl_is_sent_its_bytes(scene: Scene, trans
     link = TcpLink(source, msgspec.structs.replace(FETCH, transports=transports))
     with contextlib.closing(link):
         assert link.welcome.nixl is None
-        link.ask(Want(0, 0))
+        link.request(Want(0, 0))
         link.receive(into.snapshot.place, lambda *_: None)
     assert into.snapshot.place(0) == CONTENT[:CHUNK]
 
 
 @only_nixl
-def test_with_every_mover_at_work_links_go_over_tcp(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(movers_module, "MOVERS_MAX", 0)
+def test_with_every_nixl_process_at_work_links_go_over_tcp(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes_module, "PROCESSES_MAX", 0)
     source, into = scene.full(), scene.host()
     running = scene.fetch(into, [[source]])
     assert running.run()
@@ -458,7 +458,7 @@ def test_with_every_mover_at_work_links_go_over_tcp(scene: Scene, monkeypatch: p
 
 
 def test_without_the_package_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(movers_module, "VARIANTS", ("nixl_not_there",))
+    monkeypatch.setattr(processes_module, "VARIANTS", ("nixl_not_there",))
     with pytest.raises(Unavailable) as caught:
         NixlProcesses(idle_max=1).warm(1)
     assert "needs the package nixl" in str(caught.value)

@@ -172,7 +172,7 @@ async def test_bad_input_is_refused_by_name_and_leaves_no_trace(relays: Relays) 
         with pytest.raises(TooLarge, match=r"takes 17 MiB, the pool has 16 MiB"):
             await publish(first, "policy", [huge], step=2, run="one")
         short = TensorSource("w", "U8", (100,), lambda: memoryview(b"short"))
-        with pytest.raises(Exception, match="'w' gave 5 bytes, its shape and dtype say 100"):
+        with pytest.raises(Exception, match="'w' gave 5 bytes, its shape and dtype make 100"):
             await publish(first, "policy", [short], step=2, run="one")
         for version in await first.versions("policy"):
             await first.acquire("policy", version.version, holder="engine-1")

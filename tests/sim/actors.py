@@ -17,15 +17,16 @@ from paramserver.client.ticket import Ticket
 from paramserver.config import RelayConfig
 from paramserver.core.layout import TensorSpec, plan_layout
 from paramserver.core.records import Member
-from paramserver.daemon.process import _find_again, _live
+from paramserver.daemon.parts import RelayParts
+from paramserver.daemon.process import find_again
+from paramserver.daemon.provider import SnapshotProvider
 from paramserver.daemon.service import RelayService
 from paramserver.data.publish import Image
-from paramserver.master.publications import Publications
-from paramserver.memory import kept
+from paramserver.memory import stored
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Store
 from paramserver.relay.member_lease import MemberLease
-from paramserver.relay.relay import Relay
+from paramserver.relay.recovery import offer_again
 from protos.errors import InDoubt, LaminarError, Unavailable, VersionLost
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.sim.registry import SimRegistry
@@ -42,7 +43,7 @@ LATENCY_S = 0.002
 
 
 class SimRelay:
-    """One life of one relay: what `server.relay_process` assembles, without sockets."""
+    """One life of one relay: what `relay_process` assembles, without sockets."""
 
     def __init__(self, world: World, name: str, life: int, member: dict[str, Any], pool_bytes: int) -> None:
         self.world, self.name, self.address = world, name, f"{name}#{life}"
@@ -50,8 +51,8 @@ class SimRelay:
         self.process.world = world
         self.pool_dir = world.directory / name
         self.pool_bytes = pool_bytes
-        self.relay: Relay | None = None
-        self.publishing: Publications | None = None
+        self.parts: RelayParts | None = None
+        self.provider: SnapshotProvider | None = None
         self.service: RelayService | None = None
         self.store: Store | None = None
         self.refused: LaminarError | None = None  # it could not start, and said why
@@ -60,26 +61,25 @@ class SimRelay:
         self.life = self.process.create_task(self._live())
 
     async def _live(self) -> None:
-        left = kept.find(self.pool_dir)
+        left = stored.find(self.pool_dir)
         pool = Pool(self.pool_dir, self.pool_bytes, keep=[path for one in left for path in one.paths])
         self.store = Store(pool, left)
-        found = _find_again(self.store, left)
-        seat = MemberLease(SimRegistry(self.world.registry, self.process), self._member, ttl_s=TTL_S)
+        found = find_again(self.store, left)
+        lease = MemberLease(SimRegistry(self.world.registry, self.process), self._member, ttl_s=TTL_S)
         config = RelayConfig(
             self.name, "", pool_dir=self.pool_dir, pool_bytes=self.pool_bytes, chunk_bytes=CHUNK_BYTES, retain=2
         )
-        relay = Relay(config, seat, self.store)
+        parts = RelayParts(config, lease, self.store, dial=lambda address: Client(self.world, self.process, address))
         try:
-            await seat.take()
-            await relay.refresh()
+            await lease.take()
+            await parts.relay.refresh()
         except LaminarError as error:
             self.refused = error
             return
-        relay.offer_again(found)
-        publishing = Publications(relay, dial=lambda address: Client(self.world, self.process, address))
-        service = RelayService(relay, publishing, data_address=self.address, publish_socket=Path("unused"))
-        self.relay, self.publishing, self.service = relay, publishing, service
-        await _live(relay, publishing)
+        offer_again(found, self.store, parts.models, parts.reconciler)
+        self.service = RelayService(parts, data_address=self.address, publish_socket=Path("unused"))
+        self.parts, self.provider = parts, SnapshotProvider(parts)
+        await parts.run()
 
     def kill(self) -> None:
         """As by SIGKILL: its shared memory stays as it is."""
@@ -209,8 +209,8 @@ async def write(master: Client, model: str, opened: pb.AnnounceReply, image: Ima
     mapped = world.rng.random() < 0.5
 
     def begin(server: SimRelay) -> Any:
-        assert server.publishing is not None
-        snapshot = server.publishing.writable(model, opened.version, opened.token)
+        assert server.provider is not None
+        snapshot = server.provider.writable(model, opened.version, opened.token)
         snapshot.written_elsewhere = snapshot.written_elsewhere or mapped
         with snapshot.reading():
             return snapshot, {index: snapshot.place(index) for index in image.indices}

@@ -72,9 +72,9 @@ class Hop:
         asked = self._process.time()
 
         def serve(server: SimRelay) -> Any:
-            if server.relay is None:
+            if server.provider is None:
                 return None
-            snapshot = server.relay.find(self._greeting.model, self._greeting.version, 0.0)
+            snapshot = server.provider.find(self._greeting.model, self._greeting.version, 0.0)
             if snapshot is None:
                 if self._process.time() - asked > OPEN_WAIT_S:
                     raise NotFound("it did not reach this relay in time")
@@ -94,7 +94,7 @@ class Hop:
         def serve(server: SimRelay) -> Any:
             snapshot = self._snapshot
             assert snapshot is not None
-            assert server.relay is not None
+            assert server.provider is not None
             with snapshot.reading():
                 known = snapshot.digest_of(want.index)
                 if known is None:
@@ -103,7 +103,7 @@ class Hop:
                     try:
                         snapshot.recheck(want.index)
                     except Corrupt as error:
-                        server.relay.chunk_is_bad(snapshot, error)
+                        server.provider.chunk_is_bad(snapshot, error)
                         raise
                 return known, bytes(snapshot.place(want.index)[want.from_byte :])
 

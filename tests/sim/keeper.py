@@ -56,7 +56,7 @@ class SimKeeper:
 
     def satisfied(self) -> bool:
         """As many copies as were asked for, as far as there are relays with room to spare."""
-        relays = [host for host in self.world.relays.values() if host.relay is not None and not host.process.dead]
+        relays = [host for host in self.world.relays.values() if host.parts is not None and not host.process.dead]
         if not self.pinned or (self.model, self.version) in self.world.ended:
             return True
         holding = [host for host in relays if self.version in self.world.shown_at(host, self.model)]

@@ -1,6 +1,6 @@
 """A whole relay tier under virtual time, in one thread, with faults by seed: first safety, then healed, and liveness.
 
-What runs is the tier's own code: relays with their core, seat, publishing and service, on real pools; trainers with
+What runs is the tier's own code: relays with their core, lease, publishing and service, on real pools; trainers with
 the SDK's publisher and tickets. Replaced are time, sockets and threads (`virtual`, `hops`), and etcd (`registry`).
 What must hold at every moment is in `World._registry_said`, `World.asks`, `World.check` and in the actors.
 """
@@ -171,13 +171,13 @@ class World:
 
     def asks(self, greeting: Greeting, source: str) -> None:
         """No cycle can form: who is not complete is asked only by those behind it, and by late joiners."""
-        relay, asked = self.relays[greeting.name].relay, self.relays[source].relay
+        relay, asked = self.relays[greeting.name].parts, self.relays[source].parts
         if relay is None or asked is None:
             return
         snapshot = asked.store.get(greeting.model, greeting.version)
         if snapshot is None or snapshot.complete or snapshot.manifest.epoch != greeting.epoch:
             return
-        state = relay.of(greeting.model).get(greeting.version)
+        state = relay.models.of(greeting.model).get(greeting.version)
         plan = state.announced.plan if state is not None and state.announced is not None else None
         if plan is None or plan.epoch != greeting.epoch or is_late(greeting.name, plan):
             return
@@ -195,9 +195,9 @@ class World:
             if actor.life.done() and not actor.life.cancelled():
                 raise actor.life.exception() or Broken(f"{actor.process.name} ended by itself")
         for name, host in self.relays.items():
-            if host.relay is not None and not host.process.dead:
+            if host.parts is not None and not host.process.dead:
                 self._check_memory(host)
-                for model, versions in host.relay.models.items():
+                for model, versions in host.parts.models.items():
                     self._check_shown(name, model, {record.version: record for record in versions.shown()}, host)
 
     def _check_shown(self, host: str, model: str, shown: dict[int, Sealed], at: SimRelay) -> None:
@@ -205,10 +205,10 @@ class World:
             truth = self.sealed.get((model, version))
             self.demand(truth is not None, f"{host} shows {model} version {version}, which is not sealed")
             self.demand(truth.root_digest == record.root_digest, f"{host} shows another {model} version {version}")
-            snapshot = at.relay.store.get(model, version)
+            snapshot = at.parts.store.get(model, version)
             self.demand(snapshot is not None, f"{host} shows {model} version {version} and does not have it")
             self._check_bytes(host, model, version, snapshot)
-        for pin in at.relay.pins.all():
+        for pin in at.parts.pins.all():
             gone = pin.model == model and pin.version not in shown and pin.expires_at > self.clock.now
             self.demand(
                 not gone or self.was_dropped(host, model, pin.version),
@@ -233,7 +233,7 @@ class World:
             for root, _, files in os.walk(host.pool_dir / folder):
                 on_disk += sum(os.stat(f"{root}/{file}").st_size for file in files)
         self.demand(on_disk <= host.pool_bytes, f"{host.name} holds {on_disk} bytes in a pool of {host.pool_bytes}")
-        pool = host.relay.store.pool.statistics()
+        pool = host.parts.store.pool.statistics()
         used = pool.used_bytes + pool.quarantined_bytes
         self.demand(used <= pool.pool_bytes, f"{host.name} uses {used} bytes of {pool.pool_bytes}")
 
@@ -322,7 +322,7 @@ class World:
     def _taint(self) -> None:
         """Memory that does not keep what was verified."""
         host = self._any()
-        snapshots = host.relay.store.snapshots() if host.relay is not None and not host.process.dead else []
+        snapshots = host.parts.store.snapshots() if host.parts is not None and not host.process.dead else []
         if snapshots:
             snapshot = self.rng.choice(snapshots)
             index = self.rng.randrange(snapshot.chunks.num_chunks)
@@ -346,7 +346,7 @@ class World:
 
     def _replace(self) -> None:
         """An empty registry in the old one's place; an operator has every relay adopt it after a while."""
-        serving = all(host.relay is not None for host in self.relays.values())
+        serving = all(host.parts is not None for host in self.relays.values())
         if self.registry.mode == "up" and not self._absent and serving and not self._replacing:
             self._replacing, self._old_store = True, self.registry.store.keys[keys.STORE].value.decode()
             self.registry.replace()
@@ -355,7 +355,7 @@ class World:
     async def _adopt(self) -> None:
         """As the runbook says: every relay adopts before any is started anew."""
         for host in self.relays.values():
-            while host.relay.seat.view.store_id == self._old_store:
+            while host.parts.lease.view.store_id == self._old_store:
                 with contextlib.suppress(LaminarError):
                     await call(self, self.operator, host.address, "Adopt", pb.AdoptRequest(), 20.0)
                 await asyncio.sleep(0.3)
@@ -381,7 +381,7 @@ class World:
     def _restart_refused(self) -> None:
         """What could not start (its name in use, no registry) is started again, as by systemd; so is what drained."""
         for name, host in self.relays.items():
-            drained = self.healing and host.relay is not None and host.relay.seat.member.draining
+            drained = self.healing and host.parts is not None and host.parts.lease.member.draining
             if name not in self._absent and (host.refused is not None or (drained and not self._replacing)):
                 self._absent.add(name)
                 host.kill()
@@ -420,9 +420,9 @@ class World:
         return len(newest) == 1 and newest.pop() > began + 1
 
     def shown_at(self, host: SimRelay, model: str) -> list[int]:
-        if host.relay is None or host.process.dead:
+        if host.parts is None or host.process.dead:
             return []
-        return [record.version for record in host.relay.of(model).shown()]
+        return [record.version for record in host.parts.models.of(model).shown()]
 
     def _told(self, model: str) -> str:
         shown = {name: self.shown_at(host, model) for name, host in self.relays.items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
 from paramserver.data.frames import Greeting
 from paramserver.data.nixl_processes import NixlProcesses
-from paramserver.data.server import DataServer
+from paramserver.data.server import DataServer, listen_tcp
 from paramserver.data.transport import Source
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
@@ -44,17 +44,17 @@ class Host:
         *sizes: int,
         content: bytes = CONTENT,
         chunk_bytes: int = CHUNK,
-        movers: NixlProcesses | None = None,
+        nixl: NixlProcesses | None = None,
         max_rate: float | None = None,
     ) -> None:
         self.all = content
         self.store = Store(Pool(directory, POOL_BYTES))
         self.snapshot: Snapshot = self.store.open(manifest(*(sizes or (len(content),)), chunk_bytes=chunk_bytes))
         self.withdrawn: list[str] = []
-        self.server = DataServer(self, movers=movers, max_rate=max_rate)
-        self.source = Source(directory.name, self.server.listen_tcp("127.0.0.1", 0))
+        self.server = DataServer(self, nixl=nixl, max_rate=max_rate)
+        self.source = Source(directory.name, self.server.serve_tcp(listen_tcp("127.0.0.1", 0)))
         self.socket = directory / "publish.sock"
-        self.server.listen_unix(self.socket)
+        self.server.serve_unix(self.socket)
 
     def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
         if model != "policy":
@@ -94,12 +94,12 @@ def random_content(seed: int, size: int) -> bytes:
 def main() -> None:
     """Serves until SIGTERM: `DIRECTORY {"seed", "size", "chunk_bytes", "max_rate", "nixl"}` as JSON."""
     directory, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
-    movers = NixlProcesses(idle_max=1) if wanted["nixl"] else None
+    nixl = NixlProcesses(idle_max=1) if wanted["nixl"] else None
     host = Host(
         directory,
         content=random_content(wanted["seed"], wanted["size"]),
         chunk_bytes=wanted["chunk_bytes"],
-        movers=movers,
+        nixl=nixl,
         max_rate=wanted["max_rate"],
     )
     host.fill()
@@ -108,8 +108,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: end.set())
     end.wait()
     host.close()
-    if movers is not None:
-        movers.close()
+    if nixl is not None:
+        nixl.close()
 
 
 if __name__ == "__main__":

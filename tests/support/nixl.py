@@ -63,7 +63,7 @@ def nixl_directory() -> Path:
 
 @pytest.fixture(scope="module")
 def nixl(nixl_directory: Path) -> Iterator[None]:
-    """Relays and movers started by the module's tests find the library, which goes over TCP."""
+    """Relays and NIXL processes started by the module's tests find the library, which goes over TCP."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)

@@ -18,7 +18,7 @@ from tests.support.processes import Daemon, start
 T = TypeVar("T")
 
 LEASE_S = 6.0
-"""Of relays here. Renewed each quarter of it: a machine that stands still for four seconds costs none its seat."""
+"""Of relays here. Renewed each quarter of it: a machine that stands still for four seconds costs none its lease."""
 SILENCE_S = 2.0
 """Of an upstream that is bypassed. In half a second, the default, a busy machine bypasses relays that live, and what a
 test holds up at them comes past them."""

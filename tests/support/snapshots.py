@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.core.records import CHUNK_BYTES, ChunkMap, Epoch, FileSpec, Manifest, digest, version_root
-from paramserver.memory.kept import RECORDS, SNAPSHOTS, relative_path, write_record
+from paramserver.memory.stored import RECORDS, SNAPSHOTS, relative_path, write_record
 
 TORN_BYTES = 100
 

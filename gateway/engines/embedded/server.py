@@ -1,4 +1,4 @@
-"""The HTTP routes of the embedded engine, in vLLM's dialect."""
+"""HTTP in vLLM's dialect: handlers that check, hand over to the engine service, and shape the answer."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class EngineApi:
             return await self._whole(answer, chunks)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """The ids of a text, in vLLM's format."""
+        """The ids of a text, as vLLM tells them."""
         body = dialect.decode(await request.read(), dialect.TokenizeBody)
         if body.model not in (None, self._model):
             raise InvalidRequest(f"this engine serves {self._model!r}, not {body.model!r}")
@@ -155,7 +155,7 @@ class EngineApi:
             async for event in self._events(body, answer, chunks):
                 await response.write(event)
         except ConnectionResetError:
-            log.debug("a client disconnected, and an event was written before its handler was cancelled")
+            log.debug("a client left just before an event for it, and before its handler was cancelled for that")
         return response
 
     async def _events(
@@ -180,7 +180,7 @@ class EngineApi:
         aborted = await _done(self._loop.abort(body.request_ids or None))
         return _json({"status": "aborted", "aborted": aborted})
 
-    # -- status --
+    # -- what it is and how it is --
 
     async def models(self, _: web.Request) -> web.Response:
         card = {

@@ -75,13 +75,13 @@ def test_refusals_are_kept_by_engine_and_bounded() -> None:
         ("e0", 1, 7),
         ("e1", 2, TEXT_MAX),
     ]
-    assert refused.words("policy", 7) == "version 7 of policy was refused by 2 engines (e0, e1): lacks w"
+    assert refused.warning("policy", 7) == "version 7 of policy was refused by 2 engines (e0, e1): lacks w"
     for version in range(100):
         for engine in range(100):
             refused.refused("policy", version, f"e{engine}", "no", 4.0)
     assert len(refused.of("policy")) == VERSIONS_MAX * ENGINES_MAX
     assert refused.of("policy", 7) == refused.of("critic") == []
-    assert refused.words("policy", 7) == ""
+    assert refused.warning("policy", 7) == ""
 
 
 def test_what_the_network_says_stays_one_plain_line() -> None:

@@ -176,7 +176,7 @@ def test_memory_that_went_bad_at_the_sender_is_found_withdrawn_and_had_elsewhere
     assert fetch(downstream, bad, good).run()
     assert downstream.content() == CONTENT
     with tcp_link(bad.source) as link:
-        link.ask(Want(3, 0, suspect=True))
+        link.request(Want(3, 0, suspect=True))
         with pytest.raises(Corrupt, match="changed in memory"):
             link.receive(downstream.snapshot.place, lambda index, upto: None)
     assert "chunk 3" in bad.withdrawn[0]
@@ -209,7 +209,7 @@ def test_a_request_may_start_in_the_middle_of_a_chunk(make_host: MakeHost) -> No
     upstream.fill()
     progress: list[int] = []
     with tcp_link(upstream.source) as link:
-        link.ask(Want(1, 1000))
+        link.request(Want(1, 1000))
         arrived = link.receive(downstream.snapshot.place, lambda index, upto: progress.append(upto))
     assert (arrived.index, arrived.digest) == (1, digest(CONTENT[CHUNK : 2 * CHUNK]))
     assert arrived.found == digest(bytes(downstream.snapshot.place(1)))  # what was there before counts, too
@@ -371,7 +371,7 @@ class FakeLink:
         self._answers = answers
         self.asked: list[Want] = []
 
-    def ask(self, want: Want) -> None:
+    def request(self, want: Want) -> None:
         self.asked.append(want)
 
     def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
@@ -398,10 +398,10 @@ def test_every_break_resumes_where_the_bytes_stopped(make_host: MakeHost) -> Non
     resumed: list[Want] = []
 
     class Noting(FakeLink):
-        def ask(self, want: Want) -> None:
+        def request(self, want: Want) -> None:
             if want.from_byte:
                 resumed.append(want)
-            super().ask(want)
+            super().request(want)
 
     sources = [Source(f"s{i}", "") for i in range(8)]
     running = Fetch(
@@ -652,7 +652,7 @@ def test_a_tensor_that_gives_too_few_bytes_is_named() -> None:
     specs = [TensorSpec("w", "F32", (10,))]
     (file,) = plan_layout(specs)
     image = Image([file.size_bytes], {0: file}, {"w": lambda: memoryview(b"short")}, CHUNK)
-    with pytest.raises(InvalidRequest, match="'w' gave 5 bytes, its shape and dtype say 40"):
+    with pytest.raises(InvalidRequest, match="'w' gave 5 bytes, its shape and dtype make 40"):
         image.fill(image.chunks.chunk(0), memoryview(bytearray(CHUNK)))
 
 
@@ -697,15 +697,15 @@ def test_a_relay_that_lies_about_file_names_gets_nothing_written(tmp_path: Path,
         liar.start()
         source = Source("liar", f"127.0.0.1:{listener.getsockname()[1]}")
         with pytest.raises(LaminarError, match="cannot name a file of a version"):
-            pull._ask_manifest(source, Greeting("fetch", "policy", 1, "pull:1"))
+            pull._query_manifest(source, Greeting("fetch", "policy", 1, "pull:1"))
         liar.join(30.0)
 
 
 def test_a_relay_that_answers_with_another_version_is_not_believed(make_host: MakeHost) -> None:
     host = make_host()
     host.find = lambda model, version, timeout_s: host.snapshot  # type: ignore[method-assign]
-    with pytest.raises(Corrupt, match="asked for version 7 of policy and answers with version 1 of policy"):
-        pull._ask_manifest(host.source, Greeting("fetch", "policy", 7, "pull:1"))
+    with pytest.raises(Corrupt, match="answers a request for version 7 of policy with version 1 of policy"):
+        pull._query_manifest(host.source, Greeting("fetch", "policy", 7, "pull:1"))
 
 
 @pytest.mark.parametrize("change", [b'"name":"forged\\nERROR all is lost"', b'"name":"' + b"n" * 30_000 + b'"'])
@@ -870,7 +870,7 @@ def test_bytes_that_trickle_are_signs_of_life(make_host: MakeHost) -> None:
         served = pool.submit(_trickle, listener, target.snapshot.manifest, content)
         link = tcp.TcpLink(Source("slow", f"127.0.0.1:{listener.getsockname()[1]}"), FETCH, silence_s=1.0)
         with contextlib.closing(link):
-            link.ask(Want(0, 0))
+            link.request(Want(0, 0))
             arrived = link.receive(target.snapshot.place, lambda *_: None)
         served.result()
     assert arrived.found == arrived.digest == digest(bytes(target.snapshot.place(0)))

@@ -88,13 +88,13 @@ def test_what_nobody_can_read_is_left_out() -> None:
 async def test_an_engine_is_there_as_long_as_its_relays_lease() -> None:
     now = 0.0
     store = MemoryStore(lambda: now)
-    seat = MemberLease(MemoryRegistry(store), Member("r", "i", "h:7070", "h:7071"), ttl_s=5.0)
-    await seat.take()
-    seat.register([engine("r:1")])
+    lease = MemberLease(MemoryRegistry(store), Member("r", "i", "h:7070", "h:7071"), ttl_s=5.0)
+    await lease.take()
+    lease.holdings.register([engine("r:1")])
     follower = watch_engines(MemoryRegistry(store))
     assert await anext(follower) == {}
 
-    telling = asyncio.create_task(seat.tell_holdings())
+    telling = asyncio.create_task(lease.holdings.run())
     try:
         assert await anext(follower) == {"r:1": engine("r:1")}
         now = 6.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from paramserver.core.records import ChunkMap, Epoch, FileSpec, Manifest, digest, version_root
-from paramserver.data.server import DataServer
+from paramserver.data.server import DataServer, listen_tcp
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
 
@@ -59,7 +59,7 @@ def test_a_client_made_from_the_page_fetches_a_version(tmp_path: Path) -> None:
         snapshot.place(index)[:] = (CONTENT, SMALL)[chunk.file][chunk.offset : chunk.offset + chunk.length]
         snapshot.present(index, digest(snapshot.place(index)))
     server = DataServer(Holder(store))
-    host, _, port = server.listen_tcp("127.0.0.1", 0).rpartition(":")
+    host, _, port = server.serve_tcp(listen_tcp("127.0.0.1", 0)).rpartition(":")
     greeting = json.dumps({"purpose": "fetch", "model": "policy", "version": 3, "name": "page", "extra": 1}).encode()
     with socket.create_connection((host, int(port)), 5.0) as sock:
         sock.sendall(b"LMN1" + struct.pack("!I", len(greeting)) + greeting)

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
-from paramserver.memory import kept
 from paramserver.memory import pool as pool_module
 from paramserver.memory import store as store_module
+from paramserver.memory import stored
 from paramserver.memory.mapping import HUGE_BYTES, FileMapping
 from paramserver.memory.pool import Pool, PoolFile
 from paramserver.memory.store import Snapshot, Store
@@ -414,7 +414,7 @@ def test_the_record_of_a_version_has_its_room_before_the_version_comes(
     (record,) = store.pool.directory.glob("records/policy/*")
     assert record.stat().st_ino == reserved.st_ino
     assert record.stat().st_size <= reserved.st_size
-    assert kept.beside(path).root_digest == snapshot.root()
+    assert stored.beside(path).root_digest == snapshot.root()
 
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -436,9 +436,9 @@ def test_a_record_that_could_not_be_written_is_written_as_soon_as_it_can_be(
         patch.setattr(store_module, "write_record", failing)
         path = store.publish(snapshot)
     with pytest.raises(NotFound, match="has no record"):
-        kept.beside(path)
+        stored.beside(path)
     store.record_shown()
-    assert kept.beside(path).root_digest == snapshot.root()
+    assert stored.beside(path).root_digest == snapshot.root()
 
 
 # ---- file systems without leases
@@ -477,7 +477,7 @@ def test_a_file_whose_readers_nobody_can_tell_costs_itself_alone(
         patch.setattr(pool_module.fcntl, "fcntl", no_leases)
         assert pool.give_back(files[:1]) == 4 * MIB
         assert pool.sweep() == 4 * MIB
-    assert caplog.text.count("cannot be looked at for readers") == 1
+    assert caplog.text.count("cannot be checked for readers") == 1
     assert pool.uncut
     pool.cut()
     assert pool.sweep() == 0
@@ -556,7 +556,7 @@ def test_a_kernel_that_makes_no_huge_pages_is_said_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(FileMapping, "collapse", small_pages_only)
-    pool_module._say_small.cache_clear()
+    pool_module._log_small.cache_clear()
     caplog.set_level("DEBUG")
     pool = Pool(directory / "pool", 16 * MIB)
     pool.preallocate()

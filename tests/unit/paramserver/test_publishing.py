@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,20 +22,20 @@ from paramserver.core import view as keys
 from paramserver.core.layout import Part, TensorSpec
 from paramserver.core.records import Ended, Epoch, Member, Rank, Sealed, digest
 from paramserver.daemon.operations import Operations
+from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.service import RelayService
 from paramserver.data import fetch as data_fetch
 from paramserver.master import duties, publications
 from paramserver.master.drafts import Draft
-from paramserver.master.publications import Publications
-from paramserver.master.ranks import Meeting
+from paramserver.master.rendezvous import Rendezvous
 from paramserver.master.sealer import end_version
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Delete, Guard, Outcome, Put, State, Write
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Store
-from paramserver.relay import relay as relay_module
+from paramserver.relay import removals
 from paramserver.relay.member_lease import MemberLease
-from paramserver.relay.relay import VERSIONS_KEPT, Relay
+from paramserver.relay.models import VERSIONS_KEPT
 from protos.errors import (
     Conflict,
     InvalidRequest,
@@ -86,24 +85,29 @@ class Host:
 
     def __init__(self, store: MemoryStore, name: str, directory: Path) -> None:
         self.registry = LossyRegistry(store)
-        self.seat = MemberLease(self.registry, Member(name, f"instance-{name}", "h:1", "h:2"), ttl_s=2.0)
-        pool = Pool(directory / name, 13 * MIB)
-        self.relay = Relay(
-            RelayConfig(name, "", pool_dir=directory / name, retain=1, chunk_bytes=MIB), self.seat, Store(pool)
-        )
-        self.dialled: Peer = SilentPeer()  # whoever this relay asks
+        self.lease = MemberLease(self.registry, Member(name, f"instance-{name}", "h:1", "h:2"), ttl_s=2.0)
+        self.dialled: Peer = SilentPeer()  # the peer that answers this relay's queries
         self.dialled.holds_nothing = True
-        self.publishing = Publications(self.relay, dial=lambda _: self.dialled)  # type: ignore[arg-type, return-value]
+        self.parts = RelayParts(
+            RelayConfig(name, "", pool_dir=directory / name, retain=1, chunk_bytes=MIB),
+            self.lease,
+            Store(Pool(directory / name, 13 * MIB)),
+            dial=lambda _: self.dialled,  # type: ignore[arg-type, return-value]
+        )
+        self.relay, self.reconciler, self.models = self.parts.relay, self.parts.reconciler, self.parts.models
+        self.pins, self.pool, self.fetches = self.parts.pins, self.parts.store.pool, self.parts.fetches
+        self.publications, self.duties, self.claims = self.parts.publications, self.parts.duties, self.parts.claims
+        self.drafts, self.sealer, self.elections = self.parts.drafts, self.parts.sealer, self.parts.elections
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        await self.seat.take()
-        work = (self.seat.keep(), self.seat.tell_holdings(), self.relay.follow(), self.relay.housekeep())
-        self._tasks = [asyncio.create_task(task) for task in (*work, self.publishing.presiding.preside())]
+        await self.lease.take()
+        work = (self.lease.keep(), self.lease.holdings.run(), self.relay.follow(), self.relay.housekeep())
+        self._tasks = [asyncio.create_task(task) for task in (*work, self.duties.run())]
         await until(self._sees_itself, "the relay sees itself")
 
     async def _sees_itself(self) -> bool:
-        return self.seat.member.name in self.seat.view.members
+        return self.lease.member.name in self.lease.view.members
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -112,21 +116,20 @@ class Host:
 
     async def close(self) -> None:
         await self.stop()
-        await self.publishing.close()
-        await self.relay.close()
-        self.relay.store.close()
+        await self.parts.close()
+        self.parts.store.close()
 
     async def announce(self, size: int = 4 * MIB - 100, *, wait_room_s: float = 0.0, run: str = "r") -> Draft:
-        await self.publishing.locate(MODEL)
+        await self.duties.locate(MODEL)
         with contextlib.suppress(Conflict):
-            self.publishing.claim(MODEL, run, "test")
+            self.claims.claim(MODEL, run, "test")
         tensors = [TensorSpec("w", "U8", (size,))]
-        return await self.publishing.announce(
+        return await self.publications.announce(
             MODEL, run, 1, tensors, file_bytes_max=1 << 30, metadata=None, wait_room_s=wait_room_s
         )
 
     async def commit(self, draft: Draft) -> None:
-        await self.publishing.commit(MODEL, draft.manifest.version, draft.token, draft.snapshot.root())
+        await self.publications.commit(MODEL, draft.manifest.version, draft.token, draft.snapshot.root())
 
     async def publish(self, size: int = 4 * MIB - 100) -> Draft:
         draft = await self.announce(size)
@@ -143,12 +146,12 @@ class Host:
 
     async def memory_back(self, used_bytes: int = 0) -> None:
         async def back() -> bool:
-            return self.relay.store.pool.statistics().used_bytes == used_bytes
+            return self.pool.statistics().used_bytes == used_bytes
 
         await until(back, f"only {used_bytes} bytes are in use")
 
     def shown(self) -> list[int]:
-        return [record.version for record in self.relay.versions(MODEL)]
+        return [record.version for record in self.models.shown(MODEL)]
 
 
 def write(draft: Draft) -> None:
@@ -227,9 +230,9 @@ async def test_while_the_kernel_allocates_the_relay_goes_on_and_the_publisher_as
         with pytest.raises(Preparing, match=r"memory for the next version of policy is being allocated, 0 B of 4 MiB"):
             await host.announce()
     assert kernel.num_calls == 1, "who asks again waits for the same memory"
-    assert host.relay.store.pool.sweep() == 0
+    assert host.pool.sweep() == 0
     with pytest.raises(OutOfCapacity, match="10 MiB wanted, 9 MiB available"):  # promised already
-        host.relay.store.pool.reserve([10 * MIB])
+        host.pool.reserve([10 * MIB])
     kernel.go_on.set()
     monkeypatch.setattr(publications, "PREPARE_S", 60.0)
     draft = await host.announce()
@@ -251,11 +254,11 @@ async def test_what_was_allocated_for_a_publisher_that_left_is_there_for_the_nex
     await until(allocating, "memory is being allocated")
     announcing.cancel()
     await asyncio.wait([announcing])
-    for claim in list(host.publishing._claims[MODEL].values()):
-        host.publishing.unclaim(MODEL, claim)
+    for claim in list(host.claims._claims[MODEL].values()):
+        host.claims.release(MODEL, claim)
     kernel.go_on.set()
     await host.memory_back()
-    monkeypatch.setattr(host.relay.store.pool, "expect", lambda *_: None)  # nothing is cut in advance
+    monkeypatch.setattr(host.pool, "expect", lambda *_: None)  # nothing is cut in advance
     assert (await host.announce()).manifest.version == 1
     assert kernel.num_calls == 1
 
@@ -270,7 +273,7 @@ async def test_a_publisher_that_left_while_memory_was_allocated_begins_nothing(
         return kernel.num_calls == 1
 
     await until(allocating, "memory is being allocated")
-    host.publishing.unclaim(MODEL, host.publishing._claims[MODEL][0])
+    host.claims.release(MODEL, host.claims._claims[MODEL][0])
     kernel.go_on.set()
     with pytest.raises(StaleEpoch, match="rank 0 of run r left before its version of policy could begin"):
         await announcing
@@ -281,7 +284,7 @@ async def test_the_next_version_finds_files_of_its_sizes_cut_in_advance(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await host.publish()
-    pool = host.relay.store.pool
+    pool = host.pool
 
     async def cut() -> bool:
         return not pool.uncut and sum(file.size_bytes for file in pool._free) > 0
@@ -296,18 +299,18 @@ async def test_memory_that_somebody_is_inside_of_comes_back_when_they_leave(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that hangs while a version is spilled cannot be broken off; what it holds must not be lost for good."""
-    monkeypatch.setattr(relay_module, "GIVE_BACK_RETRY_S", 0.05)
+    monkeypatch.setattr(removals, "RETRY_S", 0.05)
     draft = await host.announce()
     close = draft.snapshot.close
     monkeypatch.setattr(draft.snapshot, "close", lambda why: close(why, 0.05))
     with draft.snapshot.reading():
-        host.publishing.abort(MODEL, 1, draft.token, "gone")
+        host.publications.abort(MODEL, 1, draft.token, "gone")
 
         async def refused() -> bool:
-            return draft.snapshot.leaving and not host.relay._leaving
+            return draft.snapshot.leaving and not host.reconciler._removals.num_running
 
         await until(refused, "giving it back was refused")
-        assert host.relay.store.pool.statistics().used_bytes == draft.manifest.size_bytes
+        assert host.pool.statistics().used_bytes == draft.manifest.size_bytes
     await host.memory_back()
 
 
@@ -315,13 +318,13 @@ async def test_memory_that_somebody_is_inside_of_comes_back_when_they_leave(
 
 
 def unclaim(host: Host) -> None:
-    for claim in list(host.publishing._claims[MODEL].values()):
-        host.publishing.unclaim(MODEL, claim)
+    for claim in list(host.claims._claims[MODEL].values()):
+        host.claims.release(MODEL, claim)
 
 
 async def forgotten(host: Host) -> None:
     async def gone() -> bool:
-        return MODEL not in host.seat.view.models and MODEL not in host.relay.models
+        return MODEL not in host.lease.view.models and MODEL not in host.models
 
     await until(gone, "nobody knows the model any more")
 
@@ -330,12 +333,12 @@ async def test_a_model_that_is_dropped_ends_with_all_its_versions_and_its_number
     world: World, host: Host
 ) -> None:
     await host.publish()
-    watched = host.relay.watch(MODEL)
+    watched = host.parts.watchers.watch(MODEL)
     assert [(await anext(watched)).kind] == ["available"]
     with pytest.raises(Conflict, match=r"test publishes to policy \(run r\) \(end that run first"):
-        await host.publishing.drop(MODEL)
+        await host.duties.drop(MODEL)
     unclaim(host)
-    assert await host.publishing.drop(MODEL) == [1]
+    assert await host.duties.drop(MODEL) == [1]
     assert (await anext(watched)).kind == "lost"
     await host.memory_back()
     await forgotten(host)
@@ -345,7 +348,7 @@ async def test_a_model_that_is_dropped_ends_with_all_its_versions_and_its_number
 
 
 async def test_a_relay_that_missed_the_drop_gives_up_what_was_dropped_and_nothing_else(host: Host) -> None:
-    host.relay.of(MODEL).retain = 2
+    host.models.of(MODEL).retain = 2
     await host.publish()
     second = await host.publish()
     assert host.shown() == [1, 2]
@@ -358,27 +361,27 @@ async def test_a_relay_that_missed_the_drop_gives_up_what_was_dropped_and_nothin
 
 async def test_a_registry_that_is_busy_for_a_moment_costs_the_first_publish_nothing(world: World, host: Host) -> None:
     host.registry.about, host.registry.answers_lost = "/master", 1
-    assert await host.publishing.locate(MODEL) == "a"
+    assert await host.duties.locate(MODEL) == "a"
     assert host.registry.answers_lost == 0, "an answer was lost"
 
 
 async def test_there_are_only_so_many_models(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publications, "MODELS_MAX", 2)
+    monkeypatch.setattr(duties, "MODELS_MAX", 2)
     for model in ("one", "two", "one"):
-        await host.publishing.locate(model)
+        await host.duties.locate(model)
     with pytest.raises(OutOfCapacity, match=r"three would be more than 2 models \(drop one: `paramserver drop"):
-        await host.publishing.locate("three")
+        await host.duties.locate("three")
 
 
 async def test_a_model_of_which_nothing_was_ever_published_is_forgotten(
     world: World, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(duties, "UNUSED_S", 0.2)
-    await host.publishing.locate("typo")
+    await host.duties.locate("typo")
     await host.publish()
 
     async def gone() -> bool:
-        return "typo" not in host.seat.view.models and "typo" not in host.relay.models
+        return "typo" not in host.lease.view.models and "typo" not in host.models
 
     await until(gone, "it is forgotten")
     assert not [key for key in world.store.keys if "typo" in key]
@@ -393,22 +396,27 @@ async def test_a_model_to_which_nothing_happens_costs_no_look(host: Host, monkey
 
     await until(settled, "nothing is left to do")
     looks: list[str] = []
-    monkeypatch.setattr(host.relay, "tidy", looks.append)
-    async with host.relay.changed:
-        for _ in range(3):  # rounds of housekeeping
-            await host.relay.changed.wait()
+    monkeypatch.setattr(host.reconciler, "reconcile", looks.append)
+    num_checks = 0
+
+    def three_rounds_later() -> bool:
+        nonlocal num_checks
+        num_checks += 1  # once now, then after each round of housekeeping
+        return num_checks > 3
+
+    await host.parts.changes.wait_until(three_rounds_later)
     assert looks == []
 
 
 async def test_who_finds_no_room_is_told_what_holds_it_and_of_pins_that_exist(host: Host) -> None:
     await host.publish(size=6 * MIB)
-    host.relay.acquire("lease", MODEL, 1, "engine-7", 60.0)
-    await host.publishing.locate("critic")
-    host.publishing.claim("critic", "r", "test")
+    await host.pins.acquire("lease", MODEL, 1, "engine-7", 60.0)
+    await host.duties.locate("critic")
+    host.claims.claim("critic", "r", "test")
     tensors = [TensorSpec("w", "U8", (9 * MIB,))]
 
     async def announce() -> Draft:
-        return await host.publishing.announce(
+        return await host.publications.announce(
             "critic", "r", 1, tensors, file_bytes_max=1 << 30, metadata=None, wait_room_s=0.0
         )
 
@@ -418,7 +426,7 @@ async def test_who_finds_no_room_is_told_what_holds_it_and_of_pins_that_exist(ho
     assert refused.value.hint.startswith(
         "release pins, or drop a model that nobody uses (`paramserver drop --model pol"
     )
-    host.relay.pins.release("lease", time.monotonic())
+    await host.pins.release("lease")
     with pytest.raises(OutOfCapacity) as refused:
         await announce()
     assert "pin" not in f"{refused.value}"
@@ -432,15 +440,15 @@ async def test_only_what_is_whole_and_as_the_publisher_says_is_committed(world: 
     number, token = draft.manifest.version, draft.token
     for wrong in ("another token", "ein Schlüssel"):
         with pytest.raises(Conflict, match="with this token"):
-            await host.publishing.commit(MODEL, number, wrong, "")
+            await host.publications.commit(MODEL, number, wrong, "")
     with pytest.raises(Conflict, match="4 chunks of version 1 of policy are not written, the first is 0"):
-        await host.publishing.commit(MODEL, number, token, "")
+        await host.publications.commit(MODEL, number, token, "")
     assert draft.state == "writing", "a commit too early costs nothing"
     write(draft)
     with pytest.raises(Conflict, match=r"the publisher computed root wrong, the relay [0-9a-f]{32}"):
-        await host.publishing.commit(MODEL, number, token, "wrong")
+        await host.publications.commit(MODEL, number, token, "wrong")
     with pytest.raises(VersionLost, match="was given up: the publisher computed root wrong"):
-        await host.publishing.commit(MODEL, number, token, draft.snapshot.root())
+        await host.publications.commit(MODEL, number, token, draft.snapshot.root())
     assert "computed root wrong" in (await world.ended(1)).reason
     await host.memory_back()
     assert (host.shown(), world.recorded(1, "sealed")) == ([], None)
@@ -450,8 +458,8 @@ async def test_committing_twice_seals_once_and_afterwards_nothing_is_written(wor
     draft = await host.publish()
     await host.commit(draft)
     with pytest.raises(Conflict, match="version 1 of policy is sealed: no more writing"):
-        host.publishing.writable(MODEL, 1, draft.token)
-    host.publishing.abort(MODEL, 1, draft.token, "too late")
+        host.drafts.writable(MODEL, 1, draft.token)
+    host.publications.abort(MODEL, 1, draft.token, "too late")
     assert host.shown() == [1]
     assert world.recorded(1, "ended") is None
 
@@ -462,9 +470,9 @@ async def test_what_is_given_up_ends_everywhere_and_its_memory_comes_back(world:
     draft.snapshot.present(0, b"x" * 16)
     match how:
         case "abort":
-            host.publishing.abort(MODEL, 1, draft.token, "abort")
+            host.publications.abort(MODEL, 1, draft.token, "abort")
         case "publisher leaves":
-            host.publishing.unclaim(MODEL, host.publishing._claims[MODEL][0])
+            host.claims.release(MODEL, host.claims._claims[MODEL][0])
         case "announces again":
             await host.publish()
     assert draft.state == "failed"
@@ -476,60 +484,60 @@ async def test_what_is_given_up_ends_everywhere_and_its_memory_comes_back(world:
 
 
 async def test_one_publisher_at_a_time_and_a_run_has_a_name(host: Host) -> None:
-    await host.publishing.locate(MODEL)
-    first = host.publishing.claim(MODEL, "one", "host:1")
+    await host.duties.locate(MODEL)
+    first = host.claims.claim(MODEL, "one", "host:1")
     with pytest.raises(Conflict, match=r"publisher already: host:1 \(run one\).*end that one first"):
-        host.publishing.claim(MODEL, "two", "host:2")
+        host.claims.claim(MODEL, "two", "host:2")
     with pytest.raises(InvalidRequest, match="a run is named in 0 characters"):
-        host.publishing.claim(MODEL, "", "host:2")
-    host.publishing.unclaim(MODEL, first)
-    second = host.publishing.claim(MODEL, "two", "host:2")
-    host.publishing.unclaim(MODEL, first)
-    assert host.publishing._claims[MODEL][0] is second, "an old claim that ends late takes nothing away"
+        host.claims.claim(MODEL, "", "host:2")
+    host.claims.release(MODEL, first)
+    second = host.claims.claim(MODEL, "two", "host:2")
+    host.claims.release(MODEL, first)
+    assert host.claims._claims[MODEL][0] is second, "an old claim that ends late takes nothing away"
     with pytest.raises(StaleEpoch, match=r"relay a is not master of critic \(wait for an election\)"):
-        host.publishing.claim("critic", "one", "host:1")
+        host.claims.claim("critic", "one", "host:1")
 
 
 async def test_a_claim_ends_with_the_epoch_in_which_it_was_made(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease ran out, and this relay was elected again before the publisher's stream heard of it."""
-    await host.publishing.locate(MODEL)
-    first = host.publishing.claim(MODEL, "one", "host:1")
+    await host.duties.locate(MODEL)
+    first = host.claims.claim(MODEL, "one", "host:1")
     draft = await host.announce(run="one")
-    before = host.seat.epoch(MODEL)
+    before = host.elections.epoch(MODEL)
     assert before is not None
     later = Epoch(before.store_id, before.revision + 1)
-    monkeypatch.setattr(host.seat, "epoch", lambda model: later)
-    assert not host.publishing.is_claimed_by(MODEL, first)
-    second = host.publishing.claim(MODEL, "two", "host:2")
-    assert host.publishing.is_claimed_by(MODEL, second)
-    host.publishing.unclaim(MODEL, first)
-    assert host.publishing.is_claimed_by(MODEL, second), "an old claim that ends late takes nothing away"
+    monkeypatch.setattr(host.elections, "epoch", lambda model: later)
+    assert not host.claims.holds(MODEL, first)
+    second = host.claims.claim(MODEL, "two", "host:2")
+    assert host.claims.holds(MODEL, second)
+    host.claims.release(MODEL, first)
+    assert host.claims.holds(MODEL, second), "an old claim that ends late takes nothing away"
     assert draft.state == "failed"
 
 
 async def test_a_client_whose_connection_broke_unheard_takes_its_own_claim_over_at_once(host: Host) -> None:
     """This side hears of the break a minute later, or never; until then its own claim would refuse it."""
-    await host.publishing.locate(MODEL)
-    first = host.publishing.claim(MODEL, "one", "host:1", client="x")
+    await host.duties.locate(MODEL)
+    first = host.claims.claim(MODEL, "one", "host:1", client="x")
     draft = await host.announce(run="one")
-    again = host.publishing.claim(MODEL, "one", "host:1", client="x")
-    assert not host.publishing.is_claimed_by(MODEL, first)
+    again = host.claims.claim(MODEL, "one", "host:1", client="x")
+    assert not host.claims.holds(MODEL, first)
     assert draft.state == "failed", "of the broken connection's version nothing can come"
     later = await host.announce(run="one")
-    host.publishing.unclaim(MODEL, first)
+    host.claims.release(MODEL, first)
     assert later.state == "writing", "the old stream's end costs the new claim nothing"
     for run, client in (("one", "y"), ("two", "x"), ("one", "")):
         with pytest.raises(Conflict, match="publisher already"):
-            host.publishing.claim(MODEL, run, "host:1", client=client)
-    host.publishing.unclaim(MODEL, again)
+            host.claims.claim(MODEL, run, "host:1", client=client)
+    host.claims.release(MODEL, again)
     assert later.state == "failed"
 
 
 async def announce_rank(host: Host, rank: int, wait_room_s: float) -> Draft:
     """Of a run of two."""
-    host.publishing.claim(MODEL, "job", f"rank{rank}", Rank(rank, 2))
+    host.claims.claim(MODEL, "job", f"rank{rank}", Rank(rank, 2))
     tensors = [TensorSpec(f"w{rank}", "U8", (MIB,))]
-    return await host.publishing.announce(
+    return await host.publications.announce(
         MODEL,
         "job",
         1,
@@ -543,14 +551,14 @@ async def announce_rank(host: Host, rank: int, wait_room_s: float) -> Draft:
 
 async def test_a_rank_that_leaves_while_all_wait_for_room_ends_the_version_for_the_others(host: Host) -> None:
     """It will write nothing: a version that began without it would be neither sealed nor lost."""
-    await host.publishing.locate(MODEL)
-    pool = host.relay.store.pool
+    await host.duties.locate(MODEL)
+    pool = host.pool
     taken = pool.take([12 * MIB])  # no room
     first = asyncio.create_task(announce_rank(host, 0, DEADLINE_S))
     await asyncio.sleep(0)  # it is there before the last, who begins
     last = asyncio.create_task(announce_rank(host, 1, DEADLINE_S))
     await asyncio.sleep(0)
-    host.publishing.unclaim(MODEL, host.publishing._claims[MODEL][0])
+    host.claims.release(MODEL, host.claims._claims[MODEL][0])
     first.cancel()
     await asyncio.wait([first])
     with pytest.raises(Unavailable, match="rank 0 left step 1 of run job while it waited for room"):
@@ -558,30 +566,30 @@ async def test_a_rank_that_leaves_while_all_wait_for_room_ends_the_version_for_t
     pool.give_back(taken)
     with pytest.raises(Unavailable, match=r"rank 0 of 2 left while step 1 of run job waited for room"):
         await asyncio.wait_for(last, DEADLINE_S)
-    assert not host.publishing._drafts.writing(MODEL)
+    assert not host.drafts.writing(MODEL)
     await host.memory_back()
 
 
 async def test_ranks_that_waited_for_one_are_all_told_of_that_one(host: Host) -> None:
     """Whose own wait is over later would name those that gave up before it: the log would accuse the wrong hosts."""
 
-    async def attends(meeting: Meeting, rank: int, timeout_s: float) -> Draft:
+    async def attends(rendezvous: Rendezvous, rank: int, timeout_s: float) -> Draft:
         async def begin(_: Sequence[Part]) -> Draft:
             raise AssertionError("rank 2 is not there")
 
-        return await meeting.attend(rank, Part([]), begin, host.publishing._sealing.fail, timeout_s)
+        return await rendezvous.join(rank, Part([]), begin, host.sealer.fail, timeout_s)
 
-    meeting = Meeting(3, "step 1")
-    waiting = [attends(meeting, 0, 0.1), attends(meeting, 1, DEADLINE_S)]
+    rendezvous = Rendezvous(3, "step 1")
+    waiting = [attends(rendezvous, 0, 0.1), attends(rendezvous, 1, DEADLINE_S)]
     for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), DEADLINE_S):
         assert isinstance(error, Unavailable)
         assert error.message == "rank 2 of 3 did not announce step 1 in 0.1 s"
-    assert meeting.over
+    assert rendezvous.over
 
 
 async def test_ranks_that_wait_for_room_are_not_said_to_be_missing(host: Host) -> None:
-    await host.publishing.locate(MODEL)
-    host.relay.store.pool.take([12 * MIB])
+    await host.duties.locate(MODEL)
+    host.pool.take([12 * MIB])
     announcing = [announce_rank(host, rank, 0.3) for rank in range(2)]
     for error in await asyncio.gather(*announcing, return_exceptions=True):
         assert isinstance(error, OutOfCapacity), error
@@ -592,10 +600,10 @@ async def test_a_publisher_hears_that_its_version_before_came_to_nothing(host: H
     """It was told that it is copied; what became of it, only a ticket that is asked would say."""
     draft = await host.announce()
     write(draft)
-    host.publishing.abort(MODEL, 1, draft.token, "its master lost the registry")
+    host.publications.abort(MODEL, 1, draft.token, "its master lost the registry")
     await host.reaches(draft, "failed")
     assert (await host.announce()).warnings == ("version 1 of this run came to nothing: its master lost the registry",)
-    host.publishing.unclaim(MODEL, host.publishing._claims[MODEL][0])
+    host.claims.release(MODEL, host.claims._claims[MODEL][0])
     assert (await host.announce(run="another")).warnings == ()
 
 
@@ -607,12 +615,12 @@ async def test_a_version_that_is_given_up_while_its_commit_looks_at_it_is_not_co
     root, loop = draft.snapshot.root(), asyncio.get_running_loop()
 
     def slow_root() -> str:  # in a thread of its own
-        loop.call_soon_threadsafe(host.publishing.abort, MODEL, 1, draft.token, "meanwhile")
+        loop.call_soon_threadsafe(host.publications.abort, MODEL, 1, draft.token, "meanwhile")
         return root
 
     monkeypatch.setattr(draft.snapshot, "root", slow_root)
     with pytest.raises(VersionLost, match="was given up: meanwhile"):
-        await host.publishing.commit(MODEL, 1, draft.token, root)
+        await host.publications.commit(MODEL, 1, draft.token, root)
     assert draft.state == "failed"
     await host.memory_back()
 
@@ -627,8 +635,8 @@ async def test_a_doubt_that_cannot_be_read_back_is_settled_when_the_registry_is_
     write(draft)
     world.store.reachable = False
     await host.commit(draft)
-    world.store.end_lease(host.seat._lease)
-    host.seat.view.remove(keys.master_key(MODEL))  # the last that the watch told
+    world.store.end_lease(host.lease.lease_id)
+    host.lease.view.remove(keys.master_key(MODEL))  # the last that the watch told
     before = host.registry.num_lists
 
     async def read_back() -> bool:
@@ -643,19 +651,19 @@ async def test_a_doubt_that_cannot_be_read_back_is_settled_when_the_registry_is_
 
 async def test_an_announcement_refused_late_takes_back_nothing_that_was_sealed(world: World, host: Host) -> None:
     draft = await host.publish()
-    world.store.end_lease(host.seat._lease)  # and the watch has had no turn since
+    world.store.end_lease(host.lease.lease_id)  # and the watch has had no turn since
     with pytest.raises(StaleEpoch):
-        await host.publishing._sealing._record(draft)  # an earlier try, whose answer took that long
-    host.publishing._sealing.fail(draft, "too late")
+        await host.sealer._record(draft)  # an earlier try, whose answer took that long
+    host.sealer.fail(draft, "too late")
     assert (draft.state, host.shown()) == ("sealed", [1])
 
 
 async def test_what_was_sealed_is_never_recorded_as_aborted(world: World, host: Host) -> None:
     draft = await host.publish()
     manifest = draft.manifest
-    await end_version(host.seat, MODEL, 1, manifest.epoch, Ended("aborted", "by mistake"))
+    await end_version(host.elections, MODEL, 1, manifest.epoch, Ended("aborted", "by mistake"))
     assert world.recorded(1, "ended") is None
-    await end_version(host.seat, MODEL, 1, manifest.epoch, Ended("lost", "no verified holder is left"))
+    await end_version(host.elections, MODEL, 1, manifest.epoch, Ended("lost", "no verified holder is left"))
     assert await world.ended(1) == Ended("lost", "no verified holder is left")
 
 
@@ -663,15 +671,15 @@ async def test_what_is_read_because_an_announcement_was_refused_is_told_to_all(w
     draft = await host.publish()
     ended = msgspec.json.encode(Ended("aborted", "by an earlier master"))
     world.store.apply([Put(f"{keys.ROOT}models/{MODEL}/versions/{7:016d}/ended", ended)])
-    await host.publishing._sealing._record(draft)  # refused: it is there already; the watch had no turn yet
-    state = host.relay.of(MODEL).get(7)
+    await host.sealer._record(draft)  # refused: it is there already; the watch had no turn yet
+    state = host.models.of(MODEL).get(7)
     assert state is not None
     assert state.ended is not None
 
 
 @pytest.mark.parametrize("about", ["/announced", "/plan", "/sealed"])
 async def test_a_transaction_in_doubt_is_settled_by_reading_back(world: World, host: Host, about: str) -> None:
-    await host.publishing.locate(MODEL)
+    await host.duties.locate(MODEL)
     host.registry.about, host.registry.answers_lost = about, 2
     draft = await host.announce()
     write(draft)
@@ -684,20 +692,20 @@ async def test_a_transaction_in_doubt_is_settled_by_reading_back(world: World, h
 
 
 async def test_a_seal_that_was_sent_and_not_answered_counts_as_in_doubt(world: World, host: Host) -> None:
-    await host.publishing.locate(MODEL)
+    await host.duties.locate(MODEL)
     host.registry.about, host.registry.answers_lost = "/sealed", 1 << 30
     draft = await host.announce()
-    assert host.publishing.num_in_doubt == 0
+    assert host.drafts.num_in_doubt() == 0
     write(draft)
     await host.commit(draft)
 
     async def in_doubt() -> bool:
-        return host.publishing.num_in_doubt == 1
+        return host.drafts.num_in_doubt() == 1
 
     await until(in_doubt, "it is in doubt")
     host.registry.answers_lost = 0
     await host.reaches(draft, "sealed")
-    assert host.publishing.num_in_doubt == 0
+    assert host.drafts.num_in_doubt() == 0
 
 
 async def test_without_a_registry_nothing_seals_and_with_it_again_everything_does(world: World, host: Host) -> None:
@@ -709,7 +717,7 @@ async def test_without_a_registry_nothing_seals_and_with_it_again_everything_doe
         write(drafts[-1])
         await host.commit(drafts[-1])
     assert [draft.state for draft in drafts] == ["committed"] * 2
-    assert host.publishing.num_in_doubt == 0, "nothing was sent"
+    assert host.drafts.num_in_doubt() == 0, "nothing was sent"
     assert host.shown() == [1]
     with pytest.raises(OutOfCapacity, match="no room for version 4"):
         await host.announce()
@@ -728,15 +736,15 @@ async def test_a_master_that_was_replaced_seals_nothing(world: World, host: Host
     world.store.reachable = False
     await host.commit(draft)
     world.store.reachable = True
-    world.store.end_lease(host.seat._lease)  # etcd took it for dead
+    world.store.end_lease(host.lease.lease_id)  # etcd took it for dead
     other = await world.host("b")
-    await other.seat.want(MODEL)
+    await other.elections.want(MODEL)
     await host.reaches(draft, "failed")
     assert (world.recorded(1, "sealed"), host.shown()) == (None, [])
     await host.memory_back()
 
     async def master() -> Host | None:
-        return next((h for h in (host, other) if h.seat.is_master(MODEL)), None)
+        return next((h for h in (host, other) if h.elections.is_master(MODEL)), None)
 
     later = await (await until(master, "one of them is master again")).publish()
     assert later.manifest.version > 1
@@ -745,10 +753,10 @@ async def test_a_master_that_was_replaced_seals_nothing(world: World, host: Host
 async def test_a_lone_relay_that_lost_its_lease_blames_no_other(world: World, host: Host) -> None:
     host.registry.about, host.registry.hung = "/announced", asyncio.Event()
     draft = await host.announce()
-    world.store.end_lease(host.seat._lease)
+    world.store.end_lease(host.lease.lease_id)
 
     async def deposed() -> bool:
-        return not host.seat.is_master(MODEL)
+        return not host.elections.is_master(MODEL)
 
     await until(deposed, "it sees that its election is over")
     host.registry.hung.set()
@@ -765,7 +773,7 @@ async def test_a_new_master_ends_what_the_old_one_left_open(world: World, host: 
     other = await world.host("b")
     other.registry.about, other.registry.answers_lost = lost, bool(lost)
     await host.stop()
-    world.store.end_lease(host.seat._lease)
+    world.store.end_lease(host.lease.lease_id)
     assert (await world.ended(2)) == Ended("aborted", "its master died before it was sealed")
     assert (await other.publish()).manifest.version == 3
 
@@ -776,7 +784,7 @@ async def test_what_a_master_gives_up_while_the_registry_is_away_ends_when_it_is
     assert draft.recording is not None
     await draft.recording
     world.store.reachable = False
-    host.publishing.abort(MODEL, 1, draft.token, "the trainer said so")
+    host.publications.abort(MODEL, 1, draft.token, "the trainer said so")
     await asyncio.sleep(0)
     world.store.reachable = True
     assert (await world.ended(1)) == Ended("aborted", "the trainer said so")
@@ -786,30 +794,30 @@ async def test_what_a_master_gave_up_without_a_lease_it_ends_when_it_is_elected_
     draft = await host.announce()
     assert draft.recording is not None
     await draft.recording
-    world.store.end_lease(host.seat._lease)  # and the watch has had no turn since
-    host.publishing.abort(MODEL, 1, draft.token, "the trainer said so")
+    world.store.end_lease(host.lease.lease_id)  # and the watch has had no turn since
+    host.publications.abort(MODEL, 1, draft.token, "the trainer said so")
     assert (await world.ended(1)) == Ended("aborted", "the trainer said so")
 
 
 async def test_a_run_and_its_publisher_are_named_in_few_words(host: Host) -> None:
-    await host.publishing.locate(MODEL)
+    await host.duties.locate(MODEL)
     for run, publisher in (("r" * 257, "p"), ("r", "p" * 257)):
         with pytest.raises(InvalidRequest, match="257 characters"):
-            host.publishing.claim(MODEL, run, publisher)
+            host.claims.claim(MODEL, run, publisher)
 
 
 async def test_a_reason_of_any_length_ends_the_version_for_everybody(world: World, host: Host) -> None:
     draft = await host.announce()
     assert draft.recording is not None
     await draft.recording
-    host.publishing.abort(MODEL, 1, draft.token, "no " * 1_000_000)
+    host.publications.abort(MODEL, 1, draft.token, "no " * 1_000_000)
     assert len((await world.ended(1)).reason) <= 1000
 
 
 async def test_an_above_that_no_number_fits_above_is_refused(host: Host) -> None:
-    operating = Operations(host.relay, host.publishing)
+    operating = Operations(host.parts)
     with pytest.raises(InvalidRequest, match="above"):
-        await operating.go_on_with("earlier", MODEL, (1 << 63) - 1)
+        await operating.continue_store("earlier", MODEL, (1 << 63) - 1)
     assert (await host.publish()).manifest.version == 1
 
 
@@ -817,7 +825,7 @@ async def test_a_drain_that_the_registry_did_not_hear_of_is_told_again(
     world: World, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the chain would go through a relay that takes nothing any more."""
-    operating, member = Operations(host.relay, host.publishing), keys.member_key("a")
+    operating, member = Operations(host.parts), keys.member_key("a")
 
     async def away(guards: object, writes: Sequence[Write]) -> Outcome:
         raise Unavailable("the registry is away")
@@ -832,21 +840,21 @@ async def test_a_drain_that_the_registry_did_not_hear_of_is_told_again(
 
 async def test_a_fleet_pin_released_while_it_is_told_leaves_nothing_in_the_registry(world: World, host: Host) -> None:
     await host.publish()
-    pin, _ = host.relay.acquire("lease", MODEL, 1, "engine", 60.0, copies=1)
     host.registry.about, host.registry.hung = "lease", asyncio.Event()
-    telling = asyncio.create_task(host.relay.fleet_pins.tell(pin))
+    acquiring = asyncio.create_task(host.pins.acquire("lease", MODEL, 1, "engine", 60.0, copies=1))
     await asyncio.sleep(0.05)
-    host.relay.pins.release("lease", time.monotonic())
-    ending = asyncio.create_task(host.relay.fleet_pins.end(pin))
+    releasing = asyncio.create_task(host.pins.release("lease"))
     await asyncio.sleep(0.05)
     host.registry.hung.set()
-    await asyncio.gather(telling, ending)
+    await releasing
+    with pytest.raises(NotFound, match="is not held"):
+        await acquiring
     assert keys.pin_key(MODEL, 1, "lease") not in world.store.keys
-    assert not host.relay.fleet_pins._leases
+    assert not host.pins._keys._leases
 
 
 async def test_adopting_needs_no_model(host: Host) -> None:
-    service = RelayService(host.relay, host.publishing, data_address="h:2", publish_socket=None)
+    service = RelayService(host.parts, data_address="h:2", publish_socket=None)
     context = Told()
     with pytest.raises(ConnectionAbortedError):
         await service.Adopt(pb.AdoptRequest(), context)  # type: ignore[arg-type]
@@ -856,13 +864,13 @@ async def test_adopting_needs_no_model(host: Host) -> None:
 
 async def test_a_version_that_goes_while_its_pin_is_told_is_not_held(host: Host) -> None:
     await host.publish()
-    service = RelayService(host.relay, host.publishing, data_address="h:2", publish_socket=None)
+    service = RelayService(host.parts, data_address="h:2", publish_socket=None)
     host.registry.about, host.registry.hung = "", asyncio.Event()
     request = pb.AcquireRequest(model=MODEL, version=1, holder="engine", ttl_s=60.0, copies=1)
     context = Told()
     asking = asyncio.create_task(service.Acquire(request, context))  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
-    host.relay.apply(MODEL, host.relay.of(MODEL).withdrawn(1, "its bytes turned out bad"))
+    host.reconciler.withdraw(MODEL, 1, "its bytes turned out bad")
     host.registry.hung.set()
     with pytest.raises(ConnectionAbortedError):
         await asking
@@ -884,15 +892,15 @@ class Told:
 
 async def test_a_plans_number_is_given_once_though_the_registry_has_not_heard_of_it(world: World, host: Host) -> None:
     await host.publish()
-    known = host.seat.view.plans[MODEL]
+    known = host.lease.view.plans[MODEL]
     orders = {known.number: known.order}
     world.store.reachable = False
     for joined in ("b", "c"):
-        host.seat.view.members[joined] = Member(joined, joined, "h:1", "h:2")
+        host.lease.view.members[joined] = Member(joined, joined, "h:1", "h:2")
         plan = (await host.announce()).announced.plan
         assert orders.setdefault(plan.number, plan.order) == plan.order
-        host.seat.view.plans[MODEL] = known  # a list tells what the registry has
-        del host.seat.view.members[joined]
+        host.lease.view.plans[MODEL] = known  # a list tells what the registry has
+        del host.lease.view.members[joined]
     assert len(orders) == 3
 
 
@@ -904,19 +912,19 @@ async def test_a_version_without_a_holder_is_lost_after_a_while_and_numbers_go_o
     await host.publish()
     other = await world.host("b")
     await host.stop()
-    world.store.end_lease(host.seat._lease)
+    world.store.end_lease(host.lease.lease_id)
 
     async def noticed() -> bool:
-        return bool(other.publishing.presiding._lost_since)
+        return bool(other.duties._lost_since)
 
     await until(noticed, "the new master misses the holders")
     if grace_s < 60:
         assert (await world.ended(1)) == Ended("lost", "no verified holder is left")
-        await until(lambda: _holds(other.relay.of(MODEL).newest_sealed is None), "its relay has heard of it")
+        await until(lambda: _holds(other.models.of(MODEL).newest_sealed is None), "its relay has heard of it")
     else:
         holder = keys.holder_key(MODEL, 1, "c")
         await other.registry.transact([], [Put(holder, b"")])  # it registers again
-        await until(lambda: _gone(other.publishing.presiding._lost_since), "it is not missed any more")
+        await until(lambda: _gone(other.duties._lost_since), "it is not missed any more")
         assert world.recorded(1, "ended") is None
     assert (await other.announce()).manifest.version == 2
 
@@ -932,7 +940,7 @@ async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no
     other = await world.host("b")
     other.dialled = SilentPeer() if silent else Peer(host)
     await other.registry.transact([], [Delete(keys.master_key(MODEL)), Delete(keys.holder_key(MODEL, 1, "a"))])
-    monkeypatch.setattr(host.seat, "stand", _stands_for_nothing)
+    monkeypatch.setattr(host.elections, "stand", _stands_for_nothing)
 
     async def asked_often() -> bool:
         return other.dialled.num_asked >= 3
@@ -952,7 +960,7 @@ async def test_a_silent_relay_keeps_nobody_from_an_election_nor_from_asking_for_
 ) -> None:
     """Each is asked for up to 2 s, and again after a while: a model without a master must not wait for that."""
     monkeypatch.setattr(duties, "LOST_GRACE_S", 0.2)
-    monkeypatch.setattr(host.seat, "stand", _stands_for_nothing)
+    monkeypatch.setattr(host.elections, "stand", _stands_for_nothing)
     await host.publish()
     other = await world.host("b")
     other.dialled = hung = HungPeer()
@@ -963,10 +971,10 @@ async def test_a_silent_relay_keeps_nobody_from_an_election_nor_from_asking_for_
         return MODEL in hung.asked
 
     await until(asks, "the new master asks what is held")
-    await other.seat.want("newer")
+    await other.elections.want("newer")
 
     async def elected() -> bool:
-        return other.seat.is_master("newer")
+        return other.elections.is_master("newer")
 
     await until(elected, "the model without a version has its master meanwhile", timeout_s=DEADLINE_S)
     assert hung.asked == [MODEL], "the answer is still waited for, once"
@@ -1006,7 +1014,7 @@ class Peer:
 
     async def versions(self, model: str) -> list[Sealed]:
         self.num_asked += 1
-        return [] if self.holds_nothing else self._host.relay.versions(model)
+        return [] if self.holds_nothing else self._host.models.shown(model)
 
 
 class SilentPeer(Peer):
@@ -1040,9 +1048,9 @@ class HungPeer(SilentPeer):
 async def test_old_records_are_deleted_in_parts_and_forgotten_only_then(world: World, host: Host) -> None:
     """More than one transaction takes, as after a while in which nobody pruned."""
     await host.publish(64)
-    epoch = host.seat.epoch(MODEL)
+    epoch = host.elections.epoch(MODEL)
     assert epoch is not None
-    first = host.publishing._drafts.get(MODEL, 1)
+    first = host.drafts.get(MODEL, 1)
     assert first is not None
     host.registry.about, host.registry.answers_lost = "/ended", 1
     for version in range(2, 2 * VERSIONS_KEPT + 2):
@@ -1090,21 +1098,21 @@ def logged(caplog: pytest.LogCaptureFixture, words: str) -> int:
     return len([r for r in caplog.records if words in r.getMessage() and r.levelname == "ERROR"])
 
 
-@pytest.mark.parametrize("method", ["tidy", "take_fact"])
+@pytest.mark.parametrize(("part", "method"), [("reconciler", "reconcile"), ("relay", "apply")])
 async def test_what_fails_for_one_model_on_a_relay_costs_no_other(
-    host: Host, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    host: Host, part: str, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failing = FailsFor(getattr(host.relay, method), "cursed")
-    monkeypatch.setattr(host.relay, method, failing)
-    host.relay.of("cursed")
-    await host.seat.want("cursed")
-    await host.seat.want("cursed too")
+    failing = FailsFor(getattr(getattr(host, part), method), "cursed")
+    monkeypatch.setattr(getattr(host, part), method, failing)
+    host.models.of("cursed")
+    await host.elections.want("cursed")
+    await host.elections.want("cursed too")
     await host.publish()
 
     async def failed_again() -> bool:
         return failing.num_failed > 2
 
-    if method == "tidy":
+    if method == "reconcile":
         await until(failed_again, "it is tried again")
     await host.publish()
 
@@ -1112,7 +1120,7 @@ async def test_what_fails_for_one_model_on_a_relay_costs_no_other(
         return host.shown() == [2]
 
     await until(retired, "the one before has retired")
-    assert logged(caplog, "versions of cursed neither come nor go") == (method == "tidy")
+    assert logged(caplog, "versions of cursed neither come nor go") == (method == "reconcile")
     assert not any(task.done() for task in host._tasks)
 
 
@@ -1120,10 +1128,10 @@ async def test_an_undone_duty_of_a_master_costs_its_model_alone(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of names before and after the other's: no order hides that one ends the round for all."""
-    failing = FailsFor(host.publishing.presiding.settle, "cursed")
-    monkeypatch.setattr(host.publishing.presiding, "settle", failing)
+    failing = FailsFor(host.duties.settle, "cursed")
+    monkeypatch.setattr(host.duties, "settle", failing)
     for model in ("a cursed one", "z cursed too"):
-        await host.seat.want(model.replace(" ", "-"))
+        await host.elections.want(model.replace(" ", "-"))
 
     async def failed_again() -> bool:
         return failing.num_failed > 4
@@ -1148,10 +1156,10 @@ async def test_quarantine_that_cannot_be_looked_at_ends_no_relay(
     async def swept_again() -> bool:
         return num_swept > 2
 
-    monkeypatch.setattr(host.relay.store.pool, "sweep", refuses)
+    monkeypatch.setattr(host.pool, "sweep", refuses)
     await until(swept_again, "it is tried again")
     await host.publish()
-    assert logged(caplog, "quarantined memory is not looked at") == 1
+    assert logged(caplog, "quarantined memory is not checked") == 1
 
 
 async def test_work_in_the_background_that_fails_again_and_again_is_logged_once(
@@ -1161,7 +1169,7 @@ async def test_work_in_the_background_that_fails_again_and_again_is_logged_once(
         raise ZeroDivisionError("unforeseen")
 
     for _ in range(3):
-        await asyncio.wait([host.relay.spawn(fails())])
+        await asyncio.wait([host.parts.tasks.spawn(fails())])
         await asyncio.sleep(0)  # its end is noted
     assert logged(caplog, "background work failed") == 1
 
@@ -1176,8 +1184,8 @@ async def test_a_call_that_fails_in_a_way_nobody_foresaw_is_answered_in_words(
             told.append((status.name, message))
             raise ConnectionAbortedError
 
-    service = RelayService(host.relay, host.publishing, data_address="h:2", publish_socket=None)
-    monkeypatch.setattr(host.publishing, "locate", lambda model: 1 // 0)
+    service = RelayService(host.parts, data_address="h:2", publish_socket=None)
+    monkeypatch.setattr(host.duties, "locate", lambda model: 1 // 0)
     with pytest.raises(ConnectionAbortedError):
         await service.Locate(pb.LocateRequest(model=MODEL), Context())  # type: ignore[arg-type]
     assert told == [("INTERNAL", "Locate failed: ZeroDivisionError: integer division or modulo by zero")]
@@ -1188,7 +1196,7 @@ async def test_an_error_in_sealing_that_nobody_foresaw_is_tried_again(
 ) -> None:
     monkeypatch.setattr("paramserver.master.sealer.UNFORESEEN_RETRY_S", 0.1)
     draft = await host.announce()
-    monkeypatch.setattr(host.seat, "as_master", FailsFor(host.seat.as_master, MODEL, times=3))
+    monkeypatch.setattr(host.elections, "as_master", FailsFor(host.elections.as_master, MODEL, times=3))
     write(draft)
     await host.commit(draft)
     await host.reaches(draft, "sealed")
@@ -1227,7 +1235,7 @@ async def test_a_fetch_that_fails_in_a_way_nobody_foresaw_is_made_again(
     await host.announce()
 
     async def begun_again() -> bool:
-        return num_failed == 2 and bool(other.relay.transfers())
+        return num_failed == 2 and bool(other.fetches.transfers())
 
     await until(begun_again, "it is fetched again")
     assert logged(caplog, "does not come and is tried again") == 1
@@ -1240,7 +1248,7 @@ async def test_fetches_without_a_byte_keep_no_thread_from_other_work(world: Worl
         await host.announce()
 
         async def under_way() -> bool:
-            return bool(other.relay.transfers())
+            return bool(other.fetches.transfers())
 
         await until(under_way, "it is fetched")
         async with asyncio.timeout(60):
@@ -1253,37 +1261,37 @@ async def test_fetches_without_a_byte_keep_no_thread_from_other_work(world: Worl
 
 async def test_a_pinned_version_stays_and_its_memory_is_used_again_only_after_its_release(host: Host) -> None:
     first = await host.publish()
-    pin, record = host.relay.acquire("lease", MODEL, 1, "engine-1", 60.0)
-    place = Path(host.relay.path_of(pin)) / "model.safetensors"
+    pin, record, path = await host.pins.acquire("lease", MODEL, 1, "engine-1", 60.0)
+    place = Path(path) / "model.safetensors"
     content = place.read_bytes()
     later = [await host.publish() for _ in range(4)]
     assert host.shown() == [1, 5], "retention keeps the newest, the pin keeps the first"
     assert (place.read_bytes(), record.root_digest) == (content, first.root)
-    blocker, _ = host.relay.acquire("newest", MODEL, None, "engine-2", 60.0)
+    blocker, _, _ = await host.pins.acquire("newest", MODEL, None, "engine-2", 60.0)
     await host.publish()
     with pytest.raises(OutOfCapacity, match=r"version 1 \(.*\) pinned by engine-1, version 5 .* pinned by engine-2"):
         await host.announce()
     waiting = asyncio.create_task(host.announce(wait_room_s=DEADLINE_S))
     await asyncio.sleep(0)
     assert not waiting.done()
-    host.relay.pins.release(pin.lease_id, time.monotonic())
+    await host.pins.release(pin.lease_id)
     assert (await waiting).manifest.version == later[-1].manifest.version + 2
     assert host.shown() == [5, 6]
     assert not place.exists()
-    host.relay.pins.release(blocker.lease_id, time.monotonic())
+    await host.pins.release(blocker.lease_id)
 
 
 async def test_an_exact_version_is_acquired_or_refused_and_never_another(host: Host) -> None:
     """Engines on several hosts get one version: the newest of this host is no answer."""
     await host.publish()
-    host.relay.acquire("keeps it", MODEL, 1, "engine-1", 60.0)
+    await host.pins.acquire("keeps it", MODEL, 1, "engine-1", 60.0)
     await host.publish()
-    pin, record = host.relay.acquire("again", MODEL, 1, "engine-2", 60.0)
+    pin, record, _ = await host.pins.acquire("again", MODEL, 1, "engine-2", 60.0)
     assert (pin.version, record.version) == (1, 1)
-    assert host.relay.acquire("newest", MODEL, None, "engine-3", 60.0)[0].version == 2
+    assert (await host.pins.acquire("newest", MODEL, None, "engine-3", 60.0))[0].version == 2
     for absent in (3, 99):
         with pytest.raises(NotFound, match=f"no sealed version {absent} of policy.*held here: 1, 2"):
-            host.relay.acquire("none", MODEL, absent, "engine-4", 60.0)
+            await host.pins.acquire("none", MODEL, absent, "engine-4", 60.0)
 
 
 async def test_a_version_about_to_retire_is_either_held_or_refused(host: Host) -> None:
@@ -1292,8 +1300,8 @@ async def test_a_version_about_to_retire_is_either_held_or_refused(host: Host) -
     for version in range(1, 9):
         await host.publish(MIB)
         with contextlib.suppress(NotFound):
-            pin, _ = host.relay.acquire(str(version), MODEL, max(1, version - 1), "late", 60.0)
-            held.append((pin.version, Path(host.relay.path_of(pin))))
+            pin, _, path = await host.pins.acquire(str(version), MODEL, max(1, version - 1), "late", 60.0)
+            held.append((pin.version, Path(path)))
         for number, path in held:
             assert (path / "model.safetensors").read_bytes()[-1000:] == bytes([number]) * 1000
     assert held
@@ -1311,8 +1319,8 @@ async def test_the_registry_and_this_relay_remember_a_bounded_number_of_versions
     await until(pruned, "old records are deleted")
     assert world.recorded(1, "sealed") is None
     assert world.recorded(draft.manifest.version, "sealed") is not None
-    assert len(host.relay.of(MODEL).items()) <= VERSIONS_KEPT + 1
-    assert len(host.publishing._drafts) <= VERSIONS_KEPT
+    assert len(host.models.of(MODEL).items()) <= VERSIONS_KEPT + 1
+    assert len(host.drafts) <= VERSIONS_KEPT
 
 
 async def test_a_registry_that_hangs_holds_up_the_seal_and_never_the_trainer(host: Host) -> None:

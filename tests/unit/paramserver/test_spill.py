@@ -14,10 +14,10 @@ import pytest
 
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
 from paramserver.data.spill import Spill
-from paramserver.memory import kept
-from paramserver.memory.kept import Kept
+from paramserver.memory import stored
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
+from paramserver.memory.stored import StoredSnapshot
 from protos.errors import Conflict
 
 SIZE = 10_000
@@ -39,7 +39,7 @@ def make_spill(tmp_path: Path) -> Iterator[Callable[..., Spill]]:
     made: list[Spill] = []
 
     def make(retain: int = 2) -> Spill:
-        made.append(Spill(tmp_path / "spill", retain=retain, wrote=lambda _: None))
+        made.append(Spill(tmp_path / "spill", retain=retain, changed=lambda _: None))
         return made[-1]
 
     yield make
@@ -67,15 +67,15 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, num_bytes: int) -> None:
         self._directory, self._num_bytes = directory, num_bytes
-        copy_out = kept.copy_out
+        copy_out = stored.copy_out
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=self.free(), f_frsize=1))
 
-        def writing(files: object, made: Kept, reading: object) -> None:
+        def writing(files: object, made: StoredSnapshot, reading: object) -> None:
             if self.free() < made.manifest.size_bytes:
                 raise OSError(errno.ENOSPC, "No space left on device")
             copy_out(files, made, reading)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(kept, "copy_out", writing)
+        monkeypatch.setattr(stored, "copy_out", writing)
 
     def free(self) -> int:
         return self._num_bytes - sum(p.stat().st_size for p in self._directory.glob("snapshots/*/*/w"))

@@ -20,7 +20,7 @@ def pass_on(
     for version in versions:
         for upstream, relay in pairwise(chain):
             is_slow = (upstream, relay) in slow or (upstream, "*") in slow or ("*", relay) in slow
-            judged.saw(Hop(version, upstream, relay, 1e8 if is_slow else 1e9))
+            judged.observe(Hop(version, upstream, relay, 1e8 if is_slow else 1e9))
         after.append(judged.slow)
     return after
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from paramserver.core.records import Announced, Ended, Epoch, FileSpec, Manifest, Plan, Sealed
-from paramserver.core.versions import TRANSITIONS, Drop, Fetch, ModelVersions, Show, Tell
+from paramserver.core.versions import TRANSITIONS, Drop, Fetch, ModelVersions, Notify, Show
 
 EPOCH = Epoch("store", 1)
 
@@ -41,7 +41,7 @@ def test_a_version_is_shown_only_when_it_is_complete_and_sealed() -> None:
     model.opened(announced(1))
     assert model.filled(1, "root") == []
     assert model.shown() == []
-    assert model.sealed(sealed(1)) == [Tell("sealed", sealed(1)), Show(sealed(1)), Tell("available", sealed(1))]
+    assert model.sealed(sealed(1)) == [Notify("sealed", sealed(1)), Show(sealed(1)), Notify("available", sealed(1))]
     assert model.shown() == [sealed(1)]
 
 
@@ -57,7 +57,7 @@ def test_what_was_withdrawn_here_may_be_lost_to_everybody_later() -> None:
     model = versions()
     bring(model, 1)
     model.withdrawn(1, "a chunk changed in memory")
-    assert model.ended(1, Ended("lost", "no verified holder is left")) == [Tell("lost", sealed(1))]
+    assert model.ended(1, Ended("lost", "no verified holder is left")) == [Notify("lost", sealed(1))]
     assert model.newest_sealed is None
 
 
@@ -66,7 +66,7 @@ def test_a_number_that_another_master_gave_again_loses_what_it_meant_here() -> N
     bring(model, 1)
     other = Announced(msgspec.structs.replace(announced(1).manifest, epoch=Epoch("store", 2)), announced(1).plan)
     drop, told = model.announced(other)
-    assert (drop, told) == (Drop(1, "another master gave its number to another version"), Tell("lost", sealed(1)))
+    assert (drop, told) == (Drop(1, "another master gave its number to another version"), Notify("lost", sealed(1)))
     assert model.shown() == []
     assert model.next_fetch() == [Fetch(other)]
 
@@ -75,8 +75,8 @@ def test_the_seal_may_come_before_the_last_byte() -> None:
     model = versions()
     model.announced(announced(1))
     model.opened(announced(1))
-    assert model.sealed(sealed(1)) == [Tell("sealed", sealed(1))]
-    assert model.filled(1, "root") == [Show(sealed(1)), Tell("available", sealed(1))]
+    assert model.sealed(sealed(1)) == [Notify("sealed", sealed(1))]
+    assert model.filled(1, "root") == [Show(sealed(1)), Notify("available", sealed(1))]
 
 
 def test_bytes_that_do_not_match_the_sealed_root_are_never_shown() -> None:
@@ -135,12 +135,12 @@ def test_a_copy_for_the_fleet_is_fetched_again_after_what_is_new_and_outside_the
     model.copy_here({1, 3})
     assert model.next_fetch() == [fetch], "3 is here"
     model.opened(fetch.announced)
-    assert model.filled(1, "root") == [Show(sealed(1)), Tell("available", sealed(1))]
+    assert model.filled(1, "root") == [Show(sealed(1)), Notify("available", sealed(1))]
     assert model.retire({}) == [
         Drop(1, "retention"),
-        Tell("retired", sealed(1)),
+        Notify("retired", sealed(1)),
         Drop(2, "retention"),
-        Tell("retired", sealed(2)),
+        Notify("retired", sealed(2)),
     ]
 
 
@@ -171,10 +171,10 @@ def test_retention_keeps_the_newest_and_what_is_pinned() -> None:
     model = versions(retain=2)
     for version in (1, 2, 3, 4):
         bring(model, version)
-    assert model.retire({1: 1}) == [Drop(2, "retention"), Tell("retired", sealed(2))]
+    assert model.retire({1: 1}) == [Drop(2, "retention"), Notify("retired", sealed(2))]
     assert [record.version for record in model.shown()] == [1, 3, 4]
     assert model.retire({1: 1}) == []
-    assert model.retire({}) == [Drop(1, "retention"), Tell("retired", sealed(1))]
+    assert model.retire({}) == [Drop(1, "retention"), Notify("retired", sealed(1))]
 
 
 def test_an_aborted_version_is_dropped_and_only_a_sealed_one_is_told_as_lost() -> None:
@@ -182,7 +182,7 @@ def test_an_aborted_version_is_dropped_and_only_a_sealed_one_is_told_as_lost() -
     model.opened(announced(1))
     assert model.ended(1, Ended("aborted", "publisher left")) == [Drop(1, "aborted: publisher left")]
     bring(model, 2)
-    assert model.ended(2, Ended("lost", "gone")) == [Drop(2, "lost: gone"), Tell("lost", sealed(2))]
+    assert model.ended(2, Ended("lost", "gone")) == [Drop(2, "lost: gone"), Notify("lost", sealed(2))]
     assert model.newest_sealed is None
     assert model.newest_known == 2
 
@@ -190,7 +190,7 @@ def test_an_aborted_version_is_dropped_and_only_a_sealed_one_is_told_as_lost() -
 def test_bad_memory_withdraws_this_relay_only() -> None:
     model = versions()
     bring(model, 1)
-    assert model.withdrawn(1, "bit flip") == [Drop(1, "bit flip"), Tell("lost", sealed(1))]
+    assert model.withdrawn(1, "bit flip") == [Drop(1, "bit flip"), Notify("lost", sealed(1))]
     assert model.withdrawn(1, "again") == []
     assert model.newest_sealed == 1
 

@@ -37,7 +37,7 @@ STATUS = RelayStatus(
 )
 
 
-def test_status_tells_what_keeps_a_relay_from_its_seat_and_that_it_drains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_what_keeps_a_relay_from_its_lease_and_that_it_drains(capsys: pytest.CaptureFixture[str]) -> None:
     show_status(dataclasses.replace(STATUS, draining=True, trouble="the name m was taken"), as_json=False)
     text = capsys.readouterr().out
     assert "TROUBLE: the name m was taken" in text

@@ -1,4 +1,4 @@
-"""The watchers of a model: the state first, then every change in order, in a bounded queue."""
+"""The watches of a model: the state first, then every change in order, in a bounded queue."""
 
 from __future__ import annotations
 
@@ -8,42 +8,52 @@ from typing import Literal
 import pytest
 
 from paramserver.core.records import Sealed
-from paramserver.core.versions import Tell
+from paramserver.core.versions import Notify
+from paramserver.core.view import View
+from paramserver.relay.models import ModelTable
 from paramserver.relay.watchers import WATCHER_EVENTS_MAX, Watchers
 from protos.errors import Unavailable
 
 
-def told(version: int, kind: Literal["sealed", "available"] = "available", model: str = "policy") -> Tell:
-    return Tell(kind, Sealed(model, version, version, "run", "digest", 0, 0.0))
+def event(version: int, kind: Literal["sealed", "available"] = "available", model: str = "policy") -> Notify:
+    return Notify(kind, Sealed(model, version, version, "run", "digest", 0, 0.0))
+
+
+def watchers_of(*versions: int) -> Watchers:
+    """Of a relay that knows these versions as sealed, and holds none."""
+    models = ModelTable(View(), retain=1)
+    for version in versions:
+        models.of("policy").sealed(event(version).sealed)
+    return Watchers(models)
 
 
 async def test_a_watch_begins_with_the_state_and_misses_nothing_after_it() -> None:
-    watchers = Watchers()
-    reading = watchers.watch("policy", lambda: [told(1), told(2, "sealed")])
-    assert await anext(reading) == told(1)
-    watchers.tell(told(2))  # before the state was read to its end
-    watchers.tell(told(7, model="critic"))
-    watchers.tell(told(3))
-    assert [await anext(reading) for _ in range(3)] == [told(2, "sealed"), told(2), told(3)]
+    watchers = watchers_of(1, 2)
+    reading = watchers.watch("policy")
+    assert await anext(reading) == event(1, "sealed")
+    watchers.notify(event(2))  # before the state was read to its end
+    watchers.notify(event(7, model="critic"))
+    watchers.notify(event(3))
+    assert [await anext(reading) for _ in range(3)] == [event(2, "sealed"), event(2), event(3)]
 
 
 async def test_one_that_falls_behind_is_cut_off_and_others_are_not() -> None:
-    watchers = Watchers()
-    slow, quick = (watchers.watch("policy", lambda: [told(1)]) for _ in range(2))
-    assert await anext(slow) == await anext(quick) == told(1)
+    watchers = watchers_of(1)
+    slow, quick = (watchers.watch("policy") for _ in range(2))
+    assert await anext(slow) == await anext(quick) == event(1, "sealed")
     for version in range(2, WATCHER_EVENTS_MAX + 3):
-        watchers.tell(told(version))
-        assert await anext(quick) == told(version)
+        watchers.notify(event(version))
+        assert await anext(quick) == event(version)
     with pytest.raises(Unavailable, match="ended by the relay") as refused:
         await anext(slow)
     assert refused.value.hint == "watch again; it starts with the state"
 
 
 async def test_a_relay_that_ends_ends_every_watch() -> None:
-    watchers = Watchers()
-    reading = watchers.watch("policy", list)
+    watchers = watchers_of()
+    reading = watchers.watch("policy")
     first = asyncio.ensure_future(anext(reading))
     await asyncio.sleep(0)
-    watchers.dismiss()
+    watchers.close()
     with pytest.raises(Unavailable, match="ended by the relay"):
         await first

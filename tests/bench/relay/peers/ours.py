@@ -20,7 +20,7 @@ from paramserver.data.fetch import Fetch
 from paramserver.data.frames import Greeting
 from paramserver.data.nixl import NixlDialer
 from paramserver.data.nixl_processes import NixlProcesses
-from paramserver.data.server import DataServer
+from paramserver.data.server import DataServer, listen_tcp
 from paramserver.data.transport import Source
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
@@ -59,22 +59,22 @@ def store_of(size: int) -> Store:
     return Store(pool)
 
 
-def movers_of(settings: dict[str, Any]) -> NixlProcesses | None:
+def processes_of(settings: dict[str, Any]) -> NixlProcesses | None:
     """Warm ones for as many links as there are stripes, with `transport` "nixl"."""
     if settings.get("transport") != "nixl":
         return None
     os.environ.update(environment())
     sys.path.insert(0, str(installed()))
-    movers = NixlProcesses(idle_max=settings.get("stripes", 2))
-    movers.warm(settings.get("stripes", 2))
-    return movers
+    processes = NixlProcesses(idle_max=settings.get("stripes", 2))
+    processes.warm(settings.get("stripes", 2))
+    return processes
 
 
 def main() -> None:
     args = arguments()
     size, chunk_bytes = args.source.stat().st_size, args.settings.get("chunk_bytes", 0)
     chunk_bytes = chunk_bytes or choose_chunk_bytes(size, 2, HopCost())  # as two relays would
-    store, movers = store_of(size), movers_of(args.settings)
+    store, processes = store_of(size), processes_of(args.settings)
     try:
         if args.role == "sender":
             snapshot = store.open(manifest(size, 1, chunk_bytes))
@@ -82,13 +82,13 @@ def main() -> None:
             snapshot.files[0].view()[:] = content
             for index in range(snapshot.chunks.num_chunks):
                 snapshot.present(index, digest(snapshot.place(index)))
-            server = DataServer(Holder(snapshot), movers=movers)
-            say({"address": server.listen_tcp(args.settings.get("listen", "127.0.0.1"), 0)})
+            server = DataServer(Holder(snapshot), nixl=processes)
+            say({"address": server.serve_tcp(listen_tcp(args.settings.get("listen", "127.0.0.1"), 0))})
             end_with_stdin(exit_now=False)
             return
         source = Source("sender", Other(args).said["address"])
         content = memoryview(mapped(args.source))
-        nixl = NixlDialer(movers, tcp.dialer()) if movers is not None else None
+        dialer = NixlDialer(processes, tcp.dialer()) if processes is not None else None
 
         def transfer() -> float:
             snapshot = store.open(manifest(size, 1, chunk_bytes))
@@ -97,7 +97,7 @@ def main() -> None:
                 snapshot,
                 Greeting("fetch", "policy", 1, "receiver"),
                 lambda: [[source]],
-                (lambda source, greeting: nixl.dial(source, greeting, place)) if nixl else tcp.dialer(),
+                (lambda source, greeting: dialer.dial(source, greeting, place)) if dialer else tcp.dialer(),
                 num_stripes=args.settings.get("stripes", 2),
             )
             started = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Where the ranks of one trainer meet before their version is numbered.
+"""The rendezvous of one trainer's ranks: they wait for each other before their version is numbered.
 
 Invariants:
-- the version begins once, when the last rank has come, and every rank gets the same draft or the same error;
-- a rank that leaves before that is missed by name;
+- the version begins once, when the last rank has announced, and every rank gets the same draft or the same error;
+- errors name the ranks that are absent;
 - a version that began while a rank was leaving is given up: nobody would write that rank's files.
 """
 
@@ -22,7 +22,7 @@ Begin = Callable[[Sequence[Part]], Awaitable["Draft"]]
 GiveUp = Callable[["Draft", str], None]
 
 
-class Meeting:
+class Rendezvous:
     """One version of `count` ranks; `what` names it in errors."""
 
     def __init__(self, count: int, what: str) -> None:
@@ -34,17 +34,20 @@ class Meeting:
 
     @property
     def over(self) -> bool:
-        """Begun or failed, or nobody is here any more."""
+        """Whether the version began or failed, or all ranks left."""
         return self._draft.done() or not self._parts
 
-    async def attend(self, rank: int, part: Part, begin: Begin, give_up: GiveUp, timeout_s: float) -> Draft:
-        """Waits for the others; the last to come begins. Unavailable names who did not come in time, or left since.
+    async def join(self, rank: int, part: Part, begin: Begin, give_up: GiveUp, timeout_s: float) -> Draft:
+        """Waits for the other ranks; the last one begins. Unavailable names the ranks that were late, or left since.
 
         `timeout_s` bounds the wait for the others. `begin`, which waits for room, has a deadline of its own.
         """
         if rank in self._parts:
             raise Conflict(f"rank {rank} has announced {self._what} already", hint="give each rank its own number")
-        if self._all_here.is_set():  # it left while room was waited for: what begins without it is given up
+        # All ranks were here once, so the last one waits for room in `begin` now. A rank that left meanwhile cannot
+        # come back into the same version: its earlier call has ended, and `_settle` gives the version up for its
+        # absence.
+        if self._all_here.is_set():
             raise Unavailable(f"rank {rank} left {self._what} while it waited for room", hint="announce it again soon")
         self._parts[rank] = part
         if len(self._parts) == self._count:
@@ -62,7 +65,10 @@ class Meeting:
                 del self._parts[rank]
 
     def _end_for_all(self, after_s: float) -> None:
-        """Those who are here come again together; each would name the others if its own wait ended by itself."""
+        """One error for all ranks that are here, so that they retry together.
+
+        Were each wait to end by itself, the first rank to leave would be absent for the others, and be named by them.
+        """
         if not self._draft.done():
             absent = self._absent()
             why = f"{absent} of {self._count} did not announce {self._what} in {after_s:g} s"

@@ -1,8 +1,8 @@
-"""Memory for versions, made off the event loop: with progress while it comes, and cut in advance for the next version.
+"""Allocates pool memory for versions off the event loop, and cuts files in advance for the next version.
 
 Invariants:
 - the event loop never waits for the kernel to allocate or free: a thread of its own does that for the whole relay;
-- what was begun for somebody who left meanwhile is finished and stays in the pool: who asks again finds it there.
+- an allocation whose caller left is finished and stays in the pool: the next call for the same version takes it over.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from paramserver.background import BackgroundTasks
 from paramserver.config import show_bytes
 from paramserver.memory.pool import Allotment, Pool
 from protos.errors import OutOfCapacity, Preparing
 
 log = logging.getLogger(__name__)
 
-TOLD_EVERY_S = 5.0
+PROGRESS_LOG_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -33,11 +34,11 @@ class _Work:
     task: asyncio.Future[None]
 
 
-class Memory:
-    """The pool as the event loop sees it. `spawn` owns its tasks."""
+class PoolAllocator:
+    """The pool as the event loop uses it."""
 
-    def __init__(self, pool: Pool, spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]]) -> None:
-        self._pool, self._spawn = pool, spawn
+    def __init__(self, pool: Pool, tasks: BackgroundTasks) -> None:
+        self._pool, self._tasks = pool, tasks
         self._threads = ThreadPoolExecutor(1, "pool")
         self._cutting: asyncio.Task[None] | None = None
         self._left: list[_Work] = []  # being allocated, and nobody waits for it now
@@ -45,7 +46,7 @@ class Memory:
     async def take(self, model: str, sizes: Sequence[int], what: str, *, patience_s: float | None = None) -> Allotment:
         """Memory for a version, to be claimed or released; without any waiting where files of these sizes are free.
 
-        OutOfCapacity when there is no room. Preparing after `patience_s`: who asks again goes on waiting for the same.
+        OutOfCapacity when there is no room. Preparing after `patience_s`: the next call goes on waiting for the same.
         """
         self._pool.expect(model, sizes)
         work = next((one for one in self._left if (one.model, one.allotment.sizes) == (model, tuple(sizes))), None)
@@ -72,7 +73,7 @@ class Memory:
         finally:
             if not over:
                 self._left.append(work)
-                self._spawn(self._release_after(work))
+                self._tasks.spawn(self._release_after(work))
         if not over:
             raise Preparing(
                 f"memory for {what} is being allocated, {_progress(work.allotment)} are there",
@@ -82,18 +83,18 @@ class Memory:
 
     async def _release_after(self, work: _Work) -> None:
         await asyncio.wait([work.task])
-        if work not in self._left:  # somebody asked again
+        if work not in self._left:  # another call took it over
             return
         self._left.remove(work)
         if (error := work.task.exception()) is None:
             self._pool.release(work.allotment)
         else:  # the pool took it all back
-            log.info("memory that nobody waits for any more was not allocated: %s", error)
+            log.info("memory for a version that was given up was not allocated: %s", error)
 
     async def _fill(self, allotment: Allotment, what: str) -> None:
         filling = asyncio.get_running_loop().run_in_executor(self._threads, self._pool.fill, allotment)
         began_at = time.monotonic()
-        while not (await asyncio.wait([filling], timeout=TOLD_EVERY_S))[0]:
+        while not (await asyncio.wait([filling], timeout=PROGRESS_LOG_S))[0]:
             log.info("allocating memory for %s: %s", what, _progress(allotment))
         filling.result()
         log.info("memory for %s: %s in %.2f s", what, show_bytes(allotment.size_bytes), time.monotonic() - began_at)
@@ -101,7 +102,7 @@ class Memory:
     def cut(self) -> None:
         """Cuts free memory for the versions that are expected, in the background; does nothing while that goes on."""
         if self._pool.uncut and (self._cutting is None or self._cutting.done()):
-            self._cutting = self._spawn(self._cut())
+            self._cutting = self._tasks.spawn(self._cut())
 
     async def _cut(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.cut)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from paramserver.background import BackgroundTasks
+from paramserver.memory.allocator import PoolAllocator
 from paramserver.memory.pool import Allotment, Pool
-from paramserver.memory.supply import Memory
 from protos.errors import Preparing
 
 MIB = 1 << 20
@@ -42,34 +44,24 @@ def pool() -> Iterator[SlowPool]:
 
 @pytest.mark.parametrize("second", [2 * MIB, 3 * MIB])
 async def test_what_several_left_while_it_was_allocated_all_comes_back(pool: SlowPool, second: int) -> None:
-    tasks: list[asyncio.Task[None]] = []
-
-    def spawn(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        tasks.append(asyncio.ensure_future(work))
-        return tasks[-1]
-
-    memory = Memory(pool, spawn)
-    takes = [memory.take("policy", [size], "a version", patience_s=0.05) for size in (2 * MIB, second)]
+    tasks = BackgroundTasks(logging.getLogger(__name__))
+    allocator = PoolAllocator(pool, tasks)
+    takes = [allocator.take("policy", [size], "a version", patience_s=0.05) for size in (2 * MIB, second)]
     assert [type(one) for one in await asyncio.gather(*takes, return_exceptions=True)] == [Preparing, Preparing]
     assert pool.statistics().used_bytes == 2 * MIB + second
     pool.let_go.set()
-    await asyncio.wait(tasks)
+    await tasks.join()
     assert pool.statistics().used_bytes == 0, "nobody holds it any more"
 
 
 async def test_who_asks_again_gets_what_was_left(pool: SlowPool) -> None:
-    tasks: list[asyncio.Task[None]] = []
-
-    def spawn(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        tasks.append(asyncio.ensure_future(work))
-        return tasks[-1]
-
-    memory = Memory(pool, spawn)
+    tasks = BackgroundTasks(logging.getLogger(__name__))
+    allocator = PoolAllocator(pool, tasks)
     for _ in range(2):
         with pytest.raises(Preparing):
-            await memory.take("policy", [2 * MIB], "a version", patience_s=0.05)
+            await allocator.take("policy", [2 * MIB], "a version", patience_s=0.05)
     pool.let_go.set()
-    allotment = await memory.take("policy", [2 * MIB], "a version")
-    await asyncio.wait(tasks)
+    allotment = await allocator.take("policy", [2 * MIB], "a version")
+    await tasks.join()
     assert pool.statistics().used_bytes == 2 * MIB
     pool.release(allotment)

@@ -1,8 +1,9 @@
-"""A relay's seat, elections and fencing, on the registry in memory with a clock of its own."""
+"""A relay's lease, elections and fencing, on the registry in memory with a clock of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -13,6 +14,7 @@ from paramserver.core import view as keys
 from paramserver.core.records import Holding, Member
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Delete, Event, Guard, Outcome, Put, State, Write
+from paramserver.relay.elections import Elections
 from paramserver.relay.member_lease import MemberLease
 from protos.errors import Conflict, StaleEpoch, Unavailable
 
@@ -28,18 +30,23 @@ class Clock:
 
 
 class World:
-    """One registry and the seats at it."""
+    """One registry and the leases in it."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.store = MemoryStore(self.clock)
 
-    async def seat(self, name: str, *, instance: str = "", ttl_s: float = 0.05) -> MemberLease:
+    async def lease(self, name: str, *, instance: str = "", ttl_s: float = 0.05) -> MemberLease:
         member = Member(name, instance or f"instance-{name}", "h:1", "h:2")
-        seat = MemberLease(MemoryRegistry(self.store), member, ttl_s=ttl_s)
-        await seat.take()
-        await seat.refresh()
-        return seat
+        lease = MemberLease(MemoryRegistry(self.store), member, ttl_s=ttl_s)
+        await lease.take()
+        await lease.refresh()
+        return lease
+
+
+@functools.cache
+def elections(lease: MemberLease) -> Elections:
+    return Elections(lease.registry, lease)
 
 
 @pytest.fixture
@@ -49,9 +56,9 @@ def world() -> World:
 
 async def test_a_list_that_the_watch_has_overtaken_is_not_taken(world: World) -> None:
     """Else the view would forget what the watch has told, and never hear of it again."""
-    seat = await world.seat("a")
-    early = await seat._registry.list(keys.ROOT)
-    facts = seat.follow()
+    lease = await world.lease("a")
+    early = await lease._registry.list(keys.ROOT)
+    facts = lease.follow()
     await anext(facts)
     other = MemoryRegistry(world.store)
     await other.transact([], [Put(keys.holder_key("m", 1, "b"), b"")])
@@ -60,21 +67,21 @@ async def test_a_list_that_the_watch_has_overtaken_is_not_taken(world: World) ->
     async def answers_late(_: str) -> State:
         return early
 
-    seat._registry.list = answers_late  # type: ignore[method-assign]
-    assert await seat.refresh() == []
-    assert seat.view.knows(keys.holder_key("m", 1, "b"))
+    lease._registry.list = answers_late  # type: ignore[method-assign]
+    assert await lease.refresh() == []
+    assert lease.view.knows(keys.holder_key("m", 1, "b"))
 
 
 async def test_what_the_watch_repeats_of_a_list_does_not_take_the_view_back(world: World) -> None:
-    seat = await world.seat("a")
-    facts = seat.follow()
+    lease = await world.lease("a")
+    facts = lease.follow()
     await anext(facts)
     other = MemoryRegistry(world.store)
     key = keys.holder_key("m", 1, "b")
     await other.transact([], [Put(key, b"")])
     await other.transact([], [Delete(key)])
     await other.transact([], [Put(key, b"")])
-    assert [fact.present for fact in await seat.refresh()] == [True]  # type: ignore[union-attr]
+    assert [fact.present for fact in await lease.refresh()] == [True]  # type: ignore[union-attr]
     assert [await anext(facts) for _ in range(3)] == [[], [], []]
     await other.transact([], [Delete(key)])
     assert [fact.present for fact in await anext(facts)] == [False]  # type: ignore[union-attr]
@@ -82,65 +89,65 @@ async def test_what_the_watch_repeats_of_a_list_does_not_take_the_view_back(worl
 
 @pytest.mark.slow
 async def test_two_live_relays_cannot_have_one_name(world: World) -> None:
-    await world.seat("a")
+    await world.lease("a")
     with pytest.raises(Conflict, match="a relay named 'a' is alive already"):
-        await world.seat("a", instance="other")
+        await world.lease("a", instance="other")
 
 
-async def test_a_name_is_free_again_when_its_seat_was_left_or_its_lease_ran_out(world: World) -> None:
-    await (await world.seat("a")).leave()
-    await world.seat("a", instance="second")
+async def test_a_name_is_free_again_when_its_lease_was_revoked_or_ran_out(world: World) -> None:
+    await (await world.lease("a")).leave()
+    await world.lease("a", instance="second")
     world.clock.now += 1.0
-    await world.seat("a", instance="third")
+    await world.lease("a", instance="third")
 
 
 async def test_only_one_wins_an_election_and_the_next_has_a_higher_epoch(world: World) -> None:
-    a, b = await world.seat("a"), await world.seat("b", ttl_s=10.0)
-    assert await a.campaign("policy")
-    assert not await b.campaign("policy")
+    a, b = await world.lease("a"), await world.lease("b", ttl_s=10.0)
+    assert await elections(a).campaign("policy")
+    assert not await elections(b).campaign("policy")
     await a.refresh()
-    first = a.epoch("policy")
+    first = elections(a).epoch("policy")
     assert first is not None
     world.clock.now += 1.0
-    assert await b.campaign("policy")
+    assert await elections(b).campaign("policy")
     await b.refresh()
-    second = b.epoch("policy")
+    second = elections(b).epoch("policy")
     assert second is not None
     assert (second.store_id, second.revision > first.revision) == (first.store_id, True)
 
 
 async def test_a_stale_master_cannot_write(world: World) -> None:
-    a, b = await world.seat("a"), await world.seat("b", ttl_s=10.0)
-    await a.campaign("policy")
+    a, b = await world.lease("a"), await world.lease("b", ttl_s=10.0)
+    await elections(a).campaign("policy")
     await a.refresh()
-    epoch = a.epoch("policy")
+    epoch = elections(a).epoch("policy")
     assert epoch is not None
-    assert await a.as_master(epoch, "policy", [], [Put("/laminar/x", b"1")])
+    assert await elections(a).as_master(epoch, "policy", [], [Put("/laminar/x", b"1")])
     world.clock.now += 1.0
-    await b.campaign("policy")
-    assert not await a.as_master(epoch, "policy", [], [Put("/laminar/x", b"2")]), "the registry refuses it"
+    await elections(b).campaign("policy")
+    assert not await elections(a).as_master(epoch, "policy", [], [Put("/laminar/x", b"2")]), "the registry refuses it"
     await a.refresh()
     with pytest.raises(StaleEpoch, match="no longer master"):
-        await a.as_master(epoch, "policy", [], [Put("/laminar/x", b"3")])
+        await elections(a).as_master(epoch, "policy", [], [Put("/laminar/x", b"3")])
     assert world.store.keys["/laminar/x"].value == b"1"
 
 
 async def test_the_best_candidate_stands_first_and_the_next_after_a_delay(world: World) -> None:
-    a, b = await world.seat("a", ttl_s=10.0), await world.seat("b", ttl_s=10.0)
-    await a.want("policy")
-    for seat in (a, b):
-        await seat.refresh()
+    a, b = await world.lease("a", ttl_s=10.0), await world.lease("b", ttl_s=10.0)
+    await elections(a).want("policy")
+    for lease in (a, b):
+        await lease.refresh()
     holders = {"policy": {"b"}}
-    assert await a.stand(holders, now=0.0) == []
-    assert await b.stand(holders, now=0.0) == ["policy"]
-    assert await a.stand(holders, now=10.0) == [], "the key is taken"
+    assert await elections(a).stand(holders, now=0.0) == []
+    assert await elections(b).stand(holders, now=0.0) == ["policy"]
+    assert await elections(a).stand(holders, now=10.0) == [], "the key is taken"
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["heard of it", "has not heard of it"])
 async def test_a_model_that_was_dropped_is_not_made_again_by_an_election(world: World, heard: bool) -> None:
     """Between the end of its master's key and the moment in which a relay forgets the model, it looks masterless."""
-    a, b = await world.seat("a"), await world.seat("b", ttl_s=10.0)
-    await a.campaign("policy")
+    a, b = await world.lease("a"), await world.lease("b", ttl_s=10.0)
+    await elections(a).campaign("policy")
     world.clock.now += 1.0
     await b.refresh()
     assert "policy" not in b.view.masters, "its master died"
@@ -148,40 +155,40 @@ async def test_a_model_that_was_dropped_is_not_made_again_by_an_election(world: 
     if heard:
         await b.refresh()
     assert "policy" in b.view.models
-    assert [await b.stand({}, now=now) for now in (0.0, 10.0)] == [[], []]
+    assert [await elections(b).stand({}, now=now) for now in (0.0, 10.0)] == [[], []]
     assert not [key for key in world.store.keys if "policy" in key]
-    await b.want("policy")
+    await elections(b).want("policy")
     await b.refresh()
-    assert await b.stand({}, now=20.0) == ["policy"], "somebody wants it anew"
+    assert await elections(b).stand({}, now=20.0) == ["policy"], "somebody wants it anew"
 
 
-async def test_a_relay_without_a_seat_cannot_be_elected(world: World) -> None:
-    a = await world.seat("a")
+async def test_a_relay_without_a_lease_cannot_be_elected(world: World) -> None:
+    a = await world.lease("a")
     world.clock.now += 1.0
-    assert not await a.campaign("policy")
+    assert not await elections(a).campaign("policy")
 
 
 async def test_holdings_are_written_and_written_again_after_a_lost_lease(world: World) -> None:
-    a = await world.seat("a")
-    tasks = [asyncio.create_task(a.tell_holdings()), asyncio.create_task(a.keep())]
+    a = await world.lease("a")
+    tasks = [asyncio.create_task(a.holdings.run()), asyncio.create_task(a.keep())]
     key = keys.holder_key("policy", 3, "a")
-    a.hold("policy", 3, HOLDING)
+    a.holdings.hold("policy", 3, HOLDING)
     await _until(lambda: key in world.store.keys)
     world.clock.now += 1.0
     world.store.expire()
     assert key not in world.store.keys
     await _until(lambda: key in world.store.keys)
-    a.unhold("policy", 3)
+    a.holdings.unhold("policy", 3)
     await _until(lambda: key not in world.store.keys)
     await _end(tasks)
 
 
 async def test_more_holdings_than_one_transaction_takes_are_all_written_again(world: World) -> None:
     """Else a relay that hung past its lease would hold what the registry never hears of."""
-    a = await world.seat("a")
-    tasks = [asyncio.create_task(a.tell_holdings()), asyncio.create_task(a.keep())]
+    a = await world.lease("a")
+    tasks = [asyncio.create_task(a.holdings.run()), asyncio.create_task(a.keep())]
     for version in range(1, 301):
-        a.hold("policy", version, HOLDING)
+        a.holdings.hold("policy", version, HOLDING)
     wanted = {keys.holder_key("policy", version, "a") for version in range(1, 301)}
     await _until(lambda: wanted <= world.store.keys.keys())
     world.clock.now += 1.0
@@ -189,39 +196,39 @@ async def test_more_holdings_than_one_transaction_takes_are_all_written_again(wo
     assert not wanted & world.store.keys.keys()
     await _until(lambda: wanted <= world.store.keys.keys())
     for version in range(1, 301):
-        a.unhold("policy", version)
+        a.holdings.unhold("policy", version)
     await _until(lambda: not wanted & world.store.keys.keys())
     await _end(tasks)
 
 
 async def test_a_holding_written_while_the_lease_was_replaced_is_written_again(world: World) -> None:
     """The answer may come after this relay registered anew: what was written then hung on the old lease."""
-    a = await world.seat("a", ttl_s=50.0)
+    a = await world.lease("a", ttl_s=50.0)
     key, write = keys.holder_key("policy", 3, "a"), a._registry.transact
-    old_lease = a._lease
+    old_lease = a.lease_id
 
     async def answers_late(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
         outcome = await write(guards, writes)
-        if any(one.key == key for one in writes) and a._lease == old_lease:
+        if any(one.key == key for one in writes) and a.lease_id == old_lease:
             await a._registry.revoke(old_lease)
             assert await a._register()
         return outcome
 
     a._registry.transact = answers_late  # type: ignore[method-assign]
-    telling = asyncio.create_task(a.tell_holdings())
-    a.hold("policy", 3, HOLDING)
-    await _until(lambda: a._lease != old_lease and key in world.store.keys)
-    assert world.store.keys[key].lease == a._lease
+    telling = asyncio.create_task(a.holdings.run())
+    a.holdings.hold("policy", 3, HOLDING)
+    await _until(lambda: a.lease_id != old_lease and key in world.store.keys)
+    assert world.store.keys[key].lease == a.lease_id
     await _end([telling])
 
 
 async def test_a_holding_whose_value_changed_is_written_again(world: World) -> None:
-    a = await world.seat("a", ttl_s=50.0)
-    telling = asyncio.create_task(a.tell_holdings())
+    a = await world.lease("a", ttl_s=50.0)
+    telling = asyncio.create_task(a.holdings.run())
     key, other = keys.holder_key("policy", 3, "a"), Holding("other", 1e9)
-    a.hold("policy", 3, HOLDING)
+    a.holdings.hold("policy", 3, HOLDING)
     await _until(lambda: key in world.store.keys)
-    a.hold("policy", 3, other)
+    a.holdings.hold("policy", 3, other)
     await _until(lambda: world.store.keys[key].value == msgspec.json.encode(other))
     await _end([telling])
 
@@ -229,7 +236,7 @@ async def test_a_holding_whose_value_changed_is_written_again(world: World) -> N
 async def test_holdings_that_cannot_be_written_are_logged_once_and_tried_again(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a = await world.seat("a", ttl_s=50.0)
+    a = await world.lease("a", ttl_s=50.0)
     write, num_refused = a._registry.transact, 0
 
     async def refuses(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
@@ -240,15 +247,15 @@ async def test_holdings_that_cannot_be_written_are_logged_once_and_tried_again(
         return await write(guards, writes)
 
     a._registry.transact = refuses  # type: ignore[method-assign]
-    telling = asyncio.create_task(a.tell_holdings())
-    a.hold("policy", 3, HOLDING)
+    telling = asyncio.create_task(a.holdings.run())
+    a.holdings.hold("policy", 3, HOLDING)
     await _until(lambda: keys.holder_key("policy", 3, "a") in world.store.keys)
     assert [r.levelname for r in caplog.records if "unforeseen" in r.getMessage()] == ["ERROR"]
     await _end([telling])
 
 
 async def test_an_outage_leaves_the_last_view(world: World) -> None:
-    a = await world.seat("a")
+    a = await world.lease("a")
     keeping = asyncio.create_task(a.keep())
     world.store.reachable = False
     await _until(lambda: not a.reachable)
@@ -260,7 +267,7 @@ async def test_an_outage_leaves_the_last_view(world: World) -> None:
 
 
 async def test_another_store_is_not_taken_for_the_one_it_began_with(world: World) -> None:
-    a = await world.seat("a")
+    a = await world.lease("a")
     following = asyncio.create_task(_follow(a))
     await _until(lambda: "policy" in a.view.models or not following.done())
     other = MemoryStore(world.clock)
@@ -279,19 +286,19 @@ async def test_another_store_is_not_taken_for_the_one_it_began_with(world: World
 
 async def test_a_masters_writes_hold_in_its_own_store_only(world: World) -> None:
     """Another store's revisions may have come to the very number of this election."""
-    a = await world.seat("a")
-    assert await a.campaign("policy")
+    a = await world.lease("a")
+    assert await elections(a).campaign("policy")
     await a.refresh()
-    epoch = a.epoch("policy")
+    epoch = elections(a).epoch("policy")
     assert epoch is not None
     del world.store.keys[keys.store_mark(a.view.store_id)]
-    assert not await a.as_master(epoch, "policy", [], [Put("/written", b"")])
+    assert not await elections(a).as_master(epoch, "policy", [], [Put("/written", b"")])
     assert "/written" not in world.store.keys
 
 
 @pytest.mark.parametrize("emptied_before", [keys.STORE, f"{keys.STORE}/"])
 async def test_a_registry_replaced_between_two_calls_is_said_in_words(world: World, emptied_before: str) -> None:
-    a = await world.seat("a")
+    a = await world.lease("a")
     real = a._registry.list
 
     async def emptied(prefix: str) -> State:
@@ -304,7 +311,7 @@ async def test_a_registry_replaced_between_two_calls_is_said_in_words(world: Wor
 
 
 async def test_an_adoption_that_fails_half_way_believes_nothing_of_the_other_store(world: World) -> None:
-    a = await world.seat("a")
+    a = await world.lease("a")
     before = a.view.store_id
     facts = a.follow()
     await anext(facts)
@@ -329,7 +336,7 @@ async def test_an_adoption_that_fails_half_way_believes_nothing_of_the_other_sto
 
 
 async def test_an_adoption_whose_registration_was_lost_is_done_by_the_next_try(world: World) -> None:
-    a = await world.seat("a", ttl_s=5.0)
+    a = await world.lease("a", ttl_s=5.0)
     other = MemoryStore(world.clock)
     await MemoryRegistry(other).transact([], [Put(keys.STORE, b"new")])
     world.store.keys, world.store.leases = other.keys, {}
@@ -351,7 +358,7 @@ async def test_an_adoption_whose_registration_was_lost_is_done_by_the_next_try(w
 async def test_a_watch_that_fails_in_a_way_nobody_foresaw_begins_anew(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a = await world.seat("a")
+    a = await world.lease("a")
     watch, num_watches = a._registry.watch, 0
 
     async def fails_twice(prefix: str) -> AsyncIterator[Event]:
@@ -372,7 +379,7 @@ async def test_a_watch_that_fails_in_a_way_nobody_foresaw_begins_anew(
 
 
 async def test_a_lease_is_kept_after_an_error_that_nobody_foresaw(world: World) -> None:
-    a = await world.seat("a")
+    a = await world.lease("a")
     keep_alive, num_failed = a._registry.keep_alive, 0
 
     async def fails_twice(lease: int) -> bool:
@@ -390,27 +397,27 @@ async def test_a_lease_is_kept_after_an_error_that_nobody_foresaw(world: World) 
 
 
 async def test_an_election_that_fails_costs_no_other_models(world: World) -> None:
-    a = await world.seat("a")
+    a = await world.lease("a")
     for model in ("m1", "m2", "m3"):
-        await a.want(model)
+        await elections(a).want(model)
     await a.refresh()
-    campaign = a.campaign
+    campaign = elections(a).campaign
 
     async def fails_for_one(model: str, guards: Sequence[Guard] = ()) -> bool:
         if model == "m2":
             raise RuntimeError("unforeseen")
         return await campaign(model, guards)
 
-    a.campaign = fails_for_one  # type: ignore[method-assign]
-    assert await a.stand({}, now=0.0) == ["m1", "m3"]
+    elections(a).campaign = fails_for_one  # type: ignore[method-assign]
+    assert await elections(a).stand({}, now=0.0) == ["m1", "m3"]
 
 
 async def test_a_relay_whose_name_was_taken_while_it_was_stopped_says_so_once_and_in_its_status(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a = await world.seat("a")
+    a = await world.lease("a")
     world.clock.now += 1.0
-    other = await world.seat("a", instance="other", ttl_s=50.0)
+    other = await world.lease("a", instance="other", ttl_s=50.0)
     keeping = asyncio.create_task(a.keep())
     await _until(lambda: "the name a was taken by another relay, at h:1" in a.trouble)
     num_tries = world.store.last_lease
@@ -427,7 +434,7 @@ async def test_a_watch_that_takes_a_cancellation_for_its_own_ends_all_the_same(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As grpc.aio's does when its call fails at that moment; its relay would not end on SIGTERM."""
-    a = await world.seat("a")
+    a = await world.lease("a")
     watching, num_cancelled = asyncio.Event(), 0
 
     async def watch(prefix: str) -> AsyncIterator[Event]:
@@ -456,8 +463,8 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _follow(seat: MemberLease) -> None:
-    async for _ in seat.follow():
+async def _follow(lease: MemberLease) -> None:
+    async for _ in lease.follow():
         pass
 
 

@@ -1,14 +1,15 @@
-"""What outlives a relay's process: snapshots in shared memory after a crash, and spilled ones on disk.
+"""Snapshots as files with a record: those that a crash leaves in shared memory, and spilled ones on disk.
 
 Invariants:
 - beside the files of a snapshot, never among them, stands a record: manifest, root, and every chunk's digest;
-- a record is written whole before it has its name, and none is believed: sizes are compared at once, bytes hashed
+- a record is written whole before it has its name, and none is trusted: sizes are compared at once, bytes hashed
   before they count, and the root must be the one that the registry has sealed.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -21,7 +22,7 @@ import msgspec
 
 from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, Manifest, version_root
 from protos.decoding import decode_json
-from protos.errors import Corrupt, NotFound, OutOfCapacity
+from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredSnapshot:
     """A snapshot found below `base`, its bytes not yet checked."""
 
     base: Path
@@ -63,6 +64,27 @@ class Kept:
     def paths(self) -> list[Path]:
         """All that must stay for it to be found again."""
         return [*self.files, self.record]
+
+
+def lock_directory(directory: Path, option: str) -> int:
+    """Makes a directory this process's own: the descriptor that holds its lock. Conflict while another relay has it.
+
+    `option`: the flag that names the directory, for hints.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Unavailable(f"cannot use {directory}: {error.strerror}", hint=f"choose another {option}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            hint = f"give each relay its own {option}"
+            raise Conflict(f"{directory} is in use by another relay", hint=hint) from error
+        raise Unavailable(f"cannot lock {directory}: {error.strerror}", hint=f"choose another {option}") from error
+    return fd
 
 
 def keep_spare_records(base: Path) -> None:
@@ -148,86 +170,88 @@ def sweep(base: Path) -> None:
             shutil.rmtree(path)
 
 
-def find(base: Path) -> list[Kept]:
+def find(base: Path) -> list[StoredSnapshot]:
     """Every snapshot below `base` with a whole record and files of the right sizes, newest first per model."""
-    found = [kept for path in sorted((base / RECORDS).glob("*/v*"), reverse=True) for kept in _read(base, path)]
-    return [kept for kept in found if kept.record.exists()]
+    found = [stored for path in sorted((base / RECORDS).glob("*/v*"), reverse=True) for stored in _read(base, path)]
+    return [stored for stored in found if stored.record.exists()]
 
 
-def beside(directory: Path) -> Kept:
-    """The record of the snapshot in `directory`, told by the relay that put it there; its bytes are not yet checked.
+def beside(directory: Path) -> StoredSnapshot:
+    """The snapshot in `directory`, by the record that a relay wrote beside it; its bytes are not yet checked.
 
     NotFound without one; Corrupt when it and the files do not fit each other.
     """
     base = directory.parent.parent.parent
     path = base / RECORDS / directory.parent.name / directory.name
     try:
-        kept = _parse(base, path.read_bytes())
+        stored = _parse(base, path.read_bytes())
     except OSError as error:
         raise NotFound(
             f"{directory} has no record: {error}", hint="give the path that a relay's acquire returned"
         ) from error
     except msgspec.MsgspecError as error:
         raise Corrupt(f"{path} is damaged: {error}") from error
-    if why := _wrong(kept, path):
+    if why := _wrong(stored, path):
         raise Corrupt(f"{path} does not fit {directory}: {why}")
-    return kept
+    return stored
 
 
-def _read(base: Path, path: Path) -> Iterator[Kept]:
+def _read(base: Path, path: Path) -> Iterator[StoredSnapshot]:
     if path.suffix == PARTIAL:
         return
     try:
-        kept = _parse(base, path.read_bytes())
+        stored = _parse(base, path.read_bytes())
     except msgspec.MsgspecError as error:
         log.warning("%s is damaged: %s", path, error)
         return
-    why = _wrong(kept, path)
+    why = _wrong(stored, path)
     if why:
         log.warning("what %s names is not there: %s", path, why)
     else:
-        yield kept
+        yield stored
 
 
-def _parse(base: Path, record: bytes) -> Kept:
+def _parse(base: Path, record: bytes) -> StoredSnapshot:
     head, _, tail = record.partition(b"\n")
-    told = decode_json(head, _Head)
+    found = decode_json(head, _Head)
     digests = tuple(tail[start : start + DIGEST_BYTES] for start in range(0, len(tail), DIGEST_BYTES))
-    return Kept(base, told.manifest, told.root_digest, digests)
+    return StoredSnapshot(base, found.manifest, found.root_digest, digests)
 
 
-def _wrong(kept: Kept, path: Path) -> str:
-    if kept.record != path:
-        return f"it names {relative_path(kept.manifest)}"
-    if len(kept.digests) != ChunkMap.of(kept.manifest).num_chunks or any(
-        len(one) != DIGEST_BYTES for one in kept.digests
+def _wrong(stored: StoredSnapshot, path: Path) -> str:
+    if stored.record != path:
+        return f"it names {relative_path(stored.manifest)}"
+    if len(stored.digests) != ChunkMap.of(stored.manifest).num_chunks or any(
+        len(one) != DIGEST_BYTES for one in stored.digests
     ):
         return "digests are missing"
-    if version_root(kept.manifest, kept.digests) != kept.root_digest:
+    if version_root(stored.manifest, stored.digests) != stored.root_digest:
         return "its digests do not give its root"
-    for file, spec in zip(kept.files, kept.manifest.files, strict=True):
+    for file, spec in zip(stored.files, stored.manifest.files, strict=True):
         if not file.is_file() or file.stat().st_size != spec.size_bytes:
             return f"{file.name} is missing or has another size"
     return ""
 
 
-def copy_out(files: Sequence[memoryview], kept: Kept, reading: Callable[[], AbstractContextManager[None]]) -> None:
-    """Writes a snapshot's files and record below `kept.base`. Whatever is raised, nothing of it is left there then.
+def copy_out(
+    files: Sequence[memoryview], stored: StoredSnapshot, reading: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Writes a snapshot's files and record below `stored.base`. Whatever is raised, nothing of it is left there then.
 
     `reading` holds the snapshot's memory for one piece; it raises when that memory was wanted back meanwhile.
     """
-    partial = kept.directory.with_suffix(PARTIAL)
+    partial = stored.directory.with_suffix(PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        for spec, view in zip(kept.manifest.files, files, strict=True):
+        for spec, view in zip(stored.manifest.files, files, strict=True):
             _write(partial / spec.name, view, reading)
-        shutil.rmtree(kept.directory, ignore_errors=True)
-        partial.rename(kept.directory)
-        write_record(kept.base, kept.manifest, kept.root_digest, kept.digests, durable=True)
+        shutil.rmtree(stored.directory, ignore_errors=True)
+        partial.rename(stored.directory)
+        write_record(stored.base, stored.manifest, stored.root_digest, stored.digests, durable=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        kept.record.with_suffix(PARTIAL).unlink(missing_ok=True)
+        stored.record.with_suffix(PARTIAL).unlink(missing_ok=True)
         raise
 
 
@@ -241,10 +265,10 @@ def _write(path: Path, view: memoryview, reading: Callable[[], AbstractContextMa
         os.fsync(file.fileno())
 
 
-def remove(kept: Kept) -> None:
-    """The record first: without it the files are nobody's."""
-    kept.record.unlink(missing_ok=True)
-    shutil.rmtree(kept.directory, ignore_errors=True)
+def remove(stored: StoredSnapshot) -> None:
+    """The record first: files without one are reclaimed, so a removal that is cut short leaves no half of it."""
+    stored.record.unlink(missing_ok=True)
+    shutil.rmtree(stored.directory, ignore_errors=True)
 
 
 def relative_path(manifest: Manifest) -> str:

@@ -1,0 +1,101 @@
+"""Work that no caller waits for: its failures are contained and logged, each once with its cause.
+
+Invariants:
+- an error costs one task, key, peer, model or version alone: the loop, watch or thread around it goes on, and
+  cancellation passes;
+- a failure is logged when it begins and when its cause changes, not with every retry;
+- an unexpected error is logged with its traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterator
+
+from protos.errors import LaminarError
+
+FAILURES_MAX = 1024
+"""Failures remembered at once. One that was forgotten is logged again when it happens again."""
+
+
+class FailureLog:
+    """The failures of one owner (an event loop or a thread), by the name of what they cost."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._causes: OrderedDict[str, str] = OrderedDict()
+
+    @contextlib.contextmanager
+    def contained(self, what: str) -> Iterator[None]:
+        """Runs the body; an error of it costs `what` alone. `what` is a whole statement: "x is not done"."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (whatever it was: the owner goes on, and the cause is logged)
+            self.failed(what, error)
+        else:
+            self.recovered(what)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Logs the failure, unless it was logged with this cause."""
+        cause = str(error) if isinstance(error, LaminarError) else f"{type(error).__name__}: {error}"
+        known = self._causes.get(what)
+        self._causes[what] = cause
+        self._causes.move_to_end(what)
+        while len(self._causes) > FAILURES_MAX:
+            self._causes.popitem(last=False)
+        if cause == known:
+            return
+        if isinstance(error, LaminarError):
+            self._log.warning("%s: %s", what, cause)
+        else:
+            self._log.error("%s: %s", what, cause, exc_info=error)
+
+    def recovered(self, what: str) -> None:
+        """Forgets the failure, so that the next one is logged."""
+        if self._causes.pop(what, None) is not None:
+            self._log.info("no longer: %s", what)
+
+    def is_failing(self, what: str) -> bool:
+        return what in self._causes
+
+
+class BackgroundTasks:
+    """Tasks of one event loop without a caller. A task that fails is logged under its coroutine's name."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._failures = FailureLog(log)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        what = f"background work failed ({getattr(task.get_coro(), '__qualname__', 'unnamed')})"
+        error = task.exception()
+        if isinstance(error, Exception):
+            self._failures.failed(what, error)
+        elif error is not None:
+            self._log.error(what, exc_info=error)
+        else:
+            self._failures.recovered(what)
+
+    async def join(self) -> None:
+        """Waits until all tasks have ended, those included that they start."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancels all tasks and waits for their end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

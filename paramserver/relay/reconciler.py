@@ -1,0 +1,264 @@
+"""Brings this host's snapshots in line with what the registry and the pins want: fetches, shows, drops.
+
+Invariants:
+- everything here runs on one event loop; `core.versions` decides, this module applies its effects and reports what
+  came of them;
+- a version's memory is reserved before its fetch begins, and goes back after it has ended;
+- a relay without room leaves the chain for that version, and goes on with the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from paramserver.background import BackgroundTasks
+from paramserver.config import show_bytes
+from paramserver.core.records import Announced, Ended, Sealed
+from paramserver.core.versions import Drop, Effect, Fetch, Notify, Show
+from paramserver.data.spill import Spill
+from paramserver.memory.allocator import PoolAllocator
+from paramserver.memory.pool import Allotment, Stopped
+from paramserver.memory.store import Snapshot, Store
+from paramserver.relay.changes import Changes
+from paramserver.relay.elections import Elections
+from paramserver.relay.fetches import Fetched, Fetches
+from paramserver.relay.member_lease import MemberLease
+from paramserver.relay.models import VERSIONS_KEPT, ModelTable
+from paramserver.relay.pins import RelayPins
+from paramserver.relay.removals import Removals
+from paramserver.relay.retention import Retention
+from paramserver.relay.watchers import Watchers
+from protos.errors import OutOfCapacity, TooLarge
+
+log = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Applies the decisions about the versions of one relay."""
+
+    def __init__(
+        self,
+        lease: MemberLease,
+        elections: Elections,
+        *,
+        models: ModelTable,
+        store: Store,
+        allocator: PoolAllocator,
+        pins: RelayPins,
+        fetches: Fetches,
+        watchers: Watchers,
+        spill: Spill | None,
+        tasks: BackgroundTasks,
+        changes: Changes,
+    ) -> None:
+        self._lease, self._view, self._holdings = lease, lease.view, lease.holdings
+        self._elections = elections
+        self._models = models
+        self._store, self._allocator, self._spill = store, allocator, spill
+        self._pins, self._fetches, self._watchers = pins, fetches, watchers
+        self._tasks, self._changes = tasks, changes
+        self._retention = Retention(lease.member.name, lease.view, models=models, store=store, pins=pins)
+        self._removals = Removals(store, tasks, changes)
+        self._allocating: set[str] = set()  # models for whose next version memory is being allocated
+        self._no_room: set[tuple[str, int]] = set()
+
+    # ---- decisions and their effects
+
+    def record(self, model: str, version: int, record: Announced | Sealed | Ended) -> None:
+        """A record of the registry, seen or just written by this relay itself."""
+        if version < self._view.dropped.get(model, 0):  # its deletion is on the way
+            return
+        versions = self._models.of(model)
+        match record:
+            case Announced():
+                effects = versions.announced(record)
+            case Sealed():
+                effects = versions.sealed(record)
+            case Ended():
+                effects = versions.ended(version, record)
+        self.apply(model, effects)
+        self._changes.notify()
+
+    def apply(self, model: str, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Fetch():
+                    self._fetch(effect)
+                case Show(sealed):
+                    self._show(sealed)
+                case Drop(version, why):
+                    self._drop(model, version, why)
+                case Notify():
+                    self._watchers.notify(effect)
+
+    def reconcile(self, model: str) -> None:
+        """Retires what retention no longer wants and nobody uses; starts the fetch that is due."""
+        versions = self._models.get(model)
+        if versions is None or self._changes.closed:
+            return
+        self._retire(model)
+        if not self._elections.is_master(model):  # the master forgets when it deletes the records
+            versions.forget(versions.forgettable(2 * VERSIONS_KEPT, self._view.pinned_versions(model)))
+        self._cancel_overtaken(model)
+        if not self._lease.member.draining:
+            versions.copy_here(self._retention.copies_due(model))
+            self.apply(model, versions.next_fetch())
+
+    def drop_below(self, model: str, number: int) -> None:
+        """An operator dropped all versions below this number."""
+        if model in self._models:
+            effects = self._models.of(model).dropped(number)
+            log.info("%s: versions below %d were dropped", model, number)
+            self.apply(model, effects)
+        self._store.pool.forget(model)
+        if self._spill is not None:
+            self._spill.drop(model, number)
+
+    def withdraw(self, model: str, version: int, why: str) -> None:
+        """This relay's own bytes of a version do not count any more."""
+        self.apply(model, self._models.of(model).withdrawn(version, why))
+
+    def forget(self, model: str) -> None:
+        self._models.forget(model)
+        self._no_room = {one for one in self._no_room if one[0] != model}
+        self._store.pool.forget(model)
+
+    # ---- room
+
+    def make_room(self, model: str) -> bool:
+        """Retires what can be spared; whether memory is on its way back.
+
+        Only when none is on its way any more, pins for the fleet give way.
+        """
+        self._retire(model, need_room=True)
+        if self._removals.num_running:
+            return True
+        retained = {(r.model, r.version) for _, v in self._models.items() for r in v.shown()[-v.retain :]}
+        for concerned in self._pins.give_way(retained):
+            self._retire(concerned, need_room=True)
+        return self._removals.num_running > 0
+
+    def has_no_room(self, model: str, version: int) -> bool:
+        """Whether this relay left the chain for that version. Any thread may call it."""
+        return (model, version) in self._no_room
+
+    def _retire(self, model: str, *, need_room: bool = False) -> None:
+        self.apply(model, self._models.of(model).retire(self._retention.reasons(model, need_room=need_room)))
+
+    # ---- showing and dropping
+
+    def _show(self, sealed: Sealed) -> None:
+        snapshot = self._store.get(sealed.model, sealed.version)
+        assert snapshot is not None
+        path = self._store.publish(snapshot)
+        log.info("%s version %d (step %d) available at %s", sealed.model, sealed.version, sealed.step, path)
+        self._holdings.hold(sealed.model, sealed.version, snapshot.holding)
+        if self._spill is not None:
+            self._spill.want(snapshot, sealed.root_digest)
+
+    def _drop(self, model: str, version: int, why: str) -> None:
+        self._holdings.unhold(model, version)
+        self._pins.drop(model, version, why)
+        fetching = self._fetches.cancel(model, version)
+        snapshot = self._store.get(model, version)
+        if snapshot is not None:
+            self._tasks.spawn(self._reconcile_after(self._removals.start(snapshot, why, after=fetching), model))
+
+    async def _reconcile_after(self, removal: asyncio.Task[None], model: str) -> None:
+        await asyncio.wait([removal])
+        self.reconcile(model)
+
+    # ---- fetching
+
+    def _fetch(self, due: Fetch) -> None:
+        manifest = due.announced.manifest
+        if manifest.model in self._allocating:
+            return
+        try:
+            if due.copy and self._store.pool.statistics().free_bytes < 2 * manifest.size_bytes:
+                raise OutOfCapacity("a copy of it, for the fleet, would take the room of the next version")
+            self._store.check(manifest)
+        except (OutOfCapacity, TooLarge) as error:
+            self._leave_chain(due, error)
+            if not due.copy:
+                self.make_room(manifest.model)
+        else:
+            self._allocating.add(manifest.model)
+            self._tasks.spawn(self._bring(due))
+
+    async def _bring(self, due: Fetch) -> None:
+        """Memory for a version, then its bytes, then what follows from them."""
+        manifest = due.announced.manifest
+        what = f"version {manifest.version} of {manifest.model}"
+        try:
+            allotment = await self._allocator.take(manifest.model, [file.size_bytes for file in manifest.files], what)
+        except OutOfCapacity as error:
+            self._leave_chain(due, error)
+            if not due.copy:
+                self.make_room(manifest.model)
+            return
+        except Stopped:
+            return
+        finally:
+            self._allocating.discard(manifest.model)
+        snapshot = self._open(due, allotment)
+        if snapshot is not None:
+            await self._fetched(snapshot, await self._fetches.run(due.announced, snapshot))
+
+    def _open(self, due: Fetch, allotment: Allotment) -> Snapshot | None:
+        """The snapshot to fill; None when there is no room for its record, or the version is not wanted any more.
+
+        While memory was allocated, the version may have ended, or a newer one may have been sealed.
+        """
+        manifest = due.announced.manifest
+        if self._changes.closed or self._models.of(manifest.model).next_fetch() != [due]:
+            self._store.pool.release(allotment)
+            self.reconcile(manifest.model)
+            return None
+        try:
+            snapshot = self._store.open(manifest, allotment)
+        except OutOfCapacity as error:
+            self._store.pool.release(allotment)
+            self._leave_chain(due, error)
+            return None
+        except BaseException:
+            self._store.pool.release(allotment)
+            raise
+        if due.copy:
+            log.info("copying %s, which is pinned for the fleet and has lost a holder", snapshot)
+        self._no_room.discard((manifest.model, manifest.version))
+        self._models.of(manifest.model).opened(due.announced)
+        return snapshot
+
+    def _leave_chain(self, due: Fetch, error: OutOfCapacity | TooLarge) -> None:
+        manifest = due.announced.manifest
+        if not self.has_no_room(manifest.model, manifest.version):
+            log.warning("leaving the chain for %s version %d: %s", manifest.model, manifest.version, error)
+            self._no_room.add((manifest.model, manifest.version))
+
+    async def _fetched(self, snapshot: Snapshot, fetched: Fetched | None) -> None:
+        manifest = snapshot.manifest
+        versions = self._models.of(manifest.model)
+        state = versions.get(manifest.version)
+        if state is None:  # dropped meanwhile: its removal waits for this task and gives the memory back
+            return
+        if fetched is not None and state.stage == "filling":
+            over = f" over {fetched.holding.transport}" if fetched.holding.transport else ""
+            log.info("%s complete, %s in %.3f s%s", snapshot, show_bytes(manifest.size_bytes), fetched.duration_s, over)
+            snapshot.holding = fetched.holding
+            self.apply(manifest.model, versions.filled(manifest.version, fetched.root_digest))
+        elif state.stage == "filling":
+            await asyncio.wait([self._removals.start(snapshot, "its bytes could not be had")])
+            if versions.get(manifest.version) is state and state.stage == "filling":  # not ended meanwhile
+                versions.gave_up(manifest.version)
+        self.reconcile(manifest.model)
+        self._changes.notify()
+
+    def _cancel_overtaken(self, model: str) -> None:
+        """A fetch that gets no bytes makes way for a newer sealed version; others keep what they have and wait."""
+        for version in self._fetches.idle(model):
+            if self._models.of(model).overtaken(version):
+                log.info("%s version %d makes way for a newer one: no byte of it comes", model, version)
+                self._fetches.cancel(model, version)
