@@ -12,7 +12,7 @@ from aiohttp import web
 
 from gateway.api.admin import AdminDeps, add_admin_routes
 from gateway.api.errors import answer_errors
-from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
+from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.api.groups import add_group_routes
 from gateway.api.http_server import BACKLOG, Runner, bodies_in_time
 from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
@@ -27,12 +27,13 @@ from gateway.experience.readers import ReaderStore
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
+from gateway.fleet.watcher import Tokenize
 from gateway.operate.status import GatewayStatus
 from gateway.repack.loop import Repacker
-from gateway.runtime.standing import StandingTasks
+from gateway.runtime.supervisor import Supervisor
 from gateway.sessions.endings import Endings
-from gateway.sessions.group_orders import Groups
-from gateway.sessions.groups import GroupBook
+from gateway.sessions.group_registry import GroupRegistry
+from gateway.sessions.group_service import GroupService
 from gateway.sessions.recovery import recover
 from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.service import TurnService
@@ -49,100 +50,15 @@ from protos.process import cannot_listen
 log = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 0.1  # for handlers, once draining is over: by default aiohttp would wait for them again
+CLOSE_TIMEOUT_S = 0.1  # for handlers, after draining: by default aiohttp would wait for them again
 DATABASE_NAME = "gateway.sqlite"
 
 
-@dataclass(slots=True)
-class Gateway:
-    """A running gateway. `url` is where it listens."""
-
-    url: str
-    sessions: TurnService
-    fleet: Fleet
-    status: GatewayStatus
-    relay: TextProxy | None
-    _runner: web.AppRunner
-    _standing: StandingTasks
-    _stack: AsyncExitStack
-
-    async def close(self, drain_timeout_s: float = DRAIN_TIMEOUT_S, hurry: asyncio.Event | None = None) -> None:
-        # 1. No new connections, sessions or turns; running turns finish and are told, up to the deadline, or until
-        #    somebody is in a hurry; what is left stays in flight on disk, for the next life of this gateway.
-        await self._drain(drain_timeout_s, hurry or asyncio.Event())
-        await self._runner.cleanup()
-        # 2. Nobody decides any more.
-        await self._standing.close()
-        self.status.close()
-        # 3. Engines and relays are let go, what is known goes to disk, the disk is closed: the reverse of `start`.
-        await self._stack.aclose()
-
-    async def _drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
-        self.sessions.live.draining = True
-        for site in list(self._runner.sites):
-            await site.stop()
-        under_way = [asyncio.create_task(run.told()) for run in self.sessions.runs.values()]
-        if self.relay is not None:
-            self.relay.draining = True
-            under_way.append(asyncio.create_task(self.relay.idle()))
-        if under_way:
-            either: list[asyncio.Task[Any]] = [
-                asyncio.create_task(asyncio.wait(under_way)),
-                asyncio.create_task(hurry.wait()),
-            ]
-            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            for waiting in (*either, *under_way):
-                waiting.cancel()
-        if self.sessions.runs:
-            kept = self.status.config.data is not None
-            end = "the next start takes them up" if kept else "they end here, for there is no --data to keep them in"
-            log.warning("%d turns still run: %s", len(self.sessions.runs), end)
-        await self.sessions.suspend()
-
-
-async def start(config: GatewayConfig) -> Gateway:
-    """Serves when this returns; engines and relays may still be away. LaminarErrors say what is wrong."""
-    codec = Codec.load(config.tokenizer)
-    async with AsyncExitStack() as stack:
-        registry = await EtcdRegistry.connect(config.etcd) if config.etcd is not None else None
-        if registry is not None:
-            stack.push_async_callback(registry.close)
-        kept = await _open(config, codec, stack)
-        parts = _assemble(config, codec, kept)
-        await recover(parts.sessions, kept.sessions, kept.pool)
-        await parts.fleet.__aenter__()
-        for let_go in (
-            parts.fleet.close,
-            parts.sessions.suspend,
-            parts.groups.close,
-            parts.endings.close,
-            parts.repacker.close,
-        ):
-            stack.push_async_callback(let_go)  # in the reverse order
-        stack.callback(kept.database.hurry)  # a full disk holds up no end
-        await parts.groups.restore()
-        status = GatewayStatus(
-            config,
-            fleet=parts.fleet,
-            sessions=parts.sessions,
-            trainer=parts.trainer,
-            repacker=parts.repacker,
-            buffer=kept.buffer,
-            pool=kept.pool,
-            timeline=kept.timeline,
-            relay=parts.relay,
-            database=kept.database,
-        )
-        runner = await _listen(config, _routes(config, codec, parts, kept.buffer, kept.timeline, status))
-        url = f"http://{config.host}:{runner.addresses[0][1]}"
-        standing = _standing_tasks(config, parts, registry)
-        return Gateway(url, parts.sessions, parts.fleet, status, parts.relay, runner, standing, stack.pop_all())
-
-
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What is on disk, each part in tables of its own."""
+class Stores:
+    """What is on disk, each store in tables of its own."""
 
+    database: Database
     pool: PartialResponsePool
     buffer: ExperienceBuffer
     timeline: Timeline
@@ -150,14 +66,123 @@ class _Kept:
     groups: GroupStore
     lineage: LineageStore
     reader: ReaderStore
-    database: Database
 
 
-async def _open(config: GatewayConfig, codec: Codec, stack: AsyncExitStack) -> _Kept:
-    path = None if config.data is None else config.data / DATABASE_NAME
-    database = await stack.enter_async_context(Database(path))
-    await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
-    kept = _Kept(
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What decides and acts. Nothing of it runs before `Fleet.__aenter__`."""
+
+    live: SessionRegistry
+    trainer: Trainer
+    fleet: Fleet
+    sessions: TurnService
+    endings: Endings
+    groups: GroupService
+    repacker: Repacker
+    text_proxy: TextProxy | None
+
+
+@dataclass(slots=True)
+class Gateway:
+    """A running gateway. `url` is where it listens."""
+
+    url: str
+    config: GatewayConfig
+    stores: Stores
+    parts: Parts
+    status: GatewayStatus
+    _runner: web.AppRunner
+    _loops: Supervisor
+    _stack: AsyncExitStack
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.parts.fleet
+
+    @property
+    def sessions(self) -> TurnService:
+        return self.parts.sessions
+
+    async def close(self, drain_timeout_s: float = DRAIN_TIMEOUT_S, hurry: asyncio.Event | None = None) -> None:
+        # 1. No new connections, sessions or turns. Running turns finish and are answered, until the deadline or until
+        #    `hurry` is set; what is left stays in flight on disk, for the next life of this gateway.
+        await self._drain(drain_timeout_s, hurry or asyncio.Event())
+        await self._runner.cleanup()
+        # 2. No more decisions.
+        await self._loops.close()
+        self.status.close()
+        # 3. Engines and relays are released, what is pending goes to disk, the database closes: the reverse of `start`.
+        await self._stack.aclose()
+
+    async def _drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        running, text_proxy = self.sessions.running, self.parts.text_proxy
+        self.parts.live.draining = True
+        for site in list(self._runner.sites):
+            await site.stop()
+        draining = [asyncio.create_task(turn.released()) for turn in running.values()]
+        if text_proxy is not None:
+            text_proxy.draining = True
+            draining.append(asyncio.create_task(text_proxy.idle()))
+        if draining:
+            either: list[asyncio.Task[Any]] = [
+                asyncio.create_task(asyncio.wait(draining)),
+                asyncio.create_task(hurry.wait()),
+            ]
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for waiting in (*either, *draining):
+                waiting.cancel()
+        if running:
+            stored = self.config.data is not None
+            end = "the next start resumes them" if stored else "they end here, for there is no --data to keep them in"
+            log.warning("%d turns still run: %s", len(running), end)
+        await self.sessions.suspend()
+
+
+async def start(config: GatewayConfig) -> Gateway:
+    """Serves when this returns; engines and relays may still be away. Raises LaminarError with what is wrong."""
+    codec = Codec.load(config.tokenizer)
+    async with AsyncExitStack() as stack:
+        registry = await EtcdRegistry.connect(config.etcd) if config.etcd is not None else None
+        if registry is not None:
+            stack.push_async_callback(registry.close)
+        path = None if config.data is None else config.data / DATABASE_NAME
+        database = await stack.enter_async_context(Database(path))
+        await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
+        stores = await open_stores(database, stack)
+        parts = assemble(config, stores, tokenize=codec.encode, eos_ids=codec.eos_ids, vocab_size=codec.vocab_size)
+        await recover(parts.sessions, stores.sessions, stores.pool)
+        await parts.fleet.__aenter__()
+        for close in (
+            parts.fleet.close,
+            parts.sessions.suspend,
+            parts.groups.close,
+            parts.endings.close,
+            parts.repacker.close,
+        ):
+            stack.push_async_callback(close)  # in the reverse order
+        stack.callback(database.hurry)  # a full disk delays no shutdown
+        await parts.groups.restore()
+        status = GatewayStatus(
+            config,
+            fleet=parts.fleet,
+            sessions=parts.sessions,
+            trainer=parts.trainer,
+            repacker=parts.repacker,
+            buffer=stores.buffer,
+            pool=stores.pool,
+            text_proxy=parts.text_proxy,
+            database=database,
+        )
+        runner = await _listen(config, _routes(config, codec, parts, stores, status))
+        url = f"http://{config.host}:{runner.addresses[0][1]}"
+        loops = _start_loops(config, parts, registry)
+        return Gateway(url, config, stores, parts, status, runner, loops, stack.pop_all())
+
+
+async def open_stores(database: Database, stack: AsyncExitStack) -> Stores:
+    """Makes the tables, and reads what an earlier life of this gateway left. `stack` closes the stores."""
+    stores = Stores(
+        database,
         PartialResponsePool(database),
         ExperienceBuffer(database),
         Timeline(database),
@@ -165,84 +190,64 @@ async def _open(config: GatewayConfig, codec: Codec, stack: AsyncExitStack) -> _
         GroupStore(database),
         LineageStore(database),
         ReaderStore(database),
-        database,
     )
-    for part in (kept.pool, kept.timeline):
+    for part in (stores.pool, stores.timeline):
         await part.open()
         stack.push_async_callback(part.close)
-    for tables in (kept.buffer, kept.sessions, kept.groups, kept.lineage, kept.reader):
+    for tables in (stores.buffer, stores.sessions, stores.groups, stores.lineage, stores.reader):
         await tables.open()
-    stack.push_async_callback(kept.buffer.close)
-    return kept
+    stack.push_async_callback(stores.buffer.close)
+    return stores
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What decides and does. Nothing of it runs yet when it is made."""
-
-    live: SessionRegistry
-    trainer: Trainer
-    fleet: Fleet
-    sessions: TurnService
-    endings: Endings
-    groups: Groups
-    repacker: Repacker
-    relay: TextProxy | None
-
-
-def _assemble(config: GatewayConfig, codec: Codec, kept: _Kept) -> _Parts:
-    timeline = kept.timeline
+def assemble(
+    config: GatewayConfig,
+    stores: Stores,
+    *,
+    tokenize: Tokenize | None = None,
+    eos_ids: frozenset[int] = frozenset(),
+    vocab_size: int = 1 << 31,
+) -> Parts:
+    """Puts the rooms together. `tokenize`, `eos_ids`, `vocab_size`: of the model's tokenizer, where there is one."""
+    timeline = stores.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
-    live = SessionRegistry(config, state, kept.sessions, timeline)
-    trainer = Trainer(config, live, kept.buffer, kept.reader)
-    fleet = Fleet(config, state, timeline, trainer.admission, kept.lineage, codec.encode)
+    live = SessionRegistry(config, state, stores.sessions, timeline)
+    trainer = Trainer(config, live, stores.buffer, stores.reader)
+    fleet = Fleet(config, state, timeline, trainer.admission, stores.lineage, tokenize)
     sessions = TurnService(
-        config,
-        live,
-        fleet,
-        trainer,
-        pool=kept.pool,
-        timeline=timeline,
-        context_tokens=lambda: _context(fleet),
-        eos_ids=codec.eos_ids,
-        vocab_size=codec.vocab_size,
+        config, live, fleet, trainer, pool=stores.pool, timeline=timeline, eos_ids=eos_ids, vocab_size=vocab_size
     )
-    book, durations = GroupBook(live, kept.buffer, kept.groups), SessionDurations()
+    registry, durations = GroupRegistry(live, stores.buffer, stores.groups), SessionDurations()
     endings = Endings(
         sessions,
         trainer,
-        book,
+        registry,
         durations,
-        pool=kept.pool,
-        buffer=kept.buffer,
-        store=kept.sessions,
+        pool=stores.pool,
+        buffer=stores.buffer,
+        store=stores.sessions,
         timeline=timeline,
     )
-    groups = Groups(live, endings, book)
+    groups = GroupService(live, endings, registry)
     repacker = Repacker(config, fleet, sessions, durations, timeline)
-    relay = TextProxy(fleet) if config.relay_text else None
-    return _Parts(live, trainer, fleet, sessions, endings, groups, repacker, relay)
+    text_proxy = TextProxy(fleet) if config.relay_text else None
+    return Parts(live, trainer, fleet, sessions, endings, groups, repacker, text_proxy)
 
 
 def _routes(
-    config: GatewayConfig,
-    codec: Codec,
-    parts: _Parts,
-    buffer: ExperienceBuffer,
-    timeline: Timeline,
-    status: GatewayStatus,
+    config: GatewayConfig, codec: Codec, parts: Parts, stores: Stores, status: GatewayStatus
 ) -> web.Application:
     app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, bodies_in_time])
     from_user = config.session_from_user
     text = None
-    if parts.relay is not None:
-        text = TextRoutes(parts.relay, parts.sessions, config.model, session_from_user=from_user)
+    if parts.text_proxy is not None:
+        text = TextRoutes(parts.text_proxy, parts.sessions, config.model, session_from_user=from_user)
     add_openai_routes(app, OpenAIDeps(parts.sessions, codec, text, from_user))
-    add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pinning)
+    add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
     add_group_routes(app, parts.groups)
-    add_admin_routes(app, AdminDeps(status, parts.fleet, parts.repacker, timeline))
+    add_admin_routes(app, AdminDeps(status, parts.fleet, parts.repacker, stores.timeline))
     add_openapi_route(app)
-    add_experience_routes(app, _experience(config, parts.trainer, parts.fleet, buffer))
+    add_experience_routes(app, ExperienceDeps(stores.buffer, parts.trainer, parts.fleet, config.fleet.staleness_max))
     return app
 
 
@@ -257,41 +262,13 @@ async def _listen(config: GatewayConfig, app: web.Application) -> web.AppRunner:
     return runner
 
 
-def _standing_tasks(config: GatewayConfig, parts: _Parts, registry: EtcdRegistry | None) -> StandingTasks:
-    standing = StandingTasks()
-    standing.keep(parts.endings.expire, "session-expiry")
-    if parts.relay is not None:
-        standing.keep(parts.relay.watch, "relay-watch")
+def _start_loops(config: GatewayConfig, parts: Parts, registry: EtcdRegistry | None) -> Supervisor:
+    loops = Supervisor()
+    loops.keep_running(parts.endings.expire, "session-expiry")
+    if parts.text_proxy is not None:
+        loops.keep_running(parts.text_proxy.watch, "text-proxy-watch")
     if registry is not None:
-        standing.keep(Registrations(registry, parts.fleet).run, "registered-engines")
+        loops.keep_running(Registrations(registry, parts.fleet).run, "registered-engines")
     if config.fleet.mode == "repack":
-        standing.keep(parts.repacker.run, "repack")
-    return standing
-
-
-def _context(fleet: Fleet) -> int:
-    """The largest context of an engine that told its own, dead ones included: they may come back. A turn is placed only
-    where all of it fits."""
-    return max((e.context_tokens for e in fleet.state.engines.values()), default=0)
-
-
-def _experience(config: GatewayConfig, trainer: Trainer, fleet: Fleet, buffer: ExperienceBuffer) -> ExperienceDeps:
-    def asked(wanted: SampleRequest) -> None:
-        batch = wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0)
-        trainer.asked(
-            batch,
-            wanted.trainer_version,
-            wanted.staleness_max,
-            reader=wanted.reader,
-            group_size=wanted.group_size if wanted.groups is not None else None,
-            waits=wanted.wait_s > 0,
-        )
-        fleet.changed()
-
-    return ExperienceDeps(
-        buffer,
-        config.fleet.staleness_max,
-        asked=asked,
-        used=lambda wanted, trajectories: trainer.took(wanted.trainer_version, trajectories),
-        newest=lambda: fleet.state.newest,
-    )
+        loops.keep_running(parts.repacker.run, "repack")
+    return loops

@@ -254,13 +254,13 @@ def serve(model: str, tokenizer: Path, engines: tuple[str, ...], relay: str | No
 @click.option("--json", "as_json", is_flag=True, help="The gateway's answer as JSON.")
 def repack(url: str, dry_run: bool, as_json: bool) -> None:
     """Packs the long tail of a running gateway now, or shows the plan."""
-    from gateway.operate.repack_view import ask, told
+    from gateway.operate.repack_view import describe, request_plans
 
     try:
-        answer = asyncio.run(ask(url, dry_run=dry_run))
+        answer = asyncio.run(request_plans(url, dry_run=dry_run))
     except LaminarError as e:
         raise click.ClickException(str(e)) from e
-    click.echo(json.dumps(answer, indent=1) if as_json else told(answer, dry_run=dry_run))
+    click.echo(json.dumps(answer, indent=1) if as_json else describe(answer, dry_run=dry_run))
 
 
 @cli.command()
@@ -293,7 +293,7 @@ async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
     from gateway.runtime.garbage import collect_regularly
 
     gateway = await start(config)
-    collector = asyncio.create_task(collect_regularly(lambda: bool(gateway.sessions.runs)), name="garbage")
+    collector = asyncio.create_task(collect_regularly(lambda: bool(gateway.sessions.running)), name="garbage")
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
@@ -309,7 +309,7 @@ async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
         await gateway.close(drain_timeout_s=0)
         raise
     await stop.wait()
-    running = len(gateway.sessions.runs)
+    running = len(gateway.sessions.running)
     log.info("draining for %g s at most: %d turns run; another signal waits no longer", DRAIN_TIMEOUT_S, running)
     await gateway.close(hurry=hurry)
     collector.cancel()

@@ -20,9 +20,6 @@ IdentitySource = Literal["url", "api_key", "header", "body", "none"]
 Message = Mapping[str, Any]
 """One chat message as OpenAI's API has it: role, content, tool_calls, ..."""
 
-KEEP_ALIVE_S = 15.0
-"""Silence after which a client, and what stands between, is shown that an engine still works on its answer."""
-
 
 @dataclass(frozen=True, slots=True)
 class SessionIdentity:

@@ -1,8 +1,7 @@
-"""For operators: status, health, metrics, timeline, engines, and what the repacker would do."""
+"""For operators: status, health, metrics, timeline, engines, and the repacker's plans and receipts."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -10,10 +9,9 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 from msgspec import Meta
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from gateway.api.answers import answer_json
-from gateway.api.bodies import decode
+from gateway.api.bodies import answer_json, decode
 from gateway.api.errors import BadField
 from gateway.config import EngineSpec
 from gateway.core.receipts import Outcome, Receipt
@@ -22,14 +20,14 @@ from gateway.core.types import EngineName
 from gateway.fleet.fleet import Fleet
 from gateway.operate.status import GatewayStatus
 from gateway.repack.loop import Repacker
-from gateway.runtime.orders import Orders
+from gateway.runtime.shielded import ShieldedTasks
 from gateway.store import Timeline
 from gateway.store.timeline import READ_MAX
 from protos.engines import base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
 
 DIGITS_MAX = 15
-"""Of a number in a query: whatever is counted here stays below it."""
+"""Of a number in a query."""
 
 
 class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,19 +35,11 @@ class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
     url: str
     kind: str = "vllm"
     relay: str | None = None
-    check: bool = True  # refuse it unless it answers now
-
-
-class Health(msgspec.Struct):
-    """`reasons`: why it is not well; empty while it is."""
-
-    serving_engines: Sequence[str]
-    uptime_s: float
-    reasons: Sequence[str] = ()
+    check: bool = True  # refuse the engine unless it responds now
 
 
 class Events(msgspec.Struct):
-    """Each has `seq`, `t_unix_s` and `kind`, and what its kind tells. `next`: to ask `after` the last one."""
+    """Each has `seq`, `t_unix_s`, `kind`, and the fields of its kind. `next`: the `after` for what follows."""
 
     next: int
     events: Sequence[Mapping[str, Any]]
@@ -80,7 +70,7 @@ class Plans(msgspec.Struct):
 
 
 class EstimatedAndMeasured(msgspec.Struct):
-    """In seconds of an engine; `measured` is null while it is not known."""
+    """In seconds of an engine; `measured` is null until it is known."""
 
     estimated: float
     measured: float | None
@@ -100,7 +90,7 @@ class MoveReport(msgspec.Struct, kw_only=True):
 
 
 class ReceiptReport(msgspec.Struct):
-    """One engine that was emptied. `emptied_after_s`: null while it is under way, and if it never was empty."""
+    """One engine that was emptied. `emptied_after_s`: null until it is empty, and if it never was."""
 
     number: int
     planned_unix_s: float
@@ -151,22 +141,18 @@ class _Handlers:
             deps.repacker,
             deps.timeline,
         )
-        self._orders = Orders()
+        self._shielded = ShieldedTasks()
 
     async def status(self, request: web.Request) -> web.Response:
-        return answer_json(self._status.snapshot())
+        return answer_json(self._status.report())
 
     async def healthz(self, request: web.Request) -> web.Response:
-        """200 while an engine serves and the store can be written; 503 tells load balancers to look elsewhere."""
-        serving = [e.name for e in self._fleet.state.sorted_engines() if e.status == "serving"]
-        reasons = [] if serving else ["no engine serves"]
-        if failure := self._status.database.failure:
-            reasons.append(f"the store cannot be written: {failure}")
-        health = Health(serving, time.monotonic() - self._status.started, reasons)
-        return answer_json(health, 503 if reasons else 200)
+        """200 while an engine serves and the store can be written; with 503, load balancers go elsewhere."""
+        health = self._status.health()
+        return answer_json(health, 503 if health.reasons else 200)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._status.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=self._status.metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def timeline(self, request: web.Request) -> web.Response:
         after, limit = _number(request, "after", 0), _number(request, "limit", 1000)
@@ -176,7 +162,9 @@ class _Handlers:
     async def add_engine(self, request: web.Request) -> web.Response:
         wanted = decode(_add, await request.read())
         if not is_address(wanted.url):
-            raise BadField("url", f"{wanted.url!r} is no engine's address", hint="such as http://127.0.0.1:8000")
+            raise BadField(
+                "url", f"{wanted.url!r} is not the address of an engine", hint="such as http://127.0.0.1:8000"
+            )
         if hint := base_url_hint(wanted.url):
             raise BadField("url", f"{wanted.url!r} is not the engine's own address", hint=hint)
         if wanted.relay and not is_host_port(wanted.relay):
@@ -184,36 +172,34 @@ class _Handlers:
         check_kind(wanted.kind, "`kind`")
         spec = EngineSpec(wanted.name, wanted.kind, wanted.url, wanted.relay or None)
         if wanted.check:
-            await self._fleet.probe(spec)
+            await self._fleet.check(spec)
         self._fleet.add(spec)
         return answer_json(EngineAdded(wanted.name), 201)
 
     async def remove_engine(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        await self._orders.carry_out(self._fleet.remove(EngineName(name)), f"remove-{name}")
+        await self._shielded.run(self._fleet.remove(EngineName(name)), f"remove-{name}")
         return answer_json(EngineRemoved(name))
 
     async def plan(self, request: web.Request) -> web.Response:
-        """What the planner would do now, with its reasons; nothing is moved."""
-        return answer_json(Plans([told_plan(plan) for plan in self._repacker.plan()]))
+        """The plans that the planner would make now, with their reasons; nothing is moved."""
+        return answer_json(Plans([_plan_report(plan) for plan in self._repacker.plan()]))
 
     async def repack(self, request: web.Request) -> web.Response:
-        """A round now, whatever the mode: the plans whose moves have begun."""
-        return answer_json(Plans([told_plan(plan) for plan in self._repacker.repack()]))
+        """Repacks now, whatever the mode; returns the plans, whose moves have begun."""
+        return answer_json(Plans([_plan_report(plan) for plan in self._repacker.repack()]))
 
     async def receipts(self, request: web.Request) -> web.Response:
         """Every move, newest first: price and gain as estimated, and as measured (null while not known)."""
-        book = self._repacker.book
-        newest = list(book.receipts)[::-1][: _number(request, "limit", 100)]
-        rate = book.prefill_tokens_per_s(self._status.config.prefill_tokens_per_s)
-        return answer_json(Receipts(rate, [told_receipt(r) for r in newest]))
+        newest = list(self._repacker.book.receipts)[::-1][: _number(request, "limit", 100)]
+        return answer_json(Receipts(self._repacker.prefill_tokens_per_s, [_receipt_report(r) for r in newest]))
 
 
-def told_plan(plan: Plan) -> PlanReport:
+def _plan_report(plan: Plan) -> PlanReport:
     return PlanReport(plan.version, plan.moves, plan.freed, plan.reasons, plan.price_s, plan.gain_s)
 
 
-def told_receipt(receipt: Receipt) -> ReceiptReport:
+def _receipt_report(receipt: Receipt) -> ReceiptReport:
     return ReceiptReport(
         receipt.number,
         receipt.planned_unix_s,

@@ -1,4 +1,5 @@
-"""Request bodies of every route: JSON into a struct, the path of what does not fit, and numbers with their bounds."""
+"""JSON bodies of every route: a request's becomes a struct, or an error with the path of what does not fit; a struct
+becomes a response. The served schema is made from the same structs."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 from typing import Annotated, Literal, TypeVar, get_args, get_origin
 
 import msgspec
+from aiohttp import web
 from msgspec import Meta
 
 from gateway.api.errors import BadField, RefusedField
@@ -15,10 +17,10 @@ from protos.errors import InvalidRequest
 
 S = TypeVar("S", bound=msgspec.Struct)
 EXACT_MAX = 2**53 - 1
-"""The largest integer that every JSON reader keeps exact; the database keeps it, too."""
+"""The largest integer that every JSON reader keeps exact, as the database does."""
 
 Count = Annotated[int, Meta(ge=0, le=EXACT_MAX)]
-"""How many, or which one, from 0."""
+"""A number of things, or an index from 0."""
 AtLeastOne = Annotated[int, Meta(ge=1, le=EXACT_MAX)]
 
 _AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
@@ -46,8 +48,14 @@ def decode(decoder: msgspec.json.Decoder[S], raw: bytes, *, unchecked: frozenset
         raise InvalidRequest(f"the body is not JSON: {e}", hint="send a JSON object") from e
 
 
+def answer_json(answer: object, status: int = 200) -> web.Response:
+    """The response with `answer`, a struct of the served schema, as its body."""
+    body = msgspec.json.encode(answer)
+    return web.Response(body=body, status=status, content_type="application/json", charset="utf-8")
+
+
 def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
-    """msgspec's words with the field's path, and a near name for a misspelt field."""
+    """msgspec's message with the field's path, and the nearest name for a misspelt field."""
     at = _AT.search(message)
     path = at["path"] if at else ""
     what = message[: at.start()] if at else message
@@ -69,7 +77,7 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
 
 
 def _choices(kind: type[msgspec.Struct], field: str) -> list[str]:
-    """What a field of the body itself takes, where it takes certain values only."""
+    """The values of a field at the top of the body, where it is an enumeration."""
     [found] = [f.type for f in msgspec.structs.fields(kind) if f.encode_name == field] or [None]
     of = [found, *get_args(found)]  # `Literal[...] | None`
     return [str(value) for one in of if get_origin(one) is Literal for value in get_args(one)]
@@ -79,7 +87,7 @@ Number = TypeVar("Number", int, float)
 
 
 def in_range(name: str, value: Number | None, low: Number, high: Number | None) -> Number | None:
-    """The value, if it is absent or in range; else BadField with the range."""
+    """The value, or None if it is absent. Raises BadField, with the range, for any other."""
     if value is not None and (not value >= low or (high is not None and value > high)):
         allowed = f"at least {low}" if high is None else f"{low} to {high}"
         raise BadField(name, f"`{name}`={value} is out of range", hint=allowed)

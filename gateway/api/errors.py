@@ -1,8 +1,8 @@
-"""Errors as the OpenAI API says them: one table from our vocabulary to bodies, headers and retry advice.
+"""Errors in the format of OpenAI's API: one mapping from our vocabulary to bodies, headers and retry advice.
 
 Invariants:
-- every error answer is `{"error": {"message", "type", "param", "code"}}`, also inside a stream;
-- an SDK is told not to retry what no retry can mend (`x-should-retry: false`), and when to retry what it can.
+- every error's body is `{"error": {"message", "type", "param", "code"}}`, also inside a stream;
+- `x-should-retry: false` stops an SDK from retrying where no retry can succeed; Retry-After says when another may.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class TooSlow(InvalidRequest):
 
 
 class Internal(LaminarError):
-    """A fault of the gateway's own, which its log tells of."""
+    """An unexpected error of the gateway itself; its log has the details."""
 
 
 class ContextExceeded(TooLarge):
-    """A prompt that leaves no room in the model's context, in the words that clients of OpenAI's look for."""
+    """A prompt that leaves no room in the model's context. Clients look for OpenAI's code and wording."""
 
     code = "context_length_exceeded"
 
@@ -60,9 +60,9 @@ class ContextExceeded(TooLarge):
         self.param = param
 
 
-def no_http(told: str) -> LaminarError:
-    """`told`: what a parser says, over several lines; the bytes that it met stay out."""
-    what = " ".join(told.split(":")[0].split())[:200]
+def no_http(message: str) -> LaminarError:
+    """`message`: the parser's, over several lines; the bytes that it quotes are left out."""
+    what = " ".join(message.split(":")[0].split())[:200]
     return InvalidRequest(f"the request is no HTTP: {what or 'it does not parse'}", hint="send HTTP/1.1")
 
 
@@ -85,7 +85,7 @@ def error_body(error: LaminarError) -> dict[str, Any]:
 
 
 def error_headers(error: LaminarError) -> dict[str, str]:
-    """Whether and when to try again. The official SDKs obey both headers; by themselves they would retry any 409."""
+    """Whether and when to retry. The official SDKs obey both headers; on their own they would retry any 409."""
     if isinstance(error, OutOfCapacity):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s))), "x-should-retry": "true"}
     return {"x-should-retry": "true" if error.http_status >= 500 else "false"}
@@ -101,7 +101,7 @@ def error_response(error: LaminarError) -> web.Response:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns every error into an error answer: those of the vocabulary, of HTTP, and what nobody foresaw."""
+    """Turns every error into an error response: those of the vocabulary, of HTTP, and unexpected ones."""
     try:
         return await handler(request)
     except LaminarError as e:
@@ -121,16 +121,16 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return _refused(e.status, e.reason, error_type(e.status), {})
     except (web.RequestPayloadError, HttpProcessingError) as e:  # its transfer or content encoding is broken
         return error_response(InvalidRequest(f"the body cannot be read: {str(e)[:200]}"))
-    except ConnectionError:  # the client is gone: there is nobody to tell
+    except ConnectionError:  # the client is gone: nobody is left to notify
         raise
     except Exception as e:
-        if request.writer.output_size > 0:  # an answer has begun: only a connection that breaks can tell
+        if request.writer.output_size > 0:  # a response has begun: only a broken connection shows the error
             raise
-        return error_response(unforeseen(request, e))
+        return error_response(unexpected(request, e))
 
 
-def unforeseen(request: web.Request, error: Exception) -> Internal:
-    """What is told of an error that nobody foresaw; the log has the rest."""
+def unexpected(request: web.Request, error: Exception) -> Internal:
+    """The client's error for an unexpected exception, which is logged with its traceback."""
     log.error("%s %s failed", request.method, request.path, exc_info=error)
     return Internal(f"the gateway failed on this request ({type(error).__name__})", hint="its log says more")
 

@@ -1,13 +1,13 @@
-"""Where trainers read: `POST /experience/sample` leases finished trajectories, `POST /experience/ack` uses them up.
+"""For trainers: `POST /experience/sample` leases finished trajectories, `POST /experience/ack` uses them up.
 
-`POST /experience/release` gives them back unused: else that happens when the lease ends.
+`POST /experience/release` returns them unused; else that happens when the lease ends.
 
 Trajectories go out as msgpack where the client accepts it (`application/msgpack`), else as JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,10 +15,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.answers import answer_json
-from gateway.api.bodies import Count, decode
+from gateway.api.bodies import Count, answer_json, decode
 from gateway.api.errors import BadField
 from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer, check_wanted
+from gateway.fleet.fleet import Fleet
+from gateway.sessions.trainer import Trainer
 from protos.trajectories import Trajectory
 
 MSGPACK = "application/msgpack"
@@ -62,22 +63,14 @@ class ReleaseAnswer(msgspec.Struct):
     returned: int
 
 
-Used = Callable[[SampleRequest, Sequence[Trajectory]], None]
-
-
 @dataclass(frozen=True, slots=True)
 class ExperienceDeps:
-    """`asked` hears of every request before it waits; `used` of what was given out, to measure staleness at use.
-
-    `staleness_max` is the gateway's bound, for readers that name none. `newest`: the newest version that relays told;
-    0: none has.
-    """
+    """`staleness_max` is the gateway's bound, for readers that name none."""
 
     buffer: ExperienceBuffer
-    staleness_max: int | None = None
-    asked: Callable[[SampleRequest], None] | None = None
-    used: Used | None = None
-    newest: Callable[[], int] = lambda: 0
+    trainer: Trainer
+    fleet: Fleet
+    staleness_max: int
 
 
 def add_experience_routes(app: web.Application, deps: ExperienceDeps) -> None:
@@ -92,9 +85,16 @@ class _Handlers:
         self._deps = deps
 
     async def sample(self, request: web.Request) -> web.Response:
-        wanted = _checked(decode(_sample, await request.read()), self._deps.newest())
-        if self._deps.asked is not None:
-            self._deps.asked(wanted)
+        wanted = _checked(decode(_sample, await request.read()), self._deps.fleet.state.newest)
+        self._deps.trainer.requested(
+            wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0),
+            wanted.trainer_version,
+            wanted.staleness_max,
+            reader=wanted.reader,
+            group_size=wanted.group_size if wanted.groups is not None else None,
+            waits=wanted.wait_s > 0,
+        )
+        self._deps.fleet.reconcile()  # another bound may admit sessions that wait
         bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
         lease_id, trajectories = await self._deps.buffer.sample(
             wanted.reader,
@@ -107,8 +107,7 @@ class _Handlers:
             lease_s=wanted.lease_s,
             drop_equal_rewards=wanted.drop_equal_rewards,
         )
-        if self._deps.used is not None:
-            self._deps.used(wanted, trajectories)
+        self._deps.trainer.took(wanted.trainer_version, trajectories)
         answer = SampleAnswer(lease_id, trajectories)
         if MSGPACK in request.headers.get("Accept", ""):
             return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)
@@ -128,7 +127,7 @@ _ack = msgspec.json.Decoder(AckRequest)
 
 
 def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
-    """All of it, before anybody hears of the request: what is refused is no reader's batch, and makes nothing stale."""
+    """Checks everything before the request has an effect: a refused one declares no batch, and makes nothing stale."""
     if newest and wanted.trainer_version > newest + VERSIONS_AHEAD_MAX:
         raise BadField(
             "trainer_version",
@@ -143,5 +142,5 @@ def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
             "groups", f"{groups} groups of {size} in one answer", hint=f"at most {TRAJECTORIES_MAX} trajectories"
         )
     if wanted.drop_equal_rewards and wanted.groups is None:
-        raise BadField("drop_equal_rewards", "`drop_equal_rewards` is for groups", hint="ask for `groups`")
+        raise BadField("drop_equal_rewards", "`drop_equal_rewards` is for groups", hint="request `groups`")
     return wanted

@@ -1,4 +1,4 @@
-"""Groups over HTTP: made whole, looked at, abandoned."""
+"""The routes of groups: create, show, abandon."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.answers import answer_json
-from gateway.api.bodies import Count, decode, in_range
+from gateway.api.bodies import Count, answer_json, decode, in_range
 from gateway.api.errors import BadField
 from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_url, session_spec
 from gateway.core.groups import GroupPhase
 from gateway.core.types import GroupId
-from gateway.sessions.group_orders import Groups
+from gateway.sessions.group_service import GroupService
 from gateway.store.groups import Group
 
 GROUP_SIZE_MAX = 4096
@@ -27,16 +26,16 @@ EVERY_MEMBER = CreateRequest()
 
 
 class CreateGroupRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`session` says what every member is, as `POST /sessions` takes it."""
+    """`session`: the fields of every member, as in `POST /sessions`."""
 
     group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] | None = None
     size: Annotated[
         Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] | None,
-        Meta(description="The older word for `group_size`, which it must equal."),
+        Meta(description="The older name of `group_size`, which it must equal."),
     ] = None
     group_id: GroupName | None = None
     group_min: Annotated[int, Meta(ge=1)] | None = None  # None: all of them
-    resample_max: Count = 0  # members that fail are sampled again, so often altogether
+    resample_max: Count = 0  # failed members of the group that are sampled again
     session: CreateRequest = EVERY_MEMBER
 
 
@@ -50,12 +49,12 @@ class Member(msgspec.Struct):
 
 
 class GroupAnswer(msgspec.Struct, kw_only=True):
-    """`finished`: sessions that have. `mixed`: under more than one version."""
+    """`finished`: sessions that have finished. `mixed`: they were sampled under more than one version."""
 
     group_id: str
     state: GroupPhase
     group_size: int
-    size: int  # the same, by its older word
+    size: int  # the same, by its older name
     group_min: int
     resampled: int
     finished: Sequence[str]
@@ -68,7 +67,7 @@ _create = msgspec.json.Decoder(CreateGroupRequest)
 _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
-def add_group_routes(app: web.Application, groups: Groups) -> None:
+def add_group_routes(app: web.Application, groups: GroupService) -> None:
     handlers = _Handlers(groups)
     app.router.add_post("/groups", handlers.create)
     app.router.add_get("/groups/{gid}", handlers.show)
@@ -76,7 +75,7 @@ def add_group_routes(app: web.Application, groups: Groups) -> None:
 
 
 class _Handlers:
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: GroupService) -> None:
         self._groups = groups
 
     async def create(self, request: web.Request) -> web.Response:
@@ -88,16 +87,16 @@ class _Handlers:
         spec = dataclasses.replace(session_spec(wanted.session), group_id=name, group_size=size)
         least = size if wanted.group_min is None else wanted.group_min
         group = await self._groups.create(spec, group_min=least, resample_max=wanted.resample_max)
-        return answer_json(_told(request, group))
+        return answer_json(_answer(request, group))
 
     async def show(self, request: web.Request) -> web.Response:
-        return answer_json(_told(request, self._groups.get(_group_id(request))))
+        return answer_json(_answer(request, self._groups.get(_group_id(request))))
 
     async def abandon(self, request: web.Request) -> web.Response:
         body = await request.read()
         wanted = decode(_abandon, body) if body else AbandonRequest()
         await self._groups.abandon(_group_id(request), wanted.reason)
-        return answer_json(_told(request, self._groups.get(_group_id(request))))
+        return answer_json(_answer(request, self._groups.get(_group_id(request))))
 
 
 def _size(wanted: CreateGroupRequest) -> int:
@@ -110,12 +109,12 @@ def _size(wanted: CreateGroupRequest) -> int:
 
 
 def _check_members(session: CreateRequest) -> None:
-    """What differs between members, or is the group's own, is not every member's."""
+    """Refuses fields that differ between members, or belong to the group."""
     for field in ("session_id", "group_id", "sample_index", "group_size"):
         if getattr(session, field) != getattr(EVERY_MEMBER, field):
             raise BadField(
                 f"session.{field}",
-                f"`session` is what every member is, and cannot have a `{field}`",
+                f"`session` has the fields of every member, and cannot have `{field}`",
                 hint="`group_id` and `group_size` stand beside `session`; members get their ids and indexes",
             )
 
@@ -124,7 +123,7 @@ def _group_id(request: web.Request) -> GroupId:
     return GroupId(request.match_info["gid"])
 
 
-def _told(request: web.Request, group: Group) -> GroupAnswer:
+def _answer(request: web.Request, group: Group) -> GroupAnswer:
     state = group.state
     return GroupAnswer(
         group_id=state.group_id,

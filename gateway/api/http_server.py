@@ -1,11 +1,11 @@
-"""The HTTP server itself: what aiohttp answers, and how long it waits, before any handler is asked.
+"""The HTTP server below the handlers: timeouts of requests, their fair start, and responses to what is no HTTP.
 
 Invariants:
 - a head that has begun is whole within `HEAD_TIMEOUT_S`, or its connection is closed with a 408;
 - a body that a handler waits for comes at `BODY_BYTES_PER_S_MIN` at least, with `BODY_GRACE_S` to spare, or is refused;
-- requests that come together begin in several rounds of the event loop, in their order: a thousand at once would hold
-  it for half a second, and every stream would stand still;
-- what is no HTTP is answered in the API's shape, and logged in one line.
+- requests that arrive together begin in several rounds of the event loop, in their order: a thousand at once would hold
+  it for half a second, and every stream would stall;
+- bytes that are no HTTP get an error in the API's format, and one line in the log.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ log = logging.getLogger(__name__)
 HEAD_TIMEOUT_S = 30.0
 BODY_GRACE_S = 30.0
 BODY_BYTES_PER_S_MIN = 100_000
-"""Slower than any link on which somebody waits for a model; a body of 64 MiB may take eleven minutes."""
+"""Slower than any link over which a model is of use; a body of 64 MiB may take eleven minutes."""
 BODY_LOOK_S = 5.0
 BACKLOG = 1024
-"""Connections that wait in the kernel to be taken; beyond that clients try again after a second."""
+"""Connections that wait in the kernel to be accepted; beyond that clients try again after a second."""
 
 
 class Turnstile:
-    """Lets one request in each round of the event loop begin, in the order in which they came.
+    """Lets one request begin in each round of the event loop, in the order of arrival.
 
-    All that a request does by itself is spread so: what follows its first step is a round later, too.
+    That spreads all later steps, too: each follows its first step by as many rounds as those of other requests.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: deque[Callable[[], None]] = deque()
-        self._turning = False  # somebody began in this round
+        self._turning = False  # a request began in this round
 
     def take(self, let_in: Callable[[], None]) -> bool:
-        """Whether the caller may begin now; else it is called in a later round."""
+        """True: the caller may begin now. False: `let_in` is called in a later round."""
         if self._turning:
             self._waiting.append(let_in)
             return False
@@ -86,7 +86,7 @@ class _Connection(web.RequestHandler):
             self._take(b"".join(held))
 
     def _take(self, data: bytes) -> None:
-        """`data` is empty when aiohttp goes on reading after a pause."""
+        """`data` is empty when aiohttp resumes reading after a pause."""
         heads, in_body = self._request_count, self._body is not None and not self._body.is_eof()
         super().data_received(data)
         if self._request_count != heads:
@@ -121,18 +121,18 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """For what never reached a handler: its head is no HTTP."""
+        """For a request that never reached a handler: its head is no HTTP."""
         if status >= 500 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
-        told = exc.message if isinstance(exc, HttpProcessingError) else message or ""
-        log.info("a request from %s is no HTTP: %.200r", request.remote, told)
-        response = error_response(no_http(told))
+        reason = exc.message if isinstance(exc, HttpProcessingError) else message or ""
+        log.info("a request from %s is no HTTP: %.200r", request.remote, reason)
+        response = error_response(no_http(reason))
         response.force_close()
         return response
 
 
 class _Server(web.Server):
-    """`made`, with connections of our own."""
+    """aiohttp's server `made`, with connections of our own class."""
 
     def __init__(self, made: web.Server) -> None:
         self.__dict__.update(made.__dict__)
@@ -149,9 +149,9 @@ class Runner(web.AppRunner):
 
 @web.middleware
 async def bodies_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Who reads a body that comes too slowly gets TooSlow."""
+    """Raises TooSlow where a handler reads a body that comes too slowly."""
     content = request.content
-    if content.is_eof():  # as of nearly all: it came with its head
+    if content.is_eof():  # nearly always: the body came with its head
         return await handler(request)
     loop = asyncio.get_running_loop()
     began = loop.time()

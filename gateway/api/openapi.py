@@ -1,6 +1,6 @@
-"""`GET /openapi.json`: every route, with the very structs that decode its bodies and make its answers as schemas.
+"""`GET /openapi.json`: every route, with the structs that decode its requests and encode its responses as schemas.
 
-Every route may also answer 401 to 5xx with the error body that `openai_errors` makes.
+Every route may also respond with 4xx or 5xx and the error body of `gateway.api.errors`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.admin import DIGITS_MAX, AddEngineRequest, EngineAdded, EngineRemoved, Events, Health, Plans, Receipts
+from gateway.api.admin import DIGITS_MAX, AddEngineRequest, EngineAdded, EngineRemoved, Events, Plans, Receipts
 from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, ReleaseAnswer, SampleAnswer, SampleRequest
 from gateway.api.groups import CreateGroupRequest, GroupAnswer
 from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
@@ -34,16 +34,15 @@ from gateway.api.sessions import (
 )
 from gateway.core.endings import Finish, Finished
 from gateway.core.parameters import PARAMETERS
-from gateway.operate.report import StatusReport
+from gateway.operate.report import Health, StatusReport
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`query`: name to schema. `optional_body`: the body may be left out. `answers`: one of them, as JSON.
-
-    `also`: other content types, and `also_status`: another status, with which an answer may come.
+    """`query`: name to schema. `optional_body`: the body may be left out. `answers`: the response is one of them, as
+    JSON. `also`: other content types of a response; `also_status`: another status.
     """
 
     method: str
@@ -56,7 +55,7 @@ class Route:
     also: Sequence[str] = ()
     also_status: int | None = None
     optional_body: bool = False
-    turn: bool = False  # a model call: it may name its session and be asked again, and its answer tells of both
+    turn: bool = False  # a model call: it may name its session and be a retry, and its response's headers have both
 
 
 _RELAYED = "With --relay-text, a call without a session goes to an engine, which checks its fields and answers."
@@ -141,7 +140,13 @@ _OPERATOR = [
     ),
     Route("get", "/health", "The same, as engines have it.", answers=[Health], also_status=503),
     Route("get", "/metrics", "For Prometheus.", also=("text/plain",)),
-    Route("get", "/admin/timeline", "What happened.", query={"after": _NUMBER, "limit": _NUMBER}, answers=[Events]),
+    Route(
+        "get",
+        "/admin/timeline",
+        "The events of the fleet.",
+        query={"after": _NUMBER, "limit": _NUMBER},
+        answers=[Events],
+    ),
     Route("post", "/admin/engines", "Takes an engine in.", AddEngineRequest, status=201, answers=[EngineAdded]),
     Route("delete", "/admin/engines/{name}", "Takes an engine out.", answers=[EngineRemoved]),
     Route("get", "/admin/repack", "What the planner would do now.", answers=[Plans]),
@@ -203,7 +208,7 @@ _BOUNDS_OF: dict[type[msgspec.Struct], dict[str, Json]] = {
     },
     CompletionRequest: {"logprobs": {"minimum": 0, "maximum": LOGPROBS_MAX}},
 }
-"""Of numbers that the request side checks itself, to name the field and what would be right."""
+"""Bounds of numbers that the request side checks itself, so that its error names the field and the range."""
 _TEXT: Json = {"type": "string"}
 _IN_HEADERS: Sequence[Json] = [
     {"name": name, "in": "header", "description": text, "schema": {**_TEXT, "minLength": 1, "maxLength": 256}}
@@ -214,15 +219,15 @@ _IN_HEADERS: Sequence[Json] = [
     }.items()
 ]
 _ANSWER_HEADERS = {
-    "X-Session-ID": "The session, also one of the call's own.",
-    "X-Request-Id": "The answer's id.",
+    "X-Session-ID": "The session, also of a call that is a session of its own.",
+    "X-Request-Id": "The response's id.",
     "X-Laminar-Session-From": "What named the session: url, api_key, header, body or none.",
     "X-Laminar-History": "How the prompt came from the session's record: first, extended, closed or branch.",
     "X-Laminar-History-Reason": "Why it is a branch.",
-    "X-Laminar-Joined": "true: the request was known, and this is the answer to it.",
+    "X-Laminar-Joined": "true: this answers a request that was sent before.",
     VERSION_HEADER: "The weight version, or versions, that sampled the answer; of a stream, its first tokens. "
-    "Not in a whole answer that was kept alive: its headers went out before that was known.",
-    ENGINE_HEADER: "Of relayed text: the engine.",
+    "Missing where a whole answer was kept alive: its headers were sent before it.",
+    ENGINE_HEADER: "Of text that an engine answered itself: the engine.",
 }
 _ERROR: Json = {
     "type": "object",
@@ -243,19 +248,19 @@ _ERROR: Json = {
 
 
 def _operation(route: Route) -> Json:
-    said: Json = {"description": "The answer."}
+    response: Json = {"description": "The response."}
     if route.answers or route.also:
         names = [answer.__name__ for answer in route.answers]
-        said["content"] = (_content(*names) if names else {}) | {kind: {} for kind in route.also}
+        response["content"] = (_content(*names) if names else {}) | {kind: {} for kind in route.also}
     if route.turn:
-        said["headers"] = {name: {"description": text, "schema": _TEXT} for name, text in _ANSWER_HEADERS.items()}
+        response["headers"] = {name: {"description": text, "schema": _TEXT} for name, text in _ANSWER_HEADERS.items()}
     statuses = [route.status, route.also_status] if route.also_status is not None else [route.status]
     out: Json = {
         "summary": route.summary,
         "operationId": f"{route.method} {route.path}",
         "parameters": [*_in_path(route.path), *_in_query(route.query or {}), *(_IN_HEADERS if route.turn else ())],
         "responses": {
-            **{str(status): said for status in statuses},
+            **{str(status): response for status in statuses},
             "default": {"description": "An error.", "content": _content("Error")},
         },
     }
@@ -275,4 +280,4 @@ def _in_path(path: str) -> list[Json]:
 
 
 def _in_query(query: Mapping[str, Json]) -> list[Json]:
-    return [{"name": name, "in": "query", **said} for name, said in query.items()]
+    return [{"name": name, "in": "query", **described} for name, described in query.items()]

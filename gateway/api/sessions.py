@@ -1,4 +1,4 @@
-"""Sessions over HTTP: made, looked at, finished with a reward, abandoned."""
+"""The routes of sessions: create, show, finish with a reward, reward, abandon."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.answers import answer_json
-from gateway.api.bodies import EXACT_MAX, AtLeastOne, Count, decode, in_range
+from gateway.api.bodies import EXACT_MAX, AtLeastOne, Count, answer_json, decode, in_range
 from gateway.api.errors import BadField
 from gateway.core.endings import Finish, Finished, How
 from gateway.core.rewards import Given
@@ -21,7 +20,7 @@ from gateway.core.types import GroupId, History, SessionId, Split, Version, Vers
 from gateway.fleet.pins import VersionPins
 from gateway.runtime.clock import unix_s
 from gateway.sessions.endings import Endings
-from gateway.sessions.group_orders import Groups
+from gateway.sessions.group_service import GroupService
 from gateway.sessions.registry import SessionRegistry
 from protos.errors import InvalidRequest
 from protos.trajectories import VersionChange
@@ -29,7 +28,7 @@ from protos.trajectories import VersionChange
 PRIORITY_MAX = 1000
 GroupName = Annotated[str, Meta(max_length=256)]
 Tags = Annotated[dict[Annotated[str, Meta(max_length=256)], Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)]
-"""They are kept with each trajectory, and come back with it."""
+"""They are stored with each trajectory, and returned with it."""
 
 
 class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -85,13 +84,13 @@ class SessionMade(msgspec.Struct):
 
 
 class SessionAnswer(msgspec.Struct, kw_only=True):
-    """`version_pinned`: whether relays keep its version for it; null for one that takes others, too."""
+    """`version_pinned`: whether relays keep its version for it; null for a session that accepts others, too."""
 
     session_id: str
     group_id: str
     sample_index: int
     parent_session_id: str | None
-    children: Sequence[str]  # that are under way
+    children: Sequence[str]  # that have not ended
     state: str
     running: int
     version: int | None
@@ -105,11 +104,11 @@ class SessionAnswer(msgspec.Struct, kw_only=True):
     versions: Sequence[int]
     moves: int
     branches: int
-    last_dropped: str  # the last turn that came to nothing, and why
+    last_dropped: str  # the last turn that was aborted or lost, and why
 
 
 class SessionEnded(msgspec.Struct):
-    """A session that has ended. `result`: what its finish was told; null for one that was abandoned."""
+    """A session that has ended. `result`: the answer to its finish; null for one that was abandoned."""
 
     session_id: str
     state: How
@@ -136,9 +135,9 @@ _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
 def add_session_routes(
-    app: web.Application, live: SessionRegistry, endings: Endings, groups: Groups, pinning: VersionPins
+    app: web.Application, live: SessionRegistry, endings: Endings, groups: GroupService, pins: VersionPins
 ) -> None:
-    handlers = _Handlers(live, endings, groups, pinning)
+    handlers = _Handlers(live, endings, groups, pins)
     app.router.add_post("/sessions", handlers.create)
     app.router.add_get("/sessions/{sid}", handlers.show)
     app.router.add_post("/sessions/{sid}/finish", handlers.finish)
@@ -148,8 +147,8 @@ def add_session_routes(
 
 
 class _Handlers:
-    def __init__(self, live: SessionRegistry, endings: Endings, groups: Groups, pinning: VersionPins) -> None:
-        self._live, self._endings, self._groups, self._pinning = live, endings, groups, pinning
+    def __init__(self, live: SessionRegistry, endings: Endings, groups: GroupService, pins: VersionPins) -> None:
+        self._live, self._endings, self._groups, self._pins = live, endings, groups, pins
 
     async def create(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -171,18 +170,18 @@ class _Handlers:
         wanted = decode(_finish, body) if body else Finish()
         session_id = _session_id(request)
         state = self._live.find(session_id)
-        told = await self._endings.finish_once(session_id, wanted)
-        if told is None:
+        finished = await self._endings.finish(session_id, wanted)
+        if finished is None:
             assert state is not None, "only a live session can wait for its reward"
             return answer_json(self._summary(state))
-        return answer_json(told)
+        return answer_json(finished)
 
     def _summary(self, state: SessionState) -> SessionAnswer:
-        pinned = state.version in self._pinning.pinned if state.insists else None
+        pinned = state.version in self._pins.pinned if state.insists else None
         return _summary(state, pinned, self._live.children(state.session_id))
 
     async def reward(self, request: web.Request) -> web.Response:
-        """While it lives, or within the window after its finish and before a trainer has it."""
+        """While the session lives, or within the window after its finish and before a trainer has it."""
         wanted = decode(_reward, await request.read())
         session_id = _session_id(request)
         given = Given(wanted.reward, wanted.turns, wanted.leaves)
@@ -194,11 +193,11 @@ class _Handlers:
         session_id = _session_id(request)
         group_id = self._live.get(session_id).spec.group_id
         await self._endings.abandon(session_id, wanted.reason)
-        told = Abandoned(session_id)
-        if (again := self._groups.replacement(session_id, group_id)) is not None:
-            name, key = again
-            told.replacement = SessionMade(name, base_url(request, name), key)
-        return answer_json(told)
+        answer = Abandoned(session_id)
+        if (replacement := self._groups.replacement(session_id, group_id)) is not None:
+            name, key = replacement
+            answer.replacement = SessionMade(name, base_url(request, name), key)
+        return answer_json(answer)
 
 
 def session_spec(wanted: CreateRequest) -> SessionSpec:
@@ -231,14 +230,14 @@ def session_spec(wanted: CreateRequest) -> SessionSpec:
 
 
 def base_url(request: web.Request, name: str) -> str:
-    """For an agent's SDK. A name may hold what means something else in a URL."""
+    """For an agent's SDK. The name is quoted: it may hold characters with a meaning in URLs."""
     return f"{request.scheme}://{request.host}/sessions/{quote(name, safe='')}/v1"
 
 
 def _session_id(request: web.Request) -> SessionId:
     name = request.match_info.get("sid") or request.query.get("session_id")
     if not name:
-        raise InvalidRequest("no session is named", hint="POST /finish_session?session_id=ID")
+        raise InvalidRequest("the request names no session", hint="POST /finish_session?session_id=ID")
     return SessionId(name)
 
 

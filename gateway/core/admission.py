@@ -1,10 +1,12 @@
-"""What holds the admission of new sessions: readers of trajectories, and groups that lack members. Pure.
+"""What bounds the admission of new sessions: readers of trajectories, and groups that lack members. Pure.
 
-Invariants:
-- a reader counts once it waits for a batch or comes again: one that looks in once decides nothing for the others;
-- of the readers of the last hour the one that takes most decides, so that none waits for what is never admitted;
-- what is buffered of a group that lacks members, and has none under way, is nothing that a reader of groups could take:
-  it holds up no session, perhaps the very one that it waits for.
+New sessions wait while running and buffered trajectories reach (staleness bound + 1) batches: more would be too stale
+when the trainer takes them. Invariants:
+- a reader counts once it waits for a batch or samples again: a single sample decides nothing for the others;
+- of the readers of the last hour, the one with the largest bound decides: else a reader could wait for a batch that is
+  never admitted;
+- buffered trajectories of a group that lacks members, and has none running, do not count: no reader of groups can take
+  them. Counted, they could block the very session that the group waits for.
 """
 
 from __future__ import annotations
@@ -13,21 +15,21 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 READER_S = 3600.0
-"""After which a reader that has not come again decides no more, if another has."""
+"""After which a reader that has not sampled again does not count, if another has."""
 READERS_MAX = 1000
-"""Remembered; who came longest ago is forgotten first."""
+"""Readers remembered; the one that sampled longest ago is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """What one asks for. `group_size` None: it takes trajectories one by one."""
+    """A reader's last request. `group_size` None: it takes trajectories one by one."""
 
     name: str
     batch: int
     group_size: int | None
     staleness_max: int
-    asked_at: float
-    stands: bool  # it has waited for a batch, or come twice
+    requested_at: float
+    counts: bool  # it has waited for a batch, or sampled twice
 
     @property
     def bound(self) -> int:
@@ -36,9 +38,9 @@ class Reader:
 
 @dataclass(slots=True)
 class Readers:
-    _of: dict[str, Reader] = field(default_factory=dict)  # in the order in which they came last
+    _of: dict[str, Reader] = field(default_factory=dict)  # in the order of their last requests
 
-    def asked(
+    def requested(
         self, name: str, batch: int, group_size: int | None, staleness_max: int, now: float, *, waits: bool
     ) -> None:
         before = self._of.pop(name, None)
@@ -47,15 +49,15 @@ class Readers:
             del self._of[next(iter(self._of))]
 
     def deciding(self, now: float) -> Reader | None:
-        """The one whose batches bound what may be admitted; None: nobody does yet."""
-        standing = [reader for reader in self._of.values() if reader.stands]
-        recent = [reader for reader in standing if now - reader.asked_at <= READER_S] or standing[-1:]
+        """The reader whose batches bound admission; None: there is none yet."""
+        counting = [reader for reader in self._of.values() if reader.counts]
+        recent = [reader for reader in counting if now - reader.requested_at <= READER_S] or counting[-1:]
         return max(recent, key=lambda reader: reader.bound, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A group that its reader cannot take yet. `live`: its members under way."""
+    """A group that its reader cannot take yet. `live`: its members that have not ended."""
 
     group_id: str
     buffered: int
@@ -64,13 +66,13 @@ class WaitingGroup:
 
     @property
     def stranded(self) -> bool:
-        """Nobody is under way who could make it whole."""
+        """No member runs that could complete it."""
         return not self.live
 
     def __str__(self) -> str:
         if self.stranded:
             return (
-                f"group {self.group_id}: {self.buffered} of {self.size} are buffered, and no member is under way: "
+                f"group {self.group_id}: {self.buffered} of {self.size} are buffered, and no member is running: "
                 "make another one, or it is dropped when it is too stale"
             )
         return (
@@ -79,8 +81,8 @@ class WaitingGroup:
 
 
 def stranded(buffered: Mapping[str, int], closed: Mapping[str, int], size: int, live: Set[str]) -> int:
-    """Trajectories of groups that have fewer members than their readers take, and none under way. `live`: groups that
-    have."""
+    """Trajectories of groups that have fewer members than their readers take, and none running. `live`: groups that
+    have running members."""
     return sum(
         count
         for name, count in buffered.items()
@@ -91,8 +93,8 @@ def stranded(buffered: Mapping[str, int], closed: Mapping[str, int], size: int, 
 def waiting_groups(
     buffered: Mapping[str, int], closed: Mapping[str, int], size: int, live: Iterable[tuple[str, str]]
 ) -> list[WaitingGroup]:
-    """Groups with members in the buffer (`buffered`), and fewer than their readers take. `closed`: whole with so many.
-    `live`: sessions under way, with their groups."""
+    """Groups with members in the buffer (`buffered`), and fewer than their readers take. `closed`: groups that are
+    whole with fewer members. `live`: running sessions, with their groups."""
     short = {name: count for name, count in buffered.items() if count < min(size, closed.get(name, size))}
     members: dict[str, list[str]] = {name: [] for name in short}
     for session_id, group_id in live:

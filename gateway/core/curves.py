@@ -19,9 +19,9 @@ TOKENS_MIN = 64
 TOKENS_KEPT = 2048.0
 """Weight of the past in a bucket: older tokens fade."""
 GAP_TOKENS = 8
-"""Of one turn, between two looks at the clock that count: at an event a token each would cost more than it tells."""
+"""Of one turn, between two clock readings: at one event a token, a reading for each would cost more than it gives."""
 SPAN_MIN = 4.0
-"""The largest batch seen over the smallest before a line through them says anything."""
+"""Ratio of the largest batch seen to the smallest before a line is fitted through them."""
 OUTLIER = 4.0
 """A gap so many times the usual is a pause, a prefill or a late event: counted as this."""
 SECONDS_PER_TOKEN = 1 / 15
@@ -101,7 +101,7 @@ class DecodeCurve:
 
 @dataclass(slots=True)
 class Gaps:
-    """One turn's tokens as they come from one engine, told to its curve `GAP_TOKENS` at a time."""
+    """Measures the time between one turn's tokens, `GAP_TOKENS` at a time, for the curve of its engine."""
 
     _last_at: float | None = None
     _tokens: int = 0  # since then
@@ -111,7 +111,7 @@ class Gaps:
         self._last_at = None
 
     def came(self, tokens: int) -> bool:
-        """Whether it is time to look at the clock, and say so by `looked`."""
+        """Whether it is time to read the clock, and call `looked`."""
         self._tokens += tokens
         return self._tokens >= GAP_TOKENS or self._last_at is None
 

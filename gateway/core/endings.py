@@ -1,4 +1,4 @@
-"""What a session's end was asked to be, and what was told of it: whoever asks the same again is told the same. Pure."""
+"""A session's end: the request, and the answer that a repeated request gets again. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a session ended. `asked` and `told` are None for one that was abandoned, or whose end was cut by a crash."""
+    """How a session ended. `asked`: the request; `told`: its answer. Both are None for a session that was abandoned, or
+    whose end was interrupted by a crash. Stored under these names."""
 
     how: How
     asked: Finish | None = None
@@ -50,7 +51,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Unrewarded:
-    """A session that was finished without a reward waits for it, until then."""
+    """A session that was finished without a reward waits for it until `until_unix_s`. `asked`: the request."""
 
     asked: Finish
     until_unix_s: float

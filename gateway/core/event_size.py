@@ -1,8 +1,8 @@
 """How many tokens an engine should send per event. Pure.
 
-An event costs the gateway about the same whatever it holds, so what counts is how many come in a second: all turns
-together get `EVENTS_PER_S`, however fast they are. Tokens that an engine gathers meanwhile are what its death may lose,
-and a reader waits for.
+An event costs the gateway about the same whatever it holds, so the number of events a second is what counts: all turns
+together get `EVENTS_PER_S`, however fast they are. The price: tokens that an engine gathers are lost when it dies, and
+a reader waits for them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ EVENTS_PER_S = 500
 TURNS_FEW = 20
 """Fewer stream token by token, however fast: there the core is idle."""
 EVENT_S_MAX = 1.0
-"""Of one event, about: what a cut may cost a turn, and a reader may wait, while hundreds of turns run."""
+"""Of one event, about: so long may a reader wait, and so much may a cut cost, while hundreds of turns run."""
 TOKENS_PER_EVENT_MAX = 48
 TOKENS_UNREAD = 16
-"""Of an answer that is sent whole, however few run: nobody waits for its events, but a cut may cost so much."""
+"""Of an answer that is sent whole, however few turns run: no client waits for its events, but a cut costs as many."""
 PACE_SHARE = 1 / 64
-"""Of the mean pace, that one observation is."""
+"""Weight of one observation in the mean pace."""
 
 
 def tokens_per_event(turns: int, token_s: float, *, streamed: bool, configured: int | None) -> int:

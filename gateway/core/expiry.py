@@ -1,9 +1,9 @@
-"""When a session is over without a word of its client. Pure.
+"""When a session expires without a request of its client. Pure.
 
 Invariants:
-- a running turn, or a child that blocks its parent, keeps a session from being idle; a deadline spares nobody;
-- one that has had no turn, because no engine took its first one, is over soon: nobody may come back to it;
-- one that is being finished is left alone, and so is one that waits for its reward, until its window ends.
+- a session is not idle while a turn runs, or a child that blocks its parent lives; a deadline has no exception;
+- a session without a turn, because no engine took its first one, expires sooner: its client may never come back;
+- a session that is being finished does not expire, nor one that waits for its reward, until its window ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from gateway.core.sessions import SessionState
 
 REFUSED_IDLE_S = 240.0
-"""Of a session whose first turn was refused: twice the longest Retry-After that it was told."""
+"""Of a session whose first turn was refused: twice the longest Retry-After in its response."""
 
 
 def why_over(
@@ -24,7 +24,7 @@ def why_over(
     blocked: bool = False,
     parent_ended: bool = False,
 ) -> str:
-    """Why it is to be abandoned now; empty: it goes on. `blocked`: a child lives that it waits for."""
+    """Why the session is to be abandoned now; empty: it is not. `blocked`: a child lives that it waits for."""
     if state.unrewarded is not None:
         late = state.unrewarded.until_unix_s < now
         return f"no reward came within {reward_window_s:g} s" if late else ""

@@ -1,12 +1,12 @@
-"""The fleet as the gateway knows it: its engines, and which version each live session is on. Pure.
+"""The state of the fleet: its engines, and which version each live session is on. Pure.
 
 Invariants:
 - only the transitions of `TRANSITIONS` happen; an illegal one raises and changes nothing;
 - turns run only on `serving` engines;
-- engines that serve stand in the order of their load (`gateway.core.order`), whoever changed what: each tells the fleet
-  that its place may be another, and it is found anew before the order is next read.
+- engines that serve are ordered by load (`gateway.core.order`). An engine that changes notes itself in `_displaced`,
+  and its position is computed anew before the order is next read.
 
-When an engine takes new sessions is `intake`'s to say, when it loads another version `refresh`'s.
+`intake` decides when an engine takes new sessions, `refresh` when it loads another version.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.core.curves import SECONDS_PER_TOKEN, DecodeCurve, KvCeiling
+from gateway.core.groups import GroupVersions
 from gateway.core.order import Load, LoadOrder, Pool
 from gateway.core.pinned import PinnedVersions
 from gateway.core.prefixes import Holding, PrefixIndex
-from gateway.core.types import NO_VERSION, EngineName, GroupId, SessionId, TurnId, Version, VersionPolicy
+from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Version, VersionPolicy
 
 Mode = Literal["barrier", "drain", "repack", "inflight"]
 EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
@@ -34,9 +35,9 @@ TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
 
 
 ORDERED_BY = frozenset({"status", "version", "intake_open", "admitted", "turns"})
-"""What an engine's place in the order of load follows from, besides tokens."""
+"""What an engine's position in the order of load depends on, besides tokens."""
 BAD_MAX = 64
-"""Versions that an engine gave up and remembers: more than relays hold."""
+"""Versions given up that an engine remembers: more than relays hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class TurnLoad:
     session_id: SessionId
     tokens: int
     tokens_max: int  # prompt and the most it may still generate
-    relayed: bool = False  # as text: it has no session, and ends where it began
+    relayed: bool = False  # forwarded as text: it has no session, and ends where it began
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class EngineState:
     status: EngineStatus = "dead"
     version: Version = NO_VERSION
     incarnation: str = ""
-    dtype: str = ""  # what it computes in; empty: it has not told
+    dtype: str = ""  # what it computes in; empty: not reported
     kv_capacity_tokens: int = 0
     context_tokens: int = 0
     kv_usage: float = 0.0  # as the engine reports it, 0..1
@@ -89,15 +90,14 @@ class EngineState:
     intake_opened_at: float = 0.0
     intake_closed_at: float = 0.0
     admitted: int = 0  # sessions of the present intake
-    relayed: int = 0  # requests that it was given as text, ever
     below_since: float | None = None  # closed and below `min_util`, with a newer version at hand
-    held_since: float | None = None  # it stays for sessions that have nobody else (`gateway.core.hold`)
+    held_since: float | None = None  # it stays for sessions that no other engine could serve (`gateway.core.hold`)
     held_before_s: float = 0.0  # the same, before the last turn of one of them
     leaving: bool = False  # a plan empties it: nothing more is placed here if another engine will do
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)  # changed by `enter` and `leave` alone
     available: Version = NO_VERSION  # newest version that its host's relay holds
-    loadable: frozenset[Version] | None = frozenset()  # all that it holds; None: it has not told yet
+    loadable: frozenset[Version] | None = frozenset()  # all that it holds; None: not reported yet
     loading: Version = NO_VERSION  # while it refreshes
     refresh_not_before: float = 0.0  # a load failed: the next try waits
     load_failures: int = 0  # in a row, of one version
@@ -108,14 +108,14 @@ class EngineState:
     suspected: bool = (
         False  # a connection to it broke: no turn goes there before it has answered as the same incarnation
     )
-    must_load: bool = False  # it was met fenced: whatever its label says, its weights may be mixed
-    look_error: str = ""  # of the last look at it, if that failed
+    must_load: bool = False  # it joined fenced: whatever its label, its weights may be mixed
+    poll_error: str = ""  # of the last poll, if that failed
     load_error: str = ""  # of a load, until a version that is wanted was loaded
     curve: DecodeCurve = field(default_factory=DecodeCurve)
     ceiling: KvCeiling | None = None  # C_max as learnt; made with the first report
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Whoever changes an engine need not know that engines are ordered."""
+        """Notes a change of what the order depends on, so that the code that makes it need not."""
         object.__setattr__(self, name, value)
         if name in ORDERED_BY:
             self.displaced.add(self.name)
@@ -126,7 +126,7 @@ class EngineState:
         self.displaced.add(self.name)
 
     def leave(self, turn_id: TurnId) -> bool:
-        """The turn runs here no more; False: it did not."""
+        """The turn has left; False: it did not run here."""
         self.displaced.add(self.name)
         return self.turns.pop(turn_id, None) is not None
 
@@ -150,8 +150,8 @@ class EngineState:
 
     @property
     def last_error(self) -> str:
-        """What stands against it now; what no longer does is in the timeline."""
-        return self.look_error or self.load_error
+        """What keeps the engine from serving now; past errors are on the timeline."""
+        return self.poll_error or self.load_error
 
     @property
     def holding(self) -> Holding:
@@ -175,12 +175,13 @@ class EngineState:
         self.tried, self.bad = NO_VERSION, frozenset()
 
     def give_up(self, version: Version) -> None:
-        """It does not load here; another one does, or a newer one."""
+        """The version does not load here; the one before it serves until a newer one is there."""
         self.load_failures, self.given_up = 0, version
         self.bad = frozenset(sorted({*self.bad, version})[-BAD_MAX:])
 
     def before(self, version: Version, held: Iterable[int]) -> Version | None:
-        """What to go back to of what its relay holds: what it has held before, else what it has not given up."""
+        """The version to fall back to, of those that its relay holds: the newest that it has held, else the newest
+        that it has not given up."""
         older = {Version(v) for v in held if v < version}
         return self.good if self.good in older else max(older - self.bad or older, default=None)
 
@@ -201,7 +202,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What waits for a version and takes no other."""
+    """Sessions that wait for one version and accept no other."""
 
     sessions: int
     tokens: int
@@ -216,7 +217,7 @@ class FleetState:
     session_versions: dict[SessionId, Version] = field(default_factory=dict)
     policies: dict[SessionId, VersionPolicy] = field(default_factory=dict)  # of those, where it is not `segment`
     waiting_since: Sequence[float] = ()  # when turns began to wait that an engine with room would take
-    group_versions: dict[GroupId, Version] = field(default_factory=dict)
+    group_versions: GroupVersions = field(default_factory=GroupVersions)
     newest: Version = NO_VERSION  # newest sealed
     insisted: Mapping[Version, Wanted] = field(default_factory=dict)  # by waiting turns that take no other
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -249,16 +250,8 @@ class FleetState:
         if policy != "segment":
             self.policies[session_id] = policy
 
-    def note_group(self, group_id: GroupId, version: Version) -> None:
-        """Sessions of the group that have yet to begin follow the first one to `version`, while it is served."""
-        self.group_versions[group_id] = version
-
-    def forget_group(self, group_id: GroupId) -> None:
-        """All its sessions have ended."""
-        self.group_versions.pop(group_id, None)
-
     def forget_session(self, session_id: SessionId) -> None:
-        """It has had its last turn."""
+        """The session has ended."""
         version = self.session_versions.pop(session_id, None)
         self.policies.pop(session_id, None)
         if version is not None:
@@ -275,7 +268,7 @@ class FleetState:
         return found
 
     def gone(self, version: Version) -> bool:
-        """No engine could load it: each one's relay has told what it holds, and none has it."""
+        """No engine could load the version: each one's relay has reported what it holds, and none holds it."""
         if not any(e.available for e in self.engines.values()):
             return False  # engines that have relays may still join
         return all(e.loadable is not None and version not in e.loadable for e in self.engines.values())
@@ -290,7 +283,7 @@ class FleetState:
     # -- engines that serve
 
     def _ordered(self) -> LoadOrder:
-        """As it is after all that happened to engines."""
+        """The order, with the position of every displaced engine computed anew."""
         for name in self._displaced:
             if name in self.engines:
                 engine = self.engines[name]

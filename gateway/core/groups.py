@@ -1,20 +1,53 @@
-"""A group: the sessions sampled from one prompt, useful to a trainer only when its last one has ended. Pure.
+"""Groups: the sessions sampled from one prompt, useful to a trainer only when the last one has ended. Pure.
 
 Invariants:
 - every place of the group is live, finished, or given up; a place is given up only once `resample_max` is used up;
-- a group closes when no place is live, with at least `group_min` finished; it is given up as soon as that cannot be.
+- a group closes when no place is live, with at least `group_min` finished; it is given up as soon as that is not
+  possible any more;
+- the sessions of a group that have yet to begin follow the first one to its version, while an engine serves it.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.core.types import GroupId, SessionId
+from gateway.core.types import GroupId, SessionId, Version
 from protos.errors import Conflict
 
 GroupPhase = Literal["open", "closed", "abandoned"]
+
+GROUPS_MAX = 10_000
+"""Groups some of whose sessions have ended; the version of the oldest is forgotten first."""
+
+
+@dataclass(slots=True)
+class GroupVersions:
+    """Owner of the version under which the sessions of each group begin."""
+
+    _versions: dict[GroupId, Version] = field(default_factory=dict)
+    _ended: OrderedDict[GroupId, int] = field(default_factory=OrderedDict)  # sessions, of groups that have others
+
+    def get(self, group_id: GroupId) -> Version | None:
+        return self._versions.get(group_id)
+
+    def note(self, group_id: GroupId, version: Version) -> None:
+        """A session of the group has begun under `version`, and no engine serves an earlier one's."""
+        self._versions[group_id] = version
+
+    def session_ended(self, group_id: GroupId, group_size: int) -> None:
+        """With the last session the group's version is forgotten."""
+        ended = self._ended.get(group_id, 0) + 1
+        if ended < group_size:
+            self._ended[group_id] = ended
+        else:
+            self._ended.pop(group_id, None)
+            self._versions.pop(group_id, None)
+        while len(self._ended) > GROUPS_MAX:
+            oldest, _ = self._ended.popitem(last=False)
+            self._versions.pop(oldest, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +73,7 @@ class GiveUp:
 
 @dataclass(slots=True)
 class GroupState:
-    """`live` are the places under way, by their session."""
+    """`live`: the sample index of each session that has not ended."""
 
     group_id: GroupId
     size: int
@@ -57,7 +90,7 @@ class GroupState:
 
     @property
     def mixed(self) -> bool:
-        """Its members are not all of one version: their rewards compare less well."""
+        """Its members were sampled under several versions: their rewards compare less well."""
         return len(self.versions) > 1
 
     def sampled_under(self, versions: Iterable[int]) -> None:

@@ -1,9 +1,10 @@
-"""What keeps an empty engine on its version: live sessions that no other engine could go on with. Pure.
+"""Holds: an empty engine stays on its version for live sessions that no other engine could continue. Pure.
 
-Invariants:
-- a hold ends `version_hold_s` after the intake closed, whatever happens;
-- it ends sooner where no other engine takes new sessions and turns wait: once they have waited, all together, as long
-  as the sessions are worth by their policies (`HOLD_WORTH_S`). What becomes of these then, their policies say.
+An agent may need minutes for a tool call; without a hold its next turn would find no engine of its version. With one,
+an engine is idle meanwhile. Invariants:
+- a hold ends `version_hold_s` after the intake closed, in any case;
+- it ends sooner where turns wait and no other engine takes new sessions: once they have waited, all together, as long
+  as the sessions are worth by their policies (`HOLD_WORTH_S`). The sessions then follow their policies.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class Hold:
 
 
 def named(sessions: tuple[SessionId, ...]) -> str:
-    """Who they are, in a sentence."""
+    """Their names, for a sentence."""
     more = f" and {len(sessions) - NAMED_MAX} more" if len(sessions) > NAMED_MAX else ""
     return f"session{'s' * (len(sessions) > 1)} {', '.join(sessions[:NAMED_MAX])}{more}"
 
 
 def hold(fleet: FleetState, engine: EngineState, now: float) -> Hold | None:
-    """Why the engine does not load the newer version that it could; None: no session is in the way of it."""
+    """The hold that keeps the engine from the newer version that it could load; None: there is none."""
     empty = engine.status == "serving" and engine.newer and not engine.turns and not engine.intake_open
     if not empty or fleet.config.mode == "inflight" or fleet.num_serving(Pool(engine.version)) > 1:
         return None
@@ -60,7 +61,7 @@ def hold(fleet: FleetState, engine: EngineState, now: float) -> Hold | None:
 
 
 def note_holds(fleet: FleetState, now: float) -> None:
-    """How long each engine has been held since its intake closed; to be called whenever something changed."""
+    """Measures how long each engine has been held since its intake closed; call it after every change."""
     for engine in fleet.engines.values():
         if engine.intake_open or engine.status != "serving":
             if engine.held_since is not None or engine.held_before_s:
@@ -73,12 +74,12 @@ def note_holds(fleet: FleetState, now: float) -> None:
 
 
 def held_s(engine: EngineState, now: float) -> float:
-    """A turn of a session that held it may run in between: that time is not counted."""
+    """Without the time in which a turn of such a session ran in between."""
     return engine.held_before_s + (0.0 if engine.held_since is None else now - engine.held_since)
 
 
 def _waited(fleet: FleetState, engine: EngineState, now: float) -> float:
-    """By all turns in the queue, while the engine was held; nothing as long as another engine may take them."""
+    """Seconds that all turns in the queue waited while the engine was held; 0 if another engine may take them."""
     if any(e.intake_open or e.status == "refreshing" for e in fleet.engines.values() if e is not engine):
         return 0.0
     held = held_s(engine, now)

@@ -46,7 +46,7 @@ def _intake(fleet: FleetState, engine: EngineState, now: float) -> Iterable[Inta
     newer = engine.newer
     if c.mode == "inflight":
         if not engine.intake_open:
-            yield IntakeChange(engine.name, True, "a newer version interrupts nobody")
+            yield IntakeChange(engine.name, True, "a newer version interrupts no turn")
     elif engine.intake_open:
         enough = 0 if c.mode == "barrier" else c.intake_min_batch
         if newer and not engine.reopened and engine.admitted >= enough:
@@ -74,18 +74,18 @@ def _note_use(fleet: FleetState, engine: EngineState, now: float) -> None:
 
 
 def straggling(fleet: FleetState, engine: EngineState, now: float) -> bool:
-    """Kept from its refresh for too long by few turns."""
+    """Few turns have kept the engine from its refresh for too long."""
     since = engine.below_since
     waits = fleet.config.mode == "barrier"
     return not waits and bool(engine.turns) and since is not None and now - since >= fleet.config.drain_max_s
 
 
 def fresh(fleet: FleetState, engine: EngineState) -> bool:
-    """A batch admitted now would still be of use when it is done."""
+    """A batch admitted now would be within the staleness bound."""
     return fleet.newest - engine.version < fleet.config.staleness_max
 
 
 def stragglers(fleet: FleetState, engine: EngineState) -> str:
-    """The reason, where they are why something happens."""
+    """For the reason of a decision."""
     held = f"{len(engine.turns)} turns of {engine.tokens} tokens"
     return f"stragglers held it for {fleet.config.drain_max_s:g} s ({held})"

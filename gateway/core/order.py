@@ -4,7 +4,7 @@ Invariants:
 - an engine stands in each of its pools once, with the load that it had when it was last put there;
 - between two puts turns do not come or go, and tokens only grow: so a kept load is a lower bound of the true one, and
   the first engine of a pool whose kept load is its true one is the least loaded. One that has more by now is put in
-  anew, further behind; tokens that come need not be told of.
+  anew, further behind; so tokens that come need no notification.
 """
 
 from __future__ import annotations

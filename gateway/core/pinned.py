@@ -1,9 +1,9 @@
-"""Which versions relays are asked to keep, for sessions that go on under no other. Pure.
+"""The versions that relays keep for sessions that continue under no other. Pure.
 
 Invariants:
-- at most `versions_max` versions are kept at once: each is as much memory on relays as any other version;
-- a version is kept from when its first such session is known until its last one ends; where there are too many (only
-  after a restart with a lower bound), those whose sessions came first.
+- at most `versions_max` versions are kept at once: each needs as much memory on relays as any other version;
+- a version is kept from its first such session until the last one ends. Where there are too many (only after a restart
+  with a lower bound), those whose sessions came first are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PinnedVersions:
     _sessions: dict[Version, int] = field(default_factory=dict)  # how many; in the order in which they came
 
     def note(self, session_id: SessionId, version: Version | None) -> None:
-        """The session goes on under `version` only; None: it takes others, too, or has ended."""
+        """The session continues under `version` only; None: it accepts others, or has ended."""
         before = self._of.pop(session_id, None)
         if before is not None:
             self._sessions[before] -= 1
@@ -31,7 +31,7 @@ class PinnedVersions:
             del self._sessions[before]
 
     def versions(self) -> list[Version]:
-        """What relays are to keep."""
+        """The versions that relays should keep."""
         return list(self._sessions)[: self.versions_max]
 
     def room_for(self, version: Version) -> bool:

@@ -1,4 +1,4 @@
-"""Why an engine takes no new sessions now, in a sentence for whoever has to mend or to wait. Pure."""
+"""Why an engine takes no new sessions now, in a sentence for operators and clients. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from gateway.core.fleet import EngineState, FleetState
 from gateway.core.hold import hold
 
 ENGINES_NAMED_MAX = 4
-"""In one sentence."""
+"""Engines in one sentence."""
 REASON_CHARS_MAX = 300
-"""Of one engine's in it: an engine's own words may be long."""
+"""Of one engine's reason: an engine's own messages may be long."""
 
 
 def closed_reason(fleet: FleetState, engine: EngineState, now: float) -> str:
-    """Empty where its intake is open, or opens by itself with the next decision."""
+    """Empty if its intake is open, or opens with the next decision."""
     match engine.status:
         case "dead":
-            return engine.look_error or "it was not looked at yet"
+            return engine.poll_error or "it was not polled yet"
         case "refreshing":
             return f"loads version {engine.loading}"
         case "fenced":
@@ -27,37 +27,36 @@ def closed_reason(fleet: FleetState, engine: EngineState, now: float) -> str:
 
 
 def closed_reasons(fleet: FleetState, now: float) -> str:
-    """Of every engine that takes none, in one sentence; empty when one does."""
+    """The reasons of all engines, in one sentence; empty if one of them takes new sessions."""
     if any(e.status == "serving" and e.intake_open for e in fleet.engines.values()):
         return ""
-    told = [
+    reasons = [
         f"engine {e.name} {why[:REASON_CHARS_MAX]}"
         for e in fleet.sorted_engines()
         if (why := closed_reason(fleet, e, now))
     ]
-    more = f"; and {len(told) - ENGINES_NAMED_MAX} more" if len(told) > ENGINES_NAMED_MAX else ""
-    return "; ".join(told[:ENGINES_NAMED_MAX]) + more
+    more = f"; and {len(reasons) - ENGINES_NAMED_MAX} more" if len(reasons) > ENGINES_NAMED_MAX else ""
+    return "; ".join(reasons[:ENGINES_NAMED_MAX]) + more
 
 
 def _joining(engine: EngineState, now: float) -> str:
-    met = (
-        "was met paused, so that it may hold half a version" if engine.must_load else f"holds version {engine.version}"
-    )
+    found = "was paused when it joined, so it may hold half a version"
+    found = found if engine.must_load else f"holds version {engine.version}"
     if engine.turns:
-        return f"{met}, and turns from before its restart are still to leave it"
+        return f"{found}, and turns from before its restart have not left it yet"
     if engine.loadable is None:
-        return f"{met}, and relay {engine.relay} has not reported yet which version is wanted"
+        return f"{found}, and relay {engine.relay} has not reported yet which version is wanted"
     if not engine.relay:
-        return f"{met}, and no relay is named to load one from: name it with --relay, or resume the engine yourself"
+        return f"{found}, and has no relay to load one from: name it with --relay, or resume the engine yourself"
     if not engine.available:
-        return f"{met}, and relay {engine.relay} holds no version yet to load: publish one"
+        return f"{found}, and relay {engine.relay} holds no version to load yet: publish one"
     why = f": {engine.load_error}" if engine.load_error else ""
-    return f"{met}, and is to load version {engine.available}{why}{_next_try(engine, now)}"
+    return f"{found}, and is to load version {engine.available}{why}{_next_try(engine, now)}"
 
 
 def _serving(fleet: FleetState, engine: EngineState, now: float) -> str:
     if engine.suspected:
-        return "is being looked at, for a connection to it broke"
+        return "is being polled again, because a connection to it broke"
     if engine.intake_open:
         return ""
     held = hold(fleet, engine, now)

@@ -1,8 +1,8 @@
-"""Receipts: of every move its price and gain as estimated before and as measured after; what prefill costs, from them.
+"""Receipts of repacking: the price and gain of every move, as estimated and as measured, and the price of prefill.
 
-Pure: shells say what happened and when. Invariants:
-- a receipt tells each turn and waiting session of the emptied engine once; its outcome is said once;
-- measured figures are None until they are known, never guessed;
+Pure: events and clock readings come from the shell. Invariants:
+- a receipt has each turn and waiting session of the emptied engine once, with one outcome;
+- measured figures are None until they are measured, never guessed;
 - `RECEIPTS_MAX` receipts are kept.
 """
 
@@ -69,8 +69,8 @@ class ReceiptBook:
         self, version: Version, freed: Freed, moves: Sequence[Move], reason: str, *, now: float, unix_s: float
     ) -> Receipt:
         self.opened += 1
-        told = [MoveReceipt(m) for m in moves]
-        receipt = Receipt(self.opened, version, freed.engine, unix_s, reason, freed, told, now)
+        receipts = [MoveReceipt(m) for m in moves]
+        receipt = Receipt(self.opened, version, freed.engine, unix_s, reason, freed, receipts, now)
         self.receipts.append(receipt)
         return receipt
 

@@ -23,7 +23,7 @@ from gateway.core.order import Pool
 from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Version
 
 LOAD_TRIES = 2
-"""Of one version: a second failure is hardly an accident."""
+"""Loads of one version before it is given up: a second failure is hardly an accident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _decided(fleet: FleetState, decision: RefreshDecision) -> RefreshDecision:
 
 
 def _reload(fleet: FleetState, version: Version, now: float) -> RefreshDecision | None:
-    """An older version again, on the engine that is missed least."""
+    """Loads an older version again, on the free engine that serves others least."""
     need, c = fleet.insisted[version], fleet.config
     coming = any(e.status == "refreshing" and e.loading == version for e in fleet.engines.values())
     pays = need.sessions >= c.strict_sessions_min or need.tokens >= c.strict_tokens_min
@@ -86,7 +86,7 @@ def _reload(fleet: FleetState, version: Version, now: float) -> RefreshDecision 
 
 
 def _held(fleet: FleetState, engine: EngineState, now: float) -> bool:
-    """Live sessions need its version, nobody else serves it, and that not yet for too long."""
+    """Live sessions need its version, no other engine serves it, and the hold is not over."""
     last = fleet.num_serving(Pool(engine.version)) == 1 and fleet.needed(engine.version)
     return last and (engine.intake_open or now - engine.intake_closed_at < fleet.config.version_hold_s)
 
@@ -101,7 +101,7 @@ def _refresh(fleet: FleetState, engine: EngineState, now: float, *, barred: bool
     if engine.status != "serving" or not engine.newer:
         return None
     if engine.version in fleet.insisted:
-        return None  # who waits for it comes now, or gives up at a deadline
+        return None  # turns that wait for this version are placed here next, or give up at their deadline
     if fleet.config.mode == "inflight":
         return RefreshDecision(engine.name, engine.available, "a newer version is here")
     if engine.intake_open or barred:
@@ -119,13 +119,14 @@ def _refresh(fleet: FleetState, engine: EngineState, now: float, *, barred: bool
 
 
 def _waits(engine: EngineState, now: float) -> bool:
-    """For the next try of what failed; not for a version that came since, nor for the one before what was given up."""
+    """Whether the engine waits before it retries a failed load. A version that came since is tried at once, and so is
+    the one before a version that was given up."""
     same = engine.available <= engine.tried and engine.available != engine.given_up
     return same and now < engine.refresh_not_before
 
 
 def _needed(fleet: FleetState, engine: EngineState) -> RefreshDecision | None:
-    """What an engine that does not serve has to load first."""
+    """The load that an engine needs before it may serve."""
     if engine.available == engine.given_up:
         reason = f"version {engine.given_up} failed {LOAD_TRIES} times: back to what it held before"
         return RefreshDecision(engine.name, engine.available, reason, before=True)
@@ -151,7 +152,7 @@ def _interrupting(fleet: FleetState, engine: EngineState, now: float) -> Refresh
 
 
 def _others_run(fleet: FleetState) -> bool:
-    """Whether anybody at the barrier still runs a turn or takes sessions."""
+    """Whether an engine at the barrier still runs a turn or takes sessions."""
     at_it = [e for e in fleet.engines.values() if e.status == "serving" and e.newer]
     return any(e.turns or e.intake_open for e in at_it)
 
@@ -159,7 +160,7 @@ def _others_run(fleet: FleetState) -> bool:
 def load_failed(engine: EngineState, decision: RefreshDecision, error: str, *, by_engine: bool) -> None:
     """After `LOAD_TRIES` of one version an earlier one is wanted; if that fails too, the newest once more.
 
-    `by_engine`: it or the snapshot was at fault, not what lies between them.
+    `by_engine`: the engine or the snapshot was at fault, not the relay or the network.
     """
     engine.load_error = f"{engine.load_error}; then: {error}" if decision.before and engine.load_error else error
     if engine.tried != decision.to_version:

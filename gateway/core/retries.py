@@ -1,16 +1,18 @@
 """Which turn a request joins instead of starting another. Pure.
 
 A client that lost its connection sends the same request again (SDKs do so by themselves, marked); its turn may still
-run, wait for a reader, or have ended. Two requests with the same body may as well be two samples of one group.
+run, wait for a reader, or have ended. Two requests with the same body may as well be two samples of one group: joined
+by mistake, the group would have one sample twice.
 
 Invariants:
 - an idempotency key decides alone: the same key is the same turn, and a key used for something else is refused;
-- siblings never merge: no two requests that may both be alive are given one turn. Where nobody can say whose a turn is,
-  a request gets one of its own;
-- without a key, a turn whose answer somebody reads or has got is joined only by a marked retry that names its session,
-  if it is the only turn that may be its own: none but earlier attempts asked for that, and no other request of the
-  same body was refused without a turn, or had one that is forgotten;
-- without a session, a turn is joined only if nobody reads it, nobody has got its answer, and it is the only such one.
+- siblings never merge: no two requests that may both be alive get one turn. Where it is not certain whose a turn is, a
+  request gets a turn of its own;
+- without a key, a turn whose answer is read, or was received, is joined only by a marked retry that names its session,
+  if it is the only turn that may be its own: only earlier attempts requested it, and no other request of the same body
+  was refused without a turn, or had one that is forgotten;
+- without a session, a turn is joined only if no client reads it or has received its answer, and it is the only such
+  one.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from gateway.core.types import SessionId, TurnId
 from protos.errors import Conflict
 
 Attention = Literal["read", "unread", "answered", "unknown"]
-"""Who has a turn's answer: a client that reads it, nobody, a client that got it whole, or (it ended before the gateway
-was started again) nobody knows."""
+"""Who has a turn's answer: a client that reads it, no client, a client that received it whole, or (the turn ended
+before a restart of the gateway) not known."""
 
 KEY_MAX = 256
 """Characters of an idempotency key."""
@@ -33,8 +35,8 @@ KEY_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request as far as joining goes. `session_id` None: it named none. `retried`: its client says so, and with
-    `attempt` how often, if it is above 0."""
+    """A request, as far as joining depends on it. `session_id` None: it names none. `retried`: its client marked it as
+    a retry; `attempt`, if above 0, is the number of the retry."""
 
     digest: str
     session_id: SessionId | None
@@ -52,11 +54,11 @@ class Known:
     session_id: SessionId | None
     idempotency_key: str | None
     attention: Attention
-    attempt: float = 0  # the highest that asked for it; without end where that did not say which it was
+    attempt: float = 0  # the highest that requested it; infinite where one had no number
 
 
 UNMARKED = math.inf
-"""The attempt of a request that joined a turn and is no marked retry: it may be anybody's."""
+"""The attempt of a request that joined a turn and is not a marked retry: it may be any client's."""
 
 
 def attempt_of(call: Call) -> float:
@@ -70,7 +72,7 @@ def choice_id(first: TurnId, choice: int) -> TurnId:
 
 
 def attention_of(choices: Sequence[Attention]) -> Attention:
-    """Of a request's choices together."""
+    """Of all choices of a request together."""
     order: Sequence[Attention] = ("read", "unread", "unknown", "answered")
     return next(attention for attention in order if attention in choices)
 
@@ -78,8 +80,8 @@ def attention_of(choices: Sequence[Attention]) -> Attention:
 def join(call: Call, known: Iterable[Known], *, others: bool = False) -> TurnId | None:
     """The turn that this request joins; None: it is a new one. Raises Conflict for a key used for something else.
 
-    `known` is in order of beginning; of several that nobody reads, in a session the newest is taken. `others`: there
-    were more such requests than turns that are known: one was refused before it had one, or its turn is forgotten.
+    `known` is in order of beginning; of several unread turns of a session the newest is taken. `others`: there were
+    more such requests than `known` turns: one was refused before it had a turn, or its turn is forgotten.
     """
     if call.idempotency_key is not None:
         return _by_key(call, call.idempotency_key, known)

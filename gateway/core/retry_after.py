@@ -1,4 +1,4 @@
-"""When a client that was refused for want of capacity should ask again: from how fast places come free. Pure.
+"""When a client that was refused for lack of capacity should retry: from how fast places come free. Pure.
 
 Two things make a place: a turn that leaves an engine, and a trainer that takes a batch (the staleness bound). Each has
 a pace of its own, measured over its last events.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 EVENTS_MAX = 64
 """Events from which a pace is read: enough to smooth bursts, few enough to follow a change."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 120.0
-"""SDKs obey at most a minute or two, and believe no Retry-After beyond it."""
+"""SDKs obey at most a minute or two, and ignore a longer Retry-After."""
 UNKNOWN_S = 5.0
 """Before anything was measured."""
 

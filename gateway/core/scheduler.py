@@ -28,12 +28,12 @@ class Placement:
 
 
 WaitCause = Literal["room", "trainer", "version"]
-"""What a turn waits for: a place on any engine, the trainer, or a version that it may be on."""
+"""What a turn waits for: room on any engine, the trainer, or a version that it may be on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No engine may take it now. `retry_after_s`: when it may be worth asking again, where it is not for capacity."""
+    """No engine may take the turn now. `retry_after_s`: for the client, where the reason is not capacity."""
 
     reason: str
     retry_after_s: float | None = None
@@ -42,7 +42,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """No version that the session may be on is to be had any more."""
+    """No version that the session may be on can be served any more."""
 
     reason: str
     hint: str = ""
@@ -57,9 +57,9 @@ class Demand:
     avoid: frozenset[EngineName] = frozenset()  # engines that just cut it
     turn_id: TurnId | None = None
     prefix: Sequence[int] = ()  # the prompt's blocks, of a session that no engine holds yet
-    kinds: frozenset[str] | None = None  # of engines that can do it; None: all
+    kinds: frozenset[str] | None = None  # of engines that support it; None: all
     tokens_max: int = 0  # prompt and the most it may still generate; 0: not known
-    reserved: frozenset[EngineName] = frozenset()  # engines whose next room is another's, who waited for it long
+    reserved: frozenset[EngineName] = frozenset()  # engines whose next room is reserved for a turn that has waited long
 
     def takes(self, engine: EngineState) -> bool:
         return self.kinds is None or engine.kind in self.kinds
@@ -95,25 +95,25 @@ _Kind = tuple[bool, bool, int, int | None, frozenset[str] | None]
 
 @dataclass(slots=True)
 class Refusals:
-    """What new sessions were told in one round through the queue: others of their kind would be told the same.
+    """Refusals of new sessions in one round through the queue: others of their kind would be refused likewise.
 
     Without it a queue of n costs n decisions whenever anything changes.
     """
 
-    _told: dict[_Kind, tuple[int, Wait]] = field(default_factory=dict)
+    _refused: dict[_Kind, tuple[int, Wait]] = field(default_factory=dict)
 
-    def told(self, demand: Demand, fleet: FleetState) -> Wait | None:
-        """The refusal that holds for this one, too; None when it has to be asked for."""
+    def find(self, demand: Demand, fleet: FleetState) -> Wait | None:
+        """The refusal that holds for this one, too; None when it has to be decided."""
         spec = demand.session.spec
-        if demand.session.version is not None or spec.group_id in fleet.group_versions:
+        if demand.session.version is not None or fleet.group_versions.get(spec.group_id) is not None:
             return None
-        tokens, wait = self._told.get(_kind(demand), (0, None))
+        tokens, wait = self._refused.get(_kind(demand), (0, None))
         return wait if demand.prompt_tokens >= tokens else None
 
     def note(self, demand: Demand, fleet: FleetState, wait: Wait) -> None:
         spec = demand.session.spec
-        if demand.session.version is None and spec.group_id not in fleet.group_versions:
-            self._told[_kind(demand)] = (demand.prompt_tokens, wait)
+        if demand.session.version is None and fleet.group_versions.get(spec.group_id) is None:
+            self._refused[_kind(demand)] = (demand.prompt_tokens, wait)
 
 
 def _kind(demand: Demand) -> _Kind:
@@ -123,7 +123,7 @@ def _kind(demand: Demand) -> _Kind:
 
 
 def _awaits_trainer(spec: SessionSpec) -> bool:
-    """It is for the trainer, who is to use it in time. Without a child that it waits for, a parent would never end."""
+    """The trainer's bound applies to it. Not to a child that blocks its parent: the parent could never end."""
     return spec.split == "train" and spec.train and not spec.blocks_parent
 
 
@@ -141,7 +141,7 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
         group = session.spec.group_id
         version = fleet.group_versions.get(group)
         if version is None or not fleet.num_serving(Pool(version)):
-            fleet.note_group(group, engine.version)
+            fleet.group_versions.note(group, engine.version)
             engine.admitted += session.spec.group_size
     if session.version is not None and session.version != engine.version:
         request = None if demand.turn_id is None else session.running.get(demand.turn_id)
@@ -205,7 +205,7 @@ def _place_lost(demand: Demand, fleet: FleetState, version: Version) -> Placemen
 
 
 def _insists(session: SessionState, fleet: FleetState) -> bool:
-    """It goes on under its version or not at all: by its policy, or since no other that is served is one it may be on.
+    """It continues under its version or not at all: by its policy, or because it may be on no other that is served.
 
     Engines do not go back by themselves, so one with a `max_version` would wait in vain for another.
     """
@@ -224,7 +224,7 @@ def _bounds(spec: SessionSpec) -> str:
 
 
 def wanted_versions(waiting: Iterable[Demand], fleet: FleetState) -> dict[Version, Wanted]:
-    """Versions that waiting turns will have, or nothing."""
+    """Versions that waiting turns insist on."""
     sessions: dict[Version, dict[SessionId, int]] = {}
     for demand in waiting:
         session, version = demand.session, demand.session.version
@@ -267,7 +267,7 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
 
 
 def _why(engines: Sequence[EngineState], demand: Demand) -> str:
-    """None of them has a place."""
+    """Why none of the engines takes the turn."""
     if any(demand.suits(e) for e in engines):
         return "are full"
     able = [e for e in engines if demand.takes(e)]
@@ -280,7 +280,7 @@ def _why(engines: Sequence[EngineState], demand: Demand) -> str:
 
 
 def reservable(demand: Demand, fleet: FleetState) -> EngineState | None:
-    """The engine that will have room for it soonest, if nobody else is given what comes free there."""
+    """The engine that will have room for it soonest, if what comes free there is reserved."""
     version, spec = demand.session.version, demand.session.spec
     if version is not None:
         pools = [Pool(version)]

@@ -1,9 +1,9 @@
 """Sessions: one rollout each, token-exact. Pure; the shell owns one `SessionState` per live session.
 
 Invariants:
-- what turns said stands in a tree (`gateway.core.tree`): turns may run side by side (sub-agents, `n` > 1), and an
-  edited history begins a branch; nothing that was sampled is lost by it;
-- a turn enters the tree when it has ended; one that comes to nothing leaves no trace;
+- turns form a tree (`gateway.core.tree`): they may run side by side (sub-agents, `n` > 1), and an edited history begins
+  a branch; nothing that was sampled is lost;
+- a turn enters the tree when it is complete; one that was aborted or lost leaves no trace;
 - an ended session never comes back to life.
 """
 
@@ -37,7 +37,7 @@ Phase = Literal["live", "finished", "abandoned"]
 RUNNING_MAX = 64
 """Turns of one session at once: more are a client that does not wait for its answers."""
 TURNS_MAX = 4096
-"""Turns of one session altogether, so that a loop without an end does not fill the memory."""
+"""Turns of one session in total, so that an agent in an endless loop does not fill the memory."""
 
 
 SESSION_NAME = re.compile(r"[^\s/]{1,256}")
@@ -51,7 +51,7 @@ def names_a_session(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What the caller said of a session when it was made."""
+    """The parameters with which a session was created."""
 
     session_id: SessionId
     group_id: GroupId
@@ -129,9 +129,9 @@ class SessionState:
         return self.tree.sampled_versions()
 
     @property
-    def vouched(self) -> bool:
-        """No engine contradicts the versions on its record."""
-        return all(s.evidence != "contradicted" for turn in self.tree.turns.values() for s in turn.segments)
+    def contradicted(self) -> bool:
+        """An engine contradicts a version on the record."""
+        return any(s.evidence == "contradicted" for turn in self.tree.turns.values() for s in turn.segments)
 
     @property
     def newest(self) -> PathRecord:
@@ -165,10 +165,10 @@ class SessionState:
             )
         most = TURNS_MAX if self.spec.max_turns is None else min(TURNS_MAX, self.spec.max_turns)
         if self.turns + len(self.running) + turns > most:
-            asked = "" if turns == 1 else f", and {turns} are asked for,"
+            more = "" if turns == 1 else f", and {turns} are requested,"
             raise Conflict(
-                f"session {self.session_id} has had {self.turns} turns, {len(self.running)} run{asked}"
-                f"{'' if asked else ','} of {most} at most",
+                f"session {self.session_id} has had {self.turns} turns, {len(self.running)} run{more}"
+                f"{'' if more else ','} of {most} at most",
                 hint="finish it, and make another",
             )
 
@@ -201,13 +201,13 @@ class SessionState:
         turn.seen = num_tokens
         return True
 
-    def tell(self, turn_id: TurnId, head: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-        """What a turn's ids stand for, once its answer was told."""
+    def note_messages(self, turn_id: TurnId, head: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
+        """Records the messages of a turn, once its answer was sent."""
         turn = self.tree.turns[turn_id]
         turn.head, turn.messages = head, tuple(messages)
 
     def shorten_turn(self, turn_id: TurnId, num_tokens: int) -> bool:
-        """A stop string matched in an answer that was already taken in: only its first `num_tokens` tokens were said.
+        """A stop string matched in a turn that is in the tree already: only its first `num_tokens` tokens remain.
 
         Too late once a turn went on from it or the session ended: what was sampled then stays (False).
         """
@@ -219,7 +219,7 @@ class SessionState:
         return True
 
     def drop_turn(self, turn_id: TurnId, now: float) -> None:
-        """The turn came to nothing (given up or lost): it is as if it had never been asked for."""
+        """The turn was aborted or lost: the session is as if it had never been requested."""
         del self.running[turn_id]
         self.touched_unix_s = now
 

@@ -1,12 +1,13 @@
-"""Requests that are relayed as text: which engines could take one, which does, and what that books. Pure.
+"""Requests that are forwarded as text: which engines could take one, which does, and what that books. Pure.
 
-Such a request has no session, record or token ids: it is a running turn of the engine that it was given to, and nothing
-else. So it ends where it began; a refresh waits for it, or cuts it, as the mode has it.
+Such a request has no session, record or token ids: it is a running turn of its engine, and nothing else. So it ends
+where it began; a refresh waits for it, or cuts it, depending on the mode.
 
 Invariants:
-- it goes where a new session might: to an engine whose intake is open, of the newest version of which one has room;
-- one whose client was told a version goes on under no other;
-- it counts as admitted, so that an intake closes for a newer version though nothing but such requests come.
+- it goes where a new session might: to the least loaded engine with an open intake, of the newest version that has
+  room;
+- once its client has received a version, it continues under no other;
+- it counts as admitted, so that an intake closes for a newer version even if only such requests come.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gateway.core.fleet import EngineState, FleetState, TurnLoad
+from gateway.core.order import Pool
 from gateway.core.scheduler import Placement, Wait
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 
@@ -25,17 +27,17 @@ TEXT_ROUTES: Mapping[str, Mapping[TextApi, str]] = {
     "sglang": {"chat": "/v1/chat/completions", "completion": "/v1/completions"},
     "embedded": {"completion": "/v1/completions"},  # no chat template there
 }
-"""By kind of engine: where it takes text."""
+"""By kind of engine: the paths of its text routes."""
 TRIES_MAX = 3
-"""Engines that one request may fail on: it may be the request that breaks them."""
+"""Engines that one request is tried on: it may be the request that breaks them."""
 BYTES_PER_TOKEN = 4
-"""Of a body: English text has about as many, and nobody counts here."""
+"""Of a body, as an estimate: English text has about as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextDemand:
-    """What a relayed request needs. `tokens` is an estimate; `avoid`: engines that just failed it; `version`: what its
-    client was told, if it was told already."""
+    """What a forwarded request needs. `tokens` is an estimate; `avoid`: engines that just failed it; `version`: the one
+    that its client has received, if any."""
 
     turn_id: TurnId
     api: TextApi
@@ -59,36 +61,42 @@ class Unable:
 
 def place_text(demand: TextDemand, fleet: FleetState) -> Placement | Wait | Unable:
     """The least loaded engine of the newest version that has room."""
-    able = [e for e in fleet.engines.values() if demand.api in TEXT_ROUTES[e.kind]]
-    if not able:
-        return _unable(demand.api, fleet)
-    if demand.version is not None:
-        able = [e for e in able if e.version == demand.version]
-    if not able:
-        return Unable(f"no engine has version {demand.version} any more", "send the request again")
 
-    def order(engine: EngineState) -> tuple[bool, int, int, int, str]:
-        """Engines as loaded as each other take turns."""
-        return (engine.name in demand.avoid, -engine.version, len(engine.turns), engine.relayed, engine.name)
+    def able(engine: EngineState) -> bool:
+        return demand.api in TEXT_ROUTES[engine.kind] and engine.name not in demand.reserved
 
-    for engine in sorted(able, key=order):
-        if engine.name not in demand.reserved and engine.intake_open and fleet.has_room(engine, demand.tokens):
-            return Placement(engine.name, f"least loaded of version {engine.version}")
-    return Wait("engines that take text are full, or load a version")
+    def preferred(engine: EngineState) -> bool:
+        return engine.name not in demand.avoid and able(engine)
+
+    versions = fleet.served(opened=True) if demand.version is None else [demand.version]
+    for suits in (preferred, able) if demand.avoid else (able,):
+        for version in versions:
+            engine = fleet.least_loaded(Pool(version, True), demand.tokens, suits)
+            if engine is not None:
+                return Placement(engine.name, f"least loaded of version {version}")
+    return _refusal(demand, fleet)
 
 
 def admit_text(placement: Placement, demand: TextDemand, fleet: FleetState) -> None:
     """Books a placement."""
     engine = fleet.engines[placement.engine]
     engine.admitted += 1
-    engine.relayed += 1
     engine.enter(demand.load)
+
+
+def _refusal(demand: TextDemand, fleet: FleetState) -> Wait | Unable:
+    able = [e for e in fleet.engines.values() if demand.api in TEXT_ROUTES[e.kind]]
+    if not able:
+        return _unable(demand.api, fleet)
+    if demand.version is not None and not any(e.version == demand.version for e in able):
+        return Unable(f"no engine has version {demand.version} any more", "send the request again")
+    return Wait("engines that take text are full, or load a version")
 
 
 def _unable(api: TextApi, fleet: FleetState) -> Unable:
     kinds = sorted({e.kind for e in fleet.engines.values()})
     if not kinds:
-        return Unable("no engine is known here", "name one with --engine, or add it with POST /admin/engines")
+        return Unable("this gateway has no engine", "name one with --engine, or add it with POST /admin/engines")
     takers = sorted(kind for kind, routes in TEXT_ROUTES.items() if api in routes)
     return Unable(
         f"no engine here takes a {api} as text: there are only engines of kind {', '.join(kinds)}",

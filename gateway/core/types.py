@@ -1,4 +1,4 @@
-"""The nouns that the gateway's parts hand to each other. Nothing here decides or does anything.
+"""The types that the gateway's rooms exchange. Nothing here decides or acts.
 
 Invariants:
 - every token of a segment was made by one engine incarnation under one version;
@@ -26,8 +26,8 @@ FinishReason = Literal["stop", "length"]
 SegmentCause = Literal["start", "move", "cut"]
 Split = Literal["train", "eval"]
 Evidence = Literal["told", "looked", "contradicted", "none"]
-"""For a segment's version: the engine told it with the tokens; a look at the engine afterwards found the same
-incarnation and label; found another label; or nobody could ask any more."""
+"""For a segment's version: `told`: the engine reported it with the tokens; `looked`: a check of the engine afterwards
+found the same incarnation and label; `contradicted`: it found another label; `none`: no check was possible."""
 LogprobsKind = Literal["processed", "raw"]
 """Which logprobs engines report: after temperature, truncation and penalties, or before."""
 VersionPolicy = Literal["segment", "strict", "fail"]
@@ -63,7 +63,7 @@ class SamplingParams:
     regex: str = ""  # the same to a pattern, in the engine's dialect
     structural_tag: str = ""  # the same to tagged text, as xgrammar has it: JSON
     in_place: bool = False
-    """It ends on the engine that began it: another would not know what its grammar or penalties have seen."""
+    """It ends on the engine that began it: another one lacks the state of its grammar or penalties."""
     tokens_per_event: int = 1  # that the engine gathers before it sends them; the first goes out at once
 
     @property
@@ -73,7 +73,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TurnOrigin:
-    """The request behind a turn: by what a retry of it is known, and what its answer's head and record need."""
+    """The request behind a turn: what identifies a retry of it, and what its answer's head and record need."""
 
     digest: str = ""
     unnamed: bool = False  # it named no session
@@ -118,11 +118,11 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class TurnRecord:
-    """What is known of one turn, in flight or done: the unit of the partial-response pool."""
+    """The record of one turn, in flight or ended: the unit of the partial-response pool."""
 
     request: TurnRequest
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)  # indices relative to the turn's generated tokens
     finish_reason: FinishReason | None = None
-    top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)  # of every token, or empty: not asked for
+    top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)  # of every token, or empty: not requested

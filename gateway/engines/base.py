@@ -19,7 +19,7 @@ from gateway.core.types import NO_VERSION, FinishReason, SamplingParams, TopLogp
 from protos.errors import LaminarError
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-"""As an engine may say it: what is no such number ends its stream where it is read."""
+"""A token id of an engine; any other number ends its stream where it is read."""
 
 CutReason = Literal["refused", "reset", "early_end", "abort", "server_error", "stalled", "protocol", "version"]
 
@@ -36,7 +36,7 @@ class StreamCut(LaminarError):
 
 
 class NoLogprob(StreamCut):
-    """A token came without a number as its logprob: JSON has no NaN, and says null."""
+    """A token came without a number as its logprob: engines write NaN as null, since JSON has no NaN."""
 
     def __init__(self, message: str) -> None:
         super().__init__("protocol", message)
@@ -50,13 +50,13 @@ class EngineFailed(LaminarError):
 
 
 class SnapshotRefused(EngineFailed):
-    """The snapshot was not good enough to fence for: the engine holds, whole and unfenced, what it held before."""
+    """The engine refused the snapshot before it was fenced: it serves what it held before, unchanged."""
 
     code = "snapshot_refused"
 
 
 class RequestRefused(LaminarError):
-    """The engine says that this request can never work (HTTP 4xx): no other engine is asked."""
+    """The engine refused the request itself (HTTP 4xx): no other engine would take it, and none is tried."""
 
     code = "request_refused"
     http_status = 400
@@ -64,9 +64,9 @@ class RequestRefused(LaminarError):
 
 
 class EngineChunk(msgspec.Struct, frozen=True, gc=False):
-    """Tokens that came together. `versions` are the engine's own labels for its spans, when it tells them.
+    """Tokens that came together. `versions` are the engine's own labels for its spans, if it reports them.
 
-    `failure`: what ended the stream after these tokens.
+    `failure`: the error that ended the stream after these tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -78,14 +78,14 @@ class EngineChunk(msgspec.Struct, frozen=True, gc=False):
 
 
 COUNT_MAX = 1 << 40
-"""Of whatever an engine counts: requests, tokens. Beyond it is no engine's truth."""
+"""Of whatever an engine counts: requests, tokens. A larger number cannot be true."""
 WORD_MAX = 256
 """Characters of an engine's label or incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One look at an engine. `incarnation` differs after a restart. EngineFailed when it cannot be true."""
+    """An engine's state at one poll. `incarnation` differs after a restart. EngineFailed when it cannot be true."""
 
     incarnation: str
     kv_usage: float  # 0..1
@@ -101,13 +101,13 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine can hold; read when an incarnation is first met. EngineFailed when it cannot be true."""
+    """The capacity of an engine, read once per incarnation. EngineFailed when it cannot be true."""
 
     context_tokens: int
     kv_capacity_tokens: int
     weight_version: str
     fenced: bool = False
-    """Paused, by whomever: perhaps in the middle of a load, and then its label proves nothing."""
+    """Paused, by anybody: perhaps in the middle of a load, and then its label proves nothing."""
 
     def __post_init__(self) -> None:
         _check_number("context tokens", self.context_tokens)
@@ -115,43 +115,40 @@ class EngineLimits:
         _check_word("weight version", self.weight_version)
 
 
-def whole(said: float, what: str) -> int:
-    """What an engine says of `what`, which is counted. EngineFailed when it is no such number."""
-    _check_number(what, said)
-    return int(said)
+def count(reported: float, what: str) -> int:
+    """The number of `what` that an engine reported. EngineFailed when it cannot be a count."""
+    _check_number(what, reported)
+    return int(reported)
 
 
-def _check_number(what: str, said: float) -> None:
-    if not (math.isfinite(said) and 0 <= said <= COUNT_MAX):
-        raise EngineFailed(f"it says {str(said)[:40]} of its {what}", hint="no engine can mean that: restart it")
+def _check_number(what: str, reported: float) -> None:
+    if not (math.isfinite(reported) and 0 <= reported <= COUNT_MAX):
+        raise EngineFailed(f"it reports {str(reported)[:40]} {what}", hint="no engine can mean that: restart it")
 
 
-def _check_word(what: str, said: str) -> None:
-    if len(said) > WORD_MAX:
-        raise EngineFailed(f"it says {len(said)} characters of its {what}", hint=f"at most {WORD_MAX} are taken")
+def _check_word(what: str, reported: str) -> None:
+    if len(reported) > WORD_MAX:
+        raise EngineFailed(
+            f"it reports a {what} of {len(reported)} characters", hint=f"at most {WORD_MAX} are accepted"
+        )
 
 
 VERSION_DIGITS_MAX = 18
-"""Of a version: what has more is stored nowhere, and was given by no relay."""
+"""Of a version: a longer number fits no store, and no relay assigns it."""
 
 
 def version_of(label: str) -> Version:
-    """The version that an engine's label names; any other word is what it was started with."""
+    """The version in an engine's label; any other label is that of the weights it was started with."""
     named = label.isascii() and label.isdigit() and len(label) <= VERSION_DIGITS_MAX
     return Version(int(label)) if named else NO_VERSION
 
 
 class PassedAnswer(Protocol):
-    """An answer as its bytes come. It has to be closed, which aborts the request unless it was read to its end."""
-
-    @property
-    def heard_at(self) -> float:
-        """When anything of it came last, or the request was sent: on the event loop's clock."""
-        ...
+    """A response as its bytes come. It has to be closed, which aborts the request unless it was read to its end."""
 
     @property
     def paused(self) -> bool:
-        """Whether the engine is held back, until what waits here is taken."""
+        """Whether the engine is held back until the bytes that wait here are taken."""
         ...
 
     async def head(self) -> tuple[int, str]:
@@ -159,28 +156,28 @@ class PassedAnswer(Protocol):
         ...
 
     async def some(self) -> bytes:
-        """What came since the last call, once something did; nothing at the answer's end. Raises StreamCut."""
+        """The bytes since the last call, once there are any; empty at the end. Raises StreamCut."""
         ...
 
     def cut(self, cut: StreamCut) -> None:
-        """Aborts the request in the engine; who reads gets `cut`."""
+        """Aborts the request in the engine; the reader gets `cut`."""
         ...
 
     def close(self) -> None: ...
 
 
 TakeChunk = Callable[[EngineChunk], Awaitable[object] | None]
-"""Is given a chunk as soon as it was read; returns what to wait for before the next one, or None."""
+"""Takes a chunk as soon as it was read; returns an awaitable if the next one has to wait for it, else None."""
 
 
 DTYPE_NAME = re.compile(r"[a-z0-9_]{0,32}")
 
 
-def dtype_name(told: str) -> str:
-    """The name of a dtype that an engine told, or empty. EngineFailed when it cannot be one."""
-    if DTYPE_NAME.fullmatch(told) is None:
-        raise EngineFailed(f"an engine says that it computes in {told[:64]!r}, which names no dtype")
-    return told
+def dtype_name(reported: str) -> str:
+    """The name of a dtype that an engine reported, or empty. EngineFailed when it cannot be one."""
+    if DTYPE_NAME.fullmatch(reported) is None:
+        raise EngineFailed(f"an engine reports that it computes in {reported[:64]!r}, which names no dtype")
+    return reported
 
 
 class EngineStream(Protocol):
@@ -201,25 +198,25 @@ class EngineAdapter(Protocol):
         ...
 
     async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
-        """A client's own request at a text route, its answer as it is. Raises StreamCut."""
+        """Forwards a client's own request to a text route; the response is unchanged. Raises StreamCut."""
         ...
 
     async def report(self) -> EngineReport:
-        """Raises EngineFailed when it does not answer in time or says it is broken."""
+        """Raises EngineFailed when the engine does not respond in time, or reports an error."""
         ...
 
     async def limits(self) -> EngineLimits: ...
 
     async def dtype(self) -> str:
-        """What it computes in, as torch names it ("bfloat16"); empty when it does not tell. Raises EngineFailed."""
+        """The dtype it computes in, as torch names it ("bfloat16"); empty if not reported. Raises EngineFailed."""
         ...
 
     async def weight_version(self) -> str:
-        """Its label now. Raises EngineFailed."""
+        """The current label of its weights. Raises EngineFailed."""
         ...
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
-        """The ids of `text` by its own tokenizer, without special tokens added; None: it has no route that tells."""
+        """The ids of `text` by its own tokenizer, without added special tokens; None: it has no route for that."""
         ...
 
     async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:

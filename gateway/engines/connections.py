@@ -1,7 +1,7 @@
-"""Event streams from one engine, and whole answers to GET, over connections that are kept.
+"""Connections to one engine, kept for reuse: event streams, responses that are passed on, and GETs.
 
-aiohttp's client reads a stream through a buffer, a timer per read and three coroutines per line; here the read that
-holds whole events hands them over itself (`Events.deliver`), down to who shows them.
+aiohttp's client reads a stream through a buffer, a timer per read and three coroutines per line. Here the callback that
+read whole events hands them over itself (`Events.deliver`), down to the client's response.
 
 - leaving a stream before it was called complete closes its connection, which aborts the request in the engine.
 """
@@ -24,7 +24,7 @@ IDLE_KEPT_S = 3.0
 """Servers close idle connections (uvicorn's after 5 s): one that is younger is not about to be."""
 IDLE_MAX = 256
 EVENTS_AT_ONCE_MAX = 32
-"""Handed over together: after so many it is seen whether who takes them wants to wait."""
+"""Handed over together at most: between two batches the taker may ask to wait."""
 
 
 class Wire:
@@ -62,7 +62,7 @@ class Wire:
         self._busy.add(connection)
         try:
             head = f"POST {self._base}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
-            connection.ask(head.encode() + body, stall_timeout_s=self._stall_timeout_s)
+            connection.send(head.encode() + body, stall_timeout_s=self._stall_timeout_s)
             await connection.answered()
             events = Events(connection)
             yield events
@@ -73,20 +73,21 @@ class Wire:
                 self._release(connection)
 
     async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> Passed:
-        """Any answer, whatever its status, as the bytes that it is; it has to be closed. Raises StreamCut.
+        """Any response, whatever its status, as bytes; it has to be closed. Raises StreamCut.
 
-        `stall_timeout_s`: instead of the wire's, since an answer that is not streamed says nothing before it is whole.
+        `stall_timeout_s`: instead of the wire's, since a response that is not streamed is silent until it is whole.
         """
         connection = self._idle_one() or await self._connect()
         self._busy.add(connection)
         head = f"POST {self._base}{path} HTTP/1.1\r\n{self._passed_head}Content-Length: {len(body)}\r\n\r\n"
-        connection.ask(head.encode() + body, stall_timeout_s=stall_timeout_s, passes=True)
+        connection.send(head.encode() + body, stall_timeout_s=stall_timeout_s, passes=True)
         return Passed(connection, self._release)
 
     async def get(self, path: str, *, bytes_max: int) -> tuple[int, bytes]:
-        """A whole answer: its status and its body. Raises StreamCut, and ValueError for a longer one.
+        """A whole response: its status and its body. Raises StreamCut, and ValueError for a longer one.
 
-        A kept connection that breaks before it said anything was about to be closed: then a new one is asked.
+        A kept connection may break before the first byte, because the server was about to close it: then the GET is
+        sent again on a new one.
         """
         request = f"GET {self._base}{path} HTTP/1.1\r\n{self._get_head}\r\n".encode()
         kept = self._idle_one()
@@ -100,7 +101,7 @@ class Wire:
 
     async def _whole(self, connection: Connection, request: bytes, bytes_max: int) -> tuple[int, bytes]:
         self._busy.add(connection)
-        connection.ask(request, stall_timeout_s=self._stall_timeout_s, passes=True)
+        connection.send(request, stall_timeout_s=self._stall_timeout_s, passes=True)
         answer = Passed(connection, self._release)
         try:
             status, _ = await answer.head()
@@ -121,7 +122,7 @@ class Wire:
             connection.close()
 
     def _idle_one(self) -> Connection | None:
-        """The youngest one that still lives; those that are too old are closed."""
+        """The youngest idle connection that is open; those that are too old are closed."""
         now = time.monotonic()
         while self._idle and (self._idle[0][1] < now - IDLE_KEPT_S or not self._idle[0][0].reusable):
             self._idle.popleft()[0].close()
@@ -138,13 +139,16 @@ class Wire:
                     lambda: Connection(self._url), self._host, self._port, ssl=self._tls
                 )
         except (OSError, TimeoutError, ValueError) as e:  # ValueError: a host that cannot be
-            said = str(e) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
-            raise StreamCut("refused", f"{self._url} does not accept connections: {said}") from e
+            reason = str(e) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
+            raise StreamCut("refused", f"{self._url} does not accept connections: {reason}") from e
         return connection
 
 
+TETHER_READ_BYTES = 1 << 12
+"""What an engine sends on a tether, unrequested, is read in such pieces and dropped."""
+
 Take = Callable[[list[bytes]], Awaitable[object] | None]
-"""Is given events that came together; returns what to wait for before it is given the next ones."""
+"""Takes events that came together; returns an awaitable if the next ones have to wait for it, else None."""
 
 
 class Events:
@@ -156,7 +160,7 @@ class Events:
 
     @property
     def paused(self) -> bool:
-        """Whether the engine is held back, until what waits here is taken."""
+        """Whether the engine is held back until the events that wait here are taken."""
         return self._connection.paused
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -167,7 +171,13 @@ class Events:
                 return
 
     async def deliver(self, take: Take) -> None:
-        """Hands over every event, up to `[DONE]` or `complete()`: as it is read, unless something is waited for."""
+        """Hands over every event, up to `[DONE]` or `complete()`.
+
+        While `take` returns None, events go from the socket's read callback straight to it: `push` runs within that
+        callback, and this task sleeps in `connection.more`. Once `take` returns an awaitable, `push` refuses more, the
+        task wakes, awaits it here, and goes on with the events that waited meanwhile. So a token costs no switch of
+        tasks, and a slow client holds back its own stream alone.
+        """
         connection = self._connection
         held: Awaitable[object] | None = None
 
@@ -207,7 +217,7 @@ class Events:
         return waiting.popleft()
 
     def complete(self) -> None:
-        """The answer is whole, whatever may still follow: the connection may serve another request."""
+        """The response is whole, whatever may still follow: its connection may serve another request."""
         self.is_complete = True
 
 
@@ -219,12 +229,8 @@ class Passed:
 
     @property
     def paused(self) -> bool:
-        """Whether the engine is held back, until what waits here is taken."""
+        """Whether the engine is held back until the bytes that wait here are taken."""
         return self._connection.paused
-
-    @property
-    def heard_at(self) -> float:
-        return self._connection.heard_at
 
     async def head(self) -> tuple[int, str]:
         await self._connection.answered()
@@ -245,3 +251,29 @@ class Passed:
 
     def close(self) -> None:
         self._release(self._connection)
+
+
+async def until_broken(url: str) -> bool:
+    """Holds a *tether*: an idle connection to an engine. Returns True once it breaks, False when there was none.
+
+    The kernel closes the connection together with the engine's process, so a death or a restart is known within
+    milliseconds: before the next turn is placed there, and not at the next poll. It proves nothing else. A proxy may
+    close idle connections of an engine that lives, and a host that vanished closes none; so the engine is only
+    suspected until it was polled.
+    """
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure or None)
+    except (OSError, TimeoutError, ValueError):  # ValueError: a host that cannot be
+        return False
+    try:
+        while await reader.read(TETHER_READ_BYTES):
+            pass
+    except OSError:
+        pass  # a reset ends the connection as well as a close
+    finally:
+        writer.close()
+    return True

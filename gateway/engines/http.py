@@ -1,14 +1,14 @@
 """HTTP to an engine of any dialect: control calls with a deadline each, and event streams.
 
-- a control call that fails in any way is `EngineFailed`, naming method, address and what was said;
-- a stream that breaks is `StreamCut` with the reason; `RequestRefused` is what no other engine would take either;
+- a control call that fails in any way is `EngineFailed`, with method, address and reason;
+- a stream that breaks is `StreamCut` with the reason; a request that no engine would accept is `RequestRefused`;
 - leaving a stream early closes its connection, which aborts the request in the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ CONTROL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 300.0
 ERROR_SHOWN = 500
 CONTROL_BYTES_MAX = 4 << 20
-"""Of a control call's answer: metrics are the longest, some 100 KiB."""
+"""Of a control call's response: metrics are the longest, about 100 KiB."""
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class _Reason(msgspec.Struct):
 
 
 class _Failure(msgspec.Struct):
-    """As OpenAI's API and vLLM say it, or as SGLang does."""
+    """An error in the form of OpenAI and vLLM, or in SGLang's."""
 
     error: _Reason | None = None
     message: str | None = None
@@ -45,20 +45,20 @@ class _Tokenized(msgspec.Struct):
 
 
 def reason_in(text: str) -> str:
-    """What a server says in the body of an error, in one line; the body itself where it is no such message."""
+    """The message in the body of an error response, in one line; the body itself where it has none."""
     try:
         failure = decode_json(text, _Failure)
     except (msgspec.MsgspecError, RecursionError):
         failure = _Failure()
-    said = failure.error.message if failure.error is not None else failure.message
-    return " ".join((text if said is None else said).split())[:ERROR_SHOWN]
+    message = failure.error.message if failure.error is not None else failure.message
+    return " ".join((text if message is None else message).split())[:ERROR_SHOWN]
 
 
 class EngineHttp:
     """Connections to one server. `stall_timeout_s`: silence on a stream for longer counts as a cut.
 
-    `control_timeout_s`: for a whole control call that names no deadline of its own. `not_found_hint`: what would be
-    right when a control route is not there.
+    `control_timeout_s`: for a whole control call without a deadline of its own. `not_found_hint`: advice for when a
+    control route is not there.
     """
 
     def __init__(
@@ -73,10 +73,11 @@ class EngineHttp:
         self._not_found_hint = not_found_hint
         self._control_timeout_s = control_timeout_s
         self._wire = Wire(self.url, stall_timeout_s=stall_timeout_s)
-        # For what must not be asked twice: vLLM closes a connection after a 500, and the next call on it would fail.
+        # A new connection for each POST: vLLM closes a connection after a 500, so the next call on it would fail, and
+        # a call that changes state must not be sent again.
         self._control = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # a load says nothing for long
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # a load is silent for long
         )
 
     async def close(self) -> None:
@@ -97,7 +98,7 @@ class EngineHttp:
             raise StreamCut("server_error", f"{self.url} answered {e.status}: {reason_in(e.text)}") from e
 
     async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
-        """POSTs a client's own body; any answer, as it is. Raises StreamCut."""
+        """POSTs a client's own body; the response is unchanged, whatever its status. Raises StreamCut."""
         return await self._wire.pass_on(path, body, stall_timeout_s=stall_timeout_s)
 
     # -- control
@@ -109,8 +110,8 @@ class EngineHttp:
         return await self.text("POST", path, body, timeout_s=timeout_s)
 
     async def text(self, method: str, path: str, body: object | None = None, *, timeout_s: float | None = None) -> str:
-        """The answer's body. EngineFailed when there is none in time, or its status is an error's."""
-        status, answer = await self._ask(method, path, body, timeout_s)
+        """The response's body. EngineFailed when there is none in time, or its status is an error's."""
+        status, answer = await self._call(method, path, body, timeout_s)
         if status >= 400:
             raise EngineFailed(
                 f"{method} {self.url}{path} answered {status}: {reason_in(answer.decode(errors='replace'))}",
@@ -122,13 +123,13 @@ class EngineHttp:
             raise EngineFailed(f"{method} {self.url}{path} gave no text: {e}") from e
 
     async def status(self, method: str, path: str) -> int:
-        """The answer's status, whatever it is. EngineFailed when there is none in time."""
-        return (await self._ask(method, path, None, None))[0]
+        """The response's status, whatever it is. EngineFailed when there is none in time."""
+        return (await self._call(method, path, None, None))[0]
 
     async def tokenize(self, model: str, text: str) -> tuple[int, ...] | None:
-        """By the route that vLLM, SGLang and the embedded engine have alike; None: it is not there, or says no ids."""
+        """By the route that vLLM, SGLang and the embedded engine share; None: it is not there, or returns no ids."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        status, answer = await self._ask("POST", "/tokenize", body, None)
+        status, answer = await self._call("POST", "/tokenize", body, None)
         if status != 200:
             return None
         try:
@@ -136,18 +137,18 @@ class EngineHttp:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
-    async def _ask(self, method: str, path: str, body: object | None, timeout_s: float | None) -> tuple[int, bytes]:
+    async def _call(self, method: str, path: str, body: object | None, timeout_s: float | None) -> tuple[int, bytes]:
         deadline_s = self._control_timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(deadline_s):
-                if method == "GET":  # looks, of which each engine gets one a second, and each finish takes two
+                if method == "GET":  # frequent: every engine is polled each second, and a turn's end takes two of them
                     status, answer = await self._wire.get(path, bytes_max=CONTROL_BYTES_MAX)
                     if not 300 <= status < 400:
                         return status, answer
                 async with self._control.request(method, self.url + path, json=body) as response:
                     return response.status, await _whole(response)
         except (StreamCut, aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:  # ValueError: no such host
-            raise EngineFailed(f"{method} {self.url}{path}: {_said(e, deadline_s)}") from e
+            raise EngineFailed(f"{method} {self.url}{path}: {_reason(e, deadline_s)}") from e
 
     def _decode(self, method: str, path: str, text: str, kind: type[T]) -> T:
         try:
@@ -156,8 +157,55 @@ class EngineHttp:
             raise EngineFailed(f"{method} {self.url}{path} gave no {kind.__name__.strip('_')}: {e}") from e
 
 
+class HttpAdapter:
+    """What the adapters of all dialects share. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
+
+    NOT_FOUND_HINT = ""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        stall_timeout_s: float = 60.0,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> None:
+        self._http = EngineHttp(
+            url,
+            stall_timeout_s=stall_timeout_s,
+            control_timeout_s=control_timeout_s,
+            not_found_hint=self.NOT_FOUND_HINT,
+        )
+        self.url = self._http.url
+        self._model = model
+        self._load_timeout_s = load_timeout_s
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
+        return await self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        return await self._http.tokenize(self._model, text)
+
+    def _other_model(self, served: Iterable[str]) -> EngineFailed:
+        return EngineFailed(
+            f"{self.url} serves {sorted(served)}, not {self._model!r}",
+            hint="start it with --served-model-name, or the gateway with --model, so that they agree",
+        )
+
+    def _check_loaded(self, version: int, label: str, *, same_incarnation: bool) -> None:
+        """EngineFailed unless the engine reports the version and was not restarted by the load."""
+        if label != str(version):
+            raise EngineFailed(f"{self.url} reports version {label!r} after loading version {version}")
+        if not same_incarnation:
+            raise EngineFailed(f"{self.url} was restarted while it loaded version {version}")
+
+
 async def _whole(response: aiohttp.ClientResponse) -> bytes:
-    """The body. ValueError when it is longer than any that is asked for."""
+    """The body. ValueError when it is longer than any that a control call has."""
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
@@ -168,11 +216,11 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
 
 
 def refuses(status: int) -> bool:
-    """Whether no other engine would take the request either."""
+    """Whether no other engine would accept the request either."""
     return 400 <= status < 500 and status not in (408, 429)
 
 
-def _said(error: Exception, timeout_s: float) -> str:
+def _reason(error: Exception, timeout_s: float) -> str:
     return str(error) or (
         f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else type(error).__name__
     )

@@ -1,11 +1,12 @@
-"""One connection to an engine: HTTP/1.1 as an asyncio protocol, whose event streams come out as events at once.
+"""One connection to an engine: HTTP/1.1 as an asyncio protocol that parses event streams into events itself.
 
-- it carries one request at a time, and serves the next one if its answer was read to the end;
+- it carries one request at a time, and serves the next one if its response was read to the end;
 - events that nobody took are bounded: beyond `EVENTS_WAITING_MAX` the socket is not read, and the engine waits;
-  so are the bytes of an answer that is passed on as it is, beyond `PASSED_WAITING_BYTES_MAX`;
-- who waits with `more(push)` is handed events by the very read that brought them, no task is woken for it; the first
-  ones at once. Later ones are read in batches with other streams' (`gateway.engines.sockets`); where that cannot be,
-  over TLS, they are handed over in one of the loop's next rounds when this one is full (`gateway.engines.rounds`).
+  so are the bytes of a response that is passed on, beyond `PASSED_WAITING_BYTES_MAX`;
+- a task that waits with `more(push)` is not woken for events: the callback that read them calls `push`. A stream's
+  first events are handed over at once. Later ones are read in batches with other streams' (`gateway.engines.sockets`);
+  where that is impossible, over TLS, they are handed over in one of the event loop's next rounds once this one is full
+  (`gateway.engines.rounds`).
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from gateway.engines import rounds, sockets
 from gateway.engines.base import StreamCut
 
 PASSED_WAITING_BYTES_MAX = 1 << 18
-"""Some reads' worth: who passes bytes on is slowed down by its reader, not by this."""
+"""A few reads' worth: the client's pace limits a response that is passed on, not this."""
 END_TIMEOUT_S = 1.0
-"""What follows a complete answer is a few bytes: a connection on which they do not come is closed."""
+"""A few bytes follow a complete response: a connection on which they do not come is closed."""
 EVENTS_WAITING_MAX = 512
 EVENT_BYTES_MAX = 4 << 20
 """One event's line: the first carries the prompt's ids."""
 HEAD_BYTES_MAX = 1 << 16
-"""Of an answer's head, of a chunk's, and of what follows the last chunk."""
+"""Of a response's head, of a chunk's, and of the trailers."""
 LENGTH = re.compile(rb"[0-9]{1,15}")
 CHUNK_LENGTH = re.compile(rb"[0-9a-fA-F]{1,12}")
-"""Python's `int` takes signs, spaces and underscores, too: a chunk of -7 bytes would be read again and again."""
+"""Python's `int` accepts signs, spaces and underscores, too: a chunk of -7 bytes would be parsed again and again."""
 READ_BYTES = 1 << 16
-"""Of a socket that is read in batches, at once."""
+"""In one read of a socket that is read in batches."""
 ERROR_BYTES_MAX = 1 << 16
-"""Of an answer that is no stream."""
+"""Of an error's body."""
 
 
 class Refused(Exception):
@@ -47,11 +48,11 @@ class Refused(Exception):
 
 
 Push = Callable[[], bool]
-"""Takes what waits; returns whether the waiting task has to go on."""
+"""Takes events that wait; returns whether the waiting task has to wake."""
 
 
 class Connection(asyncio.Protocol):
-    """`ask`, `answered`, `some` or `more`, `end`; then again if `reusable`. `waiting`: events not yet taken."""
+    """`send`, `answered`, `some` or `more`, `end`; then again if `reusable`. `waiting`: events not yet taken."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -71,7 +72,7 @@ class Connection(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        self._received = b""  # not yet understood: the head, or part of a chunk's header
+        self._received = b""  # not yet parsed: the head, or part of a chunk's header
         self.status = 0
         self.content_type = ""
         self._passes = False  # bytes, not events
@@ -81,34 +82,34 @@ class Connection(asyncio.Protocol):
         self._line = b""  # an event that is not whole yet
         self._error = b""
         self.waiting: deque[bytes] = deque()
-        self.waiting_bytes = 0  # counted only of what is passed on
+        self.waiting_bytes = 0  # only of responses that are passed on
         self.paused = False
         self._cut: StreamCut | None = None
         self._ended: Callable[[], None] | None = None
         self._has_begun = False  # something was handed over
-        self.heard_at = self._loop.time()
+        self._received_at = self._loop.time()
 
-    # -- asked
+    # -- requests
 
     @property
     def reusable(self) -> bool:
         return self._done and self._keep_alive and not self._lost and not self._received
 
-    def ask(self, request: bytes, *, stall_timeout_s: float, passes: bool = False) -> None:
+    def send(self, request: bytes, *, stall_timeout_s: float, passes: bool = False) -> None:
         self._begin()
         self._done, self._passes, self._stall_timeout_s = False, passes, stall_timeout_s
         self._timer = self._loop.call_later(stall_timeout_s, self._check_stall)
         self._transport.write(request)
 
     async def answered(self) -> None:
-        """Until the answer's head is there. Raises StreamCut, or, for events, Refused with what was said."""
+        """Until the response's head is there. Raises StreamCut; for events also Refused, with the error's body."""
         while not self.status or (self.status != 200 and not self._done and not self._passes):
             await self._more()
         if self.status != 200 and not self._passes:
             raise Refused(self.status, self._error.decode(errors="replace"))
 
     async def some(self) -> bool:
-        """Until events wait; False once the answer is over. Raises the cut, after what came before it."""
+        """Until events wait; False once the response is over. Raises the cut, after the events before it."""
         while not self.waiting:
             if self._done:
                 return False
@@ -117,11 +118,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def over(self) -> bool:
-        """The answer has come to its end."""
+        """The response has ended."""
         return self._done
 
     async def more(self, push: Push | None = None) -> None:
-        """Until something happened; of events, until `push` says so. Raises the cut, or what `push` raised."""
+        """Until something happened; with `push`, until it returns True. Raises the cut, or what `push` raised."""
         self._listen()
         self._push = push
         try:
@@ -139,7 +140,7 @@ class Connection(asyncio.Protocol):
         return self._ended is not None and not (self._done or self._lost)
 
     def end(self, ended: Callable[[], None]) -> None:
-        """Nobody reads any more: what still comes is the answer's end. `ended` is called if it comes, or never will."""
+        """The reader is done: only the response's end may still come. `ended` is called when it came, or never will."""
         if self._done or self._lost:
             return
         self._ended = ended
@@ -149,7 +150,7 @@ class Connection(asyncio.Protocol):
         self._listen()
 
     async def _more(self) -> None:
-        """Until something happened. Raises the cut, if that is what did."""
+        """Until something happened. Raises the cut, if there is one."""
         if self._cut is not None:
             raise self._cut
         self._waiter = self._loop.create_future()
@@ -174,7 +175,7 @@ class Connection(asyncio.Protocol):
     # -- read in batches
 
     def _join_batches(self) -> None:
-        """Its events are no first ones any more: they may wait for others."""
+        """From now on its events may wait for those of other streams: the first ones are handed over."""
         if self._fd is not None and not (self._batched or self.paused or self._done or self._lost):
             self._batched = True
             self._transport.pause_reading()
@@ -202,9 +203,9 @@ class Connection(asyncio.Protocol):
         if data:
             self.data_received(data)
         else:
-            self._read_by_itself()  # its transport sees the end, and says so
+            self._read_by_itself()  # its transport reads the end again, and calls `connection_lost`
 
-    # -- heard
+    # -- the protocol's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -218,13 +219,13 @@ class Connection(asyncio.Protocol):
         if self._done:
             return
         if self.status and (self.status != 200 or (self._left is None and exc is None)):
-            self._finish()  # an error that broke off is an error all the same
+            self._finish()  # an error's body that broke off is still an error
         else:
             self.cut(StreamCut("reset", f"{self._url} broke the stream: {exc or 'it closed the connection'}"))
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = self._loop.time()
-        if self._done:  # nobody asked: such a connection is not used again
+        self._received_at = self._loop.time()
+        if self._done:  # unrequested bytes: the connection is not used again
             self._received = data
             return
         try:
@@ -240,13 +241,18 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def _wake(self) -> None:
+        """Resumes the waiting task, or hands the events over in its place.
+
+        A push may neither run twice for the same events nor be forgotten: `_queued` holds from the moment a later
+        round was booked until it came, and whatever is read meanwhile waits with the rest.
+        """
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
         if self._push is None:
             waiter.set_result(None)
         elif self._queued:
-            pass  # with what waits already
+            pass  # the booked round hands these over, too
         elif self._batched or not self._has_begun or self._rounds.take(self._hand_over_later):
             self._hand_over(waiter, self._push)
         else:
@@ -260,11 +266,11 @@ class Connection(asyncio.Protocol):
     def _hand_over(self, waiter: asyncio.Future[None], push: Push) -> None:
         self._has_begun = self._has_begun or bool(self.waiting)
         try:
-            asked_for = bool(self.waiting) and push()
+            wakes = bool(self.waiting) and push()
         except Exception as e:  # noqa: BLE001 (raised where it waits)
             waiter.set_exception(e)
             return
-        if asked_for or self._done or self._cut is not None:
+        if wakes or self._done or self._cut is not None:
             waiter.set_result(None)
         elif not self.waiting:
             self._listen()
@@ -272,16 +278,16 @@ class Connection(asyncio.Protocol):
                 self._join_batches()
 
     def _check_stall(self) -> None:
-        silent_s = self._loop.time() - self.heard_at
+        silent_s = self._loop.time() - self._received_at
         if self.paused:
-            silent_s = 0.0  # it is we who do not listen
+            silent_s = 0.0  # the gateway does not read: the silence is not the engine's
         if silent_s >= self._stall_timeout_s:
             self.cut(StreamCut("stalled", f"{self._url} was silent for too long"))
         else:
             self._timer = self._loop.call_later(self._stall_timeout_s - silent_s, self._check_stall)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Takes the head; returns what follows it, or nothing while it is not whole."""
+        """Parses the head; returns the bytes after it, or nothing while it is not whole."""
         end = data.find(b"\r\n\r\n")
         if end < 0:
             if len(data) > HEAD_BYTES_MAX:
@@ -297,8 +303,8 @@ class Connection(asyncio.Protocol):
         self._chunked = fields.get(b"transfer-encoding", b"").lower() == b"chunked"
         length = fields.get(b"content-length")
         self._left = 0 if self._chunked else None if length is None else _number(LENGTH, length, 10)
-        said = fields.get(b"connection", b"").lower()
-        self._keep_alive = said != b"close" and version != b"HTTP/1.0" and self._left is not None
+        connection = fields.get(b"connection", b"").lower()
+        self._keep_alive = connection != b"close" and version != b"HTTP/1.0" and self._left is not None
         self.content_type = fields.get(b"content-type", b"").decode("latin-1")
         if not (200 <= int(status) <= 599 and (not self.content_type or self.content_type.isprintable())):
             raise ValueError(f"a status of {status[:40]!r}, content of type {self.content_type[:40]!r}")
@@ -308,7 +314,7 @@ class Connection(asyncio.Protocol):
         return data[end + 4 :]
 
     def _read_body(self, data: bytes) -> None:
-        """Of a length that is told, or up to the connection's end."""
+        """A body with a Content-Length, or up to the connection's end."""
         if self._left is None:
             self._take(data)
         else:
@@ -318,7 +324,7 @@ class Connection(asyncio.Protocol):
                 self._finish()
 
     def _read_chunks(self, data: bytes) -> None:
-        """`_left` counts a chunk's bytes that are still to come, with the line end after them."""
+        """`_left` counts the bytes of a chunk that are still to come, with the line end after them."""
         if self._received:
             data, self._received = self._received + data, b""
         at, size, left = 0, len(data), self._left or 0
@@ -345,7 +351,7 @@ class Connection(asyncio.Protocol):
         self._left = left
 
     def _read_trailers(self, data: bytes, line_end: int) -> None:
-        """They say nothing to us, but the answer ends only after them: what came later would be the next one's."""
+        """Skips them. The response ends only after them: later bytes would belong to the next one."""
         end = data.find(b"\r\n\r\n", line_end)
         if end >= 0:
             self._finish()
@@ -391,29 +397,29 @@ class Connection(asyncio.Protocol):
 
     def _finish(self) -> None:
         self._read_by_itself()
-        self._listen()  # the next answer on this connection has to be heard
+        self._listen()  # the next response on this connection has to be read
         self._done = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._ended is not None:
-            self._loop.call_soon(self._ended)  # once the read that brought the end is understood
+            self._loop.call_soon(self._ended)  # once the read that brought the end is parsed
         self._wake()
 
 
 def plain_socket(transport: asyncio.Transport) -> int | None:
-    """Its descriptor; None where bytes are not what the socket has: of TLS."""
+    """Its descriptor; None over TLS, where the socket does not have the plain bytes."""
     if transport.get_extra_info("sslcontext") is not None:
         return None
     return int(transport.get_extra_info("socket").fileno())
 
 
 def _extended_length(line: bytes) -> int:
-    """Of a chunk whose length is followed by something, which says nothing to us."""
+    """Of a chunk whose length is followed by an extension, which is ignored."""
     return _number(CHUNK_LENGTH, line.partition(b";")[0].rstrip(b" \t"), 16)
 
 
-def _number(form: re.Pattern[bytes], said: bytes, base: int) -> int:
-    if not form.fullmatch(said):
-        raise ValueError(f"a length of {said[:40]!r}")
-    return int(said, base)
+def _number(form: re.Pattern[bytes], text: bytes, base: int) -> int:
+    if not form.fullmatch(text):
+        raise ValueError(f"a length of {text[:40]!r}")
+    return int(text, base)

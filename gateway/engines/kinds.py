@@ -1,4 +1,4 @@
-"""Which adapter speaks to which kind of engine, and what every adapter keeps to."""
+"""The table of engine kinds, and the guard around every adapter."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ADAPTERS: dict[str, Callable[..., EngineAdapter]] = {"vllm": VllmEngine, "sglang": SglangEngine, "embedded": VllmEngine}
-"""By the kinds of `protos.engines`; called with the address, the served model, and deadlines: `stall_timeout_s`,
-`control_timeout_s`, `load_timeout_s`."""
+"""By the kinds of `protos.engines`. Arguments: the address, the served model, and the deadlines `stall_timeout_s`,
+`control_timeout_s` and `load_timeout_s`."""
 
 
 def connect(kind: str, url: str, model: str, **deadlines: float) -> EngineAdapter:
-    """The adapter for one engine; nothing is asked of it yet."""
+    """The adapter for one engine. Sends nothing yet."""
     return Guarded(ADAPTERS[kind](url, model, **deadlines), url)
 
 
 class Guarded:
-    """An adapter that raises only what the seam names: what an engine says is its own fault, however odd it is.
+    """An adapter that raises only the errors of the seam: a malformed response is the engine's fault, never ours.
 
-    An error that the adapter did not foresee is logged with its cause, once as long as it stays the same. Streams guard
-    themselves, where they read an event (`gateway.engines.streams`).
+    An unexpected error is logged with its cause, once as long as it stays the same. Streams guard themselves, where
+    they read an event (`gateway.engines.streams`).
     """
 
     def __init__(self, adapter: EngineAdapter, url: str) -> None:
         self._adapter, self._url = adapter, url
-        self._said = ""
+        self._logged = ""  # the last unexpected error
 
     def generate(
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
@@ -59,7 +59,7 @@ class Guarded:
         except LaminarError:
             raise
         except Exception as e:
-            raise StreamCut("protocol", self._unforeseen(e)) from e
+            raise StreamCut("protocol", self._unexpected(e)) from e
 
     async def report(self) -> EngineReport:
         return await self._control(self._adapter.report())
@@ -88,10 +88,10 @@ class Guarded:
         except LaminarError:
             raise
         except Exception as e:
-            raise EngineFailed(self._unforeseen(e)) from e
+            raise EngineFailed(self._unexpected(e)) from e
 
-    def _unforeseen(self, error: Exception) -> str:
-        if repr(error) != self._said:
-            self._said = repr(error)
-            log.error("%s answered as its adapter did not foresee: %r", self._url, error, exc_info=error)
-        return f"{self._url} answered as its adapter did not foresee: {error!r}"
+    def _unexpected(self, error: Exception) -> str:
+        if repr(error) != self._logged:
+            self._logged = repr(error)
+            log.error("%s sent an unexpected response: %r", self._url, error, exc_info=error)
+        return f"{self._url} sent an unexpected response: {error!r}"

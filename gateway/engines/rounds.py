@@ -1,9 +1,9 @@
-"""How long engines' events may hold the event loop in one round of it, so that everything else gets its turn.
+"""A share of each round of the event loop for engines' events, so that everything else gets its turn.
 
-Engines that began hundreds of turns together send their events together: taken all at once they held the loop for
-100 ms, and a request that came meanwhile waits so long at each of the steps up to its first byte. Here they share
-`SHARE_S` of a round; what is over waits for the next one, in the order in which it came. Events of one stream that
-come meanwhile are handed over together, so that a gateway that lags behind works less per token.
+Engines that began hundreds of turns together send their events together. Handled at once they held the loop for 100 ms,
+and a request that arrived meanwhile waited so long at each of the steps up to its first byte. Here events share
+`SHARE_S` of a round; the rest waits for the next round, in order of arrival. Events that one stream brings meanwhile
+are handed over together, so a gateway that lags behind works less per token.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable
 
 SHARE_S = 0.001
-"""A request needs some ten rounds up to its first byte."""
+"""A request needs about ten rounds up to its first byte."""
 QUIET_S = 0.01
-"""Without events for so long the loop has surely gone round: nobody has to see to it."""
+"""After so long without an event the loop has gone round by itself: no callback has to notice the next round."""
 
 
 class Rounds:
@@ -30,7 +30,7 @@ class Rounds:
         self._until = -math.inf  # the end of the share of the round that was last seen to begin
 
     def take(self, hand_over: Callable[[], None]) -> bool:
-        """Whether the caller may do it now; else it is called in a later round."""
+        """True: the caller may hand over now. False: `hand_over` is called in a later round."""
         waiting = self._waiting
         if not waiting:
             now = self._clock()
@@ -61,7 +61,7 @@ _present: Rounds | None = None
 
 
 def of(loop: asyncio.AbstractEventLoop) -> Rounds:
-    """A process has one loop at a time."""
+    """The one of this event loop: a process has one loop at a time."""
     global _present
     if _present is None or _present.loop is not loop:
         _present = Rounds(loop)

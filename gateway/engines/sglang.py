@@ -1,15 +1,20 @@
 """SGLang's own HTTP API: `/generate` with token ids, pause modes, sessions of weight update.
 
 Source: SGLang 0.5.23's published package.
-- What is streamed is read in `sglang_stream`.
-- While paused, `/health` waits and then says 503, so an engine is looked at through `/v1/loads` and `/server_info`.
-- A server draws `random_seed` at each start unless told one (`--random-seed`): it tells one incarnation from another.
+- `sglang_stream` reads its streams.
+- While the engine is paused `/health` waits and then returns 503, so it is polled through `/v1/loads` and
+  `/server_info`.
+- A server draws `random_seed` at each start unless given one (`--random-seed`): it identifies the incarnation.
+- SGLang takes pushed tensors as pickles, one per rank, base64. Ours is a constant program around a list of numbers,
+  written out in `manifest_tensor`, so that the gateway needs neither torch nor a pickler.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
+import pickle
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,9 +23,8 @@ from pathlib import Path
 import msgspec
 
 from gateway.core.types import SamplingParams
-from gateway.engines.base import EngineFailed, EngineLimits, EngineReport, EngineStream, PassedAnswer
-from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp
-from gateway.engines.sglang_push import LOADER, manifest_tensor
+from gateway.engines.base import EngineFailed, EngineLimits, EngineReport, EngineStream
+from gateway.engines.http import HttpAdapter
 from gateway.engines.sglang_stream import Reader, generate_body
 from gateway.engines.streams import EventChunks
 from protos.decoding import decode_json
@@ -30,7 +34,10 @@ log = logging.getLogger(__name__)
 DTYPES = {"half": "float16", "float": "float32"}
 """SGLang's short names of its flag --dtype, as torch names them."""
 ABORTS_MAX = 1024
-"""Aborts under way at once; beyond that a request ends when its server sees the closed connection, in some 2 s."""
+"""Aborts in progress at once; beyond that a request ends when its server sees the closed connection, in about 2 s."""
+LOADER = "paramserver.plugins.sglang.load_snapshot"
+"""Our weight loader inside SGLang, as `--custom-weight-loader` must name it."""
+MANIFEST = "laminar.manifest"
 
 
 class _Load(msgspec.Struct):
@@ -70,33 +77,19 @@ class _Done(msgspec.Struct):
     message: str = ""
 
 
-class SglangEngine:
-    """One server. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
+class SglangEngine(HttpAdapter):
+    """One server."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        stall_timeout_s: float = 60.0,
-        control_timeout_s: float = CONTROL_TIMEOUT_S,
-        load_timeout_s: float = LOAD_TIMEOUT_S,
-    ) -> None:
-        self._http = EngineHttp(
-            url,
-            stall_timeout_s=stall_timeout_s,
-            control_timeout_s=control_timeout_s,
-            not_found_hint="name the server's own URL, without /v1, and its kind: is it SGLang?",
-        )
-        self.url = self._http.url
-        self._model = model
-        self._load_timeout_s = load_timeout_s
+    NOT_FOUND_HINT = "name the server's own URL, without /v1, and its kind: is it SGLang?"
+
+    def __init__(self, url: str, model: str, **deadlines: float) -> None:
+        super().__init__(url, model, **deadlines)
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         for task in list(self._aborts):
             task.cancel()
-        await self._http.close()
+        await super().close()
 
     # -- generation
 
@@ -115,7 +108,7 @@ class SglangEngine:
                 self._abort_soon(request_id)
 
     def _abort_soon(self, request_id: str) -> None:
-        """A closed connection is noticed only after some seconds, and nobody needs to wait for this."""
+        """By name, in a task of its own: the server notices a closed connection only after some seconds."""
         task = asyncio.create_task(self._abort(request_id), name=f"abort-{request_id}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -126,10 +119,7 @@ class SglangEngine:
         except EngineFailed as e:
             log.info("request %s was not aborted by name: %s", request_id, e)  # its server may well be gone
 
-    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
-        return await self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
-
-    # -- looking
+    # -- polling
 
     async def report(self) -> EngineReport:
         loads = (await self._http.get("/v1/loads?include=core&format=json", _Loads)).loads
@@ -148,36 +138,34 @@ class SglangEngine:
         return EngineLimits(
             context_tokens=max((model.max_model_len or 0 for model in models), default=0),
             kv_capacity_tokens=sum(load.max_total_num_tokens for load in loads),
-            weight_version=await self._label(),
+            weight_version=await self.weight_version(),
             fenced=await self._http.status("GET", "/ready") != 200,
         )
 
     def _check_model(self, models: list[_Model]) -> None:
         """A load from disk renames the served model after the directory, so a path is no other model's name."""
-        names = sorted(model.id for model in models)
+        names = [model.id for model in models]
         if self._model not in names and not any(Path(name).is_absolute() for name in names):
-            raise EngineFailed(
-                f"{self.url} serves {names}, not {self._model!r}",
-                hint="start it with --served-model-name, or the gateway with --model, so that they agree",
-            )
+            raise self._other_model(names)
 
     async def dtype(self) -> str:
-        """By its flag: one that was started with `--dtype auto`, the default, does not tell."""
-        told = (await self._http.get("/server_info", _ServerInfo)).dtype or "auto"
-        return "" if told == "auto" else DTYPES.get(told, told)
+        """The value of its flag --dtype; with `auto`, the default, it does not report what it chose."""
+        flag = (await self._http.get("/server_info", _ServerInfo)).dtype or "auto"
+        return "" if flag == "auto" else DTYPES.get(flag, flag)
 
     # -- loading
 
     async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
         started = time.monotonic()
         server = await self._http.get("/server_info", _ServerInfo)
-        # "retract" computes the KV anew under the new weights; "in_place" would go on with the old version's.
+        # "retract" computes the KV anew under the new weights; "in_place" would continue with the old version's.
         await self._http.post("/pause_generation", {"mode": "retract" if keep_running else "abort"})
         if server.dp_size == 1 and LOADER in (server.custom_weight_loader or ()):
             await self._push_manifest(path, version, digest, server.tp_size)
         else:
             await self._push_directory(path, version)
-        await self._check_loaded(version, server.random_seed)
+        after = (await self._http.get("/server_info", _ServerInfo)).random_seed
+        self._check_loaded(version, await self.weight_version(), same_incarnation=after == server.random_seed)
         await self._http.post("/continue_generation", {})
         return time.monotonic() - started
 
@@ -192,7 +180,7 @@ class SglangEngine:
         await self._must("/update_weights_from_disk", body)
 
     async def _push_manifest(self, path: Path, version: int, digest: str, tp_size: int) -> None:
-        """Each rank gets one small tensor that says where the snapshot is; our loader there maps it."""
+        """Each rank gets one small tensor with the snapshot's path; our loader there maps the files."""
         await self._begin()
         body = {
             "serialized_named_tensors": [manifest_tensor(path, version, digest)] * tp_size,
@@ -206,7 +194,7 @@ class SglangEngine:
         await self._must("/end_weight_update", {})
 
     async def _begin(self) -> None:
-        """Opens a session. One left open by a load that failed is ended first; the engine is paused all the while."""
+        """Opens an update session. One left open by a load that failed is ended first; the engine stays paused."""
         try:
             await self._must("/begin_weight_update", {"selector": "all"})
         except EngineFailed:
@@ -218,22 +206,35 @@ class SglangEngine:
         try:
             done = decode_json(text, _Done)
         except (msgspec.DecodeError, RecursionError) as e:
-            raise EngineFailed(f"POST {self.url}{path} did not say whether it was done: {text[:300]!r}") from e
+            raise EngineFailed(f"POST {self.url}{path} did not report success or failure: {text[:300]!r}") from e
         if not done.success:
             raise EngineFailed(f"POST {self.url}{path}: {done.message}")
 
-    async def _check_loaded(self, version: int, seed: int | None) -> None:
-        label = await self._label()
-        if label != str(version):
-            raise EngineFailed(f"{self.url} says it holds version {label!r} after loading version {version}")
-        if (await self._http.get("/server_info", _ServerInfo)).random_seed != seed:
-            raise EngineFailed(f"{self.url} was restarted while it loaded version {version}")
-
     async def weight_version(self) -> str:
-        return await self._label()
-
-    async def tokenize(self, text: str) -> tuple[int, ...] | None:
-        return await self._http.tokenize(self._model, text)
-
-    async def _label(self) -> str:
         return str((await self._http.get("/model_info", _ModelInfo)).weight_version)
+
+
+def manifest_tensor(path: Path, version: int, digest: str) -> str:
+    """One entry of `serialized_named_tensors`, the pickle of `[("laminar.manifest", torch.tensor(BYTES))]`: BYTES are
+    UTF-8 JSON of path, version and root digest."""
+    manifest = msgspec.json.encode({"path": str(path), "version": version, "digest": digest})
+    name = MANIFEST.encode()
+    body = b"".join(
+        [
+            pickle.PROTO + b"\x02",
+            pickle.EMPTY_LIST,
+            pickle.MARK,
+            pickle.BINUNICODE + len(name).to_bytes(4, "little") + name,
+            pickle.GLOBAL + b"torch\ntensor\n",
+            pickle.EMPTY_LIST,
+            pickle.MARK,
+            *(pickle.BININT1 + bytes([byte]) for byte in manifest),
+            pickle.APPENDS,
+            pickle.TUPLE1,
+            pickle.REDUCE,
+            pickle.TUPLE2,
+            pickle.APPENDS,
+            pickle.STOP,
+        ]
+    )
+    return base64.b64encode(body).decode()

@@ -1,10 +1,11 @@
-"""What SGLang streams from `/generate`, made into chunks.
+"""SGLang's `/generate`: the request, and its stream's events as chunks.
 
-- An event repeats everything so far, or brings only what is new, as the server was started. `completion_tokens` counts
-  all so far, so the lengths tell which it is; nothing is assumed, and a list that fits neither is a cut.
+- An event repeats everything so far, or has only what is new, depending on a flag of the server. `completion_tokens`
+  counts all so far, so the lengths of the lists show which it is; a list that fits neither is a cut.
 - Ids and logprobs are taken from `output_token_logprobs`, where they stand together.
-- A structural tag is sent as JSON text in xgrammar's own form, which SGLang's default grammar backend compiles as it
-  is. Its older form (`structures`, `triggers`) lets text come around calls; llguidance, which takes no other, refuses.
+- A structural tag is sent as JSON text in xgrammar's own form, which SGLang's default grammar backend compiles
+  unchanged. Its older form (`structures`, `triggers`) allows text around calls; llguidance accepts that form only, and
+  refuses.
 - A stream is complete only with a finish of type "stop" or "length".
 """
 
@@ -50,7 +51,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> dict[str, object]:
-    """The request. Stop strings are the gateway's to match; ids are wanted whole, special ones too."""
+    """The request. The gateway matches stop strings itself, and needs all ids, special ones included."""
     params: dict[str, object] = {
         "max_new_tokens": sampling.max_tokens,
         **sent(sampling),
@@ -85,7 +86,7 @@ def generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request
 
 
 class Reader:
-    """One stream's events into chunks. `over`: the server has ended the request by itself."""
+    """One stream's events into chunks. `over`: the server ended the request, so it needs no abort."""
 
     def __init__(self, url: str, top_logprobs: int) -> None:
         self._url, self._top = url, top_logprobs
@@ -98,7 +99,7 @@ class Reader:
         finish, chunk = meta.finish_reason, self._chunk(meta)
         if finish is not None:
             self.over = True
-            if finish.type not in ("stop", "length"):  # what was sampled before the abort stands
+            if finish.type not in ("stop", "length"):  # tokens sampled before the abort count
                 return msgspec.structs.replace(chunk, failure=self._aborted(finish))
         return chunk
 
@@ -134,7 +135,7 @@ class Reader:
         )
 
     def _new(self, values: list[Any], total: int, what: str) -> list[Any]:
-        """What of `values` was not yet taken: they are all `total` so far, or only those since the last event."""
+        """Those of `values` that are new: the list has all `total` so far, or only those since the last event."""
         if len(values) == total >= self._taken:
             return values[self._taken :]
         if len(values) == total - self._taken:
@@ -150,7 +151,7 @@ class Reader:
         return StreamCut("abort", f"{self._url}: {message}")
 
     def _error(self, error: Any) -> Exception:
-        """A request that the server finds wrong is answered 200, with the error as the stream's only event."""
+        """The server refuses a request with status 200 and the error as the stream's only event."""
         code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 500:
             return RequestRefused(f"{self._url} refused the request: {error}")

@@ -1,11 +1,11 @@
 """One turn's stream from an engine: events into chunks, up to the finish.
 
 Invariants:
-- what came before an error is handed over before the error is raised;
-- a stream that ends without a finish reason is a cut; what follows the finish is not looked at;
-- an event that its reader did not foresee is a cut, too: what an engine says costs its own streams;
-- events that one read brought together become one chunk, as far as they tell the same versions: the more the gateway
-  lags behind, the less a token costs it.
+- tokens before an error are handed over before the error is raised;
+- a stream that ends without a finish reason is a cut; anything after the finish is ignored;
+- an event that its reader cannot handle is a cut, too: a malformed event costs that engine's stream alone;
+- events that came in one read become one chunk, if they report the same versions: the more the gateway lags behind,
+  the less a token costs it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EventReader(Protocol):
     """A dialect's events, one after the other."""
 
     def chunk(self, data: bytes) -> EngineChunk | None:
-        """None: it says nothing of tokens. Raises StreamCut or RequestRefused."""
+        """None: the event has no tokens. Raises StreamCut or RequestRefused."""
         ...
 
 
@@ -76,10 +76,10 @@ class EventChunks:
         except LaminarError:
             raise
         except Exception as e:
-            raise StreamCut("protocol", f"{self._url} sent an event that nobody foresaw: {e!r}") from e
+            raise StreamCut("protocol", f"{self._url} sent an unexpected event: {e!r}") from e
 
     def _end_with(self, chunk: EngineChunk) -> None:
-        """What the chunk says of the stream's end, if anything."""
+        """Ends the stream if the chunk finishes it or failed."""
         if chunk.failure is not None:
             raise chunk.failure
         if chunk.finish_reason is not None:
@@ -91,7 +91,7 @@ class EventChunks:
             raise StreamCut("early_end", f"{self._url} ended a stream without a finish reason")
 
     def _merged(self, events: Sequence[bytes]) -> Iterator[EngineChunk]:
-        """Up to the one that finishes or fails."""
+        """The events as chunks, up to the one that finishes or fails."""
         last: EngineChunk | None = None
         failure: LaminarError | None = None
         for data in events:
@@ -115,7 +115,7 @@ class EventChunks:
 
 
 def merged(first: EngineChunk, then: EngineChunk) -> EngineChunk:
-    """Both in one. Alternatives are told of every token or of none."""
+    """Both in one. Alternatives are there for every token or for none."""
     tops = None
     if first.top_logprobs or then.top_logprobs:
         tops = (

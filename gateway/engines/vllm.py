@@ -23,28 +23,22 @@ from gateway.engines.base import (
     EngineReport,
     EngineStream,
     NoLogprob,
-    PassedAnswer,
     RequestRefused,
     SnapshotRefused,
     StreamCut,
     TokenId,
-    whole,
+    count,
 )
-from gateway.engines.http import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, EngineHttp, refuses
+from gateway.engines.http import HttpAdapter, refuses
 from gateway.engines.streams import EventChunks
 from protos.decoding import decode_json
 
 UPDATE_OPEN_MESSAGE = "a weight update is open"
-NOT_FOUND_HINT = (
-    "name the server's own URL, without /v1, and its kind; "
-    "vLLM has its control routes with VLLM_SERVER_DEV_MODE=1 in its environment and "
-    """--weight-transfer-config '{"backend": "laminar"}', laminar-rl[vllm] installed beside it"""
-)
 NULL_LOGPROB = re.compile(r"got `null` .*\.token_logprobs\[")
 DTYPE = re.compile(r"\bdtype=(?:torch\.)?([a-z0-9_]+)")
 """In the text of vLLM's configuration; `kv_cache_dtype=` is another."""
 DTYPE_TIMEOUT_S = 2.0
-"""vLLM looks at its whole environment before it answers the first time: whoever asks again is told at once."""
+"""vLLM inspects its whole environment before its first response; later ones are immediate, so a retry succeeds."""
 TOKEN_KEY = re.compile(r"token_id:[0-9]{1,9}")
 
 
@@ -89,7 +83,7 @@ class _Event(msgspec.Struct):
 
 
 class _TopEvent(_Event):
-    """With the alternatives, which are most of an event's bytes: decoded only when they were asked for."""
+    """With the alternatives, which are most of an event's bytes: decoded only on request."""
 
     choices: tuple[_TopChoice, ...] = ()
 
@@ -120,30 +114,14 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 _decode_top_event = msgspec.json.Decoder(_TopEvent).decode
 
 
-class VllmEngine:
-    """One server. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
+class VllmEngine(HttpAdapter):
+    """One server."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        stall_timeout_s: float = 60.0,
-        control_timeout_s: float = CONTROL_TIMEOUT_S,
-        load_timeout_s: float = LOAD_TIMEOUT_S,
-    ) -> None:
-        self._http = EngineHttp(
-            url,
-            stall_timeout_s=stall_timeout_s,
-            control_timeout_s=control_timeout_s,
-            not_found_hint=NOT_FOUND_HINT,
-        )
-        self.url = self._http.url
-        self._model = model
-        self._load_timeout_s = load_timeout_s
-
-    async def close(self) -> None:
-        await self._http.close()
+    NOT_FOUND_HINT = (
+        "name the server's own URL, without /v1, and its kind; "
+        "vLLM has its control routes with VLLM_SERVER_DEV_MODE=1 in its environment and "
+        """--weight-transfer-config '{"backend": "laminar"}', laminar-rl[vllm] installed beside it"""
+    )
 
     # -- generation
 
@@ -155,10 +133,7 @@ class VllmEngine:
         async with self._http.stream("/v1/completions", body) as events:
             yield EventChunks(events, Reader(self.url, sampling.top_logprobs > 0), self.url)
 
-    async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
-        return await self._http.pass_on(path, body, stall_timeout_s=stall_timeout_s)
-
-    # -- looking
+    # -- polling
 
     async def report(self) -> EngineReport:
         text = await self._http.text("GET", "/metrics")
@@ -171,36 +146,33 @@ class VllmEngine:
         return EngineReport(
             incarnation=repr(incarnation) if incarnation is not None else "unknown",
             kv_usage=values.get("vllm:kv_cache_usage_perc", 0.0),
-            running=whole(running, "running requests"),
-            waiting=whole(waiting, "waiting requests"),
+            running=count(running, "running requests"),
+            waiting=count(waiting, "waiting requests"),
         )
 
     async def limits(self) -> EngineLimits:
         served = {model.id: model for model in (await self._http.get("/v1/models", _Models)).data}
         if self._model not in served:
-            raise EngineFailed(
-                f"{self.url} serves {sorted(served)}, not {self._model!r}",
-                hint="start it with --served-model-name, or the gateway with --model, so that they agree",
-            )
+            raise self._other_model(served)
         return EngineLimits(
             context_tokens=served[self._model].max_model_len or 0,
             kv_capacity_tokens=_kv_capacity(await self._http.text("GET", "/metrics")),
-            weight_version=await self._label(),
+            weight_version=await self.weight_version(),
             fenced=(await self._http.get("/is_paused", _Paused)).is_paused,
         )
 
     async def dtype(self) -> str:
-        """The embedded engine tells it with its model, vLLM in the text of its configuration (development mode)."""
+        """The embedded engine reports it with its model, vLLM in the text of its configuration (development mode)."""
         models = (await self._http.get("/v1/models", _Models)).data
-        told = next((model.dtype for model in models if model.id == self._model), None)
-        if told is not None:
-            return told
+        reported = next((model.dtype for model in models if model.id == self._model), None)
+        if reported is not None:
+            return reported
         path = "/server_info?config_format=text"
         text = await self._http.text("GET", path, timeout_s=DTYPE_TIMEOUT_S)
         try:
             found = DTYPE.search(decode_json(text, _ServerInfo).vllm_config)
         except msgspec.DecodeError as e:
-            raise EngineFailed(f"GET {self.url}{path} is not what vLLM says there: {e}") from e
+            raise EngineFailed(f"GET {self.url}{path} is no response of vLLM's: {e}") from e
         return "" if found is None else found[1]
 
     # -- loading
@@ -209,7 +181,7 @@ class VllmEngine:
         before = (await self.report()).incarnation
         snapshot = {"path": str(path), "version": str(version), "digest": digest}
         try:
-            await self._ask_backend(snapshot, timeout_s=self._load_timeout_s)
+            await self._call_backend(snapshot, timeout_s=self._load_timeout_s)
         except EngineFailed as e:
             raise SnapshotRefused(e.message, hint=e.hint) from e
         fenced_at = time.monotonic()
@@ -217,40 +189,28 @@ class VllmEngine:
         if not await self._update_is_open():
             await self._http.post("/start_weight_update")
         await self._http.post("/update_weights", {"update_info": snapshot}, timeout_s=self._load_timeout_s)
-        await self._ask_backend({"version": str(version), "expect": "loaded"})
+        await self._call_backend({"version": str(version), "expect": "loaded"})
         await self._http.post("/finish_weight_update", {"weight_version": str(version)}, timeout_s=self._load_timeout_s)
-        await self._check_loaded(version, before)
+        after = (await self.report()).incarnation
+        self._check_loaded(version, await self.weight_version(), same_incarnation=after == before)
         await self._http.post("/resume")
         return time.monotonic() - fenced_at
 
-    async def _ask_backend(self, asked: dict[str, str], *, timeout_s: float | None = None) -> None:
-        """Our backend answers in the one call that stands outside of update sessions (paramserver/plugins)."""
-        await self._http.post("/init_weight_transfer_engine", {"init_info": asked}, timeout_s=timeout_s)
+    async def _call_backend(self, info: dict[str, str], *, timeout_s: float | None = None) -> None:
+        """Calls our backend (paramserver/plugins) by the one route that vLLM takes outside of an update session."""
+        await self._http.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
     async def _update_is_open(self) -> bool:
-        """One that failed, or whose gateway died, is gone on with: a second start would be refused."""
+        """An update that failed, or whose gateway died, is continued: vLLM would refuse a second start."""
         try:
-            await self._ask_backend({"expect": "closed"})
+            await self._call_backend({"expect": "closed"})
         except EngineFailed as e:
             if UPDATE_OPEN_MESSAGE not in e.message:
                 raise
             return True
         return False
 
-    async def _check_loaded(self, version: int, incarnation: str) -> None:
-        label = await self._label()
-        if label != str(version):
-            raise EngineFailed(f"{self.url} says it holds version {label!r} after loading version {version}")
-        if (await self.report()).incarnation != incarnation:
-            raise EngineFailed(f"{self.url} was restarted while it loaded version {version}")
-
     async def weight_version(self) -> str:
-        return await self._label()
-
-    async def tokenize(self, text: str) -> tuple[int, ...] | None:
-        return await self._http.tokenize(self._model, text)
-
-    async def _label(self) -> str:
         return str((await self._http.get("/weight_info", _WeightInfo)).weight_version)
 
 
@@ -264,7 +224,7 @@ def _completion_body(
         **sent(sampling),
         "logprobs": sampling.top_logprobs,
         "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},  # tells events missed or doubled
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},  # shows lost and doubled events
         "return_token_ids": True,
         "return_weight_versions": True,
         "add_special_tokens": False,
@@ -295,7 +255,7 @@ def _completion_body(
 
 
 class Reader:
-    """One stream's events into chunks. `top`: with alternatives (an engine tells the sampled token's in any case)."""
+    """One stream's events into chunks. `top`: with alternatives (an engine sends the sampled token's in any case)."""
 
     def __init__(self, url: str, top: bool) -> None:
         self._url, self._top = url, top
@@ -310,7 +270,7 @@ class Reader:
                 raise NoLogprob(f"{self._url} sent a token whose logprob is null: it computes NaN") from e
             raise StreamCut("protocol", f"{self._url} sent an event that is not a completion chunk: {e}") from e
         if event.error is not None:
-            raise _told(event.error, self._url)
+            raise _error(event.error, self._url)
         if not event.choices:
             return None  # the usage chunk
         choice = event.choices[0]
@@ -331,21 +291,22 @@ class Reader:
             tuple([span.version for span in choice.weight_versions]) if choice.weight_versions else (),
         )
 
-    def _check_count(self, told: int | None) -> None:
-        """An event that came twice, or lacks tokens, gives itself away by the engine's own count."""
-        if told is not None and told != self._received:
-            raise StreamCut("protocol", f"{self._url} counts {told} tokens where {self._received} came")
+    def _check_count(self, reported: int | None) -> None:
+        """An event that came twice, or lacks tokens, shows in the engine's own count."""
+        if reported is not None and reported != self._received:
+            raise StreamCut("protocol", f"{self._url} counts {reported} tokens where {self._received} came")
 
 
-def _told(error: _Error, url: str) -> StreamCut | RequestRefused:
-    """vLLM answers 200 before it looks at a stream's prompt, and says as an event what a status would have said."""
+def _error(error: _Error, url: str) -> StreamCut | RequestRefused:
+    """vLLM sends status 200 before it checks a stream's prompt, and then an event in place of an error status."""
     if isinstance(error.code, int) and refuses(error.code):
         return RequestRefused(f"{url} refused the request: {error.message}")
     return StreamCut("server_error", f"{url}: {error.message}")
 
 
 def _top_logprobs(choice: _Choice) -> tuple[tuple[TopLogprob, ...], ...] | None:
-    """Alternatives come keyed "token_id:N" when ids were asked for; engines that key by text tell no ids: left out."""
+    """Alternatives are keyed "token_id:N" when ids were requested. Engines that key them by text have no ids: those
+    are left out."""
     tops = choice.logprobs.top_logprobs if isinstance(choice.logprobs, _TopLogprobs) else None
     if not tops:
         return None
@@ -367,18 +328,18 @@ def _metric_values(text: str) -> dict[str, float]:
 
 
 def _kv_capacity(text: str) -> int:
-    """Tokens, from `vllm:cache_config_info{num_gpu_blocks="..",block_size=".."}`; 0 when it is not told."""
+    """Tokens, from `vllm:cache_config_info{num_gpu_blocks="..",block_size=".."}`; 0 when it is not reported."""
     for line in text.splitlines():
         if line.startswith("vllm:cache_config_info{"):
-            told = line.partition("{")[2].rpartition("}")[0]
-            labels = dict(pair.split("=", 1) for pair in told.split(",") if "=" in pair)
+            pairs = line.partition("{")[2].rpartition("}")[0]
+            labels = dict(pair.split("=", 1) for pair in pairs.split(",") if "=" in pair)
             blocks, size = (labels.get(k, '"0"').strip('"') for k in ("num_gpu_blocks", "block_size"))
             return _blocks(blocks) * _blocks(size) if blocks != "None" else 0
     return 0
 
 
-def _blocks(said: str) -> int:
+def _blocks(reported: str) -> int:
     try:
-        return whole(float(said), "KV blocks")
+        return count(float(reported), "KV blocks")
     except ValueError as e:
-        raise EngineFailed(f"it says {said[:40]!r} of its KV blocks") from e
+        raise EngineFailed(f"it reports {reported[:40]!r} KV blocks") from e

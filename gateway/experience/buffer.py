@@ -1,13 +1,13 @@
-"""The experience buffer: finished trajectories waiting for a trainer, first in first out, under leases.
+"""The experience buffer: finished trajectories that wait for a trainer, first in first out, under leases.
 
 Invariants:
 - a trajectory is on disk when `add` returns; it leaves only by `ack`, as too stale, or for room: each is counted;
-- state and disk change together: where the disk refuses, the state is as before; where the caller leaves, both go on
-  to the end (a lease that nobody waits for any more is given back);
-- what was revised or acknowledged survives a power cut when the call returns; what was added, once the finish that it
-  belongs to is told (`gateway.sessions.endings`);
-- a reader that dies loses nothing: its lease lapses and the trajectories are given out again, also after a restart;
-- what is given out under one lease is given to nobody else while it lives.
+- state and disk change together, in the same order: where the disk refuses, the state is restored; where the caller is
+  cancelled, both changes are completed (a lease whose reader went away is then given back);
+- revisions and acknowledgements survive a power cut when the call returns; additions once their finish is reported
+  (`gateway.sessions.endings`);
+- a reader that dies loses nothing: its lease expires and the trajectories are handed out again, also after a restart;
+- the trajectories of a live lease are handed to no other reader.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from itertools import chain, compress
 import msgspec
 
 from gateway.experience import rows
-from gateway.experience.filters import of_equal_rewards
 from gateway.experience.leases import BufferState, Entry, LeaseState
 from gateway.runtime.clock import unix_s
-from gateway.runtime.orders import Orders
+from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.damage import leaving_out
 from gateway.store.database import Database, Operation
 from protos.decoding import decode_msgpack
@@ -71,16 +70,18 @@ class ExperienceBuffer:
         self._state = BufferState(capacity)
         self._counters = _Counters()
         self._changed = asyncio.Event()
-        self._order = asyncio.Lock()  # state and disk change together, in the same order
+        # Held across each change of the state and its write: without it, two changes could reach the disk in another
+        # order than the state, or one could be decided on a state that the other has to restore.
+        self._order = asyncio.Lock()
         self._next_seq = 1
-        self._orders = Orders()
+        self._shielded = ShieldedTasks()
 
     async def close(self) -> None:
-        """What was begun comes to its end. The database stays open."""
-        await self._orders.done()
+        """Waits for the changes in progress. The database stays open."""
+        await self._shielded.drain()
 
     async def open(self) -> None:
-        """Makes the tables and takes over what an earlier life left, leases included."""
+        """Creates the tables and takes over what the previous process left, leases included."""
         entries, leases = await self._database.run(rows.load)
         for entry, _ in entries:
             self._state.add(entry)
@@ -91,14 +92,14 @@ class ExperienceBuffer:
             self._state.lease(lease_id, reader, held, until)
 
     async def add(self, *leaves: Trajectory, along: Operation[object] | None = None) -> None:
-        """One session, whole: its leaves come in, are given out and are used up together. `along` is the same commit.
+        """Adds one whole session: its leaves are added, handed out and used up together. `along` is in the same commit.
 
-        Raises Conflict for a session that is already in, OutOfCapacity if every place is leased.
+        Raises Conflict for a session that is in the buffer already, OutOfCapacity if every place is leased.
         """
         trajectory = leaves[0]
         if trajectory.split == "eval":
             raise ValueError(f"session {trajectory.session_id} is an evaluation: it never enters the buffer")
-        await self._orders.carry_out(self._add(leaves, along), f"add-{trajectory.session_id}")
+        await self._shielded.run(self._add(leaves, along), f"add-{trajectory.session_id}")
 
     async def _add(self, leaves: Sequence[Trajectory], along: Operation[object] | None) -> None:
         trajectory = leaves[0]
@@ -125,11 +126,11 @@ class ExperienceBuffer:
         self._changed.set()
 
     async def revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
-        """Replaces what is kept of a session. NotFound when it is not here, Conflict when a reader has it.
+        """Replaces a session's trajectories. NotFound when it is not here, Conflict when a reader has it.
 
-        `change` runs in the database's thread and must be pure; what it raises changes nothing.
+        `change` runs in the database's thread and must be pure; if it raises, nothing changes.
         """
-        await self._orders.carry_out(self._revise(session_id, change), f"revise-{session_id}")
+        await self._shielded.run(self._revise(session_id, change), f"revise-{session_id}")
 
     async def _revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
         async with self._order:
@@ -143,8 +144,8 @@ class ExperienceBuffer:
         await self._database.synced()
 
     async def close_group(self, group_id: str, members: int) -> None:
-        """The group is whole with `members`, fewer than its size: readers of groups get it as it is."""
-        await self._orders.carry_out(self._close_group(group_id, members), f"close-{group_id}")
+        """The group is complete with `members`, fewer than its size: readers of groups get it as it is."""
+        await self._shielded.run(self._close_group(group_id, members), f"close-{group_id}")
 
     async def _close_group(self, group_id: str, members: int) -> None:
         async with self._order:
@@ -154,8 +155,8 @@ class ExperienceBuffer:
         self._changed.set()
 
     async def drop_group(self, group_id: str) -> int:
-        """Takes out what no reader has of a group; returns how many sessions that were."""
-        return await self._orders.carry_out(self._drop_group(group_id), f"drop-{group_id}")
+        """Removes the members of a group that no reader has; returns how many sessions those were."""
+        return await self._shielded.run(self._drop_group(group_id), f"drop-{group_id}")
 
     async def _drop_group(self, group_id: str) -> int:
         async with self._order:
@@ -179,11 +180,12 @@ class ExperienceBuffer:
         lease_s: float = LEASE_S,
         drop_equal_rewards: bool = False,
     ) -> tuple[str, list[Trajectory]]:
-        """A lease and what it holds: as many as asked, or what is there after `wait_s`, possibly nothing (lease id "").
+        """A lease and its trajectories: as many as requested, or those that are there after `wait_s`, possibly none
+        (lease id "").
 
         A session with branches counts as one and comes with all its leaves.
         With `groups`, whole groups of `group_size` only. Trajectories whose oldest token is more than `staleness_max`
-        versions behind `trainer_version` are dropped, counted, and never given out; with `drop_equal_rewards` so are
+        versions behind `trainer_version` are dropped, counted, and never handed out; with `drop_equal_rewards` so are
         groups all of whose rewards are equal.
         """
         wanted = check_wanted(trajectories, groups, group_size)
@@ -206,8 +208,8 @@ class ExperienceBuffer:
             await self._wait_for_change(remaining_s)
 
     async def ack(self, lease_id: str) -> int:
-        """The reader has used them: they are gone. Returns how many. Raises NotFound for a lease unknown or lapsed."""
-        return await self._orders.carry_out(self._ack(lease_id), f"ack-{lease_id}")
+        """The reader has used them: they are gone. Returns how many. NotFound for an unknown or expired lease."""
+        return await self._shielded.run(self._ack(lease_id), f"ack-{lease_id}")
 
     async def _ack(self, lease_id: str) -> int:
         async with self._order:
@@ -216,7 +218,7 @@ class ExperienceBuffer:
             if lease is None:
                 raise NotFound(
                     f"no lease {lease_id!r}",
-                    hint="it was acknowledged before, or it lapsed and its trajectories went back: sample again",
+                    hint="it was acknowledged before, or it expired and its trajectories went back: sample again",
                 )
             try:
                 await self._database.run(lambda connection: rows.delete_lease(connection, lease_id))
@@ -228,15 +230,15 @@ class ExperienceBuffer:
         return len(lease.entries)
 
     async def release(self, lease_id: str) -> int:
-        """The reader has not used them: others may have them at once. Returns how many. NotFound as `ack`."""
-        return await self._orders.carry_out(self._release(lease_id), f"release-{lease_id}")
+        """The reader has not used them: others may get them at once. Returns how many. NotFound as `ack`."""
+        return await self._shielded.run(self._release(lease_id), f"release-{lease_id}")
 
     async def _release(self, lease_id: str) -> int:
         async with self._order:
             self._lapse()
             lease = self._state.leases.get(lease_id)
             if lease is None:
-                raise NotFound(f"no lease {lease_id!r}", hint="it was acknowledged or given back before, or it lapsed")
+                raise NotFound(f"no lease {lease_id!r}", hint="it was acknowledged or given back before, or it expired")
             self._state.release(lease_id)
             await self._database.owe(lambda connection: rows.release(connection, lease_id))
         self._changed.set()
@@ -259,7 +261,7 @@ class ExperienceBuffer:
         )
 
     def groups(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """How many trajectories of each group no reader has, and which groups are whole with fewer than their size."""
+        """By group, the number of trajectories that no reader has; and the groups closed with fewer than their size."""
         return self._state.groups, self._state.closed_groups
 
     def _refuse(self, session_id: str) -> None:
@@ -292,14 +294,14 @@ class ExperienceBuffer:
         return self._state.take(trajectories)
 
     async def _delete(self, gone: Sequence[Entry]) -> None:
-        """What the state has no more."""
-        await self._orders.carry_out(
+        """Deletes the rows of entries that the state has dropped."""
+        await self._shielded.run(
             self._database.owe(lambda connection: rows.delete(connection, gone)), "delete-trajectories"
         )
 
     async def _drop_equal(self, chosen: list[Entry]) -> bool:
-        """Whether any group was dropped."""
-        gone = await self._database.run(lambda connection: of_equal_rewards(connection, chosen))
+        """Returns whether any group was dropped."""
+        gone = await self._database.run(lambda connection: rows.of_equal_rewards(connection, chosen))
         for entry in gone:
             if entry.seq in self._state.free:
                 self._state.remove(entry)
@@ -308,14 +310,19 @@ class ExperienceBuffer:
         return bool(gone)
 
     async def _lease(self, reader: str, chosen: list[Entry], lease_s: float) -> tuple[str, list[Trajectory]] | None:
-        """None: nothing of it could be read. A caller that leaves meanwhile leaves no lease behind."""
+        """None: no row could be read.
+
+        The lease is written by a task of its own, so that a cancelled caller cannot leave state and disk apart. Its
+        reader will never learn the lease's id, so the trajectories would be stuck until it expires: once it is written,
+        it is given back.
+        """
         lease_id = f"lease-{secrets.token_hex(8)}"
         lease = self._state.lease(lease_id, reader, chosen, unix_s() + lease_s)
-        leasing = self._orders.begin(self._write_lease(lease, chosen), lease_id)
+        leasing = self._shielded.start(self._write_lease(lease, chosen), lease_id)
         try:
             return await asyncio.shield(leasing)
         except asyncio.CancelledError:
-            self._orders.begin(self._give_back(lease_id, leasing), f"give-back-{lease_id}")
+            self._shielded.start(self._give_back(lease_id, leasing), f"give-back-{lease_id}")
             raise
 
     async def _write_lease(self, lease: LeaseState, chosen: Sequence[Entry]) -> tuple[str, list[Trajectory]] | None:
@@ -357,7 +364,7 @@ class ExperienceBuffer:
             async with asyncio.timeout(min(remaining_s, until_lapse_s)):
                 await self._changed.wait()
         except TimeoutError:
-            return  # the caller looks again: its deadline has come, or a lease lapsed
+            return  # the caller checks again: its deadline has come, or a lease expired
 
     def _lapse(self) -> None:
         lapsed = self._state.lapse(unix_s())
@@ -378,9 +385,9 @@ def _oldest_version(leaves: Sequence[Trajectory]) -> int:
 
 
 def check_wanted(trajectories: int | None, groups: int | None, group_size: int | None) -> int:
-    """How many trajectories, or groups, are asked for. Raises InvalidRequest where that is not said."""
+    """The number of trajectories, or of groups, that is requested. InvalidRequest unless it is one of them."""
     if (trajectories is None) == (groups is None):
-        raise InvalidRequest("ask for either `trajectories` or `groups`", hint='such as {"trajectories": 32}')
+        raise InvalidRequest("request either `trajectories` or `groups`", hint='such as {"trajectories": 32}')
     if groups is not None:
         if group_size is None or group_size < 1:
             raise InvalidRequest("`groups` needs `group_size`, a positive integer")

@@ -1,9 +1,14 @@
-"""Which trajectories a reader gets: pure bookkeeping of the experience buffer (order, leases, staleness, groups).
+"""The bookkeeping of the experience buffer: order, leases, staleness and groups. Pure.
+
+A lease makes delivery at-least-once. A trainer gets trajectories and acknowledges them once they were used; if it dies
+between, the lease expires and the entries are free again, in their old order. Nothing is removed at delivery, and an
+acknowledgement that comes after the expiry is refused, since another reader may have the entries by then.
 
 Invariants:
-- an entry is either free or in exactly one live lease; a lease that lapsed gives its entries back to their old place;
-- free entries are given out in the order they came; groups in the order of their oldest member, whole or not at all;
-- never more than `capacity` entries.
+- an entry is either free or in exactly one live lease; an expired lease returns its entries to their old place;
+- free entries are handed out in the order of their arrival, groups in the order of their oldest member, whole or not at
+  all;
+- there are never more than `capacity` entries.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`oldest_version` is the oldest weight version that sampled a token of it."""
+    """A finished session. `oldest_version`: the oldest weight version that sampled one of its tokens."""
 
     seq: int
     session_id: str
@@ -32,15 +37,15 @@ class LeaseState:
 
 @dataclass(slots=True)
 class BufferState:
-    """`now` is in seconds of any one clock; `trainer_version` is the newest that a reader declared."""
+    """`now` is in seconds of any one clock; `trainer_version` is the newest that a reader reported."""
 
     capacity: int
     trainer_version: int = 0
     staleness_max: int | None = None
-    free: dict[int, Entry] = field(default_factory=dict)  # by seq; may be out of order after a lapse
+    free: dict[int, Entry] = field(default_factory=dict)  # by seq; out of order once a lease expired
     leases: dict[str, LeaseState] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
-    closed_groups: dict[str, int] = field(default_factory=dict)  # whole with so many members, fewer than asked for
+    closed_groups: dict[str, int] = field(default_factory=dict)  # complete with so many members, fewer than its size
     groups: dict[str, int] = field(default_factory=dict)  # free entries of each group
 
     def __len__(self) -> int:
@@ -51,9 +56,9 @@ class BufferState:
         return sum(len(lease.entries) for lease in self.leases.values())
 
     def add(self, entry: Entry) -> list[Entry]:
-        """Takes the entry in; returns what had to go for it: over-stale ones first, else the oldest free one.
+        """Adds the entry; returns those evicted for it: all that are too stale, else the oldest free one.
 
-        Ask `full` before: with every place leased there is no room to make.
+        Only while not `full`: with every place leased nothing can be evicted.
         """
         gone: list[Entry] = []
         if len(self) >= self.capacity:
@@ -65,11 +70,11 @@ class BufferState:
         return gone
 
     def full(self) -> bool:
-        """Nothing can come in: every place is leased."""
+        """Whether every place is leased, so that nothing can be added."""
         return len(self) >= self.capacity and not self.free
 
     def declare(self, trainer_version: int, staleness_max: int | None) -> list[Entry]:
-        """A reader says where the trainer is; returns the free entries that are now too stale for it, taken out."""
+        """A reader reports the trainer's version. Removes the free entries that are now too stale, and returns them."""
         self.trainer_version = max(self.trainer_version, trainer_version)
         self.staleness_max = staleness_max
         stale = self.stale()
@@ -98,7 +103,7 @@ class BufferState:
         return [entry for members in whole[:count] for entry in members]
 
     def forget_closed_groups(self) -> list[str]:
-        """Beyond one for each place, the oldest: all their members are long gone."""
+        """Forgets the oldest closed groups beyond one for each place: all their members are long gone."""
         gone = list(self.closed_groups)[: max(0, len(self.closed_groups) - self.capacity)]
         for name in gone:
             del self.closed_groups[name]
@@ -110,39 +115,39 @@ class BufferState:
         return state
 
     def ack(self, lease_id: str) -> LeaseState | None:
-        """Ends a lease for good: its entries are used. None if there is no such lease."""
+        """Ends a lease: its entries were used. None if there is no such lease."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             self.sessions.difference_update(entry.session_id for entry in lease.entries.values())
         return lease
 
     def hold(self, lease: LeaseState) -> None:
-        """A lease that was ended, and could not be."""
+        """Restores a lease whose end could not be written."""
         self.leases[lease.lease_id] = lease
         self.sessions.update(entry.session_id for entry in lease.entries.values())
 
     def release(self, lease_id: str) -> bool:
-        """Its entries are free again; False if it had lapsed or ended."""
+        """Ends a lease unused: its entries are free again. False if it had expired or ended."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             self._let_in(*lease.entries.values())
         return lease is not None
 
     def leave_out(self, lease: LeaseState, entry: Entry) -> None:
-        """It cannot be given to anybody."""
+        """Removes an entry that no reader can get: its row is damaged."""
         lease.entries.pop(entry.seq, None)
         if entry.seq in self.free:
             self._take_out(entry.seq)
         self.sessions.discard(entry.session_id)
 
     def put_back(self, entries: Iterable[Entry]) -> None:
-        """Free entries that were taken out, and are still there."""
+        """Adds removed entries again: their removal could not be written."""
         for entry in entries:
             self._let_in(entry)
             self.sessions.add(entry.session_id)
 
     def lapse(self, now: float) -> list[LeaseState]:
-        """Gives back what readers held too long."""
+        """Ends the leases that expired: their entries are free again."""
         lapsed = [lease for lease in self.leases.values() if lease.until <= now]
         for lease in lapsed:
             del self.leases[lease.lease_id]

@@ -1,4 +1,4 @@
-"""The reader whose batches bound admission: kept, so that the bound holds after a restart, too."""
+"""The reader whose batches bound admission, on disk: the bound holds after a restart, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCHEMA = """CREATE TABLE IF NOT EXISTS reader(
 
 @dataclass(frozen=True, slots=True)
 class KeptReader:
-    """What it asks for. `group_size` None: it takes trajectories one by one."""
+    """The size of its batches. `group_size` None: it takes trajectories one by one."""
 
     name: str
     batch: int
@@ -22,7 +22,7 @@ class KeptReader:
 
 
 class ReaderStore:
-    """`reader` is the one that decides; None: nobody has yet."""
+    """`reader`: the one that bounds admission; None before the first."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -39,7 +39,7 @@ class ReaderStore:
             self.reader = KeptReader(*row)
 
     def keep(self, reader: KeptReader) -> None:
-        """Written in its turn when it is another than before, and tried again while the disk is full."""
+        """Queues the write if the reader changed; it is retried while the disk is full."""
         if reader == self.reader:
             return
         self.reader = reader

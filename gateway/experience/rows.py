@@ -1,4 +1,4 @@
-"""The experience buffer on disk: its tables, and what is done to their rows, within the database's own thread."""
+"""The experience buffer on disk: its tables and the operations on them, which run in the database's thread."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ CREATE TABLE IF NOT EXISTS leases(lease_id TEXT PRIMARY KEY, reader TEXT NOT NUL
 """
 
 
+class _Rewarded(msgspec.Struct):
+    """The part of a trajectory that decides whether its group teaches anything."""
+
+    reward: float
+
+
+_decode_rewards = msgspec.msgpack.Decoder(list[_Rewarded]).decode
+
+
 def load(
     connection: sqlite3.Connection,
 ) -> tuple[list[tuple[Entry, str | None]], list[tuple[str, str, float]]]:
@@ -40,7 +49,7 @@ def load(
 
 def _number(value: object) -> int:
     if not isinstance(value, int):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     return value
 
 
@@ -95,3 +104,14 @@ def release(connection: sqlite3.Connection, lease_id: str) -> None:
 
 def unlease(connection: sqlite3.Connection, seq: int) -> None:
     connection.execute("UPDATE trajectories SET lease_id=NULL WHERE seq=?", (seq,))
+
+
+def of_equal_rewards(connection: sqlite3.Connection, entries: Sequence[Entry]) -> list[Entry]:
+    """The members of groups whose rewards are all equal: no member is better than another, so a trainer learns nothing
+    from them. Late rewards count: the rows have them."""
+    rewards: dict[str, set[float]] = {}
+    for entry in entries:
+        [body] = connection.execute("SELECT body FROM trajectories WHERE seq=?", (entry.seq,)).fetchone()
+        with leaving_out("trajectories", entry.seq):
+            rewards.setdefault(entry.group_id, set()).update(leaf.reward for leaf in _decode_rewards(body))
+    return [entry for entry in entries if len(rewards.get(entry.group_id, ())) == 1]

@@ -1,1 +1,1 @@
-"""Scripted engines that fail by seed."""
+"""The scripted engine, and the command that serves some of them with failures drawn by seed."""

@@ -1,4 +1,4 @@
-"""`gateway faultkit`: scripted engines to try a gateway, a router or a client against."""
+"""`gateway faultkit`: scripted engines to test a gateway, a router or a client with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from protos.process import cannot_listen, write_ready_file
 @click.option("--chunk", type=click.IntRange(min=1), default=4, help="Tokens of an event.")
 @click.option("--pause-s", type=click.FloatRange(min=0), default=0.02, help="Before every event.")
 @click.option("--revive-s", type=click.FloatRange(min=0), default=1.0, help="A dead engine comes back after this.")
-@click.option("--vocab-size", type=click.IntRange(min=4), default=1000, help="Ids said are below it.")
+@click.option("--vocab-size", type=click.IntRange(min=4), default=1000, help="Ids are below it.")
 @click.option("--version", default="0", help="The weight version that they hold, and report.")
 @click.option("--version-told", help="The version that streams report instead: one that changed in mid-request.")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the addresses, once up.")
@@ -46,7 +46,7 @@ def faultkit(
     """Scripted engines in vLLM's dialect that die, hang, repeat, shorten, abort or break off, by seed.
 
     Every token and logprob follows from the ids before it, so an answer through a gateway can be compared with the
-    uncut one (`gateway.faultkit.script.said`): a token lost or said twice changes everything after it.
+    uncut one (`gateway.faultkit.script.said`): a lost or doubled token changes everything after it.
 
     \b
     Kinds of cuts, by what a client of the engine sees:
@@ -54,10 +54,10 @@ def faultkit(
       reset, closed, torn_500   the connection breaks, between or within events, or within an error's body
       eof, done, abort          the stream ends, but without a finish reason, or with "abort"
       error_event, hang         an error as the last event; nothing more, with the connection open
-      malformed, not_utf8, huge_line, no_logprobs    events that nobody can take
-      repeat, shorten           an event comes twice, or lacks a token, then nothing: told by the count in its usage
+      malformed, not_utf8, huge_line, no_logprobs    events that cannot be decoded
+      repeat, shorten           an event comes twice, or lacks a token, then nothing: the count in its usage shows it
       death                     as kill -9, for all its streams; back after --revive-s, as another incarnation
-      version                   no cut: ends whole, and tells that another version said its later tokens
+      version                   no cut: ends whole, and reports another version for its later tokens
     400 and version are drawn only when they are named.
 
     \b

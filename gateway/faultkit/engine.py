@@ -1,7 +1,11 @@
-"""An engine that breaks off as its script wants, over real HTTP in vLLM's dialect, in the caller's own event loop.
+"""The scripted engine: it speaks vLLM's dialect over real HTTP, and fails as its script wants.
 
-What it says is `gateway.faultkit.script.said`, or what `says` gives: either way a function of all ids before, so that a
-turn that was cut and resumed can be compared with the uncut one.
+Its tokens are those of `gateway.faultkit.script.said`, or of `says`: either way a function of all ids before them, so
+that a turn that was cut and resumed can be compared with the uncut one.
+
+Tests use it with their own scripts, not fakes of their own. Three engines stand beside it, each for a reason: that of
+`tests/bench/gateway` must cost less than the gateway that it measures, that of `tests/bench/repack` decodes by a
+committed curve, and `gateway.sim` has virtual time and no HTTP.
 """
 
 from __future__ import annotations
@@ -20,20 +24,20 @@ from gateway.faultkit.script import Cut, logprobs_of, said
 
 MODEL = "policy"
 Answer = str | bytes | int | tuple[int, str]
-"""Of a control call: a body (`bytes`: as they are, whatever they mean), a status, both, or "reset" or "hang"."""
+"""To a control call: a body (`bytes` may be anything), a status, both, or "reset" or "hang"."""
 CONTEXT_TOKENS, BLOCKS, BLOCK_TOKENS = 4096, 1000, 16
 LOAD_STEPS = (
     "/init_weight_transfer_engine",  # proves the snapshot
     "/pause",
-    "/init_weight_transfer_engine",  # asks whether an update was left open
+    "/init_weight_transfer_engine",  # checks whether an update was left open
     "/start_weight_update",
     "/update_weights",
-    "/init_weight_transfer_engine",  # asks whether all of it landed
+    "/init_weight_transfer_engine",  # checks whether all of it landed
     "/finish_weight_update",
     "/weight_info",
     "/resume",
 )
-"""What a weight load calls, in order."""
+"""The calls of a weight load, in order."""
 
 
 @dataclass
@@ -41,9 +45,9 @@ class Asked:
     """One completion request, and how it went."""
 
     body: dict[str, Any]
-    version: str = ""  # that the engine held then
-    written: bool = False  # everything was handed to the socket
-    left: bool = False  # the client went away first
+    version: str = ""  # the engine's at that time
+    written: bool = False  # all of the response was handed to the socket
+    left: bool = False  # the client disconnected before
 
     @property
     def prompt(self) -> list[int]:
@@ -55,23 +59,24 @@ class Asked:
 class CuttingEngine:
     """`async with CuttingEngine("e0") as engine`: serves at `engine.url`.
 
-    `cuts` are used up, one by each request; `always` holds for the rest. `before_cut` is awaited with the number of
-    ids, prompt included, that were said. A stream waits before token `hold_at` (of its request) until `go` is set.
+    Each request takes one of `cuts`, and `always` when there are none left. `before_cut` is awaited with the number of
+    ids, prompt included, that were generated. A stream waits before token `hold_at` (of its request) until `go` is set.
     """
 
     name: str = "e0"
     chunk: int = 2  # tokens per event
     split: bool = False  # every event in several writes, torn in the middle of anything
+    burst: bool = False  # all events in one write, faster than any reader
     version: str = "0"
-    version_told: str | None = None  # in streams, where it differs from `version`
-    tells_versions: bool = True  # with its tokens
-    version_early: bool = False  # told in every event, as SGLang does, not in the last alone
+    version_told: str | None = None  # reported in streams, where it differs from `version`
+    tells_versions: bool = True  # streams report versions
+    version_early: bool = False  # in every event, as SGLang does, not in the last alone
     cuts: deque[Cut] = field(default_factory=deque)
     always: Cut | None = None
     draw: Callable[[], Cut | None] | None = None  # instead of `cuts` and `always`
-    says: Callable[[Sequence[int]], Sequence[int] | None] | None = None  # what follows, then it stops; None: as ever
+    says: Callable[[Sequence[int]], Sequence[int] | None] | None = None  # ids after a prompt, to a stop; None: `said`
     vocab_size: int = 1000
-    revive_s: float | None = None  # a death lasts so long; None: for ever
+    revive_s: float | None = None  # how long a death lasts; None: for ever
     before_cut: Callable[[int], Awaitable[None]] | None = None
     hold_at: int | None = None
     pause_s: float = 0.0  # before every event
@@ -81,22 +86,21 @@ class CuttingEngine:
     asked: list[Asked] = field(default_factory=list)
     calls: list[tuple[str, Any]] = field(default_factory=list)  # control: path and body
     answers: dict[str, Answer] = field(default_factory=dict)
-    """By path, what a control call gets instead."""
+    """By path, what a control call gets instead of its usual response."""
     answer: Callable[[str, Any], Answer | None] | None = None  # as `answers`, from path and body
     extra_metrics: str = ""
     started_unix_s: float = 1.0
     paused: bool = False
-    dtype: str = ""  # told as vLLM does, in the text of its configuration; empty: not told
+    dtype: str = ""  # reported as vLLM does, in the text of its configuration; empty: not reported
     port: int = 0
     url: str = ""
 
     def app(self) -> web.Application:
-        """Its routes."""
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/metrics", self._control)
         app.router.add_get("/v1/models", self._control)
-        app.router.add_post("/tokenize", self._control)  # says nothing of tokens, unless it is told to
+        app.router.add_post("/tokenize", self._control)  # reports no tokens, unless `answers` has some
         app.router.add_get("/is_paused", self._control)
         app.router.add_get("/server_info", self._control)
         for path in dict.fromkeys(LOAD_STEPS):
@@ -126,8 +130,8 @@ class CuttingEngine:
     async def die(self) -> None:
         """As kill -9 does: nothing listens any more, and every connection is reset."""
         if self._site in self._runner.sites:
-            # A connection that asyncio accepted and has not set up yet would be lost, unclosed, with the server that it
-            # belongs to: no more are accepted, and those get two rounds.
+            # A connection that asyncio has accepted and not yet set up would be lost, unclosed, with its server: no
+            # more are accepted, and those get two rounds of the event loop.
             for sock in self._site._server.sockets:  # type: ignore[union-attr]  # it listens
                 asyncio.get_running_loop().remove_reader(sock.fileno())
             for _ in range(2):
@@ -148,23 +152,38 @@ class CuttingEngine:
     # -- generation
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._record(request, self.asked, self._answer)
+
+    async def _record(
+        self,
+        request: web.Request,
+        log: list[Asked],
+        answer: Callable[[web.Request, Asked, Cut | None], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Notes the request in `log`, and answers it with its cut."""
         asked = Asked(await request.json(), self.version)
-        self.asked.append(asked)
+        log.append(asked)
         cut = self.draw() if self.draw is not None else self.cuts.popleft() if self.cuts else self.always
         try:
-            return await self._answer(request, asked, cut)
+            return await answer(request, asked, cut)
         except asyncio.CancelledError:
             asked.left = True
             raise
         except ConnectionError:
             asked.left = True
-            return web.Response()  # nobody is there to get it
+            return web.Response()  # nobody is left to get it
 
-    async def _answer(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
-        if cut is not None and cut.kind in ("400", "500", "503"):
-            return web.json_response({"error": {"message": f"scripted to answer {cut.kind}"}}, status=int(cut.kind))
+    async def _refused(self, cut: Cut | None) -> web.Response | None:
+        """The response to a request that gets no stream, if it gets any."""
         if cut is not None and cut.kind == "silent":
             await _for_ever()
+        if cut is not None and cut.kind in ("400", "500", "503"):
+            return web.json_response({"error": {"message": f"scripted to answer {cut.kind}"}}, status=int(cut.kind))
+        return None
+
+    async def _answer(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
+        if (refused := await self._refused(cut)) is not None:
+            return refused
         torn = cut is not None and cut.kind == "torn_500"
         response = web.StreamResponse(status=500 if torn else 200, headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -174,6 +193,7 @@ class CuttingEngine:
         if cut is not None and cut.kind == "version":
             changed_at, cut = max(1, min(cut.after, len(ids) - 1)), None
         whole = len(ids) if cut is None else min(cut.after, len(ids))
+        held = b""
         for start in range(0, whole, self.chunk):
             if self.hold_at is not None and start >= self.hold_at:
                 await self.go.wait()
@@ -181,14 +201,18 @@ class CuttingEngine:
                 await asyncio.sleep(self.pause_s)
             end = min(start + self.chunk, whole)
             finish = finish_reason if cut is None and end == whole else None
-            await self._write(response, self._event(ids[start:end], logprobs[start:end], finish, end, changed_at))
+            event = self._event(ids[start:end], logprobs[start:end], finish, end, changed_at)
+            if self.burst:
+                held += event
+            else:
+                await self._write(response, event)
             self.said_tokens += end - start
         if cut is not None:
             if self.before_cut is not None:
                 await self.before_cut(len(prompt) + whole)
             await self._cut(request, response, cut, ids, logprobs, whole)
         else:
-            await response.write(b"data: [DONE]\n\n")
+            await response.write(held + b"data: [DONE]\n\n")
         asked.written = True
         return response
 
@@ -209,24 +233,15 @@ class CuttingEngine:
         at: int,
     ) -> None:
         """`ids` and `logprobs`: all that it would say; the first `at` were."""
-        transport = request.transport
-        assert transport is not None
         match cut.kind:
-            case "reset":
-                transport.abort()
             case "closed" | "torn_500":
                 await response.write(b'data: {"choices": [{"token_ids": [7')
-                transport.close()
-            case "eof":
-                pass
             case "done":
                 await response.write(b"data: [DONE]\n\n")
             case "abort":
                 await response.write(self._event([], [], "abort", 0))
             case "error_event":
                 await response.write(b'data: {"error": {"message": "the engine core died"}}\n\n')
-            case "hang":
-                await _for_ever()
             case "malformed":
                 await response.write(b'data: {"choices": [\n\n')
             case "not_utf8":
@@ -244,6 +259,18 @@ class CuttingEngine:
             case "shorten":
                 missing = min(at + 1, len(ids))
                 await response.write(self._event(ids[missing : at + 3], logprobs[missing : at + 3], None, at + 3))
+        await self._break(request, cut)
+
+    async def _break(self, request: web.Request, cut: Cut) -> None:
+        """Does to the connection what the cut wants; most cuts only end the response."""
+        assert request.transport is not None
+        match cut.kind:
+            case "reset":
+                request.transport.abort()
+            case "closed" | "torn_500":
+                request.transport.close()
+            case "hang":
+                await _for_ever()
             case "death":
                 await self.die()
                 if self.revive_s is not None:

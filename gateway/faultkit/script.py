@@ -1,7 +1,7 @@
-"""What scripted engines say, and when they break off: functions of ids and seeds alone. Pure.
+"""The tokens and the failures of scripted engines: functions of ids and seeds alone. Pure.
 
-Every token and logprob is a function of all ids before it, so a token that was asked for twice, or left out, changes
-everything after it.
+Every token and logprob is a function of all ids before it, so a token that was lost or doubled changes everything after
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CutKind = Literal[
     "400",
     "torn_500",  # a 500 whose body breaks off
     "silent",  # no answer at all, not even a status line
-    "hang",  # says nothing more
+    "hang",  # sends nothing more
     "malformed",  # an event that is not JSON
     "not_utf8",  # an event with a byte that is not UTF-8
     "huge_line",  # an event longer than any reader takes
@@ -34,10 +34,10 @@ CutKind = Literal[
     "repeat",  # the last event once more, then nothing
     "shorten",  # an event that lacks a token, then nothing
     "death",  # as kill -9: resets every connection and refuses new ones
-    "version",  # no cut: it ends whole, and tells that another version said what came after
+    "version",  # no cut: it ends whole, and reports another version for the tokens after
 ]
 RESUMABLE: tuple[CutKind, ...] = tuple(kind for kind in get_args(CutKind) if kind not in ("400", "version"))
-"""What a gateway must make good: all but a refusal, which is the request's own fault, and what it can only tell."""
+"""The cuts that a gateway must recover from: not a refusal, which is the request's own fault, nor "version"."""
 
 
 def said(prompt: Sequence[int], num_tokens: int, vocab_size: int = 1000) -> tuple[list[int], list[float]]:
@@ -51,7 +51,7 @@ def said(prompt: Sequence[int], num_tokens: int, vocab_size: int = 1000) -> tupl
 
 
 def logprobs_of(prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
-    """Of ids that somebody else chose: each a function of all ids before it."""
+    """Logprobs of given ids: each a function of all ids before it."""
     return [_logprob(_mark([*prompt, *ids[:i]])) for i in range(len(ids))]
 
 
@@ -65,7 +65,7 @@ def _logprob(mark: int) -> float:
 
 @dataclass(frozen=True)
 class Cut:
-    """`after`: tokens of this request that are said before; as many as it asked for: all, but no finish reason."""
+    """`after`: tokens of this request that are sent before; with as many as it requests, all but no finish reason."""
 
     kind: CutKind
     after: int = 0
@@ -74,7 +74,7 @@ class Cut:
 def cuts_by_seed(
     seed: int, share: float, after_max: int, kinds: Sequence[CutKind] = RESUMABLE
 ) -> Callable[[], Cut | None]:
-    """Draws, for one request after another, whether and how it is cut: a `share` of them, before token `after_max`."""
+    """Draws the cut of one request after another: a `share` of them is cut, before token `after_max`."""
     chance = random.Random(seed)
 
     def draw() -> Cut | None:

@@ -1,12 +1,13 @@
-"""Evidence for a segment's version: the engine's report in the stream, or a look at the engine after the segment.
+"""Evidence for a segment's version: the engine's report in the stream, or a check of the engine after the segment.
 
-A segment begins on an engine whose incarnation and label were read, and only the gateway refreshes its engines; if a
-look after its end finds the same incarnation with the same label, its tokens were sampled under that version. Looks are
-shared: one after the last of many segments vouches for all of them.
+A segment begins on an engine whose incarnation and label were read, and only the gateway refreshes its engines. If a
+check after the segment's end finds the same incarnation with the same label, no load can have happened in between: the
+segment's tokens were sampled under that version. One check covers every segment that ended before it began.
 
 Invariants:
-- a proof holds for one incarnation under one version, from when it was met to when the last look at it began;
-- before an engine is refreshed it is looked at once more, since afterwards nobody could tell.
+- a check proves one incarnation under one version, from when it joined to when the check began: what is sampled while
+  the request is under way may already belong to the next version;
+- an engine is checked once more before it is refreshed, since afterwards its earlier version cannot be read any more.
 """
 
 from __future__ import annotations
@@ -15,86 +16,85 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
-from gateway.core.fleet import EngineState
 from gateway.core.types import EngineName
-from gateway.engines.base import EngineAdapter, EngineFailed, version_of
+from gateway.engines.base import EngineFailed, version_of
+from gateway.fleet.handle import EngineHandle
 from gateway.runtime.clock import unix_s
 from protos.trajectories import Segment
 
 log = logging.getLogger(__name__)
 
-PROOFS_MAX = 4096
-"""Incarnations and versions remembered; a session's segments are vouched for at its finish, so the newest matter."""
-LOOK_TIMEOUT_S = 2.0
-"""For all looks that a finish waits for. An engine that is slower vouches for nothing."""
+CHECKS_MAX = 4096
+"""Incarnations and versions remembered. A session's segments need them at its finish, so the newest matter."""
+CHECK_TIMEOUT_S = 2.0
+"""For all checks that one finish waits for. A slower engine leaves its segments without evidence."""
 
-
-class Member(Protocol):
-    adapter: EngineAdapter
-    state: EngineState
+_Key = tuple[EngineName, str, int]
+"""Engine, incarnation, version."""
 
 
 class VersionEvidence:
-    """`members`: the fleet's, live."""
+    """`handles` is the fleet's own mapping, which changes as engines come and go."""
 
-    def __init__(self, members: Mapping[EngineName, Member]) -> None:
-        self._members = members
-        self._proved_until: OrderedDict[tuple[EngineName, str, int], float] = OrderedDict()
-        self._looking: dict[EngineName, asyncio.Lock] = {}
+    def __init__(self, handles: Mapping[EngineName, EngineHandle]) -> None:
+        self._handles = handles
+        self._proved_until: OrderedDict[_Key, float] = OrderedDict()  # Unix time; negative: contradicted
+        self._checking: dict[EngineName, asyncio.Lock] = {}
         self.contradictions = 0
 
-    async def vouch(self, segments: Sequence[Segment]) -> list[Segment]:
-        """The same segments with their evidence."""
-        open_ = {EngineName(s.engine) for s in segments if s.evidence == "none" and not self._proved(s)}
+    async def collect(self, segments: Sequence[Segment]) -> list[Segment]:
+        """The same segments with their evidence. Checks each engine at most once, however many are its."""
+        engines = {EngineName(s.engine) for s in segments if s.evidence == "none" and not self._proved(s)}
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                for name in sorted(open_):
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                for name in sorted(engines):
                     last = max(s.ended_unix_s for s in segments if s.engine == name)
-                    await self._look_after(name, last)
+                    await self._check_since(name, last)
         except TimeoutError:
-            log.warning("engines %s did not report their versions within %g s", sorted(open_), LOOK_TIMEOUT_S)
+            log.warning("engines %s did not report their versions within %g s", sorted(engines), CHECK_TIMEOUT_S)
         return [self._with_evidence(segment) for segment in segments]
 
-    async def prove(self, name: EngineName) -> None:
-        """Looks now: the engine is about to change."""
+    async def check(self, name: EngineName) -> None:
+        """Checks the engine now, because it is about to change."""
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                await self._look_after(name, unix_s())
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                await self._check_since(name, unix_s())
         except TimeoutError:
             log.warning("engine %s did not report its version before its refresh", name)
 
-    async def _look_after(self, name: EngineName, moment: float) -> None:
-        async with self._looking.setdefault(name, asyncio.Lock()):
-            member = self._members.get(name)
-            if member is None:
+    async def _check_since(self, name: EngineName, moment: float) -> None:
+        """Checks the engine, unless a check that began at `moment` or later has covered it already."""
+        async with self._checking.setdefault(name, asyncio.Lock()):
+            handle = self._handles.get(name)
+            if handle is None:
                 return
-            state = member.state
+            state = handle.state
             key = (name, state.incarnation, int(state.version))
             if self._proved_until.get(key, 0.0) >= moment:
-                return  # somebody looked meanwhile
+                return  # checked by another session's finish, while this one waited for the lock
             began = unix_s()
             try:
-                report, label = await member.adapter.report(), await member.adapter.weight_version()
+                report, label = await handle.adapter.report(), await handle.adapter.weight_version()
             except EngineFailed as e:
-                log.info("engine %s vouches for nothing: %s", name, e)
+                log.info("engine %s gives no evidence of its version: %s", name, e)
                 return
+            # Either may have changed during the two requests: the label is then another incarnation's.
             if report.incarnation != key[1] or state.incarnation != key[1]:
                 return
             if version_of(label) == key[2]:
                 self._note(key, began)
             else:
                 self.contradictions += 1
-                log.error("engine %s says version %s where %d was loaded", name, label, key[2])
+                log.error("engine %s reports version %s where %d was loaded", name, label, key[2])
                 self._note(key, -1.0)
 
-    def _note(self, key: tuple[EngineName, str, int], until: float) -> None:
+    def _note(self, key: _Key, until: float) -> None:
         self._proved_until[key] = until
         self._proved_until.move_to_end(key)
-        while len(self._proved_until) > PROOFS_MAX:
+        while len(self._proved_until) > CHECKS_MAX:
             self._proved_until.popitem(last=False)
 
     def _until(self, segment: Segment) -> float:

@@ -1,8 +1,9 @@
 """The fleet: its engines, and the places that turns have on them. The shell around `core.fleet`, assembled here.
 
-Owner of `FleetState`: everything runs on one event loop, and state changes only between awaits.
-- `watcher` looks at engines, `refresh` loads versions into them, `places` gives turns places on them;
-- whatever changes what may be decided calls `changed`, where intakes, refreshes and the queue are decided anew.
+Owner of `FleetState`: everything runs on one event loop, and the state changes only between awaits.
+- `watcher` polls engines, `refresh` loads versions into them, `places` assigns turns to them, `pins` keeps versions on
+  relays, `evidence` verifies which version an engine ran;
+- whatever changes an input of a decision calls `reconcile`, which decides intakes, refreshes and the queue anew.
 """
 
 from __future__ import annotations
@@ -15,23 +16,22 @@ from dataclasses import dataclass
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.event_size import mean_pace
-from gateway.core.fleet import EngineState, FleetState, TurnLoad
+from gateway.core.fleet import EngineState, FleetState
 from gateway.core.intake import intake_changes
 from gateway.core.reasons import closed_reason
 from gateway.core.refresh import refresh_decisions
-from gateway.core.scheduler import Admission, Demand, Placement
-from gateway.core.text_requests import TextDemand
-from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
+from gateway.core.scheduler import Admission
+from gateway.core.types import NO_VERSION, EngineName, Version
 from gateway.engines.base import EngineFailed
 from gateway.engines.kinds import connect
 from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.pins import VersionPins
-from gateway.fleet.places import Occupant, Places
+from gateway.fleet.places import Places
 from gateway.fleet.refresh import Refresher
 from gateway.fleet.relays import Relays
 from gateway.fleet.watcher import EngineWatcher, Tokenize
-from gateway.runtime.standing import StandingTasks
+from gateway.runtime.supervisor import Supervisor
 from gateway.store import Timeline
 from gateway.store.lineage import LineageStore
 from protos.errors import Conflict, NotFound, Unavailable
@@ -39,7 +39,7 @@ from protos.errors import Conflict, NotFound, Unavailable
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-"""How late an age or a hold that runs out by the clock may be noticed."""
+"""How late the expiry of an age or of a hold may be noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class FleetStatistics:
 
 
 class Fleet:
-    """`async with Fleet(...)`. `place` and `leave` frame every turn's stay on an engine."""
+    """`async with Fleet(...)`. `places` assigns turns to engines; `handles` has what is needed to call an engine."""
 
     def __init__(
         self,
@@ -63,46 +63,37 @@ class Fleet:
         lineage: LineageStore | None = None,
         tokenize: Tokenize | None = None,
     ) -> None:
-        self._lineage = lineage
         self.config = config
-        self._tokenize = tokenize
         self.state = state
-        self.members: dict[EngineName, EngineHandle] = {}
+        self.handles: dict[EngineName, EngineHandle] = {}
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
-        self.vouching = VersionEvidence(self.members)
-        self.relays: Relays
-        self.pinning: VersionPins
+        self.evidence = VersionEvidence(self.handles)
+        self.places = Places(state, admission, self, queue_max=config.queue_max)
         self._timeline = timeline
-        self._places = Places(self.state, admission, self, queue_max=config.queue_max)
-        self._watching: EngineWatcher
-        self._refreshing: Refresher
-        self._changing: asyncio.Handle | None = None  # `changed` is due in this round of the event loop
-        self._tasks = StandingTasks()
+        self._reconciling: asyncio.Handle | None = None  # `reconcile` is scheduled in this round of the event loop
+        self._tasks = Supervisor()
+        self.relays = Relays(
+            config.model,
+            self._tasks,
+            self._version_available,
+            lineage=lineage.lineage if lineage else None,
+            saw=lineage.keep if lineage else lambda: None,
+        )
+        self.pins = VersionPins(config.model, state, self.relays, timeline)
+        self._watcher = EngineWatcher(config, state, self.relays, self.reconcile, tokenize)
+        self._refresher = Refresher(
+            config.model,
+            self.relays,
+            self.evidence,
+            interrupt=self.places.interrupt,
+            reconcile=self.reconcile,
+            probes=config.probe,
+        )
 
     async def __aenter__(self) -> Fleet:
-        kept = self._lineage
-        self.relays = Relays(
-            self.config.model,
-            self._tasks,
-            self._available,
-            lineage=kept.lineage if kept else None,
-            saw=kept.keep if kept else lambda: None,
-        )
-        self.pinning = VersionPins(
-            self.config.model, self.state.kept, self.relays, self._timeline, self.state.fallbacks
-        )
-        self._watching = EngineWatcher(self.config, self.state, self.relays, self.changed, self._tokenize)
-        self._refreshing = Refresher(
-            self.config.model,
-            self.relays,
-            self.vouching,
-            interrupt=self.interrupt,
-            changed=self.changed,
-            probes=self.config.probe,
-        )
-        self._standing = [
-            self._tasks.keep(self._tick, "fleet-tick"),
-            self._tasks.keep(self.pinning.run, "version-pins"),
+        self._loops = [
+            self._tasks.keep_running(self._tick, "fleet-tick"),
+            self._tasks.keep_running(self.pins.run, "version-pins"),
         ]
         try:
             for spec in self.config.engines:
@@ -113,17 +104,17 @@ class Fleet:
         return self
 
     async def close(self) -> None:
-        """Stops looking, fails whoever still waits, and closes every connection."""
-        self._places.close()
-        if self._changing is not None:
-            self._changing.cancel()
-        for task in self._standing:
+        """Stops polling, fails every turn that waits for a place, and closes every connection."""
+        self.places.close()
+        if self._reconciling is not None:
+            self._reconciling.cancel()
+        for task in self._loops:
             task.cancel()
-        for name in list(self.members):
+        for name in list(self.handles):
             await self.remove(name)
         await self._tasks.close()
 
-    # -- members
+    # -- engines
 
     def add(self, spec: EngineSpec) -> None:
         """Raises Conflict for a name or an address that is taken."""
@@ -135,25 +126,26 @@ class Fleet:
             self.relays.follow(spec.relay)
             state.available = self.relays.newest(spec.relay) or NO_VERSION
             state.loadable = self.relays.held(spec.relay)
-        member = self.members[name] = EngineHandle(spec, adapter, state, self._timeline)
+        handle = self.handles[name] = EngineHandle(spec, adapter, state, self._timeline)
         self.state.add(state)
-        watching = self._watching
-        member.watcher = self._tasks.keep(
-            lambda: watching.watch(member), f"watch-{name}", lambda error: watching.failed(member, error)
+        watcher = self._watcher
+        handle.watch = self._tasks.keep_running(
+            lambda: watcher.watch(handle), f"watch-{name}", lambda error: watcher.failed(handle, error)
         )
-        member.tether = self._tasks.keep(lambda: watching.hold_tether(member), f"tether-{name}")
+        handle.tether = self._tasks.keep_running(lambda: watcher.hold_tether(handle), f"tether-{name}")
 
     def _check_free(self, spec: EngineSpec) -> None:
-        if spec.name in self.members:
+        if spec.name in self.handles:
             raise Conflict(
-                f"there is already an engine named {spec.name!r}", hint=f"taken: {', '.join(sorted(self.members))}"
+                f"there is already an engine named {spec.name!r}", hint=f"taken: {', '.join(sorted(self.handles))}"
             )
-        for name, member in self.members.items():
-            if member.spec.url.rstrip("/") == spec.url.rstrip("/"):
+        for name, handle in self.handles.items():
+            if handle.spec.url.rstrip("/") == spec.url.rstrip("/"):
                 raise Conflict(f"{spec.url} is engine {name!r} already", hint="an engine counts once")
 
-    async def probe(self, spec: EngineSpec) -> None:
-        """Asks the engine what it is, without taking it in. Conflict for what is taken, Unavailable if it is no use."""
+    async def check(self, spec: EngineSpec) -> None:
+        """Requests the engine's report without adding it. Raises Conflict if its name or address is taken, Unavailable
+        if it does not respond or cannot be used."""
         self._check_free(spec)
         adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
         try:
@@ -162,144 +154,126 @@ class Fleet:
         except EngineFailed as e:
             raise Unavailable(
                 f"engine {spec.name} cannot be used: {e.message}",
-                hint=e.hint or 'start it first, or send "check": false to have it looked for',
+                hint=e.hint or 'start it first, or send "check": false to add it before it responds',
             ) from e
         finally:
             await adapter.close()
 
     async def remove(self, name: EngineName) -> None:
-        """Takes an engine out at once; its turns are cut and go on elsewhere. NotFound for an unknown name."""
-        member = self.members.pop(name, None)
-        if member is None:
-            raise NotFound(f"no engine named {name!r}", hint=f"there are: {', '.join(sorted(self.members)) or 'none'}")
+        """Removes an engine at once; its turns are cut and go on elsewhere. NotFound for an unknown name."""
+        handle = self.handles.pop(name, None)
+        if handle is None:
+            raise NotFound(f"no engine named {name!r}", hint=f"there are: {', '.join(sorted(self.handles)) or 'none'}")
         self.state.remove(name)
         try:
-            await member.close()
+            await handle.close()
         finally:
-            await self._let_go(member.spec.relay)
-        self.changed()
+            relay = handle.spec.relay
+            if relay is not None and not any(other.spec.relay == relay for other in self.handles.values()):
+                await self.relays.unfollow(relay)
+        self.reconcile()
 
-    async def _let_go(self, relay: str | None) -> None:
-        """Of a relay that no engine needs any more."""
-        if relay is None or any(member.spec.relay == relay for member in self.members.values()):
-            return
-        await self.relays.let_go(relay)
+    async def polled(self) -> None:
+        """Returns once every engine was polled; each poll has its deadline."""
+        for handle in list(self.handles.values()):
+            await handle.polled.wait()
 
-    async def looked(self) -> None:
-        """Returns when every engine was looked at once: each look has its deadline."""
-        for member in list(self.members.values()):
-            await member.looked.wait()
-
-    # -- turns on engines
-
-    async def place(self, demand: Demand | TextDemand, *, resumed: bool, timeout_s: float) -> Placement:
-        """An engine for the turn, booked. Waits in the queue; OutOfCapacity when it is full or the wait too long."""
-        return await self._places.place(demand, resumed=resumed, timeout_s=timeout_s)
-
-    def enter(self, engine: EngineName, load: TurnLoad) -> None:
-        """The turn runs on `engine` from now on."""
-        self._places.enter(engine, load)
-
-    def occupy(self, turn_id: TurnId, occupant: Occupant) -> None:
-        """Who is to be interrupted when the turn's engine is needed, until it leaves the engine."""
-        self._places.occupy(turn_id, occupant)
-
-    def interrupt(self, turn_id: TurnId) -> None:
-        """The engine of the turn is needed for something else: the turn goes on wherever there is a place."""
-        self._places.interrupt(turn_id)
-
-    def leave(self, engine: EngineName, turn_id: TurnId) -> None:
-        """The turn no longer runs on `engine`."""
-        self._places.leave(engine, turn_id)
-
-    def engine_left(self, engine: EngineName) -> None:
-        member = self.members.get(engine)
-        if member is not None:
-            member.left.set()
-        if self._places.queued or member is None or not self.state.unmoved(member.state):
-            self.change_soon()
+    def suspect(self, engine: EngineName) -> None:
+        """A connection to the engine broke: it gets no turn before it responded to another poll, which is made now."""
+        handle = self.handles.get(engine)
+        if handle is not None:
+            handle.suspect()
 
     def decoded(self, engine: EngineName, num_tokens: int, seconds: float) -> None:
-        """Tokens of one turn came `seconds` after those before them."""
+        """Measured: so many tokens of one turn came `seconds` after those before them."""
         state = self.state.engines.get(engine)
         if state is not None:
             state.curve.observe(len(state.turns), num_tokens, seconds)
             self.state.token_s = mean_pace(self.state.token_s, num_tokens, seconds)
 
-    def suspect(self, engine: EngineName) -> None:
-        """A connection to it broke: it gets no turn before it was looked at, which is now."""
-        member = self.members.get(engine)
-        if member is not None:
-            member.suspect()
+    @property
+    def context_tokens(self) -> int:
+        """The largest context that an engine reported, dead engines included, since they may come back. A turn is
+        placed only where all of it fits."""
+        return max((engine.context_tokens for engine in self.state.engines.values()), default=0)
 
     # -- what follows from a change
 
-    def change_soon(self) -> None:
-        """`changed`, once for all turns that leave engines or begin to wait in one round of the event loop.
+    def turn_left(self, engine: EngineName) -> None:
+        """A turn has left the engine. Implements `places.Owner`."""
+        handle = self.handles.get(engine)
+        if handle is not None:
+            handle.left.set()
+        if self.places.queued or handle is None or not self.state.unmoved(handle.state):
+            self.reconcile_soon()
 
-        It looks at the whole queue. When engines load under a thousand turns all of them leave and wait again: once for
-        each of them took nearly two seconds of a core, in which no engine could begin to load.
+    def reconcile_soon(self) -> None:
+        """Schedules one `reconcile` for all turns that leave engines or begin to wait in one round of the event loop.
+
+        It looks at the whole queue. When engines load under a thousand turns, all of them leave and wait again:
+        reconciling for each of them took nearly two seconds of a core, in which no engine could begin to load.
         """
-        if self._changing is None:
-            self._changing = asyncio.get_running_loop().call_soon(self.changed)
+        if self._reconciling is None:
+            self._reconciling = asyncio.get_running_loop().call_soon(self.reconcile)
 
-    def changed(self) -> None:
-        """Opens and closes intakes, starts refreshes that became possible, serves the queue."""
-        if self._changing is not None:
-            self._changing.cancel()
-            self._changing = None
+    def reconcile(self) -> None:
+        """Opens and closes intakes, starts the refreshes that became possible, and serves the queue."""
+        if self._reconciling is not None:
+            self._reconciling.cancel()
+            self._reconciling = None
         now = time.monotonic()
         for change in intake_changes(self.state, now):
             state = "intake open" if change.open else "intake closed"
             self._timeline.add("engine", engine=change.engine, state=state, reason=change.reason)
-        self.state.insisted, self.state.waiting_since = self._places.wanted(), self._places.waiting_since()
+        self.state.insisted, self.state.waiting_since = self.places.wanted(), self.places.waiting_since()
         self._start_refreshes(now)
-        self._note_holds(now)
-        self._places.serve()
+        self._log_holds(now)
+        self.places.serve()
 
     def _start_refreshes(self, now: float) -> None:
         for decision in refresh_decisions(self.state, now):
-            member = self.members[decision.engine]
-            refresh = self._refreshing.refresh(member, decision)
-            member.refresher = self._tasks.start(refresh, f"refresh-{decision.engine}")
+            handle = self.handles[decision.engine]
+            refresh = self._refresher.refresh(handle, decision)
+            handle.refresh = self._tasks.start(refresh, f"refresh-{decision.engine}")
 
-    def _note_holds(self, now: float) -> None:
-        """Says once whenever an engine begins to stay on its version for sessions."""
-        for member in self.members.values():
-            held = member.state.held_since is not None
-            if held and not member.held:
-                reason = closed_reason(self.state, member.state, now)
-                log.info("engine %s %s; %d turns wait", member.state.name, reason, self._places.queued)
-                self._timeline.add("engine", engine=member.state.name, state="held", reason=reason)
-            member.held = held
+    def _log_holds(self, now: float) -> None:
+        """Logs once whenever an engine begins to stay on its version for sessions."""
+        for handle in self.handles.values():
+            held = handle.state.held_since is not None
+            if held and not handle.held:
+                reason = closed_reason(self.state, handle.state, now)
+                log.info("engine %s %s; %d turns wait", handle.state.name, reason, self.places.queued)
+                self._timeline.add("engine", engine=handle.state.name, state="held", reason=reason)
+            handle.held = held
 
-    def _available(self, address: str, version: Version) -> None:
+    def _version_available(self, address: str, version: Version) -> None:
+        """A relay responded for the first time, or what it holds has changed. `version`: the one that came; 0: none."""
         if version > self.state.newest:
             self.state.newest = version
         held = self.relays.held(address)
-        for member in self.members.values():
-            if member.spec.relay == address:
-                member.state.loadable = held
-                if version > member.state.available:
-                    member.state.available = version
+        for handle in self.handles.values():
+            if handle.spec.relay == address:
+                handle.state.loadable = held
+                if version > handle.state.available:
+                    handle.state.available = version
                     self.version_available.set()
         if version:
             self._timeline.add("version", version=version, relay=address)
-        for member in list(self.members.values()):
-            self._watching.settle(member)
-        self.changed()
+        for handle in list(self.handles.values()):
+            self._watcher.settle(handle)
+        self.reconcile()
 
     async def _tick(self) -> None:
-        """Ages and holds run out by the clock, without any event."""
+        """Ages and holds expire by the clock, without any event."""
         while True:
             await asyncio.sleep(TICK_S)
-            self.changed()
+            self.reconcile()
 
     def statistics(self) -> FleetStatistics:
         return FleetStatistics(
-            self._refreshing.refreshes,
-            self._refreshing.failures,
-            self._refreshing.unchanged,
-            self._places.queued,
-            self._places.reasons(),
+            self._refresher.refreshes,
+            self._refresher.failures,
+            self._refresher.unchanged,
+            self.places.queued,
+            self.places.reasons(),
         )

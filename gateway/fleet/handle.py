@@ -1,4 +1,4 @@
-"""The handle of one engine: its adapter, its state, and the tasks that watch and refresh it."""
+"""The handle of one engine: its adapter, its state, and the tasks that poll and refresh it."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EngineHandle:
-    """`state` is the fleet's; it changes between awaits of the event loop only."""
+    """`state` belongs to `FleetState`; it changes between awaits of the event loop only."""
 
     spec: EngineSpec
     adapter: EngineAdapter
     state: EngineState
     timeline: Timeline
-    look: asyncio.Event = field(default_factory=asyncio.Event)
-    left: asyncio.Event = field(default_factory=asyncio.Event)  # a turn left
-    looked: asyncio.Event = field(default_factory=asyncio.Event)  # once, whatever was seen
-    failed_polls: int = 0
-    dtype_asks: int = 0  # of this incarnation
+    poll_now: asyncio.Event = field(default_factory=asyncio.Event)  # wakes its watcher before the interval is over
+    polled: asyncio.Event = field(default_factory=asyncio.Event)  # at least once, with whatever result
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # a turn has left it
+    failed_polls: int = 0  # in a row
+    dtype_requests: int = 0  # to this incarnation
     refresh_failures: int = 0
-    held: bool = False  # it stays on its version for sessions, which was said
-    probe: Probe | None = None  # the last, after its last load
-    reported: set[Version] = field(default_factory=set)  # as refused, to a relay, since its last load that counted
-    watcher: asyncio.Task[None] | None = None
+    held: bool = False  # it stays on its version for sessions, and that was logged
+    probe: Probe | None = None  # the result of the last one, after its last load
+    reported: set[Version] = field(default_factory=set)  # refused versions that a relay has a report of
+    watch: asyncio.Task[None] | None = None
     tether: asyncio.Task[None] | None = None
-    refresher: asyncio.Task[None] | None = None
+    refresh: asyncio.Task[None] | None = None
 
     def to(self, status: EngineStatus, reason: str) -> None:
-        """A transition that the timeline and the log are told of, with its reason."""
+        """Makes a transition, and records it with its reason on the timeline and in the log."""
         self.state.to(status)
         self.timeline.add("engine", engine=self.state.name, state=status, reason=reason)
         log.info("engine %s: %s: %s", self.state.name, status, reason)
 
-    def note_failed_look(self, error: str) -> None:
-        """For the timeline: the engine's own state forgets it with the next look that succeeds."""
+    def note_failed_poll(self, error: str) -> None:
+        """On the timeline: `state.poll_error` is cleared by the next poll that succeeds."""
         self.timeline.add("look", engine=self.state.name, error=error)
 
     def suspect(self) -> None:
-        """A connection to it broke: it gets no turn before it was looked at, which is now."""
+        """A connection to the engine broke: it gets no turn before it responded to another poll, which is made now."""
         self.state.suspected = self.state.status == "serving"
-        self.look.set()
+        self.poll_now.set()
 
     async def close(self) -> None:
-        """Ends its tasks and connections. Nothing is left behind if who asked is cancelled meanwhile."""
-        tasks = [task for task in (self.watcher, self.tether, self.refresher) if task is not None]
+        """Ends its tasks and connections, also when the caller is cancelled meanwhile."""
+        tasks = [task for task in (self.watch, self.tether, self.refresh) if task is not None]
         for task in tasks:
             task.cancel()
         try:

@@ -1,13 +1,14 @@
-"""Places on engines for turns: given at once, or waited for in one bounded queue, and given back.
+"""Places on engines for turns: assigned at once, or waited for in one bounded queue, and returned.
 
 Invariants:
-- a place counts on its engine from when it is given, not from when the turn's task comes to run;
-- turns that were cut are served first, then those of sessions that have begun, then new sessions; among them those of
-  sessions with a higher priority before others, and then in the order in which they came;
-- new sessions have a bound of their own in the queue: they push out nobody who has begun;
-- who has waited for room for `RESERVE_AFTER_S` gets what comes free on one engine: no later turn of its kind or of a
-  lesser one is given a place there before it;
-- whoever stops waiting gives back a place that was given to it meanwhile.
+- a place counts on its engine from when it is assigned, not from when the turn's task comes to run: two turns decided
+  in one round of the event loop would otherwise both get the last place;
+- turns that were cut are served first, then turns of sessions that have begun, then new sessions; within a class by the
+  session's priority, then in order of arrival;
+- new sessions have a bound of their own in the queue: they never displace a session that has begun;
+- a turn that has waited for room for `RESERVE_AFTER_S` gets what comes free on one engine: no later turn of its class
+  or of a lower one is placed there before it;
+- a turn that stops waiting returns a place that it was assigned meanwhile.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from gateway.core.types import EngineName, TurnId, Version
 from protos.errors import LaminarError, OutOfCapacity, Unavailable, VersionLost
 
 REASONS_MAX = 8
-"""Different ones that are told of the queue."""
+"""Different reasons in the statistics of the queue."""
 
 Outcome = Placement | Wait | Lost | Unable
 
 
 RESERVE_AFTER_S = 5.0
-"""A long prompt waits for more room than short ones: so long they may go before it."""
+"""A long prompt waits for more room than short ones. They may be placed before it for so long."""
 
-NOT_ASKED = Admission(0, 0, None, 0)
-"""For a session that has begun: the trainer holds up new ones alone."""
+UNBOUNDED = Admission(0, 0, None, 0)
+"""For a session that has begun: the trainer's bound applies to new ones alone."""
 
-Standing = Literal[0, 1, 2]
-"""A turn's, in the queue: it was cut and its client has waited already; its session has begun; its session is new."""
+Rank = Literal[0, 1, 2]
+"""Of a turn in the queue: it was cut, so that its client has waited already; its session has begun; it is new."""
 
 
-def _standing(demand: Demand | TextDemand, *, resumed: bool) -> Standing:
+def _rank(demand: Demand | TextDemand, *, resumed: bool) -> Rank:
     if resumed:
         return 0
     return 1 if isinstance(demand, Demand) and demand.session.engine is not None else 2
@@ -62,17 +63,17 @@ def _standing(demand: Demand | TextDemand, *, resumed: bool) -> Standing:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A turn in the queue; the same one is meant, not one like it."""
+    """A turn in the queue, compared by identity."""
 
     demand: Demand | TextDemand
-    standing: Standing
+    rank: Rank
     placed: asyncio.Future[Placement]
     since: float
-    wait: Wait | None = None  # as it was last told
+    wait: Wait | None = None  # the last refusal
 
 
 class Occupant(Protocol):
-    """Who runs on an engine, and can be asked to leave it."""
+    """Runs on an engine, and can be interrupted."""
 
     def interrupt(self) -> None:
         """The engine is needed for something else: leaves it for any other place. Does nothing when it cannot."""
@@ -82,17 +83,17 @@ class Occupant(Protocol):
 class Owner(Protocol):
     """The fleet, which decides what follows from a change here."""
 
-    def engine_left(self, engine: EngineName) -> None:
+    def turn_left(self, engine: EngineName) -> None:
         """A turn has left the engine."""
         ...
 
-    def change_soon(self) -> None:
+    def reconcile_soon(self) -> None:
         """A turn has begun to wait."""
         ...
 
 
 class Places:
-    """Owner of the queue, and of who occupies places."""
+    """Owner of the queue and of the occupants of places. `place` and `leave` frame a turn's stay on an engine."""
 
     def __init__(self, state: FleetState, admission: Callable[[], Admission], owner: Owner, *, queue_max: int) -> None:
         self._state, self._admission, self._queue_max = state, admission, queue_max
@@ -106,7 +107,7 @@ class Places:
         return len(self._queue)
 
     def wanted(self) -> Mapping[Version, Wanted]:
-        """Versions that waiting turns will have, or nothing."""
+        """Versions that waiting turns insist on."""
         waiting = (w.demand for w in self._queue if not w.placed.done())
         return wanted_versions((d for d in waiting if isinstance(d, Demand)), self._state)
 
@@ -116,34 +117,39 @@ class Places:
 
     def reasons(self) -> Mapping[str, int]:
         """Why turns wait, and how many for each reason; the most frequent ones."""
-        told = Counter(w.wait.reason for w in self._queue if w.wait is not None and not w.placed.done())
-        return dict(told.most_common(REASONS_MAX))
+        reasons = Counter(w.wait.reason for w in self._queue if w.wait is not None and not w.placed.done())
+        return dict(reasons.most_common(REASONS_MAX))
 
     def close(self) -> None:
-        """Fails whoever still waits."""
+        """Fails every turn that still waits."""
         for waiter in self._queue:
             if not waiter.placed.done():
-                waiter.placed.set_exception(Unavailable("the gateway is shutting down", hint="ask again soon"))
+                waiter.placed.set_exception(
+                    Unavailable("the gateway is shutting down", hint="send the request again soon")
+                )
         self._queue.clear()
 
     async def place(self, demand: Demand | TextDemand, *, resumed: bool, timeout_s: float) -> Placement:
-        """An engine for the turn, booked. Waits in the queue; OutOfCapacity when it is full or the wait too long."""
-        standing = _standing(demand, resumed=resumed)
-        if not any(waiter.standing <= standing for waiter in self._queue) or resumed:
+        """An engine for the turn, booked. Waits in the queue.
+
+        Raises OutOfCapacity when the queue is full or the wait too long, VersionLost, Unavailable.
+        """
+        rank = _rank(demand, resumed=resumed)
+        if not any(waiter.rank <= rank for waiter in self._queue) or resumed:
             outcome = self._decide(demand)
             if isinstance(outcome, Placement):
                 self._book(outcome, demand)
                 return outcome
             if not isinstance(outcome, Wait):
                 raise _never(outcome, demand)
-        waiting = sum(waiter.standing == standing for waiter in self._queue)
+        waiting = sum(waiter.rank == rank for waiter in self._queue)
         if waiting >= self._queue_max and not resumed:
             after_s = retry_for_a_place(waiting, self._left, time.monotonic())
-            what = "turns" if standing == 2 else "turns of sessions that have begun"
+            what = "turns" if rank == 2 else "turns of sessions that have begun"
             raise OutOfCapacity(f"{waiting} {what} wait for an engine already", retry_after_s=after_s)
-        waiter = _Waiter(demand, standing, asyncio.get_running_loop().create_future(), time.monotonic())
+        waiter = _Waiter(demand, rank, asyncio.get_running_loop().create_future(), time.monotonic())
         self._queue.append(waiter)
-        self._owner.change_soon()
+        self._owner.reconcile_soon()
         try:
             async with asyncio.timeout(timeout_s):
                 return await waiter.placed
@@ -161,7 +167,7 @@ class Places:
         if isinstance(demand, TextDemand):
             return place_text(demand, self._state)
         if admission is None:
-            admission = self._admission() if demand.session.version is None else NOT_ASKED
+            admission = self._admission() if demand.session.version is None else UNBOUNDED
         return place(demand, self._state, admission)
 
     def _too_late(self, waiter: _Waiter, timeout_s: float) -> OutOfCapacity:
@@ -175,6 +181,8 @@ class Places:
         )
 
     def _unbook(self, waiter: _Waiter) -> None:
+        """A turn stops waiting. `serve` may have resolved its future in the same round of the event loop, before the
+        timeout or the cancellation reached its task: that place is booked, and no turn will come to it."""
         placed, turn_id = waiter.placed, waiter.demand.turn_id
         if turn_id is not None and placed.done() and not placed.cancelled() and placed.exception() is None:
             self.leave(placed.result().engine, turn_id)
@@ -184,36 +192,37 @@ class Places:
         self._state.engines[engine].enter(load)
 
     def leave(self, engine: EngineName, turn_id: TurnId) -> None:
-        """The turn no longer runs on `engine`."""
+        """The turn does not run on `engine` any more; no-op for one that does not."""
         state = self._state.engines.get(engine)
         if state is not None and state.leave(turn_id):
             self._left.happened(time.monotonic())
         self._occupants.pop(turn_id, None)
-        self._owner.engine_left(engine)
+        self._owner.turn_left(engine)
 
     def occupy(self, turn_id: TurnId, occupant: Occupant) -> None:
-        """Who is to be interrupted when the turn's engine is needed, until it leaves the engine."""
+        """`occupant` is interrupted when the turn's engine is needed, until the turn leaves the engine."""
         self._occupants[turn_id] = occupant
 
     def interrupt(self, turn_id: TurnId) -> None:
+        """The engine of the turn is needed for something else."""
         if (occupant := self._occupants.get(turn_id)) is not None:
             occupant.interrupt()
 
     def serve(self) -> None:
-        """Gives places to all who wait and can have one now."""
+        """Assigns places to all waiting turns that can have one now."""
         if not self._queue:
             return
         admission, refusals, now = self._admission(), Refusals(), time.monotonic()
-        reserved: dict[EngineName, Standing] = {}
-        for waiter in sorted(self._queue, key=_rank):
+        reserved: dict[EngineName, Rank] = {}
+        for waiter in sorted(self._queue, key=_by_rank):
             if waiter.placed.done():
                 continue
             demand = waiter.demand
             if reserved:
-                others = frozenset(name for name, standing in reserved.items() if standing <= waiter.standing)
+                others = frozenset(name for name, rank in reserved.items() if rank <= waiter.rank)
                 demand = replace(demand, reserved=others)
-            told = refusals.told(demand, self._state) if isinstance(demand, Demand) else None
-            outcome = told or self._decide(demand, admission)
+            refused = refusals.find(demand, self._state) if isinstance(demand, Demand) else None
+            outcome = refused or self._decide(demand, admission)
             if isinstance(outcome, Wait):
                 waiter.wait = outcome
                 self._reserve(waiter, demand, reserved, now)
@@ -229,13 +238,14 @@ class Places:
             self._queue.remove(waiter)
 
     def _reserve(
-        self, waiter: _Waiter, demand: Demand | TextDemand, reserved: dict[EngineName, Standing], now: float
+        self, waiter: _Waiter, demand: Demand | TextDemand, reserved: dict[EngineName, Rank], now: float
     ) -> None:
+        """Reserves an engine for a turn that has waited long for room: short prompts would take all that comes free."""
         long = waiter.wait is not None and waiter.wait.cause == "room" and now - waiter.since >= RESERVE_AFTER_S
         if long and isinstance(demand, Demand):
             engine = reservable(demand, self._state)
             if engine is not None:
-                reserved[engine.name] = waiter.standing
+                reserved[engine.name] = waiter.rank
 
     def _book(self, placement: Placement, demand: Demand | TextDemand) -> None:
         if isinstance(demand, TextDemand):
@@ -248,9 +258,9 @@ class Places:
             self.enter(placement.engine, load)
 
 
-def _rank(waiter: _Waiter) -> tuple[int, int]:
+def _by_rank(waiter: _Waiter) -> tuple[int, int]:
     priority = waiter.demand.session.spec.priority if isinstance(waiter.demand, Demand) else 0
-    return waiter.standing, -priority
+    return waiter.rank, -priority
 
 
 def _never(outcome: Lost | Unable, demand: Demand | TextDemand) -> LaminarError:

@@ -1,9 +1,9 @@
 """A probe of what an engine computes: the logprob of one greedy token after a fixed prompt.
 
 Over the whole vocabulary a logprob depends on every weight that the forward pass touches, so other weights make another
-number. An engine that says exactly the same before and after a load of another version has either been given the same
-weights under another number, or did not take the new ones: that is shown, since only the trainer can tell which. One
-that gives no number, or none that is finite, is not served from.
+number. If an engine returns exactly the same before and after the load of another version, either the version has the
+same weights, or the engine did not take the new ones. That is reported, not refused: only the trainer knows which. An
+engine that returns no number, or one that is not finite, does not serve.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gateway.engines.base import EngineAdapter, EngineFailed, NoLogprob, Request
 log = logging.getLogger(__name__)
 
 PROMPT = tuple(range(5, 21))
-"""Ids that every vocabulary has; what they say does not matter."""
+"""Ids that every vocabulary has; their text does not matter."""
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 TIMEOUT_S = 30.0
 """One short prefill, on an engine that runs nothing else, and may compile for its first request."""
@@ -38,12 +38,12 @@ class Probe:
 
 
 async def probe(adapter: EngineAdapter, incarnation: str, version: Version) -> Probe | None:
-    """What the engine computes now. None: it refuses the request. Raises EngineFailed when it gives no number."""
+    """Probes the engine. None: it refuses the request. Raises EngineFailed when it returns no finite number."""
     try:
         async with asyncio.timeout(TIMEOUT_S), adapter.generate(PROMPT, ONE_TOKEN, "probe", "probe") as chunks:
             found = [pair async for chunk in chunks for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
     except RequestRefused as e:
-        log.warning("an engine takes no probe: %s", e)
+        log.warning("an engine refuses the probe: %s", e)
         return None
     except NoLogprob as e:
         raise _computes_nan(version) from e

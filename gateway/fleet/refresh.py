@@ -2,10 +2,12 @@
 
 Invariants:
 - the order is acquire, fence, load, verify, label, unfence, release, probe; a load counts only if its pin was held to
-  the end;
+  the end: without the pin, the relay may have recycled the memory while the engine read it;
 - on any error after the fence the engine stays fenced: it may hold half a version, or compute nothing of use;
-- whatever goes wrong in a load is that engine's state: it never stays `refreshing`, and is tried again;
-- turns are asked to leave before the load; one that has not left in time is cut by it, and resumes like any other.
+- a failed load is the state of that engine alone: it never stays `refreshing`, and is retried;
+- turns are interrupted before the load; a turn that has not left in time is cut by it, and resumes like any other;
+- which engine could not load which version is reported to the relay tier, so that the trainer's ticket shows it. A
+  report never fails a refresh, nor delays it for longer than `REPORT_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from gateway.core.fleet import EngineState
 from gateway.core.refresh import RefreshDecision, load_failed
@@ -21,10 +24,9 @@ from gateway.core.types import TurnId, Version
 from gateway.engines.base import EngineFailed, SnapshotRefused
 from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
-from gateway.fleet.load_reports import LoadReports
 from gateway.fleet.probe import Finding, compare, probe
 from gateway.fleet.relays import Relays
-from gateway.runtime.standing import own
+from gateway.runtime.supervisor import rpc_result
 from paramserver.client import Lease, RelayClient
 from protos.errors import LaminarError, NotFound, VersionLost
 
@@ -35,10 +37,13 @@ RETRY_S = 1.0
 RETRY_MAX_S = 30.0
 INTERRUPT_MAX_S = 2.0
 """For turns to leave an engine that is to load: they are only cancelled, so milliseconds are usual."""
+REPORT_TIMEOUT_S = 2.0
+REPORTED_MAX = 16
+"""Refused versions of one engine; a relay keeps no more."""
 
 
 class _NotAcquired(Exception):
-    """An older version could not be acquired: nothing was done to the engine. `gone`: the relay holds it no more."""
+    """An older version could not be acquired: nothing was done to the engine. `gone`: the relay does not hold it."""
 
     def __init__(self, error: LaminarError) -> None:
         super().__init__(str(error))
@@ -46,45 +51,45 @@ class _NotAcquired(Exception):
 
 
 class Refresher:
-    """`interrupt` asks a turn to leave its engine; `changed` is called when a refresh has ended."""
+    """`interrupt` makes a turn leave its engine; `reconcile` is called when a refresh has ended."""
 
     def __init__(
         self,
         model: str,
         relays: Relays,
-        vouching: VersionEvidence,
+        evidence: VersionEvidence,
         *,
         interrupt: Callable[[TurnId], object],
-        changed: Callable[[], None],
+        reconcile: Callable[[], None],
         probes: bool,
     ) -> None:
         self.refreshes = 0
         self.failures = 0
         self.unchanged = 0  # loads of another version after which an engine computed exactly what it did before
         self._probes = probes
-        self._model, self._relays, self._vouching = model, relays, vouching
-        self._reports = LoadReports(model, relays)
-        self._interrupt, self._changed = interrupt, changed
+        self._model, self._relays, self._evidence = model, relays, evidence
+        self._interrupt, self._reconcile = interrupt, reconcile
 
-    async def refresh(self, member: EngineHandle, decision: RefreshDecision) -> None:
-        state, before = member.state, member.state.version
+    async def refresh(self, handle: EngineHandle, decision: RefreshDecision) -> None:
+        """Carries the decision out. Its failure becomes the engine's state; nothing is raised."""
+        state, before = handle.state, handle.state.version
         started = time.monotonic()
         try:
-            version, fenced_s, finding = await own(self._refresh(member, decision))
+            version, fenced_s, finding = await rpc_result(self._refresh(handle, decision))
         except _NotAcquired as e:
-            self._not_reloaded(member, decision, e)
+            self._not_reloaded(handle, decision, e)
             return
         except LaminarError as e:
-            self._failed(member, decision, e)
+            self._failed(handle, decision, e)
             return
         except Exception as e:
             log.exception("the load of version %d into engine %s failed", decision.to_version, state.name)
-            self._failed(member, decision, EngineFailed(f"its load failed as nobody foresaw: {e!r}"))
+            self._failed(handle, decision, EngineFailed(f"its load failed with an unexpected error: {e!r}"))
             return
         state.loaded(version)
-        member.refresh_failures = 0
+        handle.refresh_failures = 0
         self.refreshes += 1
-        member.timeline.add(
+        handle.timeline.add(
             "refresh",
             engine=state.name,
             from_version=before,
@@ -95,56 +100,59 @@ class Refresher:
             reason=decision.reason,
         )
         if state.status == "refreshing":
-            member.to("serving", f"version {version}")
+            handle.to("serving", f"version {version}")
             if state.newer:
-                state.close_intake(time.monotonic())  # it is there for those who insist on it
+                state.close_intake(time.monotonic())  # it serves only the sessions that insist on this version
             else:
                 state.open_intake(time.monotonic())
-        self._changed()
+        self._reconcile()
 
-    async def _refresh(self, member: EngineHandle, decision: RefreshDecision) -> tuple[Version, float, Finding]:
-        """What was loaded, how long the engine was fenced for it, and whether it computes otherwise now."""
-        await self._make_leave(member, decision)
+    async def _refresh(self, handle: EngineHandle, decision: RefreshDecision) -> tuple[Version, float, Finding]:
+        """The version loaded, the seconds for which the engine was fenced, and whether it computes otherwise now."""
+        await self._clear(handle, decision)
         if decision.served:
-            await self._vouching.prove(member.state.name)
-            if member.probe is None:
-                await self._probe(member, member.state.version)
-        version, fenced_s = await self._load(member, decision)
-        async with self._reports.refusing(member, version):
-            finding = await self._probe(member, version)
-        await self._reports.loaded(member, version)
+            await self._evidence.check(handle.state.name)
+            if handle.probe is None:
+                await self._probe(handle, handle.state.version)
+        version, fenced_s = await self._load(handle, decision)
+        async with self._reporting(handle, version):
+            finding = await self._probe(handle, version)
+        reported, handle.reported = handle.reported, set()
+        if version in reported:  # older versions stay refused: the engine never loaded them
+            await self._report(handle, version, "")
         return version, fenced_s, finding
 
-    async def _probe(self, member: EngineHandle, version: Version) -> Finding:
+    async def _probe(self, handle: EngineHandle, version: Version) -> Finding:
         if not self._probes:
             return "none"
-        before = member.probe
-        member.probe = await probe(member.adapter, member.state.incarnation, version)
-        finding = compare(before, member.probe)
+        before = handle.probe
+        handle.probe = await probe(handle.adapter, handle.state.incarnation, version)
+        finding = compare(before, handle.probe)
         if finding == "same":
             self.unchanged += 1
-            log.warning("engine %s computes with version %d exactly what it did before", member.spec.name, version)
+            log.warning("engine %s computes with version %d exactly what it did before", handle.spec.name, version)
         return finding
 
-    async def _make_leave(self, member: EngineHandle, decision: RefreshDecision) -> None:
+    async def _clear(self, handle: EngineHandle, decision: RefreshDecision) -> None:
+        """Interrupts the turns that the decision names, and waits until none runs on the engine."""
         for turn_id in decision.interrupted:
             self._interrupt(turn_id)
         try:
             async with asyncio.timeout(INTERRUPT_MAX_S):
-                while member.state.turns:
-                    member.left.clear()
-                    await member.left.wait()
+                while handle.state.turns:
+                    handle.left.clear()
+                    await handle.left.wait()
         except TimeoutError:
-            log.warning("engine %s loads with %d turns on it", member.spec.name, len(member.state.turns))
+            log.warning("engine %s loads with %d turns on it", handle.spec.name, len(handle.state.turns))
 
-    async def _load(self, member: EngineHandle, decision: RefreshDecision) -> tuple[Version, float]:
-        assert member.spec.relay is not None
-        relay = self._relays.client(member.spec.relay)
-        lease = await self._acquire(relay, member.state, decision)
-        renewing = asyncio.create_task(_keep(relay, lease), name=f"renew-{member.spec.name}")
+    async def _load(self, handle: EngineHandle, decision: RefreshDecision) -> tuple[Version, float]:
+        assert handle.spec.relay is not None
+        relay = self._relays.client(handle.spec.relay)
+        lease = await self._acquire(relay, handle.state, decision)
+        renewing = asyncio.create_task(_renew(relay, lease), name=f"renew-{handle.spec.name}")
         try:
-            async with self._reports.refusing(member, Version(lease.version)):
-                fenced_s = await member.adapter.load(lease.path, lease.version, lease.root_digest)
+            async with self._reporting(handle, Version(lease.version)):
+                fenced_s = await handle.adapter.load(lease.path, lease.version, lease.root_digest)
         finally:
             renewing.cancel()
             await asyncio.wait([renewing])
@@ -152,7 +160,7 @@ class Refresher:
         return Version(lease.version), fenced_s
 
     async def _acquire(self, relay: RelayClient, state: EngineState, decision: RefreshDecision) -> Lease:
-        """What was decided; the newest, which may be newer by now, unless it was an older one."""
+        """The version decided on. The newest may be newer by now; a version to go back to is exact."""
         holder = f"gateway/{state.name}"
         if decision.again:
             try:
@@ -170,36 +178,64 @@ class Refresher:
             )
         return found
 
-    def _not_reloaded(self, member: EngineHandle, decision: RefreshDecision, error: _NotAcquired) -> None:
-        """Nothing was done to the engine: it serves on."""
-        if error.gone and member.spec.relay is not None:
-            self._relays.gone(member.spec.relay, decision.to_version)
-        member.state.refresh_not_before = time.monotonic() + RETRY_S
-        log.warning("version %d cannot be loaded again: %s", decision.to_version, error)
-        if member.state.status == "refreshing":
-            member.to("serving", f"version {member.state.version}; {decision.to_version} was not to be had")
-            member.state.open_intake(time.monotonic())
-        self._changed()
+    # -- reports to the relay tier
 
-    def _failed(self, member: EngineHandle, decision: RefreshDecision, error: LaminarError) -> None:
-        if member.state.tried != decision.to_version:
-            member.refresh_failures = 0
-        member.refresh_failures += 1
+    @asynccontextmanager
+    async def _reporting(self, handle: EngineHandle, version: Version) -> AsyncIterator[None]:
+        """An EngineFailed of the body passes on, and is reported: the fault is the engine's or the snapshot's. Other
+        errors, such as a relay that is away, are not."""
+        try:
+            yield
+        except EngineFailed as e:
+            handle.reported = {version, *sorted(handle.reported)[-REPORTED_MAX:]}
+            await self._report(handle, version, str(e))
+            raise
+
+    async def _report(self, handle: EngineHandle, version: Version, error: str) -> None:
+        """Without an `error` the version was loaded after all."""
+        relay, engine = handle.spec.relay, handle.state.name
+        assert relay is not None
+        try:
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
+                await self._relays.client(relay).report_load(self._model, version, engine, error)
+        except (LaminarError, TimeoutError) as e:
+            why = str(e) or f"no response within {REPORT_TIMEOUT_S:g} s"
+            log.warning(
+                "the load of version %d on engine %s was not reported to relay %s: %s", version, engine, relay, why
+            )
+
+    # -- failures
+
+    def _not_reloaded(self, handle: EngineHandle, decision: RefreshDecision, error: _NotAcquired) -> None:
+        """Nothing was done to the engine: it goes on serving."""
+        if error.gone and handle.spec.relay is not None:
+            self._relays.gone(handle.spec.relay, decision.to_version)
+        handle.state.refresh_not_before = time.monotonic() + RETRY_S
+        log.warning("version %d cannot be loaded again: %s", decision.to_version, error)
+        if handle.state.status == "refreshing":
+            handle.to("serving", f"version {handle.state.version}; {decision.to_version} could not be acquired")
+            handle.state.open_intake(time.monotonic())
+        self._reconcile()
+
+    def _failed(self, handle: EngineHandle, decision: RefreshDecision, error: LaminarError) -> None:
+        if handle.state.tried != decision.to_version:
+            handle.refresh_failures = 0
+        handle.refresh_failures += 1
         self.failures += 1
-        wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** (member.refresh_failures - 1))
-        state = member.state
+        wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** (handle.refresh_failures - 1))
+        state = handle.state
         load_failed(state, decision, str(error), by_engine=isinstance(error, EngineFailed))
         state.refresh_not_before = time.monotonic() + wait_s
         untouched = isinstance(error, SnapshotRefused) and decision.served
         what = f"goes on with version {state.version}" if untouched else "stays fenced"
         log.warning("engine %s %s, next try in %.0f s: %s", state.name, what, wait_s, error)
         if state.status == "refreshing":
-            member.to("serving" if untouched else "fenced", str(error))
-        member.look.set()
-        self._changed()
+            handle.to("serving" if untouched else "fenced", str(error))
+        handle.poll_now.set()
+        self._reconcile()
 
 
-async def _keep(relay: RelayClient, lease: Lease) -> None:
+async def _renew(relay: RelayClient, lease: Lease) -> None:
     while True:
         await asyncio.sleep(lease.ttl_s / 3)
         await relay.renew(lease)

@@ -1,17 +1,17 @@
-"""Requests relayed as text (`--relay-text`): given to an engine's own text route, its answer's bytes passed on.
+"""The text proxy (`--relay-text`): forwards requests to an engine's own text route, and the response's bytes back.
 
-Nothing of them is recorded, so nothing is resumed: what an engine failed on before its first byte is asked of another
-one, and what breaks off later is an error.
+Nothing of them is recorded, so nothing is resumed: a request that an engine failed before its first byte is sent to
+another engine, and a response that breaks off later is an error.
 
 Invariants:
-- a relayed request is a running turn of its engine from when it was placed to when it has left it, however it ends;
-- a client that hears nothing for `KEEP_ALIVE_S` of an engine that has its request is told that it has it, and under
-  which version; from then on it is asked of engines of that version only;
-- a client that does not read its answer for `UNREAD_MAX_S` loses it: nothing is recorded that it could read later, and
-  an engine's place is others', too;
-- an engine that is to load, that died, was restarted or taken out keeps no relayed request: who reads gets the cut.
+- a forwarded request is a running turn of its engine from its placement until it has left the engine, however it ends;
+- once a client's response is kept alive, its head names the version of the engine that has the request: from then on
+  the request is sent to engines of that version only;
+- a client that does not read its response for `UNREAD_MAX_S` loses it: nothing is recorded that it could read later,
+  and other requests need the engine's place;
+- an engine that is to load, that died, was restarted or removed keeps no forwarded request: the reader gets the cut.
 
-Owner of the requests under way.
+Owner of the running requests.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from gateway.core.types import EngineName, TurnId, Version
 from gateway.engines.base import PassedAnswer, StreamCut
 from gateway.engines.http import ERROR_SHOWN, refuses
 from gateway.fleet.fleet import Fleet
-from gateway.ports import KEEP_ALIVE_S
 from protos.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX = 64 << 20
-"""Of an answer that is not streamed, which is held until it is whole; as much as a request's body may have."""
+"""Of a response that is not streamed, which is held until it is whole; as much as a request's body may have."""
 TAIL_BYTES = 16
-"""Of a stream: enough for its `[DONE]`, without which it was cut."""
+"""Kept of a stream: enough for its `[DONE]`, without which it was cut."""
 UNREAD_MAX_S = 30.0
-"""An engine that is held back so long, since its client takes nothing, is given up by it."""
+"""For which an engine's stream is held back by a client that reads nothing; then the request is cut."""
 WHOLE_TIMEOUT_S = 3600.0
-"""An answer that is not streamed is silent until it is whole. Engines that die or hang are noticed by looks at them."""
+"""A response that is not streamed is silent until it is whole. Polls find engines that die or hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,37 +52,40 @@ class TextProxyStatistics:
 
 
 class Client(Protocol):
-    """Who asked, while it waits."""
+    """The client of one request, while it waits."""
 
     @property
-    def told(self) -> Version | None:
-        """The version that its answer's head names, once that is out."""
+    def version(self) -> Version | None:
+        """The version in the head of its response, once the head was sent."""
         ...
 
-    async def keep_alive(self, version: Version) -> None:
-        """Shows that an engine of `version` works on the answer. Waits for nothing, not for a slow client either."""
+    def on_engine(self, version: Version) -> None:
+        """An engine of `version` has the request: from now on the response may be kept alive."""
         ...
 
-    def hang_up(self) -> None:
-        """It does not read: its connection is closed."""
+    def off_engine(self) -> None:
+        """No engine has the request: nothing more may be sent that names a version."""
+        ...
+
+    def cut(self) -> object:
+        """Aborts the connection of a client that does not read."""
         ...
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    """One request on one engine. `answer`: once it was sent there. `kept_at`: when its client was last told of it."""
+class _Forwarded:
+    """One request on one engine. `answer`: once it was sent there."""
 
     engine: EngineName
     incarnation: str
     version: Version
     client: Client
     answer: PassedAnswer | None = None
-    kept_at: float = 0.0
-    cut: StreamCut | None = None  # it is to leave
-    unread_since: float | None = None  # the engine is held back, for its client takes nothing
+    cut: StreamCut | None = None  # once it has to leave
+    unread_since: float | None = None  # the engine is held back, because the client reads nothing
 
     def interrupt(self) -> None:
-        """Its engine is needed: it is asked of another one, or, once its answer has begun, broken off."""
+        """Its engine is needed: it is sent to another one, or, once its response has begun, cut."""
         self.leave(f"engine {self.engine} has to load a version")
 
     def leave(self, why: str) -> None:
@@ -94,7 +96,7 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """An answer: its status and kind, who gave it, and its bytes: the first part, and what follows."""
+    """A response: status, content type, engine and version, its first bytes, and the rest."""
 
     status: int
     content_type: str
@@ -105,66 +107,69 @@ class Relayed:
 
 
 class TextProxy:
-    """`ask` for each request; `watch` runs beside them."""
+    """`forward` for each request; `watch` runs beside them."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.draining = False
         self._fleet, self._config = fleet, fleet.config
-        self._under_way: dict[TurnId, _UnderWay] = {}
+        self._running: dict[TurnId, _Forwarded] = {}
         self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._relayed = self._retried = self._failed = 0
 
     def statistics(self) -> TextProxyStatistics:
-        return TextProxyStatistics(len(self._under_way), self._relayed, self._retried, self._failed)
+        return TextProxyStatistics(len(self._running), self._relayed, self._retried, self._failed)
 
     async def idle(self) -> None:
-        """Until no request is under way."""
-        while self._under_way:
+        """Returns when no request runs."""
+        while self._running:
             self._idle.clear()
             await self._idle.wait()
 
     @asynccontextmanager
-    async def ask(self, api: TextApi, body: bytes, client: Client, *, streamed: bool) -> AsyncIterator[Relayed]:
-        """The answer of the first engine that gives one: whole, or (`streamed`) with its first bytes.
+    async def forward(self, api: TextApi, body: bytes, client: Client, *, streamed: bool) -> AsyncIterator[Relayed]:
+        """The response of the first engine that gives one: whole, or (`streamed`) with its first bytes.
 
-        Raises OutOfCapacity, Unavailable when engines fail it, and StreamCut while what follows the first is read.
+        Raises OutOfCapacity, Unavailable when engines fail it, and StreamCut while the rest is read.
         """
         if self.draining:
-            raise Unavailable("the gateway is shutting down", hint="ask again soon")
+            raise Unavailable("the gateway is shutting down", hint="send it again soon")
         demand = TextDemand(TurnId(f"text-{next(self._numbers)}"), api, len(body) // BYTES_PER_TOKEN)
-        tries = 0
+        places, tries = self._fleet.places, 0
         while True:
-            engine = (await self._fleet.place(demand, resumed=tries > 0, timeout_s=self._config.queue_timeout_s)).engine
+            placement = await places.place(demand, resumed=tries > 0, timeout_s=self._config.queue_timeout_s)
+            engine = placement.engine
             try:
                 try:
                     relayed = await self._begin(engine, demand, body, client, streamed)
                 except StreamCut as cut:
                     tries += 1
-                    demand = replace(self._after(cut, engine, demand, tries), version=client.told)
+                    demand = replace(self._after(cut, engine, demand, tries), version=client.version)
                     continue
                 self._relayed += 1
                 yield relayed
                 return
             finally:
+                client.off_engine()
                 self._end(engine, demand.turn_id)
 
     async def _begin(
         self, engine: EngineName, demand: TextDemand, body: bytes, client: Client, streamed: bool
     ) -> Relayed:
-        member = self._fleet.members.get(engine)
-        if member is None or member.state.status != "serving":
+        handle = self._fleet.handles.get(engine)
+        if handle is None or handle.state.status != "serving":
             raise StreamCut("refused", f"engine {engine} is gone")
-        state = member.state
-        under_way = _UnderWay(engine, state.incarnation, state.version, client)
-        self._under_way[demand.turn_id] = under_way
-        self._fleet.occupy(demand.turn_id, under_way)
+        state = handle.state
+        forwarded = _Forwarded(engine, state.incarnation, state.version, client)
+        self._running[demand.turn_id] = forwarded
+        self._fleet.places.occupy(demand.turn_id, forwarded)
         stall_s = self._config.stall_timeout_s if streamed else WHOLE_TIMEOUT_S
         try:
             path = TEXT_ROUTES[state.kind][demand.api]
-            answer = under_way.answer = await member.adapter.pass_on(path, body, stall_timeout_s=stall_s)
-            if under_way.cut is not None:
-                raise under_way.cut
+            answer = forwarded.answer = await handle.adapter.pass_on(path, body, stall_timeout_s=stall_s)
+            if forwarded.cut is not None:
+                raise forwarded.cut
+            client.on_engine(state.version)
             status, content_type = await answer.head()
             first = await (answer.some() if streamed and status == 200 else _whole(answer))
             if streamed and status == 200 and not first:
@@ -172,31 +177,31 @@ class TextProxy:
             if status >= 400 and not refuses(status):
                 raise StreamCut("server_error", f"{state.url} answered {status}: {_shown(first)}")
         except StreamCut as cut:
-            self._suspect(under_way, cut)
+            self._suspect(forwarded, cut)
             raise
-        return Relayed(status, content_type, engine, under_way.version, first, self._rest(under_way, answer, first))
+        return Relayed(status, content_type, engine, forwarded.version, first, self._rest(forwarded, answer, first))
 
-    async def _rest(self, under_way: _UnderWay, answer: PassedAnswer, first: bytes) -> AsyncIterator[bytes]:
+    async def _rest(self, forwarded: _Forwarded, answer: PassedAnswer, first: bytes) -> AsyncIterator[bytes]:
         tail = first[-TAIL_BYTES:]
         try:
             while data := await answer.some():
                 tail = (tail + data)[-TAIL_BYTES:]
                 yield data
             if not tail.rstrip().endswith(b"[DONE]"):
-                raise StreamCut("early_end", f"engine {under_way.engine} ended the stream before its end")
+                raise StreamCut("early_end", f"engine {forwarded.engine} ended the stream before its end")
         except StreamCut as cut:
             self._failed += 1
-            self._suspect(under_way, cut)
+            self._suspect(forwarded, cut)
             raise
 
-    def _suspect(self, under_way: _UnderWay, cut: StreamCut) -> None:
-        """Its engine, unless the cut was made here."""
-        if cut is not under_way.cut:
-            self._fleet.suspect(under_way.engine)
+    def _suspect(self, forwarded: _Forwarded, cut: StreamCut) -> None:
+        """Suspects its engine, unless the cut was made here."""
+        if cut is not forwarded.cut:
+            self._fleet.suspect(forwarded.engine)
 
     def _after(self, cut: StreamCut, engine: EngineName, demand: TextDemand, tries: int) -> TextDemand:
-        """What to ask for next. Raises Unavailable when it was tried often enough."""
-        log.warning("a request relayed to %s failed before its first byte: %s", engine, cut)
+        """What the next try needs. Raises Unavailable when there were enough of them."""
+        log.warning("a request forwarded to %s failed before its first byte: %s", engine, cut)
         if tries >= TRIES_MAX:
             self._failed += 1
             raise Unavailable(
@@ -206,48 +211,33 @@ class TextProxy:
         return replace(demand, avoid=demand.avoid | {engine})
 
     def _end(self, engine: EngineName, turn_id: TurnId) -> None:
-        """It leaves its engine, however far it came."""
-        under_way = self._under_way.pop(turn_id, None)
-        if under_way is not None and under_way.answer is not None:
-            under_way.answer.close()
-        self._fleet.leave(engine, turn_id)
-        if not self._under_way:
+        """The request leaves its engine, however far it came."""
+        forwarded = self._running.pop(turn_id, None)
+        if forwarded is not None and forwarded.answer is not None:
+            forwarded.answer.close()
+        self._fleet.places.leave(engine, turn_id)
+        if not self._running:
             self._idle.set()
 
     async def watch(self) -> None:
-        """Breaks off what is on engines that died or were restarted, and keeps alive what is silent; until cancelled.
-
-        One task for all requests: each alone costs nothing while its engine speaks.
-        """
+        """Cuts requests whose engine died or was restarted, and those whose client does not read; until cancelled."""
         while True:
             await asyncio.sleep(self._config.poll_interval_s)
             now = asyncio.get_running_loop().time()
-            for under_way in list(self._under_way.values()):
-                state = self._fleet.state.engines.get(under_way.engine)
-                if state is None or state.status in ("dead", "joining") or state.incarnation != under_way.incarnation:
-                    under_way.leave(f"engine {under_way.engine} died")
-                try:
-                    self._check_read(under_way, now)
-                    await self._keep_alive(under_way, now)
-                except Exception as e:
-                    log.exception("a client that waits for engine %s cannot be kept alive", under_way.engine)
-                    under_way.leave(f"its client cannot be kept alive: {e!r}")
+            for forwarded in list(self._running.values()):
+                state = self._fleet.state.engines.get(forwarded.engine)
+                if state is None or state.status in ("dead", "joining") or state.incarnation != forwarded.incarnation:
+                    forwarded.leave(f"engine {forwarded.engine} died")
+                self._check_read(forwarded, now)
 
-    def _check_read(self, under_way: _UnderWay, now: float) -> None:
-        if under_way.answer is None or not under_way.answer.paused:
-            under_way.unread_since = None
-        elif under_way.unread_since is None:
-            under_way.unread_since = now
-        elif now - under_way.unread_since >= UNREAD_MAX_S and under_way.cut is None:
-            under_way.leave(f"its client read nothing for {UNREAD_MAX_S:g} s")
-            under_way.client.hang_up()
-
-    async def _keep_alive(self, under_way: _UnderWay, now: float) -> None:
-        if under_way.answer is None or under_way.cut is not None:
-            return
-        if now - max(under_way.kept_at, under_way.answer.heard_at) >= KEEP_ALIVE_S:
-            under_way.kept_at = now
-            await under_way.client.keep_alive(under_way.version)
+    def _check_read(self, forwarded: _Forwarded, now: float) -> None:
+        if forwarded.answer is None or not forwarded.answer.paused:
+            forwarded.unread_since = None
+        elif forwarded.unread_since is None:
+            forwarded.unread_since = now
+        elif now - forwarded.unread_since >= UNREAD_MAX_S and forwarded.cut is None:
+            forwarded.leave(f"its client read nothing for {UNREAD_MAX_S:g} s")
+            forwarded.client.cut()
 
 
 async def _whole(answer: PassedAnswer) -> bytes:

@@ -1,9 +1,10 @@
-"""Looking at engines: their reports, death, return, and whether they are who they were.
+"""Polls engines: their reports, death and return, and whether they are still the process that they were.
 
 Invariants:
-- an engine that answers as another incarnation, or under another label than was loaded, serves no more before it was
-  taken in anew;
-- one that is suspected is trusted again only by an answer to a question asked after the suspicion.
+- an engine that responds as another incarnation, or with another version label than the one that was loaded, serves no
+  more before it has joined anew;
+- a suspected engine serves again only after a response to a request that was sent after the suspicion: a response to
+  an earlier one may have been on its way when the engine died.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from collections.abc import Callable, Sequence
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.engines.base import EngineFailed, EngineLimits, EngineReport, version_of
-from gateway.engines.tether import until_broken
+from gateway.engines.connections import until_broken
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.relays import Relays
 
 log = logging.getLogger(__name__)
 
-DTYPE_ASKS_MAX = 3
-"""How often an incarnation is asked for its dtype: one that is slow the first time may be quick the next."""
+DTYPE_REQUESTS_MAX = 3
+"""Requests for its dtype to one incarnation: an engine that is slow the first time may be quick the next."""
 PROBE_TEXT = 'The quick brown fox: def f(x): return x**2 + 0x1F, "naïve café", 12345.678 東京 Привет\n\t{"a": [1, 2]}'
-"""Words, code, numbers and other scripts."""
+"""Words, code, numbers and several scripts."""
 SAME_SHARE = 0.5
-"""Of its ids that two tokenizers make alike if they are one: libraries differ at a text's first space, and the like."""
-LOOK_AGAIN_S = 0.2
-"""After a look that failed: until `dead_after_polls` of them have, nobody knows."""
+"""Share of ids that two tokenizers have in common if they are the same: libraries differ at a text's first space."""
+POLL_AGAIN_S = 0.2
+"""After a poll that failed. The engine counts as dead only after `dead_after_polls` of them."""
 
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -37,146 +38,148 @@ Tokenize = Callable[[str], Sequence[int]]
 
 
 class EngineWatcher:
-    """`changed` is called when turns may be placed otherwise than before."""
+    """`reconcile` is called when turns may be placed otherwise than before."""
 
     def __init__(
         self,
         config: GatewayConfig,
         state: FleetState,
         relays: Relays,
-        changed: Callable[[], None],
+        reconcile: Callable[[], None],
         tokenize: Tokenize | None = None,
     ) -> None:
-        self._config, self._state, self._relays, self._changed = config, state, relays, changed
+        self._config, self._state, self._relays, self._reconcile = config, state, relays, reconcile
         self._probe_ids = None if tokenize is None else tuple(tokenize(PROBE_TEXT))
 
-    async def watch(self, member: EngineHandle) -> None:
-        """Until cancelled."""
+    async def watch(self, handle: EngineHandle) -> None:
+        """Polls until cancelled: at an interval, and at once when `poll_now` is set."""
         while True:
-            member.look.clear()
+            # Cleared before the request: set from now on, it causes a poll that begins after that.
+            handle.poll_now.clear()
             try:
-                report = await member.adapter.report()
-                await self._alive(member, report)
-                member.state.look_error = ""
+                report = await handle.adapter.report()
+                await self._alive(handle, report)
+                handle.state.poll_error = ""
             except EngineFailed as e:
-                self._unreachable(member, e)
-            member.looked.set()
+                self._unreachable(handle, e)
+            handle.polled.set()
             try:
                 async with asyncio.timeout(self._config.poll_interval_s):
-                    await member.look.wait()
+                    await handle.poll_now.wait()
             except TimeoutError:
                 continue
 
-    def failed(self, member: EngineHandle, error: Exception) -> None:
-        """The look itself failed, as nobody foresaw: nothing is known of the engine."""
-        self._unreachable(member, EngineFailed(f"looking at it failed: {error!r}"))
-        member.looked.set()
+    def failed(self, handle: EngineHandle, error: Exception) -> None:
+        """The poll itself raised an unexpected error: nothing is known of the engine."""
+        self._unreachable(handle, EngineFailed(f"polling it failed: {error!r}"))
+        handle.polled.set()
 
-    async def hold_tether(self, member: EngineHandle) -> None:
-        """Until cancelled."""
+    async def hold_tether(self, handle: EngineHandle) -> None:
+        """Suspects the engine whenever its idle connection breaks; until cancelled."""
         while True:
-            if await until_broken(member.spec.url):
-                member.suspect()
+            if await until_broken(handle.spec.url):
+                handle.suspect()
             await asyncio.sleep(self._config.poll_interval_s)
 
-    async def _alive(self, member: EngineHandle, report: EngineReport) -> None:
-        state = member.state
-        member.failed_polls = 0
+    async def _alive(self, handle: EngineHandle, report: EngineReport) -> None:
+        state = handle.state
+        handle.failed_polls = 0
         state.kv_usage, state.running_reported = report.kv_usage, report.running
         state.waiting_reported = report.waiting
         self._state.kv_ceiling(state).observe(report.kv_usage, report.running, report.waiting)
         restarted = state.incarnation != report.incarnation
         if restarted:
-            state.dtype, member.dtype_asks = "", 0
-        await self._learn_dtype(member)
+            state.dtype, handle.dtype_requests = "", 0
+        await self._request_dtype(handle)
         if state.status != "dead" and not (restarted or state.must_load or state.suspected):
             return
-        limits = await member.adapter.limits()
+        limits = await handle.adapter.limits()
         if state.status == "refreshing":
-            return  # its refresh fails by itself and fences it; the next look goes on from there
+            return  # its refresh fails by itself and fences it; the next poll goes on from there
         relabelled = state.status == "serving" and version_of(limits.weight_version) != state.version
         if state.status == "serving" and not restarted and not relabelled:
-            self._trust(member)
+            self._trust(handle)
             return
         if (restarted or relabelled) and state.status not in ("dead", "joining"):
-            what = "it was restarted" if restarted else f"it says {limits.weight_version!r}, not {state.version}"
-            member.to("dead", what)
+            what = "it was restarted" if restarted else f"it reports {limits.weight_version!r}, not {state.version}"
+            handle.to("dead", what)
         if restarted:
-            await self._check_tokenizer(member)
+            await self._check_tokenizer(handle)
             state.begin_anew()
-        self._meet(member, report, limits)
+        self._join(handle, report, limits)
 
-    async def _learn_dtype(self, member: EngineHandle) -> None:
-        """It need not tell: then records say that nobody knows it."""
-        if member.state.dtype or member.dtype_asks >= DTYPE_ASKS_MAX:
+    async def _request_dtype(self, handle: EngineHandle) -> None:
+        """An engine need not report it: records then leave it empty."""
+        if handle.state.dtype or handle.dtype_requests >= DTYPE_REQUESTS_MAX:
             return
-        member.dtype_asks += 1
+        handle.dtype_requests += 1
         try:
-            member.state.dtype = await member.adapter.dtype()
+            handle.state.dtype = await handle.adapter.dtype()
         except EngineFailed as e:
-            if member.dtype_asks == DTYPE_ASKS_MAX:
-                log.info("engine %s does not report its dtype: %s", member.state.name, e)
+            if handle.dtype_requests == DTYPE_REQUESTS_MAX:
+                log.info("engine %s does not report its dtype: %s", handle.state.name, e)
 
-    async def _check_tokenizer(self, member: EngineHandle) -> None:
-        """EngineFailed when it makes other ids of the same text. An engine that does not tell is believed.
+    async def _check_tokenizer(self, handle: EngineHandle) -> None:
+        """Raises EngineFailed when it makes other ids of the same text. An engine without a route for it is trusted.
 
         With another tokenizer, though of the same size, every answer would be noise, and nothing else would show it.
         """
-        told = None if self._probe_ids is None else await member.adapter.tokenize(PROBE_TEXT)
-        if told is None or self._probe_ids is None or told == self._probe_ids:
+        ids = None if self._probe_ids is None else await handle.adapter.tokenize(PROBE_TEXT)
+        if ids is None or self._probe_ids is None or ids == self._probe_ids:
             return
-        common = (Counter(told) & Counter(self._probe_ids)).total()
-        if common >= SAME_SHARE * max(len(told), len(self._probe_ids)):
-            log.warning("engine %s makes other ids of some text than the gateway: %s", member.state.name, PROBE_TEXT)
+        common = (Counter(ids) & Counter(self._probe_ids)).total()
+        if common >= SAME_SHARE * max(len(ids), len(self._probe_ids)):
+            log.warning("engine %s makes other ids of some text than the gateway: %s", handle.state.name, PROBE_TEXT)
             return
         raise EngineFailed(
             f"its tokenizer is not the gateway's: of a text's {len(self._probe_ids)} tokens it makes {common} alike",
             hint=f"start it with the model whose tokenizer is in {self._config.tokenizer}, or the gateway with its own",
         )
 
-    def _meet(self, member: EngineHandle, report: EngineReport, limits: EngineLimits) -> None:
-        """Takes it for what it says it is."""
-        state = member.state
+    def _join(self, handle: EngineHandle, report: EngineReport, limits: EngineLimits) -> None:
+        """Takes over what the engine reports of itself."""
+        state = handle.state
         state.incarnation = report.incarnation
         state.context_tokens, state.kv_capacity_tokens = limits.context_tokens, limits.kv_capacity_tokens
         state.version = version_of(limits.weight_version)
         state.must_load = limits.fenced
         if state.status == "dead":
             what = "fenced: it must load before it serves" if limits.fenced else f"holds version {state.version}"
-            member.to("joining", f"answers; {what}")
+            handle.to("joining", f"responds; {what}")
         if not state.must_load:
             state.good = max(state.good, state.version)
-        self.settle(member)
-        self._changed()
+        self.settle(handle)
+        self._reconcile()
 
-    def _trust(self, member: EngineHandle) -> None:
-        """It answered as the incarnation it was, and nothing broke since it was asked."""
-        if member.state.suspected and not member.look.is_set():
-            member.state.suspected = False
-            self._changed()
+    def _trust(self, handle: EngineHandle) -> None:
+        """It responded as the same incarnation, and no connection broke since this poll began: `poll_now` would be set
+        then, and this response may have been sent before the break."""
+        if handle.state.suspected and not handle.poll_now.is_set():
+            handle.state.suspected = False
+            self._reconcile()
 
-    def settle(self, member: EngineHandle) -> None:
+    def settle(self, handle: EngineHandle) -> None:
         """A joining engine serves once it holds a wanted version: its host's newest, one that live sessions are on, or
         any while there is none."""
-        state = member.state
+        state = handle.state
         wanted = self._state.wanted(state)
-        if state.status == "joining" and wanted and self._relay_seen(member):
-            member.to("serving", f"version {state.version}")
+        if state.status == "joining" and wanted and self._relay_reported(handle):
+            handle.to("serving", f"version {state.version}")
 
-    def _relay_seen(self, member: EngineHandle) -> bool:
-        """Whether its relay has told what it holds: before that nobody knows which version is wanted."""
-        return member.spec.relay is None or self._relays.newest(member.spec.relay) is not None
+    def _relay_reported(self, handle: EngineHandle) -> bool:
+        """Whether its relay has reported what it holds: before that, the wanted version is not known."""
+        return handle.spec.relay is None or self._relays.newest(handle.spec.relay) is not None
 
-    def _unreachable(self, member: EngineHandle, error: EngineFailed) -> None:
-        member.failed_polls += 1
-        if member.state.status == "dead" and member.state.look_error != error.message:
-            log.warning("engine %s cannot be used yet: %s", member.state.name, error)
-        if member.failed_polls == 1:
-            member.note_failed_look(error.message)
-        member.state.look_error = error.message
-        if member.state.status != "dead" and member.failed_polls >= self._config.dead_after_polls:
-            member.to("dead", error.message)
-            member.state.incarnation = ""
-            self._changed()
-        elif member.state.status != "dead":
-            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, member.look.set)
+    def _unreachable(self, handle: EngineHandle, error: EngineFailed) -> None:
+        handle.failed_polls += 1
+        if handle.state.status == "dead" and handle.state.poll_error != error.message:
+            log.warning("engine %s cannot be used yet: %s", handle.state.name, error)
+        if handle.failed_polls == 1:
+            handle.note_failed_poll(error.message)
+        handle.state.poll_error = error.message
+        if handle.state.status != "dead" and handle.failed_polls >= self._config.dead_after_polls:
+            handle.to("dead", error.message)
+            handle.state.incarnation = ""
+            self._reconcile()
+        elif handle.state.status != "dead":
+            asyncio.get_running_loop().call_later(POLL_AGAIN_S, handle.poll_now.set)

@@ -1,4 +1,4 @@
-"""What `gateway repack` and `gateway status` ask a running gateway, and how the former tells the answer."""
+"""The requests of `gateway repack` and `gateway status` to a running gateway, and the output of the former."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from protos.errors import InvalidRequest, Unavailable
 
 DEADLINE_S = 10.0
 LOOK_S = 0.5
-"""How often a gateway is asked that does not serve yet."""
+"""Between two requests to a gateway that does not serve yet."""
 
 
-async def ask(url: str, *, dry_run: bool) -> dict[str, Any]:
+async def request_plans(url: str, *, dry_run: bool) -> dict[str, Any]:
     """The plans, as `/admin/repack` gives them. Raises Unavailable."""
     return await call("GET" if dry_run else "POST", url, "/admin/repack")
 
@@ -67,7 +67,7 @@ def _cause(error: aiohttp.ClientResponseError | ValueError) -> str:
     return str(error)
 
 
-def told(answer: Mapping[str, Any], *, dry_run: bool) -> str:
+def describe(answer: Mapping[str, Any], *, dry_run: bool) -> str:
     """For people: each version's plan, its price and gain, and the reason for every engine."""
     if not answer["plans"]:
         return "nothing to pack: no version behind the newest is on more than one engine"

@@ -17,6 +17,14 @@ from gateway.sessions.trainer import AdmissionStatus, Staleness
 from gateway.store.partial import PoolStatistics
 
 
+class Health(msgspec.Struct):
+    """`reasons`: why the gateway is not healthy; empty while it is."""
+
+    serving_engines: Sequence[str]
+    uptime_s: float
+    reasons: Sequence[str] = ()
+
+
 class HeldBy(msgspec.Struct, frozen=True):
     """A session that keeps an engine on its version. `idle_s`: since its last turn; null if it is not known here."""
 

@@ -1,4 +1,4 @@
-"""The gateway's status: one report that the status page, metrics, demo and tests read."""
+"""The gateway's status and health, as reports and as metrics, from every part's statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, generate_latest
 
 from gateway.config import GatewayConfig
 from gateway.core.fleet import EngineState, EngineStatus
@@ -25,6 +25,7 @@ from gateway.fleet.text_proxy import TextProxy
 from gateway.operate.report import (
     AllCounters,
     EngineReport,
+    Health,
     HeldBy,
     LastPlans,
     PlanSummary,
@@ -35,15 +36,15 @@ from gateway.repack.loop import Repacker
 from gateway.runtime.clock import unix_s
 from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer
-from gateway.store import Database, PartialResponsePool, Timeline
+from gateway.store import Database, PartialResponsePool
 
 RATE_WINDOW_S = 10.0
 HELD_BY_MAX = 16
-"""Sessions that are named where they hold an engine."""
+"""Sessions named of those that hold one engine."""
 
 
 class GatewayStatus:
-    """Reads every part's statistics; owns nothing but the token rate's window."""
+    """Owner of the metrics and of the token rate's window; everything else is read when a report is made."""
 
     def __init__(
         self,
@@ -55,17 +56,13 @@ class GatewayStatus:
         repacker: Repacker,
         buffer: ExperienceBuffer,
         pool: PartialResponsePool,
-        timeline: Timeline,
-        relay: TextProxy | None = None,
+        text_proxy: TextProxy | None = None,
         database: Database,
     ) -> None:
-        self.config, self.fleet, self.sessions, self.repacker = config, fleet, sessions, repacker
-        self.trainer = trainer
-        self.buffer, self.pool, self.timeline = buffer, pool, timeline
-        self.relay = relay
-        self.database = database
-        self.started = time.monotonic()
-        self.registry: CollectorRegistry = REGISTRY
+        self._config, self._fleet, self._sessions, self._repacker = config, fleet, sessions, repacker
+        self._trainer, self._buffer, self._pool, self._text_proxy = trainer, buffer, pool, text_proxy
+        self._database = database
+        self._started = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque(maxlen=256)
         self._provider = MeterProvider(metric_readers=[PrometheusMetricReader(disable_target_info=True)])
         self._instruments()
@@ -73,38 +70,52 @@ class GatewayStatus:
     def close(self) -> None:
         self._provider.shutdown()
 
-    def snapshot(self) -> StatusReport:
-        fleet, sessions, told = self.fleet, self.sessions, self.fleet.statistics()
+    def health(self) -> Health:
+        """Healthy while an engine serves and the store can be written."""
+        serving = [e.name for e in self._fleet.state.sorted_engines() if e.status == "serving"]
+        reasons = [] if serving else ["no engine serves"]
+        if failure := self._database.failure:
+            reasons.append(f"the store cannot be written: {failure}")
+        return Health(serving, time.monotonic() - self._started, reasons)
+
+    def metrics(self) -> bytes:
+        """In the Prometheus text format."""
+        return generate_latest(REGISTRY)
+
+    def report(self) -> StatusReport:
+        fleet, sessions, statistics = self._fleet, self._sessions, self._fleet.statistics()
         return StatusReport(
-            model=self.config.model,
-            mode=self.config.fleet.mode,
+            model=self._config.model,
+            mode=self._config.fleet.mode,
             newest_version=fleet.state.newest,
-            trainer_version=self.trainer.version,
-            pinned_versions=fleet.pinning.pinned,
-            fallback_versions=fleet.pinning.fallbacks,
+            trainer_version=self._trainer.version,
+            pinned_versions=fleet.pins.pinned,
+            fallback_versions=fleet.pins.fallbacks,
             engines=[self._engine(engine, time.monotonic()) for engine in fleet.state.sorted_engines()],
-            sessions=SessionCounts(len(sessions.live), len(sessions.runs), told.queued, told.waiting_for),
-            buffer=self.buffer.statistics(),
-            admission=self.trainer.status(),
-            partial_response_pool=self.pool.statistics(),
-            store_failure=self.database.failure,
+            sessions=SessionCounts(
+                len(sessions.live), len(sessions.running), statistics.queued, statistics.waiting_for
+            ),
+            buffer=self._buffer.statistics(),
+            admission=self._trainer.status(),
+            partial_response_pool=self._pool.statistics(),
+            store_failure=self._database.failure,
             refused_relays=fleet.relays.refused(),
             unreachable_relays=fleet.relays.unreachable(),
             counters=AllCounters(
                 **asdict(sessions.counters),
-                refreshes=told.refreshes,
-                refresh_failures=told.refresh_failures,
-                refreshes_unchanged=told.refreshes_unchanged,
+                refreshes=statistics.refreshes,
+                refresh_failures=statistics.refresh_failures,
+                refreshes_unchanged=statistics.refreshes_unchanged,
             ),
-            relayed_text=None if self.relay is None else self.relay.statistics(),
+            relayed_text=None if self._text_proxy is None else self._text_proxy.statistics(),
             tokens_per_s=self._tokens_per_s(),
-            repack=LastPlans([_summary(plan) for plan in self.repacker.last]),
-            staleness=self.trainer.staleness,
+            repack=LastPlans([_summary(plan) for plan in self._repacker.last]),
+            staleness=self._trainer.staleness,
             sessions_behind=sessions.version_histogram(),
         )
 
     def _tokens_per_s(self) -> float:
-        now, total = time.monotonic(), self.sessions.counters.tokens_generated
+        now, total = time.monotonic(), self._sessions.counters.tokens_generated
         self._rate.append((now, total))
         while len(self._rate) > 2 and now - self._rate[0][0] > RATE_WINDOW_S:
             self._rate.popleft()
@@ -112,7 +123,7 @@ class GatewayStatus:
         return (total - before) / (now - then) if now > then else 0.0
 
     def _engine(self, engine: EngineState, now: float) -> EngineReport:
-        held = hold(self.fleet.state, engine, now)
+        held = hold(self._fleet.state, engine, now)
         return EngineReport(
             name=engine.name,
             url=engine.url,
@@ -130,24 +141,24 @@ class GatewayStatus:
             incarnation=engine.incarnation,
             dtype=engine.dtype,
             last_error=engine.last_error,
-            reason=closed_reason(self.fleet.state, engine, now),
+            reason=closed_reason(self._fleet.state, engine, now),
             held_by=[] if held is None else [self._held_by(s) for s in held.sessions[:HELD_BY_MAX]],
         )
 
     def _held_by(self, session_id: SessionId) -> HeldBy:
-        session = self.sessions.live.find(session_id)
-        policy = self.fleet.state.policies.get(session_id, "segment")
+        session = self._sessions.live.find(session_id)
+        policy = self._fleet.state.policies.get(session_id, "segment")
         return HeldBy(session_id, policy, None if session is None else max(0.0, unix_s() - session.touched_unix_s))
 
     # -- metrics
 
     def _instruments(self) -> None:
         meter = self._provider.get_meter("laminar.gateway")
-        for name, value in self.sessions.counters.__dataclass_fields__.items():
+        for name, value in self._sessions.counters.__dataclass_fields__.items():
             if value.type == "int":
                 meter.create_observable_counter(f"laminar_gateway_{name}", [self._counter(name)])
-        if self.relay is not None:
-            statistics = self.relay.statistics
+        if self._text_proxy is not None:
+            statistics = self._text_proxy.statistics
             meter.create_observable_gauge("laminar_gateway_text_running", [_observe(lambda: statistics().running)])
             for name, read in (
                 ("relayed", lambda: statistics().relayed),
@@ -156,7 +167,7 @@ class GatewayStatus:
             ):
                 meter.create_observable_counter(f"laminar_gateway_text_{name}", [_observe(read)])
         meter.create_observable_counter("laminar_gateway_cuts", [self._cuts], description="Cut streams by reason.")
-        fleet = self.fleet
+        fleet = self._fleet
         meter.create_observable_counter("laminar_gateway_refreshes", [_observe(lambda: fleet.statistics().refreshes)])
         meter.create_observable_counter(
             "laminar_gateway_refresh_failures", [_observe(lambda: fleet.statistics().refresh_failures)]
@@ -170,25 +181,25 @@ class GatewayStatus:
         meter.create_observable_gauge(
             "laminar_gateway_engine_serving", [self._per_engine(lambda e: int(e.status == "serving"))]
         )
-        meter.create_observable_gauge("laminar_gateway_store_failed", [_observe(lambda: bool(self.database.failure))])
-        meter.create_observable_gauge("laminar_gateway_newest_version", [_observe(lambda: self.fleet.state.newest)])
+        meter.create_observable_gauge("laminar_gateway_store_failed", [_observe(lambda: bool(self._database.failure))])
+        meter.create_observable_gauge("laminar_gateway_newest_version", [_observe(lambda: self._fleet.state.newest)])
         meter.create_observable_gauge(
-            "laminar_gateway_queued_turns", [_observe(lambda: self.fleet.statistics().queued)]
+            "laminar_gateway_queued_turns", [_observe(lambda: self._fleet.statistics().queued)]
         )
         meter.create_observable_gauge(
-            "laminar_gateway_buffered_trajectories", [_observe(lambda: self.buffer.statistics().trajectories)]
+            "laminar_gateway_buffered_trajectories", [_observe(lambda: self._buffer.statistics().trajectories)]
         )
 
     def _cuts(self, _: CallbackOptions) -> Iterable[Observation]:
-        reasons = self.sessions.counters.cuts_by_reason
+        reasons = self._sessions.counters.cuts_by_reason
         return [Observation(count, {"reason": reason}) for reason, count in sorted(reasons.items())]
 
     def _counter(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        return _observe(lambda: getattr(self.sessions.counters, name))
+        return _observe(lambda: getattr(self._sessions.counters, name))
 
     def _per_engine(self, read: Callable[[EngineState], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(read(e), {"engine": e.name}) for e in self.fleet.state.sorted_engines()]
+            return [Observation(read(e), {"engine": e.name}) for e in self._fleet.state.sorted_engines()]
 
         return observe
 

@@ -1,4 +1,4 @@
-"""What `gateway status` tells of a running gateway: for people, from what `/status` answers."""
+"""The output of `gateway status`: the `/status` of a running gateway, for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 PIPE_COLUMNS = 10_000
-"""Where it is no terminal: lines are not broken for a pipe."""
+"""Of output that is not a terminal: lines are not broken for a pipe."""
 ENGINE_COLUMNS = ("engine", "kind", "state", "version", "intake", "admitted", "running", "waiting", "KV used", "dtype")
 
 
@@ -66,8 +66,8 @@ def _warnings(status: Mapping[str, Any]) -> Sequence[str]:
     engines = status["engines"]
     why = {e["name"]: "" if e["reason"] == e["last_error"] else e["reason"] for e in engines}
     found = [f"{e['name']} {why[e['name']]}" for e in engines if why[e["name"]]]
-    untold = [e for e in engines if e["last_error"] and _ails(e) and e["last_error"] not in why[e["name"]]]
-    found += [f"{e['name']}, last error: {e['last_error']}" for e in untold]
+    hidden = [e for e in engines if e["last_error"] and _ails(e) and e["last_error"] not in why[e["name"]]]
+    found += [f"{e['name']}, last error: {e['last_error']}" for e in hidden]
     found += [line for e in status["engines"] for line in _holders(e)]
     found += [f"{count} turns wait: {reason}" for reason, count in status["sessions"]["waiting_for"].items()]
     admission = status["admission"]

@@ -64,17 +64,19 @@ class Repacker:
 
     def plan(self) -> tuple[Plan, ...]:
         """What would be done now; nothing is changed."""
-        rate = self._prefill_rate()
+        rate = self.prefill_tokens_per_s
         seed = self._config.seed + self._round
         return plan_repack(self._views(), self._fleet.state.newest, RepackConfig(prefill_tokens_per_s=rate), seed=seed)
 
-    def _prefill_rate(self) -> float:
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """As the last moves measured it; as configured before there were enough."""
         return self.book.prefill_tokens_per_s(self._config.prefill_tokens_per_s)
 
     def repack(self) -> tuple[Plan, ...]:
         """Plans, and begins to carry out what pays."""
         self._round += 1
-        self._fleet.state.prefill_tokens_per_s = self._prefill_rate()
+        self._fleet.state.prefill_tokens_per_s = self.prefill_tokens_per_s
         self.last = self.plan()
         for plan in self.last:
             if plan.moves:
@@ -137,7 +139,7 @@ class Repacker:
     def _loads(self, engine: EngineState, all_waiting: Waiting, contexts: Mapping[Version, int]) -> list[SessionLoad]:
         each_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
         back_s = self._durations.typical_s / 2
-        runs = [(load, self._sessions.runs.get(load.turn_id)) for load in engine.turns.values()]
+        runs = [(load, self._sessions.running.get(load.turn_id)) for load in engine.turns.values()]
         smallest = contexts.get(engine.version, 0)
         running = [self._running(load, run, each_s, back_s, smallest) for load, run in runs if run is not None]
         relayed = [

@@ -1,7 +1,14 @@
-"""Carries repack plans out: one move after the other, so that a turn decodes at its source until its turn comes.
+"""Carries repack plans out: one move after the other, so that a turn decodes at its source until it is moved.
 
-Owner of what is on its way. A destination takes `MOVES_AT_ONCE` turns at a time: prefilled all at once they would wait
-for each other without a token, and hold up the turns that are there.
+A destination takes `MOVES_AT_ONCE` turns at a time: prefilled all at once, they would wait for each other without a
+token, and delay the turns that are there.
+
+The races. Between plan and move a turn may end, be cut, or its engines may load another version: so the source, both
+versions and the destination's status are checked again right before the move. Between the request to move and the first
+token from the destination the turn may still end; then its departure yields None, and the move failed. `inbound` holds
+what is planned and not made yet, so that the next plan counts it on its destination.
+
+Owner of the moves in progress.
 """
 
 from __future__ import annotations
@@ -15,32 +22,31 @@ from gateway.core.receipts import Outcome, Receipt, ReceiptBook
 from gateway.core.repack import Move, Plan
 from gateway.core.types import EngineName
 from gateway.fleet.fleet import Fleet
+from gateway.runtime.supervisor import Supervisor
 from gateway.sessions.service import TurnService
 from gateway.turns.running import RunningTurn
 
 log = logging.getLogger(__name__)
 
 MOVES_AT_ONCE = 2
-"""Of one destination: one is prefilled while the other's request is on its way."""
+"""To one destination: one turn is prefilled while the other's request is on its way."""
 ARRIVAL_MAX_S = 60.0
-"""A first token that takes longer no longer holds up the moves behind it."""
+"""A first token that takes longer does not delay the next moves any more."""
 
 
 class TurnMover:
-    """`inbound`: key to destination, of moves that were not made yet. `close` ends what is under way."""
+    """`inbound`: destination of each planned move that was not made yet, by its session's or turn's key."""
 
     def __init__(self, fleet: Fleet, sessions: TurnService) -> None:
         self.book = ReceiptBook()
         self.inbound: dict[str, EngineName] = {}
         self._fleet, self._sessions = fleet, sessions
-        self._doors: defaultdict[EngineName, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MOVES_AT_ONCE))
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots: defaultdict[EngineName, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MOVES_AT_ONCE))
+        self._tasks = Supervisor()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        """Makes no more moves, and waits for none."""
+        await self._tasks.close()
 
     def start(self, plan: Plan) -> None:
         """Returns at once; the plan is carried out in tasks, one for each engine it frees."""
@@ -51,27 +57,21 @@ class TurnMover:
             receipt = self.book.open(plan.version, freed, moves, reason, now=now, unix_s=unix_s)
             self._fleet.state.engines[freed.engine].leaving = True
             self.inbound |= {m.key: m.destination for m in moves}
-            task = asyncio.create_task(self._empty(receipt), name=f"empty-{freed.engine}-{receipt.number}")
-            self._tasks.add(task)
-            task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s: %r", task.get_name(), error, exc_info=error)
+            self._tasks.start(self._empty(receipt), f"empty-{freed.engine}-{receipt.number}")
 
     async def _empty(self, receipt: Receipt) -> None:
         moves = [m.move for m in receipt.moves]
-        runs = [r for m in moves if m.turn_id is not None and (r := self._sessions.runs.get(m.turn_id)) is not None]
-        under_way = [asyncio.create_task(self._carry_out(receipt, m), name=f"move-{m.key}") for m in moves]
+        running = self._sessions.running
+        turns = [turn for m in moves if m.turn_id is not None and (turn := running.get(m.turn_id)) is not None]
+        tasks = [asyncio.create_task(self._carry_out(receipt, m), name=f"move-{m.key}") for m in moves]
         try:
-            if under_way:
-                await asyncio.wait(under_way)  # each for itself: one that fails leaves the others on their way
+            if tasks:
+                await asyncio.wait(tasks)  # independent: one that fails does not end the others
         finally:
-            for task in under_way:
+            for task in tasks:
                 task.cancel()
-            if under_way:
-                await asyncio.wait(under_way)
+            if tasks:
+                await asyncio.wait(tasks)
             for move in moves:
                 self.inbound.pop(move.key, None)
             source = self._fleet.state.engines.get(receipt.engine)
@@ -79,8 +79,8 @@ class TurnMover:
                 source.leaving = False
                 if not source.turns:
                     self.book.emptied(receipt, time.monotonic())
-            self._fleet.changed()
-        ending = [run.task for run in runs if run.task is not None]
+            self._fleet.reconcile()
+        ending = [turn.task for turn in turns if turn.task is not None]
         if ending:
             await asyncio.wait(ending)
         self.book.ended(receipt, time.monotonic())
@@ -90,30 +90,30 @@ class TurnMover:
         pause_s: float | None = None
         try:
             if move.turn_id is None:
-                outcome = self._lead_over(move)
+                outcome = self._move_idle(move)
             else:
-                async with self._doors[move.destination]:
-                    outcome, pause_s = await self._move(self._sessions.runs.get(move.turn_id), move)
+                async with self._slots[move.destination]:
+                    outcome, pause_s = await self._move(self._sessions.running.get(move.turn_id), move)
         except Exception:
             log.exception("the move of %s to engine %s failed", move.key, move.destination)
         finally:
             self.inbound.pop(move.key, None)
             self.book.settle(receipt, move, outcome, pause_s)
 
-    def _lead_over(self, move: Move) -> Outcome:
-        """A session that waits for a tool: its next turn will look for its prefix at the destination."""
+    def _move_idle(self, move: Move) -> Outcome:
+        """Moves a session that waits for a tool: its next turn is placed at the destination first."""
         session = self._sessions.live.find(move.session_id)
         if session is None or session.running or session.engine != move.source:
             return "ended"
         session.engine, session.moves = move.destination, session.moves + 1
         return "moved"
 
-    async def _move(self, run: RunningTurn | None, move: Move) -> tuple[Outcome, float | None]:
-        if run is None or run.engine != move.source:
+    async def _move(self, turn: RunningTurn | None, move: Move) -> tuple[Outcome, float | None]:
+        if turn is None or turn.engine != move.source:
             return "ended", None
         if not self._same_version(move):
             return "failed", None
-        arrived = run.move(move.destination)
+        arrived = turn.move(move.destination)
         if arrived is None:
             return "ended", None
         try:

@@ -1,9 +1,9 @@
-"""Unix time for what is compared: ages, deadlines, leases, proofs.
+"""Unix time for comparisons: ages, deadlines, leases, evidence.
 
-Invariant: it runs on at its own pace while the process lives, though the host's clock be set, by hours where it was
-wrong at the boot: such a step must neither end what is young, nor date what follows before what was.
+Invariant: it advances at its own pace while the process lives, even if the host's clock is set, by hours where it was
+wrong at boot. Such a step must neither expire what is young, nor date an event before an earlier one.
 
-What is kept beyond the process is compared with the time that the next one begins with.
+Stored times are compared with the time at which the next process begins.
 """
 
 from __future__ import annotations

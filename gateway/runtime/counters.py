@@ -19,7 +19,9 @@ class Counters:
     turns_joined: int = 0
     turns_recovered: int = 0
     turns_mixed_version: int = 0
-    turns_mixed_dtype: int = 0  # by engines that compute in different dtypes: not what one would have said greedily
+    turns_mixed_dtype: int = (
+        0  # by engines that compute in different dtypes: a greedy turn may then differ from an unmoved one
+    )
     moves: int = 0
     repacks: int = 0
     tokens_generated: int = 0

@@ -1,1 +1,4 @@
-"""Sessions: the registry of live ones, their turns, endings, groups, admission, and recovery after a restart."""
+"""Sessions: the registry of live ones, their turns, endings, groups, admission, and recovery after a restart.
+
+HTTP handlers enter by `TurnService`, `Endings` and `GroupService`.
+"""

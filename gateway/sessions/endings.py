@@ -1,33 +1,35 @@
-"""How sessions end: finished with a reward, now or later, or abandoned.
+"""How sessions end: finished with a reward, now or later, or abandoned; and with the last member their groups.
+
+A finish goes down through the rooms once: turns (those that nobody reads are concluded), fleet (evidence for the
+versions), core (the trajectories), experience and store (one commit), then the registry, the children and the group.
 
 Invariants:
-- a trajectory is in the experience buffer, on disk, before its session's finish is told; what an engine contradicts,
-  an evaluation, and what is not for training never enter it;
-- a session ends once, and only with its turns ended: a running turn of an abandoned one is aborted first;
-- an end, or a reward, that began comes to its end whether or not its caller stays; a finish asked again is told again;
-- what was told (an end, a reward) survives a power cut; what the disk refused has had no effect;
-- children end with their parent, before its end is told.
+- a trajectory is in the experience buffer, on disk, before its session's finish is answered. Sessions whose versions an
+  engine contradicts, evaluations, and sessions that are not for training never enter it;
+- a session ends once, and only after its turns: a running turn of an abandoned session is aborted first;
+- an end or a reward that has begun is completed whether or not its caller stays; a repeated finish gets the same
+  answer;
+- an end or a reward that was answered survives a power cut; one that the disk refused has had no effect;
+- children end with their parent, before its end is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from gateway.core.endings import Ended, Finish, Finished, How, Status, Unrewarded
+from gateway.core.endings import Ended, Finish, Finished, How, Unrewarded
 from gateway.core.expiry import why_over
 from gateway.core.groups import GiveUp, Resample
 from gateway.core.lengths import SessionDurations
 from gateway.core.rewards import Given, note, revised, turn_of
-from gateway.core.sessions import SessionSpec, SessionState
-from gateway.core.types import GroupId, SessionId
+from gateway.core.sessions import SessionState
+from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
 from gateway.runtime.clock import unix_s
-from gateway.runtime.orders import Orders
-from gateway.sessions.groups import GroupBook
+from gateway.runtime.shielded import ShieldedTasks
+from gateway.sessions.group_registry import GroupRegistry
 from gateway.sessions.registry import environment
 from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer, count
@@ -40,20 +42,17 @@ from protos.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
 
-GROUPS_MAX = 10_000
 EXPIRY_INTERVAL_S = 5.0
-
-T = TypeVar("T")
 
 
 class Endings:
-    """How sessions end, and with the last member their groups."""
+    """Ends sessions and groups. Owner of the finishes in progress."""
 
     def __init__(
         self,
         sessions: TurnService,
         trainer: Trainer,
-        groups: GroupBook,
+        groups: GroupRegistry,
         durations: SessionDurations,
         *,
         pool: PartialResponsePool,
@@ -65,49 +64,51 @@ class Endings:
         self._trainer, self._groups, self._counters = trainer, groups, sessions.counters
         self._durations = durations
         self._pool, self._buffer, self._store, self._timeline = pool, buffer, store, timeline
-        self._orders = Orders()
+        self._shielded = ShieldedTasks()
         self._finishing: dict[SessionId, tuple[Finish, asyncio.Task[Finished | None]]] = {}
-        self._groups_done: OrderedDict[GroupId, int] = OrderedDict()
+
+    async def close(self) -> None:
+        """Waits for the ends in progress."""
+        await self._shielded.drain()
 
     # -- finished
 
-    async def finish_once(self, session_id: SessionId, asked: Finish) -> Finished | None:
-        """Ends the session as asked, also when who asked is gone; asked the same again, tells the same.
+    async def finish(self, session_id: SessionId, request: Finish) -> Finished | None:
+        """Ends the session as requested, also when the caller leaves. The same request again gets the same answer.
 
-        None: it waits for its reward. Conflict when it ends, or has ended, otherwise; it says how.
+        None: the session waits for its reward. Raises Conflict when it is ending, or has ended, in another way.
         """
         ended = self._live.ended(session_id)
-        if ended is not None and ended.told is not None and ended.asked == asked:
+        if ended is not None and ended.told is not None and ended.asked == request:
             await self._store.synced()
             return ended.told
-        return await self._once(session_id, asked)
+        return await self._finish_once(session_id, request)
 
-    async def _once(self, session_id: SessionId, asked: Finish) -> Finished | None:
-        before, task = self._finishing.get(session_id, (asked, None))
-        if before != asked:
-            raise Conflict(f"session {session_id} is being finished with {_said(before)}, not with {_said(asked)}")
+    async def _finish_once(self, session_id: SessionId, request: Finish) -> Finished | None:
+        """One task for all callers with the same request: a client's retry may come while the first is in progress."""
+        before, task = self._finishing.get(session_id, (request, None))
+        if before != request:
+            raise Conflict(
+                f"session {session_id} is being finished with {_described(before)}, not with {_described(request)}"
+            )
         if task is None:
-            task = self._orders.begin(self._finish_as(session_id, asked), f"finish-{session_id}")
-            self._finishing[session_id] = (asked, task)
+            task = self._shielded.start(self._finish(session_id, request), f"finish-{session_id}")
+            self._finishing[session_id] = (request, task)
             task.add_done_callback(lambda _: self._finishing.pop(session_id))
         return await asyncio.shield(task)
 
-    async def close(self) -> None:
-        """Ends that are under way come to their end."""
-        await self._orders.done()
-
-    async def _finish_as(self, session_id: SessionId, asked: Finish) -> Finished | None:
+    async def _finish(self, session_id: SessionId, request: Finish) -> Finished | None:
         state = self._live.get(session_id)
         await self._sessions.conclude(session_id)
-        if asked.reward is None:
-            await self.finish_unrewarded(session_id, asked)
+        if request.reward is None:
+            await self.finish_unrewarded(session_id, request)
             return None
-        await self._note(state, Given(None, asked.turns, asked.leaves))
-        await self.finish(session_id, asked.reward, asked.status, asked.metrics, asked)
-        ended = self._live.ended(session_id)
-        return None if ended is None else ended.told
+        await self._note(state, Given(None, request.turns, request.leaves))
+        finished, _ = await self.finish_rewarded(session_id, request)
+        return finished
 
     async def _note(self, state: SessionState, given: Given) -> None:
+        """Rewards of turns and leaves, in the tree and on disk."""
         names = {turn_of(name) for name in (*given.turns, *given.leaves)}
         before = [
             (t, t.reward, t.leaf_reward) for name in sorted(names) if (t := state.tree.turns.get(name)) is not None
@@ -122,63 +123,57 @@ class Endings:
                 turn.reward, turn.leaf_reward = reward, leaf_reward
             raise
 
-    async def finish(
-        self,
-        session_id: SessionId,
-        reward: float,
-        status: Status,
-        metrics: Mapping[str, float],
-        asked: Finish | None = None,
-    ) -> list[Trajectory]:
-        """Ends the session; its trajectories, one a leaf, are on disk in the experience buffer when this returns."""
-        state = self._live.get(session_id)
-        asked = asked or Finish(reward=reward, status=status, metrics=dict(metrics))
+    async def finish_rewarded(self, session_id: SessionId, request: Finish) -> tuple[Finished, list[Trajectory]]:
+        """Ends the session. Its trajectories, one a leaf, are on disk in the experience buffer when this returns."""
+        state, reward = self._live.get(session_id), request.reward
+        assert reward is not None
+        first = request if state.unrewarded is None else state.unrewarded.asked
         if state.unrewarded is None:
             self._end(state)
-        else:
-            status, metrics = state.unrewarded.asked.status, {**state.unrewarded.asked.metrics, **metrics}
         try:
-            await self._vouch(state)
-            trajectories = state.trajectories(reward, status, metrics, unix_s())
+            await self._collect_evidence(state)
+            metrics = {**first.metrics, **request.metrics}
+            trajectories = state.trajectories(reward, first.status, metrics, unix_s())
             stored = self._to_be_stored(state)
-            ended = Ended("finished", asked, _finished(state, reward, status, trajectories, stored=stored))
+            finished = _finished(state, reward, first.status, trajectories, stored=stored)
+            ended = Ended("finished", request, finished)
             if stored:
-                await self._buffer.add(*trajectories, along=self._forgetting(state, ended))
+                await self._buffer.add(*trajectories, along=self._ending(state, ended))
         except Exception:
             if state.unrewarded is None:
-                state.phase = "live"  # no place, no disk, or whatever it was: it can be finished again
+                state.phase = "live"  # whatever it was, such as a full disk: the session can be finished again
             raise
         self._close(state, ended, reward=reward)
         self._counters.trajectories_finished += 1
         self._durations.ended(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
         await self._after(state, ended, is_written=stored)
-        return trajectories
+        return finished, trajectories
 
     def _to_be_stored(self, state: SessionState) -> bool:
-        """Whether the experience buffer is for it: not for a session that is not for training."""
-        if not state.vouched:
+        """Whether the trajectories enter the experience buffer."""
+        if state.contradicted:
             log.error("session %s is not trained on: engines contradict its versions", state.session_id)
             return False
         return state.spec.trains
 
-    def _forgetting(self, state: SessionState, ended: Ended) -> Operation[object]:
-        """The end of a session with its trajectory: one commit instead of three."""
+    def _ending(self, state: SessionState, ended: Ended) -> Operation[object]:
+        """The session's end, to be written in one commit with its trajectories: a crash leaves both or none."""
         end, forget = self._store.ending(state.session_id, ended), self._pool.forgetting(state.session_id)
         return lambda connection: (end(connection), forget(connection))
 
-    async def finish_unrewarded(self, session_id: SessionId, asked: Finish) -> None:
-        """Ends the session; its trajectories wait `reward_window_s` for their reward, also over a restart."""
+    async def finish_unrewarded(self, session_id: SessionId, request: Finish) -> None:
+        """Ends the session. Its trajectories wait `reward_window_s` for their reward, also over a restart."""
         state = self._live.get(session_id)
         if state.unrewarded is not None:
-            if state.unrewarded.asked == asked:
+            if state.unrewarded.asked == request:
                 return
             raise Conflict(
-                f"session {session_id} was finished with {_said(state.unrewarded.asked)} and waits for its reward",
+                f"session {session_id} was finished with {_described(state.unrewarded.asked)} and waits for its reward",
                 hint="give it with POST /sessions/{id}/reward",
             )
-        await self._note(state, Given(None, asked.turns, asked.leaves))
+        await self._note(state, Given(None, request.turns, request.leaves))
         self._end(state)
-        state.unrewarded = Unrewarded(asked, unix_s() + self._config.reward_window_s)
+        state.unrewarded = Unrewarded(request, unix_s() + self._config.reward_window_s)
         try:
             await self._store.unrewarded(session_id, state.unrewarded)
         except LaminarError:
@@ -187,12 +182,12 @@ class Endings:
         await self._store.synced()
         await self._part(state)
 
-    async def _vouch(self, state: SessionState) -> None:
-        """All segments at once: an engine is looked at once, however many of them it made."""
+    async def _collect_evidence(self, state: SessionState) -> None:
+        """For all segments at once: an engine is checked once, however many of them it made."""
         turns = list(state.tree.turns.values())
-        vouched = iter(await self._fleet.vouching.vouch([s for turn in turns for s in turn.segments]))
+        checked = iter(await self._fleet.evidence.collect([s for turn in turns for s in turn.segments]))
         for turn in turns:
-            turn.segments = [next(vouched) for _ in turn.segments]
+            turn.segments = [next(checked) for _ in turn.segments]
 
     def _end(self, state: SessionState) -> None:
         if not state.turns:
@@ -200,15 +195,16 @@ class Endings:
         state.end("finished")
 
     async def reward(self, session_id: SessionId, given: Given) -> str:
-        """Rewards of its turns and leaves, also after its finish, and when who gave them is gone.
+        """Rewards of the session, its turns and leaves, also after its finish, and when the caller leaves.
 
-        Returns how the session stands."""
+        Returns the session's state: "live", "unrewarded" or "finished".
+        """
         state = self._live.find(session_id)
         if given.session is None or state is None:
-            return await self._orders.carry_out(self._reward(session_id, given), f"reward-{session_id}")
+            return await self._shielded.run(self._reward(session_id, given), f"reward-{session_id}")
         if state.unrewarded is None:
             raise Conflict(f"session {session_id} is live", hint="give its reward with POST /sessions/{id}/finish")
-        await self._once(session_id, Finish(given.session, dict(given.turns), dict(given.leaves)))
+        await self._finish_once(session_id, Finish(given.session, dict(given.turns), dict(given.leaves)))
         return "finished"
 
     async def _reward(self, session_id: SessionId, given: Given) -> str:
@@ -216,7 +212,7 @@ class Endings:
         if state is None:
             ended = self._live.ended(session_id)
             if ended is None or ended.how != "finished":
-                self._live.get(session_id)  # says why not
+                self._live.get(session_id)  # raises
             await self._buffer.revise(session_id, lambda leaves: self._revised(leaves, given))
             return "finished"
         await self._note(state, given)
@@ -232,25 +228,25 @@ class Endings:
     # -- abandoned
 
     async def abandon(self, session_id: SessionId, reason: str) -> None:
-        """Ends the session without a trajectory, also when who asked is gone; a running turn of it is aborted."""
-        await self._orders.carry_out(self._abandon(session_id, reason), f"abandon-{session_id}")
+        """Ends the session without a trajectory, also when the caller leaves. Its running turns are aborted."""
+        await self._shielded.run(self._abandon(session_id, reason), f"abandon-{session_id}")
 
     async def _abandon(self, session_id: SessionId, reason: str) -> None:
         state = self._live.get(session_id)
         if session_id in self._finishing:
-            raise Conflict(f"session {session_id} is being finished with {_said(self._finishing[session_id][0])}")
+            raise Conflict(f"session {session_id} is being finished with {_described(self._finishing[session_id][0])}")
         if state.unrewarded is not None:
             state.unrewarded, state.phase = None, "live"
         state.end("abandoned")
-        for run in self._sessions.known.of_session(session_id):
-            await run.abort(f"its session was abandoned ({reason})")
+        for turn in self._sessions.joinable.of_session(session_id):
+            await turn.abort(f"its session was abandoned ({reason})")
         ended = Ended("abandoned")
         self._close(state, ended, reason=reason)
         self._counters.sessions_abandoned += 1
         await self._after(state, ended)
 
     async def expire(self) -> None:
-        """Abandons sessions that are over, forgets turns that nobody may ask for any more; runs until cancelled."""
+        """Abandons sessions that are over, and forgets turns that cannot be joined any more; until cancelled."""
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             await self._sessions.sweep()
@@ -261,12 +257,12 @@ class Endings:
         if not self._why_over(state):
             return
         try:
-            await self._orders.carry_out(self._abandon_over(state), f"expire-{state.session_id}")
-        except LaminarError as e:  # looked at again with the next round
+            await self._shielded.run(self._abandon_over(state), f"expire-{state.session_id}")
+        except LaminarError as e:  # the next round tries again
             log.error("session %s is over, and cannot be ended: %s", state.session_id, e)
 
     async def _abandon_over(self, state: SessionState) -> None:
-        """Asked again, since it may have gone on, or ended with another."""
+        """Checks again, since the session may have gone on meanwhile, or ended with its parent."""
         if why := self._why_over(state):
             await self._abandon(state.session_id, why)
 
@@ -286,18 +282,19 @@ class Endings:
     # -- both
 
     async def _part(self, state: SessionState) -> None:
-        """Its parent waits for it no more, and its children end with it."""
+        """Releases the parent that waits for the session, and ends its children."""
         self._live.unblock(state)
         for child in self._live.children(state.session_id):
             await self._abandon_if_over(child)
 
     async def _after(self, state: SessionState, ended: Ended, *, is_written: bool = False) -> None:
+        """The end goes to disk, unless the trajectories' commit had it; then children, engines and the group follow."""
         if not is_written:
-            await self._pool.flush()  # of turns that were aborted
+            await self._pool.flush()  # ends of turns that were aborted
             await self._store.end(state.session_id, ended, along=self._pool.forgetting(state.session_id))
         await self._store.synced()
         await self._part(state)
-        self._fleet.changed()
+        self._fleet.reconcile()
         if (group := self._groups.of(state)) is not None:
             if ended.how == "finished":
                 group.state.sampled_under(state.sampled_versions)
@@ -305,15 +302,15 @@ class Endings:
 
     async def member_ended(self, group: Group, session_id: SessionId, how: How) -> None:
         """What follows for the group: another member, its end with those it has, or the end of all the others."""
-        left = await self._groups.member_ended(group, session_id, how)
-        if isinstance(left, Resample):
+        outcome = await self._groups.member_ended(group, session_id, how)
+        if isinstance(outcome, Resample):
             return
-        if isinstance(left, GiveUp):
-            await self.give_up_group(group, left.reason)
+        if isinstance(outcome, GiveUp):
+            await self.give_up_group(group, outcome.reason)
         await self._groups.save(group)
 
     async def give_up_group(self, group: Group, reason: str) -> None:
-        """Member by member: one that cannot be ended now keeps no other, and ends by itself."""
+        """Abandons the members one by one: a member that cannot be ended now ends by itself, and delays no other."""
         log.info("group %s is given up: %s", group.state.group_id, reason)
         for session_id in list(group.state.live):
             try:
@@ -341,16 +338,6 @@ class Endings:
             **fields,
         )
         self._sessions.forget(state, ended)
-        self._forget_group(state.spec)
-
-    def _forget_group(self, spec: SessionSpec) -> None:
-        done = self._groups_done[spec.group_id] = self._groups_done.get(spec.group_id, 0) + 1
-        if done >= spec.group_size:
-            del self._groups_done[spec.group_id]
-            self._fleet.state.forget_group(spec.group_id)
-        while len(self._groups_done) > GROUPS_MAX:
-            oldest, _ = self._groups_done.popitem(last=False)
-            self._fleet.state.forget_group(oldest)
 
 
 def _finished(
@@ -370,5 +357,5 @@ def _finished(
     )
 
 
-def _said(asked: Finish) -> str:
-    return f"reward {'none' if asked.reward is None else format(asked.reward, 'g')}, {asked.status}"
+def _described(request: Finish) -> str:
+    return f"reward {'none' if request.reward is None else format(request.reward, 'g')}, {request.status}"

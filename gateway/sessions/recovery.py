@@ -1,11 +1,12 @@
-"""After a restart: sessions as they were, and the turns in flight go on.
+"""Recovery after a restart: restores sessions, and resumes the turns in flight.
 
 Invariants:
 - a session's tree is built from the turns on disk, in the order in which they ended: nothing else is its record;
-- before the first request is heard, every turn that a client may ask for again can be joined;
-- a session of which something cannot be read is named, and over; its rows stay as they are. The others go on;
-- a turn in flight waits `recovery_grace_s` for its client, who has to notice that the gateway is back; what nobody asks
-  for again is then given up, as with any client that left.
+- every turn that a retry may request can be joined before the gateway listens;
+- a session with a row that cannot be read is logged by name and counts as abandoned; its rows stay as they are. The
+  others go on;
+- a turn in flight waits `recovery_grace_s` for its client, which has to notice that the gateway is back. It is then
+  aborted, as after any client that left.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 async def recover(sessions: TurnService, store: SessionStore, pool: PartialResponsePool) -> None:
-    """To be called before the fleet looks at its engines: which versions are wanted depends on live sessions."""
+    """Call it before the fleet polls its engines: which versions are wanted depends on the live sessions."""
     sessions.live.restore_ended(await store.ended())
     named = dict(await store.load())
     gone: list[SessionId] = []
@@ -62,7 +63,7 @@ async def recover(sessions: TurnService, store: SessionStore, pool: PartialRespo
 def _state(
     sessions: TurnService, session_id: SessionId, kept: KeptSession | None, turns: list[KeptTurn]
 ) -> SessionState | None:
-    """A session's state, or one for calls without a session that may be asked for again; None: nobody can."""
+    """A session's state, or one for a call without a session that a retry may still join; None: its window is over."""
     if kept is not None:
         return sessions.live.get(session_id)
     since = time.time() - sessions.config.idempotency_window_s
@@ -74,14 +75,14 @@ def _state(
 def _restore_turns(
     sessions: TurnService, state: SessionState, kept: KeptSession | None, turns: Sequence[KeptTurn]
 ) -> int:
-    """How many are in flight. First what may turn out to be wrong, then what cannot be taken back."""
+    """Returns how many are in flight. Everything that may raise Corrupt comes before the first turn is resumed."""
     for turn in turns:
         _restore_record(state, kept, turn)
     for turn in turns:
         parent = turn.record.request.parent
         if turn.outcome is None and parent is not None and parent not in state.tree:
             raise Corrupt(f"turn {turn.record.request.turn_id} goes on from {parent}, which is not there")
-    in_flight = [_restore_run(sessions, state, turn) for turn in turns]
+    in_flight = [_restore_turn(sessions, state, turn) for turn in turns]
     if kept is not None:
         _restore_rewards(sessions.fleet.state, state, kept)
     return sum(in_flight)
@@ -91,12 +92,12 @@ def _restore_record(state: SessionState, kept: KeptSession | None, turn: KeptTur
     if turn.outcome in ("stop", "length"):
         state.restore_turn(turn.record)
         state.seen(turn.record.request.turn_id, turn.seen)
-        if kept is not None and (told := kept.messages.get(turn.record.request.turn_id)) is not None:
-            state.tell(turn.record.request.turn_id, *told)
+        if kept is not None and (messages := kept.messages.get(turn.record.request.turn_id)) is not None:
+            state.note_messages(turn.record.request.turn_id, *messages)
 
 
-def _restore_run(sessions: TurnService, state: SessionState, turn: KeptTurn) -> bool:
-    """Whether the turn is in flight."""
+def _restore_turn(sessions: TurnService, state: SessionState, turn: KeptTurn) -> bool:
+    """Returns whether the turn is in flight."""
     if turn.outcome is None:
         sessions.resume(state, turn.record)
         return True

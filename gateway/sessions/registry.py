@@ -1,8 +1,8 @@
 """The live sessions of this gateway, their keys, and the names of those that have ended.
 
-Owner of every `SessionState`; one event loop, no locks.
-- a name is used once: neither a live session's nor one of an ended session (as far as it is remembered) is given again;
-- a session is in the store from its making on, before any turn of it.
+Owner of every `SessionState`; everything runs on one event loop, without locks. Invariants:
+- a name is used once: neither a live session's nor an ended one's (of the last `ENDED_MAX`) is given again;
+- a session is in the store before any turn of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Una
 
 class SessionRegistry:
     def __init__(self, config: GatewayConfig, fleet: FleetState, store: SessionStore, timeline: Timeline) -> None:
-        self.draining = False  # the process is about to end: nothing new begins
+        self.draining = False  # the gateway shuts down: nothing new begins
         self._config, self._fleet, self._store, self._timeline = config, fleet, store, timeline
         self._live: dict[SessionId, SessionState] = {}
         self._keys: dict[str, SessionId] = {}
@@ -49,7 +49,7 @@ class SessionRegistry:
         return self._ended.get(session_id)
 
     def get(self, session_id: SessionId) -> SessionState:
-        """Raises Conflict for one that has ended, NotFound for one that never was."""
+        """Raises Conflict for a session that has ended, NotFound for an unknown one."""
         state = self._live.get(session_id)
         if state is not None:
             return state
@@ -60,12 +60,12 @@ class SessionRegistry:
         raise NotFound(f"no session {session_id!r}", hint="make it with POST /sessions")
 
     def children(self, session_id: SessionId) -> list[SessionState]:
-        """Those of its children that are under way."""
+        """Its children that have not ended."""
         found = (self._live[name] for name in sorted(self._children.get(session_id, ())))
         return [child for child in found if child.phase == "live"]
 
     def blocked(self, session_id: SessionId) -> bool:
-        """It waits for a child."""
+        """The session waits for a child."""
         return any(child.spec.blocks_parent for child in self.children(session_id))
 
     def parent_ended(self, spec: SessionSpec) -> bool:
@@ -75,7 +75,7 @@ class SessionRegistry:
         return state.unrewarded is not None
 
     def unblock(self, state: SessionState) -> None:
-        """It has ended: no engine is held for it any more, and a parent that waited for it is idle from now on."""
+        """The session has ended: no engine is held for it, and a parent that waited for it is idle from now on."""
         self._fleet.forget_session(state.session_id)
         self._fleet.kept.note(state.session_id, None)
         parent = None if state.spec.parent_session_id is None else self._live.get(state.spec.parent_session_id)
@@ -83,7 +83,7 @@ class SessionRegistry:
             parent.touched_unix_s = unix_s()
 
     def named_by(self, identity: SessionIdentity) -> SessionState:
-        """The session that a request names; made when it is new, or names none."""
+        """The session that a request names. A new name, or none, makes a session."""
         if identity.session_id is None:
             name = SessionId(f"call-{secrets.token_hex(8)}")
             return self.create(SessionSpec(name, GroupId(name), ephemeral=True, train=False))[0]
@@ -92,7 +92,7 @@ class SessionRegistry:
         return self.get(identity.session_id)
 
     def create(self, spec: SessionSpec) -> tuple[SessionState, str]:
-        """A new session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`.
+        """Makes a session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`.
 
         It is on disk once `saved` returns, and before any turn of it.
         """
@@ -112,16 +112,15 @@ class SessionRegistry:
 
     def _check(self, spec: SessionSpec) -> None:
         if not names_a_session(spec.session_id):
-            raise InvalidRequest(f"{spec.session_id[:40]!r} is no session id", hint=SESSION_NAME_HINT)
+            raise InvalidRequest(f"{spec.session_id[:40]!r} is not a session id", hint=SESSION_NAME_HINT)
         self._check_parent(spec)
         self._store.check()
         if self.draining:
-            raise Unavailable("the gateway is shutting down", hint="ask again soon")
+            raise Unavailable("the gateway is shutting down", hint="send the request again soon")
         if spec.session_id in self._live or spec.session_id in self._ended:
             how = f" ({self._ended[spec.session_id]})" if spec.session_id in self._ended else ""
             raise Conflict(
-                f"there was already a session {spec.session_id!r}{how}: trajectories are known by it, so that a "
-                "name is used once",
+                f"there was already a session {spec.session_id!r}{how}; trajectories carry its name: it is used once",
                 hint="leave session_id out to get a new one",
             )
         insists = spec.version is not None or spec.max_version is not None or spec.on_version_loss != "segment"
@@ -157,11 +156,11 @@ class SessionRegistry:
             )
 
     async def saved(self) -> None:
-        """Every session made so far is on disk."""
+        """Returns when every session made so far is on disk."""
         await self._store.written()
 
     def restore(self, spec: SessionSpec, api_key: str = "", created_unix_s: float | None = None) -> SessionState:
-        """A session of an earlier life; its turns come after it."""
+        """A session of an earlier life of the gateway; its turns are restored after it."""
         now = unix_s()
         state = SessionState(spec, now if created_unix_s is None else created_unix_s, now, version=spec.version)
         if not spec.ephemeral:
@@ -181,11 +180,11 @@ class SessionRegistry:
         self._ended.update(ended)
 
     def revive(self, state: SessionState) -> None:
-        """A call without a session whose turn goes on."""
+        """A call without a session whose turn a retry continues."""
         self._live[state.session_id] = state
 
     def forget(self, state: SessionState, ended: Ended | None = None) -> None:
-        """It is live no more; how it ended is remembered."""
+        """Takes the session out of the live ones; how it ended is remembered."""
         if ended is not None:
             self._ended[state.session_id] = ended
             while len(self._ended) > ENDED_MAX:
@@ -198,11 +197,12 @@ class SessionRegistry:
                 del self._children[parent]
         self._fleet.kept.note(state.session_id, None)
         self._fleet.forget_session(state.session_id)
+        self._fleet.group_versions.session_ended(state.spec.group_id, state.spec.group_size)
         key = self._key_of.pop(state.session_id, None)
         if key is not None:
             del self._keys[key]
 
 
 def environment(spec: SessionSpec) -> Mapping[str, str]:
-    """The tag that the timeline tells of a session."""
+    """The tag of a session that the timeline shows."""
     return {"environment": spec.tags["environment"]} if "environment" in spec.tags else {}

@@ -1,15 +1,15 @@
-"""The turns of sessions: begun, joined by who asks again, taken up after a restart. Implements `gateway.ports.Turns`.
+"""The turns of sessions: started, joined by retries, resumed after a restart. Implements `gateway.ports.Turns`.
 
 Invariants:
-- a turn is known from its beginning until its window is over, so that a retry can join it;
-- a call without a session is a session for its turns alone, and goes with the last of them.
+- a turn can be joined from its beginning until the end of its idempotency window;
+- a call without a session is a session for its turns alone, and is forgotten with the last of them.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gateway.config import GatewayConfig
 from gateway.core.endings import Ended
@@ -31,7 +31,7 @@ from gateway.turns.running import RunningTurn
 from protos.errors import LaminarError, Unavailable
 
 CONCLUDE_PATIENCE_S = 1.0
-"""For a client that has left, or is just being answered, when its session is finished."""
+"""For a client that has left, or is just receiving its answer, when its session is finished."""
 
 
 class TurnService:
@@ -44,17 +44,15 @@ class TurnService:
         *,
         pool: PartialResponsePool,
         timeline: Timeline,
-        context_tokens: Callable[[], int],
         eos_ids: frozenset[int] = frozenset(),
         vocab_size: int = 1 << 31,
     ) -> None:
         self.config, self.live, self.fleet = config, live, fleet
         self.counters = Counters()
         self.eos_ids, self.vocab_size = eos_ids, vocab_size
-        self.known = JoinableTurns(config.idempotency_window_s)
+        self.joinable = JoinableTurns(config.idempotency_window_s)
         self.lengths = TurnLengths()
         self._trainer, self._pool, self._timeline = trainer, pool, timeline
-        self._context_tokens = context_tokens
         self._started_unix_s = int(time.time())
 
     # -- gateway.ports.Turns
@@ -62,10 +60,10 @@ class TurnService:
     def models(self) -> Sequence[ModelInfo]:
         config = self.config
         kinds = frozenset(engine.kind for engine in self.fleet.state.engines.values())
-        return [ModelInfo(config.model, self._context_tokens(), self._started_unix_s, config.penalties_move, kinds)]
+        return [ModelInfo(config.model, self.fleet.context_tokens, self._started_unix_s, config.penalties_move, kinds)]
 
     def tokens_per_event(self, *, streamed: bool) -> int:
-        running, token_s = len(self.known.running), self.fleet.state.token_s
+        running, token_s = len(self.joinable.running), self.fleet.state.token_s
         return tokens_per_event(running, token_s, streamed=streamed, configured=self.config.tokens_per_event)
 
     def session_of_key(self, api_key: str) -> SessionId | None:
@@ -73,7 +71,7 @@ class TurnService:
 
     async def open_session(self, identity: SessionIdentity, turns: int = 1) -> SessionView:
         if self.live.draining:
-            raise Unavailable("the gateway is shutting down", hint="ask again soon")
+            raise Unavailable("the gateway is shutting down", hint="send the request again soon")
         state = self.live.named_by(identity)
         state.check_open(turns)
         spec = state.spec
@@ -91,71 +89,74 @@ class TurnService:
         return RunningTurn(request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline)
 
     async def join(self, call: Call, choices: int, *, again: bool = False) -> Sequence[RunningTurn] | None:
-        """All or none: what is left of a request's choices would be another sample than the one it asks for.
+        """The turns of an earlier request that this one repeats, all of its choices or none: what is left of them would
+        be another sample than the one requested.
 
-        What was found is looked for again after every wait: another request may have joined it meanwhile, or taken it
-        up again. Between the last look and the claim nothing waits, so no two requests claim one turn.
+        The race: two retries of one request, or a retry while the turn is being aborted. The turns are looked up again
+        after every wait, since another request may have joined or revived them meanwhile. Between the last lookup and
+        the claim there is no await, so no two requests claim one turn; and no turn is joined whose end is in progress,
+        since its outcome is not known yet.
         """
         while True:
-            found = self.known.find(call, choices)
-            ending = [run for run in found or () if run.ending]
+            found = self.joinable.find(call, choices)
+            ending = [turn for turn in found or () if turn.ending]
             if not ending:
                 break
             await ending[0].settled()
-        if found is None or any(run.came_to_nothing and run.request.sampling.in_place for run in found):
+        if found is None or any(turn.dropped and turn.request.sampling.in_place for turn in found):
             if not again:
-                self.known.came_again(call)
+                self.joinable.came_again(call)
             return None
-        joined = self._taken_up(found)
-        for run in joined:
-            run.claim(attempt_of(call))
+        joined = self._revived(found)
+        for turn in joined:
+            turn.claim(attempt_of(call))
         self.counters.turns_joined += choices
         return joined
 
-    def _taken_up(self, runs: Sequence[RunningTurn]) -> list[RunningTurn]:
-        """Those that came to nothing go on, all of them or none."""
-        taken: list[RunningTurn] = []
+    def _revived(self, turns: Sequence[RunningTurn]) -> list[RunningTurn]:
+        """Turns that were dropped go on, all of them or none. Raises Conflict as new turns would."""
+        revived: list[RunningTurn] = []
         try:
-            for run in runs:
-                taken.append(self._revived(run) if run.came_to_nothing else run)  # noqa: PERF401 (kept if one fails)
+            for turn in turns:
+                revived.append(self._revive(turn) if turn.dropped else turn)  # noqa: PERF401 (used if one fails)
         except LaminarError:
-            for run in taken:
-                if run not in runs:
-                    run.orphan(self.config.disconnect_grace_s)
+            for turn in revived:
+                if turn not in turns:
+                    turn.orphan(self.config.disconnect_grace_s)
             raise
-        return taken
+        return revived
 
     def refused(self, call: Call) -> None:
-        self.known.refused(call)
+        self.joinable.refused(call)
 
-    def _revived(self, run: RunningTurn) -> RunningTurn:
-        """A turn that came to nothing, under way again with the tokens it had. Raises Conflict as a new turn would."""
-        if run.session.spec.ephemeral:
-            self.live.revive(run.session)
+    def _revive(self, turn: RunningTurn) -> RunningTurn:
+        """A dropped turn, running again with the tokens it had."""
+        if turn.session.spec.ephemeral:
+            self.live.revive(turn.session)
         again = RunningTurn(
-            run.request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline, record=run.record
+            turn.request, owner=self, fleet=self.fleet, pool=self._pool, timeline=self._timeline, record=turn.record
         )
-        again.attempt = run.attempt
+        again.attempt = turn.attempt
         again.begin()
         return again
 
     async def record_turn(self, request: TurnRequest, head: Message, messages: Sequence[Message]) -> None:
         state = self.live.find(request.session_id)
         if state is not None:
-            state.tell(request.turn_id, head, messages)
-            await self._pool.tell(request.session_id, request.turn_id, head, messages)
+            state.note_messages(request.turn_id, head, messages)
+            await self._pool.note_messages(request.session_id, request.turn_id, head, messages)
 
     # -- gateway.sessions.recovery
 
     def keep(self, state: SessionState, record: TurnRecord, ended_unix_s: float) -> None:
-        """A turn that was over before: nobody knows whether its client got the answer."""
+        """A turn that ended before the restart: whether its client got the answer is not known."""
         self._want_version(state)
-        run = self._restored_run(state, record, "unknown")
+        turn = self._restored_run(state, record, "unknown")
         age_s = max(0.0, time.time() - ended_unix_s)
-        self.known.end(run, time.monotonic() - age_s)
+        self.joinable.end(turn, time.monotonic() - age_s)
 
     def give_up(self, session_id: SessionId) -> None:
-        """A session of an earlier life that cannot be restored: its name is used, and nothing goes on."""
+        """A session that cannot be restored: its name stays in use, and none of its turns goes on."""
         ended = Ended("abandoned")
         state = self.live.find(session_id)
         if state is None:
@@ -170,13 +171,13 @@ class TurnService:
             state.version, state.engine = Version(record.segments[-1].version), EngineName(record.segments[-1].engine)
         self._want_version(state)
         self.counters.turns_recovered += 1
-        run = self._restored_run(state, record, "unread")
-        run.sent(0)  # as far as is known now: its client has not seen its end
-        run.begin()
-        run.orphan(self.config.recovery_grace_s)
+        turn = self._restored_run(state, record, "unread")
+        turn.sent(0)  # as far as is known: its client has not seen its end
+        turn.begin()
+        turn.orphan(self.config.recovery_grace_s)
 
     def _restored_run(self, state: SessionState, record: TurnRecord, attention: Attention) -> RunningTurn:
-        run = RunningTurn(
+        turn = RunningTurn(
             record.request,
             owner=self,
             fleet=self.fleet,
@@ -186,82 +187,81 @@ class TurnService:
             attention=attention,
             over=attention == "unknown",
         )
-        run.session = state
-        return run
+        turn.session = state
+        return turn
 
     def _want_version(self, state: SessionState) -> None:
         if state.version is not None and not state.spec.ephemeral:
             self.fleet.state.note_session(state.session_id, state.version, state.spec.on_version_loss)
-            if state.spec.group_id not in self.fleet.state.group_versions:
-                self.fleet.state.note_group(state.spec.group_id, state.version)
+            groups = self.fleet.state.group_versions
+            if groups.get(state.spec.group_id) is None:
+                groups.note(state.spec.group_id, state.version)
             self.fleet.state.kept.note(state.session_id, state.version if state.insists else None)
 
     # -- gateway.turns.running.TurnOwner
 
-    def turn_began(self, run: RunningTurn) -> SessionState:
-        state = self.live.get(run.request.session_id)
-        state.begin_turn(run.request, unix_s())
-        run.session = state
-        self.known.begin(run)
+    def turn_began(self, turn: RunningTurn) -> SessionState:
+        state = self.live.get(turn.request.session_id)
+        state.begin_turn(turn.request, unix_s())
+        turn.session = state
+        self.joinable.begin(turn)
         self.counters.turns_started += 1
         return state
 
-    def turn_ended(self, run: RunningTurn) -> None:
-        self.known.end(run, time.monotonic())
-        run.session.end_turn(run.record, unix_s())
+    def turn_ended(self, turn: RunningTurn) -> None:
+        self.joinable.end(turn, time.monotonic())
+        turn.session.end_turn(turn.record, unix_s())
         self.counters.turns_completed += 1
-        self.lengths.ended(len(run.record.token_ids))
+        self.lengths.ended(len(turn.record.token_ids))
         if self.lengths.known:
             self.fleet.state.turn_tokens = self.lengths.mean
-        sampled = [segment for segment in run.record.segments if segment.end > segment.start]
+        sampled = [segment for segment in turn.record.segments if segment.end > segment.start]
         self.counters.turns_mixed_version += len({segment.version for segment in sampled}) > 1
         self.counters.turns_mixed_dtype += len({segment.dtype for segment in sampled if segment.dtype}) > 1
         newest = self.fleet.state.newest
-        for segment in run.record.segments:
+        for segment in turn.record.segments:
             count(self._trainer.staleness.generation, newest - segment.version, segment.end - segment.start)
-        if run.session.spec.ephemeral and not run.session.running:
-            self.forget(run.session)
+        if turn.session.spec.ephemeral and not turn.session.running:
+            self.forget(turn.session)
 
-    def turn_dropped(self, run: RunningTurn, why: Exception) -> None:
-        self.known.end(run, time.monotonic())
-        run.session.drop_turn(run.request.turn_id, unix_s())
-        run.session.last_dropped = f"turn {run.request.turn_index}: {why}; {len(run.record.token_ids)} tokens kept"
-        if run.session.spec.ephemeral and not run.session.running:
-            self.forget(run.session)
+    def turn_dropped(self, turn: RunningTurn, why: Exception) -> None:
+        self.joinable.end(turn, time.monotonic())
+        turn.session.drop_turn(turn.request.turn_id, unix_s())
+        turn.session.last_dropped = f"turn {turn.request.turn_index}: {why}; {len(turn.record.token_ids)} tokens kept"
+        if turn.session.spec.ephemeral and not turn.session.running:
+            self.forget(turn.session)
 
     async def conclude(self, session_id: SessionId) -> None:
-        """Its turns that nobody reads any more are over when this returns."""
-        for run in [run for run in self.runs.values() if run.request.session_id == session_id]:
-            await run.conclude(CONCLUDE_PATIENCE_S)
+        """Ends the session's turns that nobody reads any more."""
+        for turn in [turn for turn in self.running.values() if turn.request.session_id == session_id]:
+            await turn.conclude(CONCLUDE_PATIENCE_S)
 
     async def suspend(self) -> None:
-        """Leaves turns under way to the next life of this gateway."""
-        for run in list(self.known.running.values()):
-            await run.suspend()
+        """Leaves running turns to the next life of this gateway."""
+        for turn in list(self.running.values()):
+            await turn.suspend()
 
     # -- leaving nothing behind
 
     def forget(self, state: SessionState, ended: Ended | None = None) -> None:
-        """The session is live no more."""
+        """Takes the session out of the live ones. Turns of a call without a session can still be joined."""
         self.live.forget(state, ended)
-        if state.spec.ephemeral:
-            self.fleet.state.forget_group(state.spec.group_id)  # its turns may be asked for again
-        else:
-            self.known.forget_session(state.session_id)
+        if not state.spec.ephemeral:
+            self.joinable.forget_session(state.session_id)
 
     async def sweep(self) -> None:
-        """Turns that nobody may ask for any more are forgotten, those of calls without a session on disk, too, with the
-        last of their request's."""
-        gone = [run.session for run in self.known.sweep(time.monotonic())]
+        """Forgets turns whose window is over; those of calls without a session on disk, too, with the last turn of
+        their request."""
+        gone = [turn.session for turn in self.joinable.sweep(time.monotonic())]
         calls = {s.session_id for s in gone if s.spec.ephemeral}
         await self._pool.forget_sessions(sorted(calls))
 
-    # -- what others ask
+    # -- for the repacker and the status
 
     @property
-    def runs(self) -> Mapping[TurnId, RunningTurn]:
-        """Turns under way."""
-        return self.known.running
+    def running(self) -> Mapping[TurnId, RunningTurn]:
+        """The turns in flight; the mapping changes with them."""
+        return self.joinable.running
 
     def waiting(self) -> Mapping[tuple[EngineName, Version], Sequence[SessionState]]:
         """Sessions that wait for a tool, by the engine that they will come back to and their version."""

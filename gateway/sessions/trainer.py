@@ -1,6 +1,6 @@
-"""The trainer, as the gateway knows it: what it takes, how far behind that is, and what may be admitted for it.
+"""The trainer as the gateway sees it: the batches that it takes, their staleness, and how many sessions that admits.
 
-Several may read: see `core.admission` for whose batches decide.
+Several readers may sample: `core.admission` decides whose batches count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gateway.experience.readers import KeptReader, ReaderStore
 from gateway.sessions.registry import SessionRegistry
 from protos.trajectories import Trajectory
 
-GROUPS_TOLD_MAX = 20
+GROUPS_SHOWN_MAX = 20
 """In the status."""
 
 
@@ -33,7 +33,7 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStatus:
-    """What holds new sessions up: `running` and `buffered` against the `bound` of `reader` (null: none has asked).
+    """What delays new sessions: `running` and `buffered` against the `bound` of `reader` (null: none has sampled).
 
     `stranded`: buffered trajectories of groups that lack a member and have none under way; they are not counted.
     `waiting_groups`: what each group that lacks members waits for.
@@ -50,9 +50,9 @@ class AdmissionStatus:
 
 
 class Trainer:
-    """`version` is the newest that it said it has; nothing bounds admission until a reader has asked.
+    """`version` is the newest that it reported; nothing bounds admission before a reader has sampled.
 
-    With a `store` the bound outlives the gateway: sessions of its next life wait, though no trainer is back yet.
+    With a `store` the bound outlives the gateway: sessions of its next life wait, even before the trainer is back.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Trainer:
         self._readers, self._store = Readers(), store
         if store is not None and (kept := store.reader) is not None:
             now = time.monotonic()
-            self._readers.asked(kept.name, kept.batch, kept.group_size, kept.staleness_max, now, waits=True)
+            self._readers.requested(kept.name, kept.batch, kept.group_size, kept.staleness_max, now, waits=True)
         self._took = Pace()
 
-    def asked(
+    def requested(
         self,
         batch: int,
         version: int,
@@ -77,16 +77,16 @@ class Trainer:
         group_size: int | None = None,
         waits: bool = True,
     ) -> None:
-        """A reader asks for a batch of trajectories; `waits`: until it is there."""
+        """A reader requests a batch of trajectories; `waits`: until it is complete."""
         bound = self._config.fleet.staleness_max if staleness_max is None else staleness_max
         now = time.monotonic()
-        self._readers.asked(reader, batch, group_size, bound, now, waits=waits)
+        self._readers.requested(reader, batch, group_size, bound, now, waits=waits)
         if self._store is not None and (found := self._readers.deciding(now)) is not None:
             self._store.keep(KeptReader(found.name, found.batch, found.group_size, found.staleness_max))
         self.version = max(self.version, version)
 
     def took(self, version: int, trajectories: Sequence[Trajectory]) -> None:
-        """It got them: staleness at use, by each one's oldest version."""
+        """A reader got trajectories: staleness at use, by the oldest version of each."""
         if trajectories:
             self._took.happened(time.monotonic())
         for trajectory in trajectories:
@@ -94,8 +94,9 @@ class Trainer:
             count(self.staleness.use, version - oldest)
 
     def admission(self) -> Admission:
-        """What runs and waits for it, against what it will use. What runs is counted only for one that has asked, and
-        what is stranded only where it decides: with thousands of sessions these counts are what a placement costs."""
+        """Running and buffered trajectories against what the trainer will use. Running ones are counted only once a
+        reader has sampled, and stranded ones only where they decide: with thousands of sessions, these counts are most
+        of a placement's cost."""
         now = time.monotonic()
         buffered, next_s = self._buffer.statistics().trajectories, retry_for_a_batch(self._took, now)
         reader = self._readers.deciding(now)
@@ -119,11 +120,11 @@ class Trainer:
             buffered=buffered - held,
             stranded=held,
             full=self.admission().full,
-            waiting_groups=[str(group) for group in waiting[:GROUPS_TOLD_MAX]],
+            waiting_groups=[str(group) for group in waiting[:GROUPS_SHOWN_MAX]],
         )
 
     def _stranded(self, reader: Reader) -> int:
-        """Trajectories in the buffer that it could not take."""
+        """Trajectories in the buffer that the reader could not take."""
         if reader.group_size is None:
             return 0
         buffered, closed = self._buffer.groups()
@@ -136,7 +137,7 @@ class Trainer:
         return waiting_groups(buffered, closed, reader.group_size, self._expected())
 
     def _expected(self) -> Iterator[tuple[str, str]]:
-        """Sessions under way for it, with their groups."""
+        """Live sessions for training, with their groups."""
         return ((s.session_id, s.spec.group_id) for s in self._live if s.spec.trains)
 
     def _running(self) -> int:

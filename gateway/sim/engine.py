@@ -1,8 +1,8 @@
 """An engine under virtual time: continuous batching by a decode curve, prefill before decode. Pure.
 
 Invariants:
-- the clock only goes forward; `advance` brings counts up to it before anything changes;
-- a turn decodes only after its whole prompt was prefilled here; what leaves takes its tokens along, its KV stays lost.
+- the clock only goes forward; `advance` updates all counts to it before anything changes;
+- a turn decodes only after its whole prompt was prefilled here; a turn that leaves keeps its tokens and loses its KV.
 """
 
 from __future__ import annotations
@@ -12,9 +12,34 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gateway.core.fleet import EngineState
-from gateway.core.types import TurnId
-from gateway.sim.turn import SimTurn
+from gateway.core.fleet import EngineState, TurnLoad
+from gateway.core.sessions import SessionState
+from gateway.core.types import EngineName, TurnId
+
+
+@dataclass(slots=True, eq=False)
+class SimTurn:
+    """`left`: tokens still to come, known to the simulation only."""
+
+    load: TurnLoad
+    session: SessionState
+    length: int
+    started_at: float
+    left: float
+    generated: float = 0.0
+    engine: EngineName | None = None
+    requested_at: float = 0.0  # by its client
+    left_at: float = 0.0  # when it last left an engine
+
+    @property
+    def turn_id(self) -> TurnId:
+        return self.load.turn_id
+
+    def grow(self, tokens: float) -> None:
+        before = int(self.generated)
+        self.generated += tokens
+        self.left -= tokens
+        self.load.tokens += int(self.generated) - before
 
 
 @dataclass(slots=True)
@@ -42,7 +67,7 @@ class SimEngine:
         self._prefill = deque((t, s) for t, s in self._prefill if t is not turn)
 
     def next_at(self) -> float | None:
-        """When something happens here by itself."""
+        """The time of the next event here: a prefill's end or a turn's, if any."""
         if self._prefill:
             return self.now + self._prefill[0][1]
         end = self._first_end()
@@ -51,7 +76,7 @@ class SimEngine:
         return self.now + max(0.0, end - self._progress) * self.decode_s(len(self.running))
 
     def advance(self, now: float) -> list[SimTurn]:
-        """Brings everything up to `now`, at most `next_at`; returns turns that were prefilled or ended."""
+        """Advances the clock to `now`, at most `next_at`; returns turns that were prefilled or ended."""
         passed, self.now = now - self.now, now
         if self.state.kv_capacity_tokens:
             self.kv_share_s += passed * self.state.tokens / self.state.kv_capacity_tokens

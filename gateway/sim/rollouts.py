@@ -1,7 +1,7 @@
-"""A fleet of simulated engines under the gateway's own decisions, in virtual time: what a mode gives before it is run.
+"""A simulated fleet under the gateway's own decisions, in virtual time: predicts the figures of a mode.
 
 The decisions are those of `gateway.core` (intake, placement, repack, refresh); only engines and clocks are simulated.
-Clients keep `concurrency` single-turn trajectories going. Seeded: the same settings give the same figures.
+Clients keep `concurrency` single-turn trajectories running. Seeded: the same settings give the same figures.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from gateway.core.repack import EngineView, Move, RepackConfig, SessionLoad, pla
 from gateway.core.scheduler import Admission, Demand, Placement, admit, place
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
-from gateway.sim.engine import SimEngine
-from gateway.sim.turn import SimTurn
+from gateway.sim.engine import SimEngine, SimTurn
 
 MOVES_AT_ONCE = 2
-"""As `gateway.repack.mover` paces them."""
+"""Into one engine, as `gateway.repack.mover` paces them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Times in seconds, lengths in tokens; answers are as long as `lengths` says, one after the other."""
+    """Times in seconds, lengths in tokens."""
 
     fleet: FleetConfig
     engines: int
@@ -50,7 +49,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the measured time, over all engines. Latencies are from the first place, answers from the client's request."""
+    """Figures of the measured time, over all engines. A latency begins with the first placement, an answer with the
+    client's request."""
 
     tokens_per_s: float
     kv_util: float
@@ -72,7 +72,7 @@ class Figures:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Samples:
     latencies: list[float] = field(default_factory=list)
     answers: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
@@ -81,13 +81,13 @@ class _Seen:
     again: int = 0
     mixed: int = 0
 
-    def add(self, later: _Seen) -> None:
+    def add(self, later: _Samples) -> None:
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(later, name))
 
 
 class Rollouts:
-    """One simulation; `run` gives its figures, `stretches` also those of each of several times of `measured_s`."""
+    """One simulation of answers with these `lengths`, one after the other: `run` it, or run it in `stretches`."""
 
     def __init__(self, settings: Settings, lengths: Sequence[int]) -> None:
         self.settings = settings
@@ -98,13 +98,13 @@ class Rollouts:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._due: dict[EngineName, int] = {}
-        self._asked = deque([0.0] * settings.concurrency)  # when each client that waits for a place asked
+        self._requested = deque([0.0] * settings.concurrency)  # when each waiting client sent its request
         self._resuming: deque[SimTurn] = deque()
         self._turns: dict[TurnId, SimTurn] = {}
         self._to_move: dict[EngineName, deque[Move]] = {}
         self._moving: dict[EngineName, set[TurnId]] = {}
         self._rounds = 0
-        self._seen = _Seen()
+        self._samples = _Samples()
         for i in range(settings.engines):
             self._add(EngineName(f"e{i:04d}"))
 
@@ -121,8 +121,8 @@ class Rollouts:
         return found
 
     def stretches(self, count: int) -> tuple[Figures, list[Figures]]:
-        """Of all stretches as one, and of each. They follow the warm-up, one after the other; what ends in one counts
-        there, wherever it began."""
+        """The figures of `count` consecutive stretches of `measured_s` after the warm-up: of all as one, and of each. A
+        trajectory counts in the stretch in which it ends."""
         s = self.settings
         self.state.newest = Version(1)
         self._at(s.publish_period_s, self._publish)
@@ -130,12 +130,12 @@ class Rollouts:
             self._at(s.repack_interval_s, self._repack_again)
         self._changed()
         self._until(s.warm_up_s)
-        whole, begun, found = _Seen(), self._totals(), list[Figures]()
+        whole, begun, found = _Samples(), self._totals(), list[Figures]()
         for n in range(count):
-            self._seen, before = _Seen(), self._totals()
+            self._samples, before = _Samples(), self._totals()
             self._until(s.warm_up_s + (n + 1) * s.measured_s)
-            found.append(self._figures(self._seen, before))
-            whole.add(self._seen)
+            found.append(self._figures(self._samples, before))
+            whole.add(self._samples)
         return self._figures(whole, begun), found
 
     # -- time
@@ -152,7 +152,7 @@ class Rollouts:
             self._sync(name)
 
     def _sync(self, name: EngineName) -> SimEngine:
-        """The engine at this moment, and its next event in the calendar."""
+        """Advances the engine to this moment, through every event that is due."""
         engine = self.engines[name]
         while (due := engine.next_at()) is not None and due < self.now - 1e-9:
             self._happened(engine, engine.advance(due))
@@ -197,13 +197,13 @@ class Rollouts:
                 self._enter(turn, found)
             else:
                 self._resuming.append(turn)
-        while self._asked:
+        while self._requested:
             turn = self._new_turn()
             found = place(Demand(turn.session, turn.load.tokens), self.state, Admission(0, 0, None, 0))
             if not isinstance(found, Placement):
                 return
             self._next += 1
-            turn.asked_at = self._asked.popleft()
+            turn.requested_at = self._requested.popleft()
             self._turns[turn.turn_id] = turn
             self._enter(turn, found)
 
@@ -216,9 +216,9 @@ class Rollouts:
 
     def _enter(self, turn: SimTurn, found: Placement) -> None:
         if turn.session.version not in (None, self.state.engines[found.engine].version):
-            self._seen.mixed += 1
+            self._samples.mixed += 1
         admit(found, Demand(turn.session, turn.load.tokens), self.state)
-        self.state.forget_group(turn.session.spec.group_id)
+        self.state.group_versions.session_ended(turn.session.spec.group_id, 1)
         self._arrive(turn, found.engine)
 
     def _arrive(self, turn: SimTurn, name: EngineName) -> None:
@@ -226,7 +226,7 @@ class Rollouts:
         turn.engine = turn.session.engine = name
         engine.state.enter(turn.load)
         if turn.left_at:
-            self._seen.again += turn.load.tokens
+            self._samples.again += turn.load.tokens
         engine.enter(turn)
         self._schedule(name)
 
@@ -241,17 +241,17 @@ class Rollouts:
     def _prefilled(self, engine: SimEngine, turn: SimTurn) -> None:
         if turn.turn_id in self._moving[engine.state.name]:
             self._moving[engine.state.name].discard(turn.turn_id)
-            self._seen.pauses.append(engine.now - turn.left_at)
+            self._samples.pauses.append(engine.now - turn.left_at)
             self._at(engine.now, lambda: self._move_on(engine.state.name))
 
     def _ended(self, engine: SimEngine, turn: SimTurn) -> None:
         engine.state.leave(turn.turn_id)
         del self._turns[turn.turn_id]
         self._learnt.ended(turn.length)
-        self._seen.latencies.append(engine.now - turn.started_at)
-        self._seen.staleness.append(self.state.newest - engine.state.version)
-        self._seen.answers.append(engine.now - turn.asked_at)
-        self._asked.append(engine.now)
+        self._samples.latencies.append(engine.now - turn.started_at)
+        self._samples.staleness.append(self.state.newest - engine.state.version)
+        self._samples.answers.append(engine.now - turn.requested_at)
+        self._requested.append(engine.now)
 
     # -- versions
 
@@ -271,7 +271,7 @@ class Rollouts:
         engine.state.version = version
         engine.state.to("serving")
         engine.state.open_intake(self.now)
-        self._seen.refreshes += 1
+        self._samples.refreshes += 1
         self._changed()
         self._schedule(name)
 
@@ -355,10 +355,10 @@ class Rollouts:
         decoded, kv = sum(e.decoded_tokens for e in engines), sum(e.kv_share_s for e in engines)
         return decoded, kv, sum(e.running_s for e in engines), sum(e.idle_s for e in engines), self.now
 
-    def _figures(self, seen: _Seen, before: tuple[float, ...]) -> Figures:
-        """What was seen since the totals were as `before`."""
+    def _figures(self, samples: _Samples, before: tuple[float, ...]) -> Figures:
+        """The figures since the totals were as `before`."""
         decoded, kv, running, idle, seconds = (b - a for a, b in zip(before, self._totals(), strict=True))
-        latencies, pauses = sorted(seen.latencies), sorted(seen.pauses)
+        latencies, pauses = sorted(samples.latencies), sorted(samples.pauses)
         each = seconds * len(self.engines)
         return Figures(
             tokens_per_s=decoded / seconds,
@@ -369,15 +369,15 @@ class Rollouts:
             latency_mean_s=statistics.fmean(latencies) if latencies else 0.0,
             latency_p99_s=_quantile(latencies, 0.99),
             latency_max_s=latencies[-1] if latencies else 0.0,
-            answer_mean_s=statistics.fmean(seen.answers) if seen.answers else 0.0,
-            answer_p99_s=_quantile(sorted(seen.answers), 0.99),
-            refreshes=seen.refreshes,
+            answer_mean_s=statistics.fmean(samples.answers) if samples.answers else 0.0,
+            answer_p99_s=_quantile(sorted(samples.answers), 0.99),
+            refreshes=samples.refreshes,
             moves=len(pauses),
             pause_mean_s=statistics.fmean(pauses) if pauses else 0.0,
             pause_p99_s=_quantile(pauses, 0.99),
-            prefilled_again_tokens=seen.again,
-            staleness_mean=statistics.fmean(seen.staleness) if seen.staleness else 0.0,
-            mixed=seen.mixed,
+            prefilled_again_tokens=samples.again,
+            staleness_mean=statistics.fmean(samples.staleness) if samples.staleness else 0.0,
+            mixed=samples.mixed,
         )
 
 

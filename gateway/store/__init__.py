@@ -1,4 +1,4 @@
-"""What the gateway keeps on disk: partial responses, sessions, groups, the timeline. One SQLite file, one thread."""
+"""The gateway's store: partial responses, sessions, groups and the timeline, in one SQLite file owned by one thread."""
 
 from gateway.store.database import Database
 from gateway.store.partial import PartialResponsePool, PoolStatistics

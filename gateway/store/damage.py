@@ -1,5 +1,9 @@
-"""Rows that cannot be read: each is named, left where it is, and costs what it alone says. Bytes go bad on disks, and
-hands edit files."""
+"""Damaged rows: each is named in the log, left where it is, and costs its own content alone.
+
+A file may have rows that do not decode: disks return wrong bytes, and people edit files. Every load reads row by row
+within `leaving_out` or `reading`, so that one such row does not keep the gateway from starting. A row is never deleted
+for it: a repaired file, or a newer gateway, may still read it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def reading(table: str, key: object) -> Iterator[None]:
-    """Whatever is wrong with a row is Corrupt, with the row's name."""
+    """Any error within the block is raised as Corrupt, with the row's name."""
     try:
         yield
     except LaminarError:
@@ -25,7 +29,7 @@ def reading(table: str, key: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving_out(table: str, key: object) -> Iterator[None]:
-    """The same, where the rest goes on without the row."""
+    """As `reading`, but logs the damaged row and continues without it."""
     try:
         with reading(table, key):
             yield

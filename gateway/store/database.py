@@ -1,14 +1,17 @@
 """The SQLite file and the one thread that touches it.
 
 Invariants:
-- only the owner thread uses the connection; everybody else posts operations, which run in the order posted;
-- what was queued together commits together (group commit), and an operation's result is given out after its commit;
-- an operation once posted runs, even if who waits for it is cancelled;
-- an operation that fails, whatever it raises, undoes only itself: the batch is undone, and each runs by itself;
-- while the disk cannot be written, `run` fails and has had no effect, and what is owed (`owe`: it records what has
-  happened already) is kept and tried again, in order and overtaken by nothing, until it lands. `failure` says why.
+- only the owner thread uses the connection; all others post operations, which run in the order posted;
+- operations that are queued together commit together (group commit); results are returned after the commit;
+- a posted operation runs, even if its caller is cancelled;
+- an operation that fails, whatever it raises, undoes only itself: the batch is rolled back, and each runs by itself;
+- while the disk cannot be written, `run` fails without any effect. An `owe` records what has happened already: it is
+  kept and retried, in order and overtaken by nothing, until it is committed. `failure` has the reason.
 
-A file has one process: a second gateway would go on with the same turns.
+Why both: a request that has no effect yet may be refused with 503, and its client tries again. A turn that ended, or a
+lease that was given back, cannot be refused any more, so its record waits for the disk, and everything behind it.
+
+A file belongs to one process: a second gateway would continue the same turns.
 
 Durability: WAL with `synchronous=NORMAL`. A commit survives the death of this process at any instant (kill -9), and a
 power cut once `synced` has returned after it; a power cut may take the commits since, never the file's integrity.
@@ -43,10 +46,8 @@ BATCH_MAX = 256
 """Operations of one transaction: bounds how long a reader waits behind writers."""
 WAITING_MAX = 1024
 """Callers that may wait for an operation at once; the next one waits for a place, so the queue is bounded."""
-
-
 RETRY_S = 0.5
-"""Between two attempts to write what is owed, or to find out whether the disk can be written again."""
+"""Between two attempts to write what is owed, or to check whether the disk can be written again."""
 
 _STORE_FAILED = frozenset(
     {
@@ -64,14 +65,14 @@ _STORE_FAILED = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-"""Errors of the file or the disk, not of the statement: the same operation may do later."""
+"""Errors of the file or the disk, not of the statement: the same operation may succeed later."""
 
 
 class _Caller:
-    """Who awaits an operation on the event loop. Told with one call into the loop, at a fifth of the cost of a
-    concurrent future with its lock, an asyncio future chained to it, and a shield.
+    """A coroutine's wait for an operation. The owner thread settles it with one call into the event loop, at a fifth
+    of the cost of a concurrent future with its lock, an asyncio future chained to it, and a shield.
 
-    One that was cancelled is told nothing; the operation runs all the same.
+    A caller that was cancelled gets nothing; its operation runs all the same.
     """
 
     __slots__ = ("_loop", "future")
@@ -81,14 +82,14 @@ class _Caller:
         self.future: asyncio.Future[Any] = self._loop.create_future()
 
     def set_result(self, result: Any) -> None:
-        self._tell(self._set_result, result)
+        self._settle(self._set_result, result)
 
     def set_exception(self, error: Exception) -> None:
-        self._tell(self._set_exception, error)
+        self._settle(self._set_exception, error)
 
-    def _tell(self, settle: Callable[[Any], None], told: Any) -> None:
-        if not self._loop.is_closed():  # nobody waits any more
-            self._loop.call_soon_threadsafe(settle, told)
+    def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
+        if not self._loop.is_closed():  # else the caller went with its loop
+            self._loop.call_soon_threadsafe(settle, value)
 
     def _set_result(self, result: Any) -> None:
         if not self.future.done():
@@ -132,15 +133,15 @@ class Database:
         await self.close()
 
     async def open(self) -> None:
-        """Opens (and makes) the file; raises Unavailable with the path if that cannot be,
-        Conflict when another process has it, or a gateway of another time wrote it."""
+        """Opens (or creates) the file. Raises Unavailable, with the path, when that is impossible, and Conflict when
+        another process has it or its layout cannot be read."""
         self._thread.start()
         await asyncio.wrap_future(self._opened)
         if self._syncer is not None:
             self._syncer.start()
 
     async def close(self) -> None:
-        """Runs what was posted, then closes the file. Safe to call twice."""
+        """Runs all posted operations, then closes the file. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -150,16 +151,16 @@ class Database:
         await asyncio.to_thread(self._thread.join)
 
     def hurry(self) -> None:
-        """The process is about to end: what is owed is tried once more, and then fails as anything else."""
+        """The process is about to end: owed operations are tried once more, and then fail like all others."""
         self._patient = False
 
     @property
     def failure(self) -> str:
-        """Why the store cannot be written, or synced, now; empty while it can."""
+        """The reason why the store cannot be written, or synced, now; empty while it can."""
         return self._write_failure or (self._syncer.failure if self._syncer is not None else "")
 
     def check(self) -> None:
-        """Raises Unavailable while the store cannot be written: nothing should begin that it has to keep."""
+        """Raises Unavailable while the store cannot be written: nothing should begin that needs a record."""
         if self.failure:
             raise self._unavailable(self.failure)
 
@@ -168,12 +169,12 @@ class Database:
         return self._post(operation, owed=False)
 
     def post_owed(self, operation: Operation[T]) -> Future[T]:
-        """The same, of what has to land: see `owe`."""
+        """As `post`, for what has happened already: see `owe`."""
         return self._post(operation, owed=True)
 
     def _post(self, operation: Operation[T], *, owed: bool) -> Future[T]:
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # nobody can cancel it any more
+        future.set_running_or_notify_cancel()  # from now on no caller can cancel it
         self._queue(_Job(operation, future, owed))
         return future
 
@@ -193,25 +194,22 @@ class Database:
         """Runs the operation in the owner thread and returns its result once committed. Raises what it raises, and
         Unavailable when the store cannot be written: then it has had no effect.
 
-        It may run more than once, as that of `owe` may.
+        The operation may run more than once; only the last run counts.
         """
         return await self._result(operation, owed=False)
 
     async def owe(self, operation: Operation[T]) -> T:
-        """As `run`, for what has happened already and has to be kept: while the store cannot be written it waits.
-
-        It may run more than once; only the last time stands.
-        """
+        """As `run`, for what has happened already and needs a record: waits while the store cannot be written."""
         return await self._result(operation, owed=True)
 
     async def synced(self) -> None:
-        """All that was committed before survives a power cut when this returns. Callers that wait share one sync."""
+        """When this returns, everything committed before survives a power cut. Callers that wait share one sync."""
         if self._syncer is None:
             return
         if self._closed:
             raise Unavailable(f"the gateway's store {self._name} is closed")
         async with self._places:
-            await asyncio.shield(asyncio.wrap_future(self._syncer.ask()))
+            await asyncio.shield(asyncio.wrap_future(self._syncer.request()))
 
     @property
     def _name(self) -> str:
@@ -259,7 +257,7 @@ class Database:
         return connection
 
     def _take_lock(self, path: Path) -> None:
-        """On a file beside it: SQLite's own would also keep out who only reads."""
+        """On a file beside it: a lock of SQLite's own would also keep out readers."""
         self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,9 +273,10 @@ class Database:
             self._lock = None
 
     def _next_batch(self) -> list[_Job] | None:
-        """What is owed, and what is queued behind it. Blocks for one job; None once closed and empty.
+        """The jobs that are owed, and those queued behind them. Blocks for one job; None once closed and empty.
 
-        While the store fails, no longer than `RETRY_S`: then what is owed is tried again, or a write of no meaning.
+        While the store fails it blocks for `RETRY_S` at most: then the owed jobs are tried again, or, without any, a
+        write that changes nothing, to see whether the disk has recovered.
         """
         try:
             job = self._jobs.get(timeout=RETRY_S if self._write_failure else None)
@@ -302,7 +301,7 @@ class Database:
     def _commit(self, batch: list[_Job]) -> None:
         try:
             self._transact(batch)
-        except Exception as e:  # noqa: BLE001 (whatever it is, it is told to who waits)
+        except Exception as e:  # noqa: BLE001 (whatever it is, the callers get it)
             self._failed(e)
             if len(batch) == 1:
                 self._keep_or_fail(batch[0], e)
@@ -310,7 +309,7 @@ class Database:
                 self._commit_one_by_one(batch)
 
     def _commit_one_by_one(self, batch: Iterable[_Job]) -> None:
-        """In order, up to the first that is owed and that the store refuses: nothing overtakes it."""
+        """In order, up to the first owed job that the store refuses: no later job may overtake it."""
         error: Exception | None = None
         for job in batch:
             if error is None:
@@ -328,13 +327,13 @@ class Database:
         if job.owed and self._patient and _store_failed(error):
             self._owed.append(job)
         else:
-            job.future.set_exception(self._told(error))
+            job.future.set_exception(self._callers_error(error))
 
     def _transact(self, batch: Sequence[_Job]) -> None:
-        """All in one transaction. Raises what the store or one of them raised; then none has run, and none was told
-        anything.
+        """All in one transaction. Raises what the store or one of them raised; then none has had an effect, and no
+        caller has a result yet.
 
-        There is no savepoint for each: operations hardly ever fail, and each statement is a wait for the interpreter.
+        There is no savepoint for each: operations hardly ever fail, and a statement waits for the interpreter's lock.
         """
         connection = self._connection
         try:
@@ -353,7 +352,7 @@ class Database:
             job.future.set_result(result)
 
     def _roll_back(self) -> None:
-        """A connection that cannot even do that is replaced."""
+        """Replaces a connection that cannot even roll back."""
         try:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
@@ -363,20 +362,22 @@ class Database:
             self._connection = self._connect()
 
     def _failed(self, error: Exception) -> None:
-        """Noted, and logged once, until a write lands."""
+        """Notes the store's failure, and logs it once until a write succeeds."""
         if _store_failed(error) and self._write_failure != str(error):
             self._write_failure = str(error)
             log.error("store %s cannot be written: %s; it is tried again each %g s", self._name, error, RETRY_S)
 
-    def _told(self, error: Exception) -> LaminarError:
+    def _callers_error(self, error: Exception) -> LaminarError:
         if isinstance(error, LaminarError):
             return error
         if isinstance(error, sqlite3.Error):
             return self._unavailable(str(error))
         log.error("store %s: an operation failed", self._name, exc_info=error)
-        told = LaminarError(f"the gateway's store {self._name} refused an operation: {type(error).__name__}: {error}")
-        told.__cause__ = error
-        return told
+        refused = LaminarError(
+            f"the gateway's store {self._name} refused an operation: {type(error).__name__}: {error}"
+        )
+        refused.__cause__ = error
+        return refused
 
     def _unavailable(self, why: str) -> Unavailable:
         return Unavailable(
@@ -384,7 +385,7 @@ class Database:
         )
 
     def _give_up_owed(self) -> None:
-        """At the close: one more attempt, and then who waits is told."""
+        """At the close: one more attempt, and then the callers get the failure."""
         if self._owed:
             self._commit(self._take_owed())
         for job in self._take_owed():
@@ -393,12 +394,16 @@ class Database:
     # -- the syncer's thread
 
     def _checkpoint(self) -> bool:
-        """Copies the whole log into the database file, synced; False when that cannot be now."""
+        """Copies the whole log into the database file, synced; False when that is impossible now.
+
+        The owner thread has the connection, so the syncer's thread leaves a future for it and wakes it with an empty
+        job: the checkpoint runs between two batches, when no transaction is open.
+        """
         if self._closed and not self._thread.is_alive():
             return False
         done: Future[bool] = Future()
         self._checkpoint_wanted = done
-        self._jobs.put(_Job(_nothing, Future()))  # wakes the owner, who serves it after its batch
+        self._jobs.put(_Job(_nothing, Future()))
         return done.result()
 
     def _serve_checkpoint(self) -> None:
@@ -414,7 +419,7 @@ class Database:
 
 
 def _store_failed(error: Exception) -> bool:
-    """The disk or the file, not the operation, is to blame."""
+    """Whether the disk or the file failed, not the operation."""
     return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _STORE_FAILED
 
 
@@ -423,5 +428,5 @@ def _nothing(connection: sqlite3.Connection) -> None:
 
 
 def _write_nothing(connection: sqlite3.Connection) -> None:
-    """A page, so that it shows whether the disk can be written."""
+    """Writes a page, to check whether the disk can be written."""
     connection.execute(f"PRAGMA user_version = {LAYOUT}")

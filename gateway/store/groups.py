@@ -1,4 +1,4 @@
-"""What outlives the gateway of its groups. One row a group, replaced whenever a member ends."""
+"""Groups on disk: one row each, replaced whenever a member ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCHEMA = "CREATE TABLE IF NOT EXISTS groups(group_id TEXT PRIMARY KEY, body BLO
 
 @dataclass(slots=True)
 class Group:
-    """`keys` are the API keys of its live members; `replaced` by which session a failed one was."""
+    """`keys`: the API keys of its live members. `replaced`: failed sessions, each with the session in its place."""
 
     state: GroupState
     spec: SessionSpec
@@ -35,7 +35,7 @@ class GroupStore:
         await self._database.run(lambda connection: connection.execute(_SCHEMA) and None)
 
     async def save(self, group: Group) -> None:
-        """As it is now, and all that was written before, are on disk when this returns."""
+        """When this returns the group's current state is on disk, and every write before it."""
         row = (group.state.group_id, msgspec.msgpack.encode(group))
         await self._database.owe(lambda connection: _save(connection, row))
 
@@ -45,7 +45,7 @@ class GroupStore:
         )
 
     async def load(self) -> list[Group]:
-        """Every group remembered, oldest first."""
+        """Every group in the store, oldest first."""
         rows = await self._database.run(
             lambda connection: connection.execute("SELECT group_id, body FROM groups ORDER BY rowid").fetchall()
         )

@@ -1,8 +1,8 @@
-"""The layout of the gateway's data: numbered in the file itself, so that no gateway reads what it does not understand.
+"""The layout of the gateway's data: its number stands in the file, so that no gateway misreads another's data.
 
 Invariants:
-- the layout is looked at before anything else is done with the file;
-- an older layout is brought to this one in one transaction, or refused untouched; a newer one is refused.
+- the layout is checked before anything else is done with the file;
+- an older layout is migrated to this one in one transaction, or refused untouched; a newer one is refused.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import sqlite3
 from protos.errors import Conflict
 
 LAYOUT = 5
-"""5: of a turn's prompt only what it adds to its parent's path (a column is added). 4: ends of turns are numbered (a
-column is added). 3: whose ids they are (a table is added). 2: tokens come through a journal of all turns (a table is
-added). 1: ended and unrewarded sessions, rewards of turns, and groups are kept, too. 0: from before layouts were
-counted."""
+"""Layouts:
+- 5: a turn's row has only the part of its prompt that its parent's path lacks (adds a column);
+- 4: turns are numbered in the order in which they ended (adds a column);
+- 3: the model and the vocabulary of the ids (adds a table);
+- 2: a journal that takes the tokens of all turns (adds a table);
+- 1: ended and unrewarded sessions, rewards of turns, and groups;
+- 0: before layouts were numbered."""
 
 _UNCOUNTED: dict[str, frozenset[str]] = {
     "turns": frozenset({"turn_id", "session_id", "request", "begun_unix_s", "outcome", "num_tokens", "ended_unix_s"}),
@@ -28,11 +31,11 @@ _UNCOUNTED: dict[str, frozenset[str]] = {
     "turn_messages": frozenset({"turn_id", "session_id", "head", "messages"}),
     "timeline": frozenset({"seq", "event"}),
 }
-"""The columns of the last layout that was not counted: the only one of them that can be brought to this one."""
+"""The columns of the last layout without a number: the only one of those that can be migrated."""
 
 
 def prepare(connection: sqlite3.Connection, name: str) -> None:
-    """Makes sure that the file has this layout. Conflict, saying what to do, when that cannot be."""
+    """Migrates the file to this layout. Conflict, with advice, when that is impossible."""
     [found] = connection.execute("PRAGMA user_version").fetchone()
     if found > LAYOUT:
         raise Conflict(
@@ -55,7 +58,7 @@ def prepare(connection: sqlite3.Connection, name: str) -> None:
 
 
 def claim(connection: sqlite3.Connection, name: str, model: str, vocabulary: str) -> None:
-    """What is kept are ids: of this model, in this vocabulary. Conflict when the file is another's."""
+    """Binds the file to the model and the vocabulary of its ids. Conflict when it has others."""
     connection.execute("CREATE TABLE IF NOT EXISTS kept_for(model TEXT NOT NULL, vocabulary TEXT NOT NULL)")
     found = connection.execute("SELECT model, vocabulary FROM kept_for").fetchone()
     if found is None:
@@ -73,7 +76,7 @@ def claim(connection: sqlite3.Connection, name: str, model: str, vocabulary: str
 
 
 def _count(connection: sqlite3.Connection, name: str) -> None:
-    """From 0: tables are only added, but for the trigger, which does more; it is made with them."""
+    """From layout 0, which lacks tables alone; its trigger does less than today's and is made anew with them."""
     for table, columns in _UNCOUNTED.items():
         found = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         if found and found != columns:
@@ -86,8 +89,8 @@ def _count(connection: sqlite3.Connection, name: str) -> None:
 
 
 def _add_column(connection: sqlite3.Connection, column: str) -> None:
-    """To `turns`. Rows of before have nothing there: ends without a number are known by their time (before 4), and a
-    prompt that inherits nothing is whole (before 5)."""
+    """To `turns`, as null in older rows: ends without a number are ordered by their time (before 4), and a prompt that
+    inherits nothing is whole (before 5)."""
     found = {row[1] for row in connection.execute("PRAGMA table_info(turns)")}
     if found and column not in found:
         connection.execute(f"ALTER TABLE turns ADD COLUMN {column} INTEGER")

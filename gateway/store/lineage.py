@@ -1,4 +1,4 @@
-"""Which registry the versions of the model came from: kept, so that another one is noticed after a restart."""
+"""The registry that the model's versions came from, on disk: a gateway that restarts detects that it was replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SCHEMA = "CREATE TABLE IF NOT EXISTS lineage(one INTEGER PRIMARY KEY, store_id 
 
 
 class LineageStore:
-    """`lineage` is the gateway's one; who changes it calls `keep`."""
+    """Holds the gateway's `lineage`; `keep` after every change."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -24,7 +24,7 @@ class LineageStore:
             self.lineage = Lineage(*row)
 
     def keep(self) -> None:
-        """Written in its turn, and tried again while the disk is full."""
+        """Queues the write; it is retried while the disk is full."""
         row = (self.lineage.store_id, self.lineage.newest)
         self._database.post_owed(
             lambda connection: connection.execute("INSERT OR REPLACE INTO lineage VALUES (1,?,?)", row) and None

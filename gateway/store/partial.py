@@ -1,15 +1,20 @@
-"""The partial-response pool: what is known of every turn in flight, so that no death of an engine or gateway loses it.
+"""The partial-response pool: the tokens of every turn in flight, so that no death of an engine or gateway loses them.
+
+It is a write-behind store. `append` only adds to memory, in the event loop and without waiting; one task moves all that
+is unwritten to the database at a time. A `_Landing` stands for the set that the next write will take: whoever needs the
+disk (`end`, `flush`) keeps the landing of that moment and waits for it, so a later write can neither satisfy it early
+nor make it wait longer. The writer exchanges set and landing in one step, without an await between.
 
 Invariants:
 - tokens of a turn are kept in the order appended, each once;
-- what was begun and appended is on disk within `flush_interval_s` plus one commit, and at `end` before it returns;
-- while the disk cannot be written no turn begins, and those under way go on in memory: what they said is written, in
-  order, as soon as it can be, and `end` waits for that;
-- what cannot be written of one turn, for no fault of the disk, costs that turn alone;
-- an ended turn is kept until its session is forgotten; one that came to nothing can be reopened and goes on;
-- one task writes: at most one write of the pool is under way, and at most `BUFFERED_TOKENS_MAX` tokens wait for it
-  before `drain` holds the appender back;
-- what one round of the event loop asks to have on disk is one commit: a turn's end, and what its readers say of it.
+- begun turns and appended tokens are on disk within `flush_interval_s` plus one commit, and at `end` before it returns;
+- while the disk cannot be written no turn begins, and those in flight continue in memory: their tokens are written, in
+  order, once the disk recovers, and `end` waits for that;
+- a turn that cannot be written for another reason costs that turn alone;
+- an ended turn is kept until its session is forgotten; one that ended without an answer can be reopened and continues;
+- at most one write is in progress, and at most `BUFFERED_TOKENS_MAX` tokens wait for it before `drain` holds the
+  appender back;
+- everything that one round of the event loop wants on disk is one commit: a turn's end and its messages, for example.
 """
 
 from __future__ import annotations
@@ -34,8 +39,8 @@ from protos.trajectories import Segment
 log = logging.getLogger(__name__)
 
 BUFFERED_TOKENS_MAX = 1_000_000
-"""About 16 MB waiting for the disk; beyond it appenders wait, and with them the engines' streams. While the disk
-cannot be written, as many again are held by the write that waits."""
+"""About 16 MB that wait for the disk; beyond it appenders wait, and with them the engines' streams. While the disk
+cannot be written, the write that waits holds as many again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class PoolStatistics:
 
 
 class _Landing:
-    """Whether what is unwritten at a moment is on disk yet: any number wait for it, and any of them may leave."""
+    """The result of one write. Any number of callers wait for it, and any of them may be cancelled."""
 
     __slots__ = ("_error", "_over")
 
@@ -60,7 +65,7 @@ class _Landing:
         self._over.set()
 
     async def wait(self) -> None:
-        """Raises what kept it from the disk."""
+        """Raises the error that kept the data from the disk."""
         await self._over.wait()
         if self._error is not None:
             raise self._error
@@ -75,24 +80,24 @@ class PartialResponsePool:
         self._open: dict[TurnId, int] = {}  # turns in flight, with the segments seen of each
         self._unwritten = Unwritten()
         self._buffered_tokens = 0
-        self._wanted = asyncio.Event()  # a write: somebody waits for it, or the interval is over
+        self._wanted = asyncio.Event()  # a write: a caller waits for it, or the interval is over
         self._due: asyncio.TimerHandle | None = None  # the interval's end, while something is unwritten
-        self._landing = _Landing()  # of what is unwritten
-        self._under_way: _Landing | None = None  # of what is being written
+        self._landing = _Landing()  # of `_unwritten`
+        self._under_way: _Landing | None = None  # of the write in progress
         self.full = False  # `drain` would wait
         self._room = asyncio.Event()
         self._room.set()
         self._writer: asyncio.Task[None] | None = None
         self._closing = False
         self._damaged: dict[TurnId, LaminarError] = {}  # turns under way that could not be written
-        self._next_end = 1  # numbers ends: clocks go back
+        self._next_end = 1  # orders ended turns: clocks may go back
         self._flushes = 0
-        self._journal_tokens = 0  # at most: what was read meanwhile is folded
+        self._journal_tokens = 0  # an upper bound: reads fold the journal, too
         self._written_tokens = 0
         self.committed_tokens = 0  # of `appended_tokens`, on disk
 
     async def open(self) -> None:
-        """Makes the tables, and takes over the turns that an earlier life left in flight."""
+        """Creates the tables, and takes over the turns that the previous process left in flight."""
         await self._database.run(store.make_tables)
         await self._database.run(store.fold)
         self._open = dict(await self._database.run(store.count_segments))
@@ -100,7 +105,7 @@ class PartialResponsePool:
         self._writer = asyncio.create_task(self._write_whenever_wanted(), name="partial-response-writer")
 
     async def close(self) -> None:
-        """Writes what is buffered. The database stays open. Raises Unavailable if that cannot be."""
+        """Writes everything buffered. The database stays open. Raises Unavailable if that is impossible."""
         if self._writer is not None and not self._closing:
             self._closing = True
             landing = self._landing if self._unwritten else self._under_way
@@ -124,9 +129,9 @@ class PartialResponsePool:
         self._unwritten_of(request.turn_id).begun.append(begun)
 
     async def reopen(self, request: TurnRequest) -> None:
-        """A turn in flight, or one that came to nothing, goes on where it was."""
+        """A turn in flight, or one that ended without an answer, continues where it was."""
         turn_id = request.turn_id
-        self._open[turn_id] = 0  # from now on: who asked may be cancelled, and end it
+        self._open[turn_id] = 0  # at once: the caller may be cancelled during the read, and end the turn
         try:
             num_segments = await self._database.run(lambda connection: store.reopen(connection, turn_id))
         except LaminarError:
@@ -144,7 +149,7 @@ class PartialResponsePool:
     ) -> None:
         """Adds tokens that arrived together. Never waits: `drain` afterwards, as with an asyncio stream's write.
 
-        Raises OverflowError for an id that is no 64-bit number, and what kept the turn from being written.
+        Raises OverflowError for an id of more than 64 bits, and the error that kept the turn from being written.
         """
         if self._damaged and turn_id in self._damaged:
             raise self._damaged[turn_id]
@@ -168,7 +173,7 @@ class PartialResponsePool:
         self._open[turn_id] += 1
 
     def close_segment(self, turn_id: TurnId, segment: Segment) -> None:
-        """The last segment, as it ended: its time, and the version that its engine told."""
+        """Replaces the last segment at its end: with its time, and the version that its engine reported."""
         unwritten = self._unwritten_of(turn_id)
         unwritten.segments.append((turn_id, self._open[turn_id] - 1, msgspec.msgpack.encode(segment)))
 
@@ -178,9 +183,10 @@ class PartialResponsePool:
             await self._room.wait()
 
     async def end(self, turn_id: TurnId, outcome: Outcome, num_tokens: int | None = None) -> None:
-        """Closes the turn; its tokens, so many, are on disk when this returns, and stay until its session is forgotten.
+        """Closes the turn. Its `num_tokens` tokens are on disk when this returns, and stay until its session is
+        forgotten.
 
-        Waits for a disk that cannot be written. Raises what kept this turn alone from being written.
+        Waits while the disk cannot be written. Raises the error that kept this turn alone from being written.
         """
         ended = outcome, num_tokens, time.time(), self._next_end, turn_id
         self._unwritten_of(turn_id).ended.append(ended)
@@ -190,14 +196,16 @@ class PartialResponsePool:
         if (damaged := self._damaged.pop(turn_id, None)) is not None:
             raise damaged
 
-    async def tell(self, session_id: SessionId, turn_id: TurnId, head: Message, messages: Sequence[Message]) -> None:
-        """What the turn's ids stand for; on disk when this returns."""
-        told = turn_id, session_id, msgspec.msgpack.encode(head), msgspec.msgpack.encode(messages)
-        self._changed().told.append(told)
+    async def note_messages(
+        self, session_id: SessionId, turn_id: TurnId, head: Message, messages: Sequence[Message]
+    ) -> None:
+        """Records the messages of the turn's ids; on disk when this returns."""
+        row = turn_id, session_id, msgspec.msgpack.encode(head), msgspec.msgpack.encode(messages)
+        self._changed().messages.append(row)
         await self.flush()
 
     async def shorten(self, turn_id: TurnId, num_tokens: int) -> None:
-        """An ended turn turns out to have stopped after its first `num_tokens` tokens."""
+        """Cuts an ended turn to its first `num_tokens` tokens: a stop string ended it there."""
         await self._database.owe(
             lambda connection: (
                 connection.execute(
@@ -208,12 +216,12 @@ class PartialResponsePool:
         )
 
     def note_seen(self, turn_id: TurnId, num_tokens: int | None) -> None:
-        """So many tokens of an ended turn were sent to a client; None: all. On disk with the next write."""
+        """Records how many tokens of an ended turn a client was sent; None: all. On disk with the next write."""
         self._changed().seen.append((num_tokens, turn_id))
 
     def forgetting(self, session_id: SessionId) -> Operation[object]:
-        """What drops all turns of a session, none of which runs: its trajectory is in the experience buffer, or nobody
-        wants it."""
+        """The operation that drops all turns of a session, none of which runs: its trajectory is in the experience
+        buffer, or is not wanted."""
         return lambda connection: store.delete_sessions(connection, [session_id])
 
     async def forget_sessions(self, session_ids: Sequence[SessionId]) -> None:
@@ -241,7 +249,7 @@ class PartialResponsePool:
         return await self._database.run(lambda connection: store.read_kept(connection, session_id))
 
     async def flush(self) -> None:
-        """Returns when everything appended before the call is on disk, however long it cannot be written."""
+        """Returns when everything appended before the call is on disk, however long the disk fails."""
         if self._unwritten:
             landing = self._landing
             self._wanted.set()
@@ -271,7 +279,7 @@ class PartialResponsePool:
             await self._database.owe(lambda connection: store.write(connection, taken))
         except LaminarError as e:
             if self._database.failure:
-                failure = e  # the gateway ends, and the disk cannot be written: it goes with the process
+                failure = e  # the gateway ends while the disk cannot be written: the tokens are lost with the process
                 log.error("the partial-response pool: %s", e)
             else:
                 await self._write_apart(taken, e)
@@ -286,7 +294,7 @@ class PartialResponsePool:
             await self._fold_in_time(num_tokens)
 
     async def _write_apart(self, taken: Unwritten, why: LaminarError) -> None:
-        """Turn by turn, so that what cannot be written of one takes no other along."""
+        """Writes turn by turn, so that a turn that cannot be written costs no other."""
         log.error("the partial-response pool: %s; its turns are written one by one", why)
         for turn_id, part in taken.by_turn().items():
             try:
@@ -302,7 +310,7 @@ class PartialResponsePool:
         self._journal_tokens = 0
         try:
             await self._database.owe(store.fold)
-        except LaminarError as e:  # what reads the journal folds it first
+        except LaminarError as e:  # every read of the journal folds it first
             log.error("the partial-response pool: %s", e)
 
     def statistics(self) -> PoolStatistics:
@@ -316,7 +324,7 @@ class PartialResponsePool:
         return self._changed()
 
     def _changed(self) -> Unwritten:
-        """What is to be added to, and is written within `flush_interval_s`."""
+        """The set to add to; it is written within `flush_interval_s`."""
         if self._due is None:
             self._due = asyncio.get_running_loop().call_later(self._flush_interval_s, self._wanted.set)
         return self._unwritten

@@ -1,13 +1,13 @@
-"""The partial-response pool on disk: tables `turns`, `turn_journal`, `turn_parts`, `turn_segments`
-and `turn_seen`; and what is written into `turn_messages`, which is the sessions' (`gateway.store.sessions`).
+"""The partial-response pool on disk: tables `turns`, `turn_journal`, `turn_parts`, `turn_segments` and `turn_seen`;
+and the writes to `turn_messages`, a table of `gateway.store.sessions`.
 
 Invariants:
-- a flush is one row of the journal, however many turns it has tokens of: a row for each cost some 25 us and, beside a
-  busy event loop, as many waits for the interpreter;
-- a turn's row has of its prompt only what its parent's path has not: else a session's history would be written anew
-  with each turn, and again with each end;
-- `fold` makes the journal into rows of its turns, each token once: before anything is read, and before the journal has
-  more than `JOURNAL_TOKENS_MAX` tokens.
+- a flush is one row of the journal, however many turns have tokens in it: a row for each turn cost about 25 us and,
+  beside a busy event loop, as many waits for the interpreter's lock;
+- a turn's row has only the part of its prompt that its parent's path lacks: else each turn would write its session's
+  whole history again;
+- `fold` turns the journal into rows of its turns, each token once: before any read, and before the journal has more
+  than `JOURNAL_TOKENS_MAX` tokens.
 
 Everything here runs in the database's thread, within its transaction.
 """
@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Outcome = Literal["stop", "length", "aborted", "lost"]
-"""How a turn ended: a finish reason, given up by the client, or by the gateway."""
+"""How a turn ended: a finish reason, "aborted" by its client, or "lost" by the gateway."""
 
 JOURNAL_TOKENS_MAX = 500_000
-"""About 8 MB: what a start has to fold at most, and a fold takes (some 30 ms in a thread of its own)."""
+"""About 8 MB, which a fold handles in some 30 ms, in the database's thread. A start folds at most so much."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS turns(
@@ -58,23 +58,23 @@ CREATE TABLE IF NOT EXISTS turn_seen(turn_id TEXT PRIMARY KEY, num_tokens INTEGE
 
 @dataclass(frozen=True, slots=True)
 class KeptTurn:
-    """A turn on disk; in flight when it has no outcome. `seen`: so many of its tokens were sent to a client; None: all
-    of them, as far as anybody knows."""
+    """A turn on disk; in flight when it has no outcome. `seen`: how many of its tokens a client was sent; None: all, or
+    there is no record of it."""
 
     record: TurnRecord
     outcome: Outcome | None
     ended_unix_s: float | None
-    end_number: int | None = None  # None, too, of one that ended before ends were counted
+    end_number: int | None = None  # None also for a turn that ended before layout 4
     seen: int | None = None
 
 
 Begun = tuple[TurnId, SessionId, bytes, float, int]
-"""A row of `turns`: its request, when it began, and how many of its prompt's ids are its parent's path and not here."""
+"""A row of `turns`: its request, when it began, and how many ids of its prompt stand in its parent's path instead."""
 
 
 @dataclass(slots=True)
 class Tokens:
-    """Of one turn, in order; alternatives where they were asked for."""
+    """Tokens of one turn, in order; alternatives where they were requested."""
 
     token_ids: array[int] = field(default_factory=lambda: array("q"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
@@ -83,17 +83,17 @@ class Tokens:
 
 @dataclass(slots=True)
 class Unwritten:
-    """What the disk has not, of all turns; made into rows by who writes."""
+    """All that is not on disk yet, of all turns."""
 
     begun: list[Begun] = field(default_factory=list)
     tokens: dict[TurnId, Tokens] = field(default_factory=dict)
     segments: list[tuple[TurnId, int, bytes]] = field(default_factory=list)
     ended: list[tuple[Outcome, int | None, float, int, TurnId]] = field(default_factory=list)
     seen: list[tuple[int | None, TurnId]] = field(default_factory=list)
-    told: list[tuple[TurnId, SessionId, bytes, bytes]] = field(default_factory=list)
+    messages: list[tuple[TurnId, SessionId, bytes, bytes]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.begun or self.segments or self.ended or self.seen or self.told)
+        return bool(self.tokens or self.begun or self.segments or self.ended or self.seen or self.messages)
 
     def by_turn(self) -> dict[TurnId, Unwritten]:
         found: defaultdict[TurnId, Unwritten] = defaultdict(Unwritten)
@@ -107,13 +107,13 @@ class Unwritten:
             found[ended[-1]].ended.append(ended)
         for seen in self.seen:
             found[seen[-1]].seen.append(seen)
-        for told in self.told:
-            found[told[0]].told.append(told)
+        for messages in self.messages:
+            found[messages[0]].messages.append(messages)
         return found
 
 
 class _Part(msgspec.Struct, array_like=True):
-    """Some tokens of a turn, in the journal."""
+    """Tokens of a turn in one row of the journal."""
 
     turn_id: str
     token_ids: bytes
@@ -152,7 +152,7 @@ def reopen(connection: sqlite3.Connection, turn_id: TurnId) -> int:
 
 
 def write(connection: sqlite3.Connection, taken: Unwritten) -> None:
-    """All that is unwritten. Each statement is a wait for the interpreter: those without rows are left out."""
+    """Writes the set. Each statement waits for the interpreter's lock: those without rows are left out."""
     if taken.begun:
         connection.executemany(
             "INSERT INTO turns(turn_id, session_id, request, begun_unix_s, num_inherited) VALUES (?,?,?,?,?)",
@@ -166,12 +166,12 @@ def write(connection: sqlite3.Connection, taken: Unwritten) -> None:
         connection.executemany(
             "UPDATE turns SET outcome=?, num_tokens=?, ended_unix_s=?, end_number=? WHERE turn_id=?", taken.ended
         )
-    # Of turns that are kept: who reads or leaves an answer may do so when its session is forgotten already.
-    if taken.told:
+    # Only of turns that are kept: a client may read or leave an answer after its session was forgotten.
+    if taken.messages:
         connection.executemany(
             "INSERT OR REPLACE INTO turn_messages(turn_id, session_id, head, messages)"
             " SELECT turn_id, session_id, ?3, ?4 FROM turns WHERE turn_id=?1 AND session_id=?2",
-            taken.told,
+            taken.messages,
         )
     if taken.seen:
         connection.executemany(
@@ -190,7 +190,8 @@ def _parts(tokens: Mapping[TurnId, Tokens]) -> list[_Part]:
 def fold(connection: sqlite3.Connection) -> None:
     """The journal's tokens become rows of their turns; those of forgotten turns are dropped.
 
-    From a damaged row on nothing counts: turns in flight go on from what they had before it.
+    Everything from a damaged row on is dropped, too: a turn may lose its last tokens, never some from its middle.
+    Turns in flight continue from what is left.
     """
     found: dict[str, Tokens] = {}
     rows = connection.execute("SELECT flush, parts FROM turn_journal ORDER BY flush").fetchall()
@@ -206,7 +207,7 @@ def fold(connection: sqlite3.Connection) -> None:
                 turn.logprobs.frombytes(part.logprobs)
                 turn.top_logprobs += part.top_logprobs
     except Corrupt as e:
-        log.error("%s; turns lack what they said since", e)
+        log.error("%s; turns lack their tokens since", e)
     connection.executemany(
         "INSERT INTO turn_parts(turn_id, token_ids, logprobs, top_logprobs)"
         " SELECT turn_id, ?, ?, ? FROM turns WHERE turn_id=?",
@@ -256,7 +257,7 @@ def read_sessions(connection: sqlite3.Connection) -> list[SessionId]:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Of `turns`. `request` has not the `num_inherited` ids of its parent's path."""
+    """A row of `turns`. `request` lacks the `num_inherited` ids of its parent's path."""
 
     request: TurnRequest
     num_inherited: int
@@ -268,8 +269,8 @@ class _Row:
 
 
 def read_kept(connection: sqlite3.Connection, session_id: SessionId) -> list[KeptTurn]:
-    """In the order in which they ended, those in flight last, but none before its parent. Corrupt when one of them
-    cannot be read."""
+    """In the order in which they ended, those in flight last, but none before its parent. Corrupt when one of them is
+    damaged."""
     fold(connection)
     rows = connection.execute(
         "SELECT turn_id, request, num_inherited, outcome, num_tokens, ended_unix_s, end_number,"
@@ -291,7 +292,7 @@ def read_kept(connection: sqlite3.Connection, session_id: SessionId) -> list[Kep
 
 
 def _parents_first(rows: Sequence[_Row]) -> list[_Row]:
-    """In their order, but for what cannot be: ends were told by a clock once, and clocks go back."""
+    """In their order, unless a turn stands before its parent: ends were ordered by a clock once, and clocks go back."""
     known = {row.request.turn_id for row in rows}
     placed: dict[TurnId, _Row] = {}
     waiting = list(rows)
@@ -306,7 +307,7 @@ def _parents_first(rows: Sequence[_Row]) -> list[_Row]:
 
 
 def _whole(row: _Row, paths: Mapping[TurnId, tuple[int, ...]]) -> TurnRequest:
-    """With the ids that its parent's path has. Corrupt when that has not so many."""
+    """The request with the ids of its parent's path. Corrupt when that has fewer."""
     request = row.request
     if not row.num_inherited:
         return request
@@ -314,7 +315,7 @@ def _whole(row: _Row, paths: Mapping[TurnId, tuple[int, ...]]) -> TurnRequest:
     if len(inherited) < row.num_inherited:
         lacks = row.num_inherited - len(inherited)
         raise Corrupt(
-            f"turn {request.turn_id} lacks {lacks} of the {row.num_inherited} ids that it has of {request.parent}"
+            f"turn {request.turn_id} lacks {lacks} of the {row.num_inherited} ids that it shares with {request.parent}"
         )
     return dataclasses.replace(request, prompt_ids=(*inherited, *request.prompt_ids))
 
@@ -353,6 +354,6 @@ def _read_turn(
 
 
 def close_segments(segments: list[Segment], num_tokens: int) -> list[Segment]:
-    """Each segment ends where the next begins; the last one with the tokens that are known."""
+    """Each segment ends where the next one begins, the last one with the turn's tokens."""
     ends = [*(later.start for later in segments[1:]), num_tokens][: len(segments)]
     return [msgspec.structs.replace(segment, end=end) for segment, end in zip(segments, ends, strict=True)]

@@ -1,9 +1,9 @@
-"""What outlives the gateway of its live sessions, beside their turns: who they are, their keys, and what turns said.
+"""Live sessions on disk, beside their turns: their specifications, API keys, messages and rewards.
 
 Invariants:
-- a session is here from its making to its end; its end in the experience buffer and its end here are one commit;
-- a turn's messages are here once its answer was told, its reward once it was given;
-- of a session that has ended, how it ended stays, and what was told of it, for the last `ENDED_MAX` of them.
+- a session is here from its creation to its end; its end here and in the experience buffer are one commit;
+- a turn's messages are here before the client sees its finish, its reward before the call that gave it returns;
+- of the last `ENDED_MAX` sessions that ended, how each ended stays.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ CREATE TRIGGER IF NOT EXISTS finished AFTER INSERT ON trajectories BEGIN
     INSERT OR REPLACE INTO ended(session_id) VALUES (NEW.session_id);
 END
 """
-"""The trigger: a gateway that dies between a session's two ends would otherwise give out its trajectory twice."""
+"""The trigger ends the session in the commit that adds its trajectory: a gateway that died between two commits would
+recover the session, finish it again, and hand its trajectory to the trainer twice."""
 _TABLES = ("sessions", "turn_messages", "turn_rewards", "unrewarded")
 
 ENDED_MAX = 10_000
-"""Ended sessions remembered, so that a second finish is told what happened."""
+"""Ended sessions that are kept, so that a second finish gets the result of the first."""
 
 
 class KeptSession(msgspec.Struct, frozen=True):
-    """`messages`: by turn, its head and what it added to its parent's. `rewards`: by turn, its own and its leaf's."""
+    """`messages`: by turn, its head and what it adds to its parent's. `rewards`: by turn, its own and its leaf's."""
 
     spec: SessionSpec
     api_key: str
@@ -66,10 +67,10 @@ def _nothing(connection: sqlite3.Connection) -> None:
 
 
 class SessionStore:
-    """Opened after the experience buffer, whose table it watches.
+    """Opened after the experience buffer: its trigger is on that buffer's table.
 
-    What has happened already when it is written (`end`) waits for a disk that cannot be written. Messages of turns are
-    written with their ends, by the partial-response pool.
+    `end` records what has happened already, so it waits while the disk cannot be written. The partial-response pool
+    writes the messages of turns, together with the turns' ends.
     """
 
     def __init__(self, database: Database) -> None:
@@ -83,8 +84,8 @@ class SessionStore:
         self._database.check()
 
     def add(self, spec: SessionSpec, api_key: str, created_unix_s: float) -> None:
-        """Never waits: it is on disk before what is written after it. `sessions_max` bounds them.
-        While nothing can be written it waits: ask `check` before.
+        """Queues the write and returns: it is on disk before any later write, and waits while the disk cannot be
+        written (`check` before). The gateway's `sessions_max` bounds how many are queued.
         """
         row = (spec.session_id, msgspec.msgpack.encode(spec), api_key, created_unix_s)
         self._database.post_owed(
@@ -114,7 +115,7 @@ class SessionStore:
         )
 
     def ending(self, session_id: SessionId, ended: Ended) -> Operation[None]:
-        """The session is gone but for how it ended: what writes that."""
+        """The operation that removes the session but for how it ended."""
         row = (session_id, msgspec.msgpack.encode(ended))
         return lambda connection: _end(connection, row)
 
@@ -129,14 +130,14 @@ class SessionStore:
         await self._database.owe(write)
 
     async def ended(self) -> list[tuple[SessionId, Ended]]:
-        """Those remembered, oldest first."""
+        """How the sessions ended that are kept, oldest first."""
         rows = await self._database.run(
             lambda connection: connection.execute("SELECT session_id, body FROM ended ORDER BY number").fetchall()
         )
         return [(name, _ended(name, body)) for name, body in rows]
 
     async def load(self) -> list[tuple[SessionId, KeptSession | None]]:
-        """Every live session, oldest first; None for one of which a row cannot be read."""
+        """Every live session, oldest first; None for one with a damaged row."""
         return await self._database.run(_load)
 
 
@@ -177,11 +178,11 @@ def _load(connection: sqlite3.Connection) -> list[tuple[SessionId, KeptSession |
 def _kept(connection: sqlite3.Connection, spec: bytes, api_key: str, created_unix_s: float) -> KeptSession:
     made = decode_msgpack(spec, SessionSpec)
     messages: dict[str, tuple[Message, tuple[Message, ...]]] = {}
-    for turn, head, said in connection.execute(
+    for turn, head, body in connection.execute(
         "SELECT turn_id, head, messages FROM turn_messages WHERE session_id=?", (made.session_id,)
     ):
         with reading("turn_messages", turn):
-            messages[turn] = msgspec.msgpack.decode(head), tuple(msgspec.msgpack.decode(said))
+            messages[turn] = msgspec.msgpack.decode(head), tuple(msgspec.msgpack.decode(body))
     rewards = connection.execute(
         "SELECT turn_id, reward, leaf_reward FROM turn_rewards WHERE session_id=?", (made.session_id,)
     )

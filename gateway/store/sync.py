@@ -1,13 +1,13 @@
-"""The sync of what was committed to the disk itself, so that it survives a power cut: one for all that wait for it.
+"""Syncs commits to the disk itself, so that they survive a power cut: one fdatasync for all callers that wait.
 
 Invariants:
-- a sync that begins after a caller asked covers all that was committed before it asked;
-- commits go on while a sync is under way: it has a thread of its own;
-- a sync that failed is never tried again: the kernel has marked the pages as written, and the next one would succeed
-  without them. Everything is copied into the database file instead, by a checkpoint, whose own sync proves it.
+- a sync that begins after a request covers everything that was committed before the request;
+- commits continue during a sync: it has a thread of its own;
+- a sync that failed is never repeated: the kernel has marked the pages as written, and the next one would succeed
+  without them. Everything is copied into the database file instead, by a checkpoint, which ends with a sync of its own.
 
-SQLite syncs its write-ahead log before it copies from it, and the file afterwards. So at any moment all that was
-committed and not yet synced is in the log, and the log is all that has to be synced here.
+SQLite syncs its write-ahead log before it copies from it, and the file afterwards. So at any moment whatever was
+committed and not yet synced is in the log, and only the log has to be synced here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Syncer:
         self._waiting: queue.SimpleQueue[Future[None] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gateway-sync", daemon=True)
-        self.failure = ""  # why what was committed is not known to be on the disk
+        self.failure = ""  # why commits may not be on the disk
 
     def start(self) -> None:
         self._thread.start()
@@ -44,15 +44,15 @@ class Syncer:
     def started(self) -> bool:
         return self._thread.ident is not None
 
-    def ask(self) -> Future[None]:
-        """Done once all that was committed before is on the disk. Who asks bounds how many wait."""
+    def request(self) -> Future[None]:
+        """Done once everything committed before is on the disk. The caller bounds how many requests wait."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         self._waiting.put(future)
         return future
 
     def close(self) -> None:
-        """Serves who waits already, then ends the thread."""
+        """Serves the requests that wait, then ends the thread."""
         self._closing.set()
         self._waiting.put(None)
         self._thread.join()
@@ -67,7 +67,7 @@ class Syncer:
                     future.set_exception(error)
 
     def _next(self) -> list[Future[None]] | None:
-        """All that wait, at least one; None once it is closed and nobody does."""
+        """All requests that wait, at least one; None once it is closed and none does."""
         first = self._waiting.get()
         if first is None:
             return None
@@ -81,18 +81,18 @@ class Syncer:
         return found
 
     def _sync(self) -> InDoubt | None:
-        """Returns when it is done, however long the disk fails; at the close only if it can be done at once."""
+        """Returns when the log is synced, however long the disk fails. At the close only one attempt is made."""
         try:
             if not self.failure:
                 _sync_file(self._wal)
                 return None
         except OSError as e:
             self.failure = f"{self._wal} cannot be synced: {e.strerror}"
-            log.error("%s; what is acknowledged waits until all of it is in the database's file", self.failure)
+            log.error("%s; acknowledgements wait until all of it is in the database's file", self.failure)
         while not self._checkpoint():
             if self._closing.wait(RETRY_S):
                 return InDoubt(
-                    f"{self.failure}: what was written may not survive a power cut", hint="ask again after a restart"
+                    f"{self.failure}: what was written may not survive a power cut", hint="try again after a restart"
                 )
         self.failure = ""
         log.info("%s is synced again", self._wal)
@@ -100,7 +100,7 @@ class Syncer:
 
 
 def _sync_file(path: Path) -> None:
-    """Of the log alone: closing another descriptor of the database's own file would drop SQLite's locks on it."""
+    """Only for the log: opening and closing the database's own file would drop SQLite's POSIX locks on it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def _sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """So that a file made in it survives a power cut, too."""
+    """Makes the names of new files in it durable, too."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

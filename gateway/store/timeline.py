@@ -1,8 +1,8 @@
-"""The timeline: what happened, event by event, bounded in memory and on disk.
+"""The timeline: the fleet's events in order, bounded in memory and on disk.
 
 Invariants:
 - `seq` grows by one per event and never restarts, not even with the gateway;
-- a reader that asks `after` the last seq it saw misses nothing younger than `capacity` events.
+- a reader that continues `after` the last seq it received misses none of the last `capacity` events.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 CAPACITY = 100_000
 """Events kept: about 30 MB, hours of a small fleet."""
 READ_MAX = 10_000
-"""Events of one answer."""
+"""Events in one response."""
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS timeline(seq INTEGER PRIMARY KEY, event BLOB NOT NULL)"
 
@@ -40,7 +40,7 @@ class TimelineEvent(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
     def flat(self) -> dict[str, Any]:
-        """As `/admin/timeline` tells it: the fields beside seq, t_unix_s and kind."""
+        """In the format of `/admin/timeline`: the fields beside seq, t_unix_s and kind."""
         return {"seq": self.seq, "t_unix_s": self.t_unix_s, "kind": self.kind, **self.fields}
 
 
@@ -74,7 +74,7 @@ class Timeline:
         await self.flush()
 
     def add(self, kind: str, /, **fields: Any) -> int:
-        """Notes an event now; returns its seq. Fields must be JSON values."""
+        """Adds an event with the current time; returns its seq. Fields must be JSON values."""
         event = TimelineEvent(self._next_seq, time.time(), kind, fields)
         self._next_seq += 1
         self._events.append(event)
@@ -82,7 +82,7 @@ class Timeline:
         return event.seq
 
     def read(self, after: int = 0, limit: int = 1000) -> tuple[int, list[TimelineEvent]]:
-        """The oldest events with seq above `after`, and the `after` to ask with next."""
+        """The oldest events with seq above `after`, and the `after` of the next call."""
         if not self._events:
             return after, []
         skip = max(0, after + 1 - self._events[0].seq)
@@ -105,7 +105,7 @@ class Timeline:
             await asyncio.sleep(self._flush_interval_s)
             try:
                 await self.flush()
-            except LaminarError as e:  # what is told comes from memory; only the copy on disk lacks events
+            except LaminarError as e:  # reads are served from memory: only the copy on disk lacks events
                 log.error("timeline: %s", e)
 
 

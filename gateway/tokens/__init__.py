@@ -1,4 +1,4 @@
-"""Text and messages to token ids and back: the only part that knows a tokenizer. No torch, no transformers."""
+"""Text and messages to token ids and back: the only room that uses a tokenizer. No torch, no transformers."""
 
 from gateway.tokens.bridge import Bridged
 from gateway.tokens.codec import Codec

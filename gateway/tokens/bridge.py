@@ -1,13 +1,18 @@
-"""Bridging turns: the next prompt is the recorded ids plus the new messages' ids, never a re-tokenised history.
+"""The bridge between turns: the next prompt is the recorded ids plus the new messages' ids.
 
-Why: re-tokenising text drifts from what the policy sampled (other merges, dropped reasoning, trimmed spaces), and a
-training record must hold what it saw. How: render the conversation with a mark in place of the last recorded answer;
-what the template writes after the mark is the end of the turn, the new messages and the generation prompt. Only that is
-tokenised. It needs no knowledge of the template beyond where a turn ends.
+The history is never retokenised. Text has many tokenisations, and the policy does not sample the one that the tokenizer
+gives: `encode(decode(ids))` merges differently, and a template drops reasoning, trims spaces and rewrites the JSON of
+calls. A prompt made that way has tokens that the policy never saw at positions for which its logprobs were recorded; a
+trainer would compare two different sequences, and the engine's prefix cache would miss from the first difference on.
+
+Instead the conversation is rendered with a mark in place of the last recorded answer. After the mark stand the end of
+the turn, the new messages and the generation prompt: only these are tokenised. Of the template one has to know nothing
+but the tokens that end a turn. Whether that end is in the record already depends on how the answer stopped: a sampled
+end-of-turn token is there, after a length limit or a stop string it is missing. `join` has it exactly once.
 
 Invariants:
 - the recorded ids are a prefix of the bridged prompt;
-- every token after them was written by the template, so none of them is the policy's (loss mask 0).
+- the template wrote every token after them, so none of them is the policy's (loss mask 0).
 """
 
 from __future__ import annotations
@@ -22,11 +27,10 @@ from gateway.tokens.values import NotJson, parse
 from protos.errors import InvalidRequest
 
 CONTINUED_MARK = "\ue0a1CONTINUED\ue0a2"
-"""In place of a message that the model is to go on with."""
+"""In place of a message that the model continues."""
 ANSWER_MARK = "\ue0a1ANSWER\ue0a2"
-"""In place of the last recorded answer. Private-use characters, so that no message holds it by chance; a message that
-does is refused.
-"""
+"""In place of the last recorded answer. Private-use characters, so that no message has it by chance; a message that has
+it is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Bridged:
 
 
 def difference(recorded: Sequence[Message], messages: Sequence[Message]) -> str:
-    """Where a history parts from the recorded one."""
+    """The first difference between a history and the recorded one."""
     for position, (old, new) in enumerate(zip(recorded, messages, strict=False)):
         if (before := comparable(old)) != (now := comparable(new)):
             field = next(name for name in before if before[name] != now[name])
@@ -47,7 +51,7 @@ def difference(recorded: Sequence[Message], messages: Sequence[Message]) -> str:
 
 
 def comparable(message: Message) -> dict[str, Any]:
-    """A message without what clients change on the way: ids of calls, spacing of JSON, outer white space, null."""
+    """A message without the parts that clients change: ids of calls, spacing of JSON, outer white space, null."""
     return {
         "role": message.get("role"),
         "content": content_text(message.get("content")).strip(),
@@ -59,7 +63,7 @@ def comparable(message: Message) -> dict[str, Any]:
 
 
 def content_text(content: Any) -> str:
-    """A message's text: a string, null, or text parts, a line each, as vLLM joins them."""
+    """A message's text: of a string, null, or text parts, which are joined by line ends as vLLM does."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -68,7 +72,7 @@ def content_text(content: Any) -> str:
 
 
 def arguments_object(arguments: Any) -> Any:
-    """A tool call's arguments as an object where they are JSON (nothing at all: no arguments); else as they are."""
+    """A tool call's arguments: an object where they are JSON, {} where there are none, else the text."""
     if not arguments:
         return {}
     if not isinstance(arguments, str):
@@ -88,14 +92,14 @@ def marked(recorded: Sequence[Message], added: Sequence[Message]) -> list[Messag
 
 
 def open_ended(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with a mark as the text of its last message, which the model is to go on with."""
+    """The conversation with a mark as the text of its last message, which the model continues."""
     if CONTINUED_MARK in content_text(messages[-1].get("content")):
         raise InvalidRequest(f"a message holds the reserved text {CONTINUED_MARK!r}")
     return [*messages[:-1], {**messages[-1], "content": CONTINUED_MARK}]
 
 
 def up_to_mark(rendered: str, text: str) -> str:
-    """What was rendered with the mark, up to and with the text in its place, not yet ended."""
+    """The rendering up to the mark, and the text in the mark's place: the message has no end yet."""
     before, found, _ = rendered.rpartition(CONTINUED_MARK)
     if not found:
         raise InvalidRequest("the model's chat template drops the last message: it cannot be continued")
@@ -103,7 +107,7 @@ def up_to_mark(rendered: str, text: str) -> str:
 
 
 def after_mark(rendered: str) -> str:
-    """What the template wrote after the marked answer."""
+    """The rendering after the marked answer."""
     _, found, rest = rendered.rpartition(ANSWER_MARK)
     if not found:
         raise InvalidRequest(
@@ -113,7 +117,7 @@ def after_mark(rendered: str) -> str:
 
 
 def join(recorded_ids: Sequence[int], suffix_ids: Sequence[int], turn_end_ids: frozenset[int]) -> Bridged:
-    """Record and suffix, the turn's end written once: the suffix begins with the template's own end of a turn."""
+    """The record and the suffix, with the turn's end once: the suffix begins with the template's own."""
     ends_itself = bool(recorded_ids) and recorded_ids[-1] in turn_end_ids
     template_ends = bool(suffix_ids) and suffix_ids[0] in turn_end_ids
     if ends_itself and template_ends:
@@ -122,7 +126,8 @@ def join(recorded_ids: Sequence[int], suffix_ids: Sequence[int], turn_end_ids: f
 
 
 def template_messages(messages: Sequence[Message], *, knows_tools: bool) -> list[dict[str, Any]]:
-    """Messages as templates expect them: text joined, arguments as objects; calls as text where tools are unknown."""
+    """Messages as templates expect them: parts joined, arguments as objects, calls as text for a template without
+    tools."""
     return [_template_message(message, knows_tools) for message in messages]
 
 

@@ -12,15 +12,22 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from tokenizers import Tokenizer
 
 from gateway.tokens import bridge as bridging
 from gateway.tokens.bridge import Bridged
-from gateway.tokens.bytes import is_byte_level, lone_token_bytes, token_bytes
 from gateway.tokens.reasoning import END_THINK, THINK, ReasoningFormat
-from gateway.tokens.stream import ByteLevelDetokenizer, Detokenizer, StreamDecoder, WindowDetokenizer
+from gateway.tokens.stream import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    StreamDecoder,
+    WindowDetokenizer,
+    is_byte_level,
+    lone_token_bytes,
+    token_bytes,
+)
 from gateway.tokens.template import ChatTemplate, Message
 from gateway.tokens.toolcalls import MARKERS, PYTHON_TAG, ToolFormat
 from protos.errors import InvalidRequest, UnsupportedField
@@ -29,7 +36,7 @@ Tool = Mapping[str, Any]
 """An OpenAI tool: {"type": "function", "function": {...}}."""
 
 BATCH_CHARS = 2_000
-"""Of a text whose tokens take long enough, some half a millisecond, for others to run meanwhile."""
+"""A text of this length takes half a millisecond to tokenise: long enough to let other threads run meanwhile."""
 TOOL_PROMPT = """\
 # Tools
 
@@ -44,11 +51,19 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""Qwen2.5's words, put in the system message for models whose template knows no tools (SmolLM2)."""
+"""Qwen2.5's wording, added to the system message for models whose template has no tools (SmolLM2)."""
+
+
+class Rendering(TypedDict, total=False):
+    """How a conversation is rendered. `continued`: its ids end within the last message, which the model continues."""
+
+    add_generation_prompt: bool
+    template_kwargs: Mapping[str, Any] | None
+    continued: bool
 
 
 class Codec:
-    """Immutable once made; safe to share."""
+    """A model's tokenizer and chat template. Immutable, so it may be shared."""
 
     def __init__(
         self,
@@ -78,7 +93,7 @@ class Codec:
 
     @classmethod
     def load(cls, directory: Path | str) -> Codec:
-        """Reads tokenizer.json, and what there is of the configs and templates beside it. Raises InvalidRequest."""
+        """Reads tokenizer.json, and the configs and templates beside it that exist. Raises InvalidRequest."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -107,7 +122,7 @@ class Codec:
 
     @cached_property
     def vocabulary(self) -> str:
-        """A digest of which id means which token."""
+        """A digest of the mapping from ids to tokens."""
         tokens = sorted(self.tokenizer.get_vocab().items())
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
@@ -116,18 +131,18 @@ class Codec:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if len(text) < BATCH_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        # `encode` holds the interpreter's lock to its end, for seconds of a large text; a batch of one gives it up.
+        # `encode` holds the interpreter's lock to its end, for seconds of a large text; a batch of one releases it.
         [encoded] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
     def shared(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The same ids, as the very integers that all others are made of: 8 bytes a token instead of 36."""
+        """The same ids, made of integers that all sequences share: 8 bytes a token instead of 36."""
         try:
-            if len(token_ids) < 2:  # of one, `itemgetter` makes no tuple
+            if len(token_ids) < 2:  # for one id, `itemgetter` returns no tuple
                 return tuple([self._integers[token_id] for token_id in token_ids])
             found: tuple[int, ...] = itemgetter(*token_ids)(self._integers)  # twice as fast as one by one
             return found
-        except IndexError:  # of a record that was made with a larger vocabulary
+        except IndexError:  # a record of a larger vocabulary
             return tuple(token_ids)
 
     @cached_property
@@ -135,11 +150,11 @@ class Codec:
         return list(range(self.vocab_size))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Everything, special tokens included."""
+        """The text of all ids, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token says by itself."""
+        """The bytes of one token by itself."""
         return self._bytes[token_id]
 
     def stream_decoder(
@@ -151,7 +166,7 @@ class Codec:
         show_special: bool = False,
         markers: bool = False,
     ) -> StreamDecoder:
-        """Text of a generation after `prompt_ids`. `markers`: tags of calls and reasoning show, too."""
+        """A decoder of the text after `prompt_ids`. `markers`: it shows the tags of calls and reasoning, too."""
         return StreamDecoder(self._detokenizer(prompt_ids, show_special, markers), stop, min_tokens=min_tokens)
 
     def _detokenizer(self, prompt_ids: Sequence[int], show_special: bool, markers: bool) -> Detokenizer:
@@ -180,7 +195,7 @@ class Codec:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How this model writes tool calls: as its template teaches; Hermes' way where the template knows no tools."""
+        """The format of this model's tool calls: its template's; Hermes' where the template has no tools."""
         if self.template is None:
             return "none"
         if not self.template.knows_tools or "<tool_call>" in self.template.source:
@@ -189,47 +204,29 @@ class Codec:
 
     @property
     def reasoning_format(self) -> ReasoningFormat:
-        """Whether its template knows reasoning, which the model then writes between `<think>` and `</think>`."""
+        """ "think" where the template has reasoning, which the model then writes between `<think>` and `</think>`."""
         return "think" if self.template is not None and END_THINK in self.template.source else "none"
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends within reasoning: some templates write the opening tag for the model."""
+        """Whether the prompt ends within reasoning: some templates write the opening tag themselves."""
         return self.decode(prompt_ids[-16:]).rstrip().endswith(THINK)
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        continued: bool = False,
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, **how: Unpack[Rendering]
     ) -> list[int]:
-        """Token ids of a conversation through the chat template. `continued`: they end within the last message."""
-        text = self.render_text(
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=template_kwargs,
-            continued=continued,
-        )
-        return self.encode(text)
+        """Token ids of a conversation through the chat template."""
+        return self.encode(self.render_text(messages, tools, **how))
 
     def render_text(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        continued: bool = False,
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, **how: Unpack[Rendering]
     ) -> str:
-        if continued:
+        kwargs = how.get("template_kwargs")
+        if how.get("continued"):
             prepared = self._prepare(bridging.open_ended(messages), tools)
-            rendered = self._render_prepared(prepared, tools, False, template_kwargs)
+            rendered = self._render_prepared(prepared, tools, False, kwargs)
             return bridging.up_to_mark(rendered, bridging.content_text(messages[-1].get("content")))
         prepared = self._prepare(messages, tools)
-        return self._render_prepared(prepared, tools, add_generation_prompt, template_kwargs)
+        return self._render_prepared(prepared, tools, how.get("add_generation_prompt", True), kwargs)
 
     def bridge(
         self,
@@ -237,28 +234,18 @@ class Codec:
         recorded_messages: Sequence[Message],
         added: Sequence[Message],
         tools: Sequence[Tool] | None = None,
-        *,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continued: bool = False,
+        **how: Unpack[Rendering],
     ) -> Bridged:
-        """The next prompt: the record, then only what `added` adds to `recorded_messages`, which end with an answer.
+        """The next prompt: the record, then the ids of `added` alone. `recorded_messages` end with an answer.
 
-        `tools` and `template_kwargs` must be those of the recorded turns: the record's head was written with them.
+        `tools` and `template_kwargs` must be those of the recorded turns: their prompts were rendered with them.
         """
-        marked = bridging.marked(recorded_messages, added)
-        rendered = self.render_text(
-            marked,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=template_kwargs,
-            continued=continued,
-        )
+        rendered = self.render_text(bridging.marked(recorded_messages, added), tools, **how)
         return bridging.join(recorded_ids, self.encode(bridging.after_mark(rendered)), self.turn_end_ids)
 
     @cached_property
     def turn_end_ids(self) -> frozenset[int]:
-        """The end-of-sequence tokens that the template itself writes at the end of a turn."""
+        """The end-of-sequence tokens that the template writes at the end of a turn."""
         if self.template is None:
             return frozenset()
         source = self.template.source

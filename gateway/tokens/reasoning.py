@@ -1,8 +1,8 @@
-"""Reasoning in a model's text: what its beginning has between `<think>` and `</think>`, told apart while it streams.
+"""Splits a streamed answer into reasoning, between `<think>` and `</think>` at its beginning, and text.
 
 Invariants:
 - only the beginning of an answer can be reasoning; a `<think>` in the middle of a text is text;
-- the reasoning and the text after it are released as they come, but for the tags and the white space beside them;
+- reasoning and text are released as they come, but for the tags and the white space beside them;
 - an answer that ends within its reasoning is all reasoning: the model was cut before it answered.
 """
 
@@ -42,7 +42,7 @@ class ReasoningParser:
         return ReasoningDelta(reasoning, self._take_text())
 
     def finish(self) -> ReasoningDelta:
-        """What was held back, in case more of a tag came."""
+        """The text held back as the possible beginning of a tag."""
         held, self._held = self._held, ""
         if self._phase == "within":
             return ReasoningDelta(reasoning=held.rstrip())
@@ -56,7 +56,7 @@ class ReasoningParser:
             self._phase = "after"
 
     def _take_reasoning(self) -> str:
-        """Up to the closing tag; an end that may be its beginning, with the white space before it, is held back."""
+        """The reasoning up to the closing tag. A possible beginning of the tag, and white space before it, is held."""
         at = self._held.find(END_THINK)
         if at >= 0:
             reasoning, self._held, self._phase = self._held[:at].rstrip(), self._held[at + len(END_THINK) :], "closed"

@@ -1,30 +1,74 @@
 """From a stream of token ids to a stream of text: incremental, UTF-8-safe, stop strings matched across every boundary.
 
+A byte-level vocabulary (GPT-2's alphabet: Llama 3, Qwen2, SmolLM2, ...) is a table: the text of a run of tokens is the
+join of their bytes, read as UTF-8. Nothing is decoded twice, so a token costs one list access. Tokens of other
+vocabularies (SentencePiece: metaspace, byte fallback) depend on their neighbours: those need `tokenizers` and a window.
+
 Invariants:
 - the deltas joined are the text of all tokens fed, up to the first stop string;
-- no delta holds a torn character, nor the beginning of what may become a stop string;
+- no delta ends within a character, nor with the beginning of a possible stop string;
 - work is O(1) amortised per token (the generic vocabulary decodes a window that restarts at every clean boundary).
 """
 
 from __future__ import annotations
 
 import codecs
+import functools
+import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
 
 
+@functools.cache
+def byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: character -> byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + position): byte for position, byte in enumerate(others)})
+    return table
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer's decoder is plain ByteLevel, alone or in a sequence of one."""
+    decoder: dict[str, Any] = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:
+        decoder = decoder["decoders"][0]
+    return decoder.get("type") == "ByteLevel"
+
+
+def lone_token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes of one token of a SentencePiece-like vocabulary inside a text; of a byte-fallback token its byte."""
+    token = tokenizer.id_to_token(token_id) or ""
+    if len(token) == 6 and token.startswith("<0x"):
+        return bytes.fromhex(token[3:5])
+    return token.replace("▁", " ").encode()
+
+
+def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """Bytes by token id, empty for ids without a token. For byte-level vocabularies only."""
+    alphabet = byte_level_alphabet()
+    table = [b""] * size
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        try:
+            table[token_id] = bytes([alphabet[character] for character in token])
+        except KeyError:  # an added token with characters outside the alphabet is its own text
+            table[token_id] = token.encode()
+    return table
+
+
 class Detokenizer(Protocol):
-    """Text of tokens as they come; may hold back a torn character until `flush`."""
+    """Text of tokens as they come; may hold back an incomplete character until `flush`."""
 
     def feed(self, token_ids: Sequence[int]) -> str: ...
     def flush(self) -> str: ...
 
 
 class ByteLevelDetokenizer:
-    """`table` has the bytes to show for each id: empty for what is hidden."""
+    """`table`: the bytes to show for each id, empty for hidden ones."""
 
     __slots__ = ("_table", "_torn", "_utf8")
 
@@ -36,15 +80,15 @@ class ByteLevelDetokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         table = self._table
         if len(token_ids) == 1:
-            said = table[token_ids[0]]
+            data = table[token_ids[0]]
         else:
-            said = b"".join([table[token_id] for token_id in token_ids])
+            data = b"".join([table[token_id] for token_id in token_ids])
         if not self._torn:
             try:
-                return said.decode()  # whole characters, as nearly always: the incremental decoder is plain Python
+                return data.decode()  # whole characters, nearly always: the incremental decoder is plain Python
             except UnicodeDecodeError:
-                pass  # a torn or broken one, which the decoder knows how to treat
-        text = self._utf8.decode(said)
+                pass  # an incomplete or invalid one, which the incremental decoder handles
+        text = self._utf8.decode(data)
         self._torn = bool(self._utf8.getstate()[0])
         return text
 
@@ -53,14 +97,14 @@ class ByteLevelDetokenizer:
 
 
 WINDOW_MAX = 64
-"""Tokens that the generic detokenizer decodes again at most, when no clean boundary comes."""
+"""Tokens that the generic detokenizer decodes again at most while no clean boundary comes."""
 
 
 class WindowDetokenizer:
-    """For vocabularies whose tokens depend on their neighbours: decodes what came since the last clean boundary, after
-    the run of tokens before that boundary.
+    """For vocabularies whose tokens depend on their neighbours: decodes the tokens since the last clean boundary,
+    together with the run of tokens before it.
 
-    `prefix_ids` are the tokens before the first one fed: SentencePiece shows a leading space only inside a text.
+    `prefix_ids`: the tokens before the first one fed; SentencePiece shows a leading space only inside a text.
     """
 
     __slots__ = ("_hidden", "_pending", "_prefix", "_tokenizer")
@@ -79,7 +123,7 @@ class WindowDetokenizer:
             self._pending.append(token_id)
             text = self._text_of_pending()
             if text.endswith("\ufffd") and len(self._pending) < WINDOW_MAX:
-                continue  # a torn character, most likely: the next token completes it
+                continue  # an incomplete character, most likely: the next token completes it
             out.append(text)
             self._prefix = self._pending if text else [*self._prefix, *self._pending]
             self._pending = []
@@ -97,7 +141,7 @@ class WindowDetokenizer:
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """`stopped_by`: the stop string that ended the text; `tokens_used`: of this feed, up to the one completing it."""
+    """`stopped_by`: the stop string that ended the text; `tokens_used`: tokens of this feed up to its completion."""
 
     text: str
     tokens_used: int
@@ -105,13 +149,13 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class StreamDecoder:
-    """One turn's text. `feed` what arrives; `finish` once, when no more comes and no stop string matched."""
+    """One turn's text. `feed` tokens as they arrive; `finish` once after the last, if no stop string matched."""
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
-        """Stop strings are looked for only after `min_tokens` tokens."""
+        """Stop strings match only after `min_tokens` tokens."""
         self._detokenizer = detokenizer
         self.text = detokenizer.feed
-        """Feeds where there is no stop string to look for."""
+        """`feed` where there are no stop strings."""
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._unchecked_tokens = min_tokens
@@ -119,7 +163,7 @@ class StreamDecoder:
 
     @property
     def stops(self) -> bool:
-        """Whether a text may end before its tokens do: it has to be fed as they come."""
+        """Whether the text may end before its tokens do, so that they have to be fed as they come."""
         return bool(self._stop)
 
     def feed(self, token_ids: Sequence[int]) -> TextDelta:
@@ -146,7 +190,7 @@ class StreamDecoder:
         return TextDelta("".join(shown), len(token_ids))
 
     def finish(self) -> TextDelta:
-        """What was held back: a torn character (shown as U+FFFD), or a stop string that did not complete."""
+        """The text held back: an incomplete character (as U+FFFD), or the beginning of a stop string."""
         self._held += self._detokenizer.flush()
         found = self._find_stop() if self._unchecked_tokens == 0 else None
         text, self._held = (self._held if found is None else self._held[: found[0]]), ""
@@ -157,7 +201,7 @@ class StreamDecoder:
         return min(hits, default=None)
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of what is held that begins a stop string."""
+        """Length of the longest end of the held text that begins a stop string."""
         for length in range(min(self._longest - 1, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length

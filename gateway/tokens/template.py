@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a model wrote, for training masks; the gateway knows that from its records."""
+    """Ignores `{% generation %}`, which marks the model's text for training masks: the gateway's records have those."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -69,7 +69,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as e:
             raise InvalidRequest(
                 f"the chat template does not parse: line {e.lineno}: {e.message}",
-                hint="mend chat_template.jinja of --tokenizer",
+                hint="repair chat_template.jinja of --tokenizer",
             ) from e
 
     @property
@@ -84,7 +84,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Raises InvalidRequest with the template's own words when it refuses the messages."""
+        """The prompt's text. Raises InvalidRequest, with the template's message, when it refuses the messages."""
         try:
             return self._template.render(
                 **{

@@ -1,13 +1,13 @@
-"""Tool calls in a model's text: found while it streams, given out whole once they parse.
+"""Tool calls in a streamed text: found as it comes, and released whole once they parse.
 
-Formats (which one a model speaks is read off its chat template):
+Formats (a model's chat template shows which one it writes):
 - `hermes`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, after free text (Hermes, Qwen);
 - `llama`: the whole answer is a JSON object `{"name": ..., "parameters": {...}}`, or several joined by `;`, optionally
   after `<|python_tag|>` (Llama 3.1 and later).
 
 Invariants:
 - text outside calls is released as soon as it cannot be the beginning of a call; calls are released whole;
-- what looked like a call and does not parse is given back as text, unchanged: nothing a model wrote vanishes;
+- text that began like a call and does not parse is released unchanged: nothing that a model wrote vanishes;
 - the white space around calls belongs to the calls.
 """
 
@@ -25,12 +25,12 @@ ToolFormat = Literal["hermes", "llama", "none"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 MARKERS = (OPEN, CLOSE, PYTHON_TAG)
-"""Tokens that stay visible to the parser even where the vocabulary calls them special."""
+"""Tokens that the parser has to see even where the vocabulary declares them special."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is JSON text, as the API has it. The id is minted once, here."""
+    """`arguments` is JSON text, as in the API. The id is made once, here."""
 
     name: str
     arguments: str
@@ -50,7 +50,7 @@ class ToolCallParser:
         self._form = form
         self._held = ""
         self._begun = False  # text was released
-        self._after_call = False  # the white space that comes belongs to the call before it
+        self._after_call = False  # white space that follows belongs to the call before it
         self.num_calls = 0
 
     def feed(self, text: str) -> ToolDelta:
@@ -119,7 +119,7 @@ class ToolCallParser:
 
 
 def _undecided(text: str) -> int:
-    """Length of the end of `text` that may yet belong to a call: white space, then the beginning of an opening tag."""
+    """Length of the end of `text` that may belong to a call: white space, then the beginning of an opening tag."""
     body = text
     for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
         if OPEN.startswith(text[-length:]):

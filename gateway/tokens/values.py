@@ -1,7 +1,7 @@
-"""JSON values from outside: parsed as JSON has it, bounded in depth, and with numbers that everything here can keep.
+"""JSON values from outside: strictly parsed, bounded in depth, and with numbers that everything here can store.
 
-Python's parser takes more than JSON is (`NaN`, half a surrogate pair), gives up on depth with a RecursionError, and on
-the digits of a number with a ValueError of its own; all of these are `NotJson` here.
+Python's parser accepts more than JSON (`NaN`, half a surrogate pair), fails on depth with a RecursionError, and on the
+digits of a number with a ValueError of its own; all of these are `NotJson` here.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 import msgspec
 
 DEPTH_MAX = 64
-"""Lists and objects within each other. Schemas of tools have some ten; templates and grammars recurse over them."""
+"""Lists and objects within each other. Tools' schemas have about ten; templates and grammars recurse over them."""
 INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 64) - 1
-"""What msgpack and the engines' parsers keep."""
+"""The range of msgpack and of the engines' parsers."""
 
 _PLAIN = frozenset({str, float, bool, type(None)})
-"""Kinds of which every value can be kept: nearly all fields of a body."""
+"""Types whose every value can be stored: nearly all fields of a body."""
 
 _At = tuple[Any, Any] | None
-"""Where a value stands: where its container stands, and its key there."""
+"""The position of a value: that of its container, and its key there."""
 
 
 class NotJson(ValueError):
-    """Not JSON, or more of it than is taken."""
+    """Not JSON, or nested too deep."""
 
 
 class OddValue(ValueError):
-    """A value within a body that cannot be kept. `path` as error messages name it: `tools[0].function`."""
+    """A value within a body that cannot be stored. `path` as in error messages: `tools[0].function`."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class OddValue(ValueError):
 
 
 def _constant(name: str) -> float:
-    raise NotJson(f"{name} is no JSON")
+    raise NotJson(f"{name} is not JSON")
 
 
 def _number(digits: str) -> float:
@@ -60,7 +60,7 @@ def parse(text: str) -> Any:
 
 
 def parse_first(text: str) -> tuple[Any, int]:
-    """The value that `text` begins with, and where it ends. Raises NotJson."""
+    """The value at the beginning of `text`, and the index of its end. Raises NotJson."""
     try:
         value, end = decoder.raw_decode(text)
         if nesting(value) > DEPTH_MAX:
@@ -75,7 +75,7 @@ def parse_first(text: str) -> tuple[Any, int]:
 
 
 def nesting(value: Any) -> int:
-    """How many lists and objects stand within each other; of what is far too deep only that it is."""
+    """The depth of lists and objects within each other; beyond `DEPTH_MAX` only that it is more."""
     deepest, waiting = 0, [(value, 1)]
     while waiting:
         inner, depth = waiting.pop()
@@ -88,7 +88,7 @@ def nesting(value: Any) -> int:
 
 
 def check(body: Any, *, leave: frozenset[str] = frozenset()) -> None:
-    """Raises OddValue for what cannot be kept of a decoded body. `leave`: its fields that are checked elsewhere."""
+    """Raises OddValue for a value of a decoded body that cannot be stored. `leave`: fields checked elsewhere."""
     waiting: list[tuple[Any, _At, int]] = [(body, None, 0)]
     while waiting:
         value, at, depth = waiting.pop()

@@ -1,15 +1,15 @@
-"""Who reads a turn, and how far: any number of clients, each from its first token on.
+"""The audience of a turn: any number of clients that read it, each from the first token on.
 
 Invariants:
 - the turn's record is the only copy of its tokens: a reader is a position in it, so memory does not grow with readers;
 - a delta never crosses segments; the finish is shown once, with or after the last token;
-- a reader that has caught up is given what comes at once, by who shows it: no task is woken in between. What a reader
-  raises is its own, and never reaches the turn;
-- a turn counts as read for each client by itself: from its claim until it attaches, while it is attached, and from its
-  last token until it leaves. What one client does ends no other's part in it;
-- while somebody reads along, the engine's stream waits at `UNREAD_TOKENS_MAX` tokens ahead of the slowest of them, for
-  `PATIENCE_S` at most: after that the turn goes on into its record without that reader, who may read on whenever it
-  likes; who reads at the end holds nobody up.
+- a reader that has caught up gets new tokens within the call that shows them: no task is woken in between. What a
+  reader raises stays with that reader, and never reaches the turn;
+- a turn counts as read for each client separately: from its claim until it attaches, while it is attached, and from its
+  last token until it leaves. What one client does ends no other's part;
+- while clients read along, the engine's stream waits at `UNREAD_TOKENS_MAX` tokens ahead of the slowest one, for
+  `PATIENCE_S` at most. Then the turn goes on without that reader, which may read on from the record at any time.
+  Readers `at_end` never delay the stream.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from gateway.core.types import EngineName, TokenDelta, TurnRecord, Version
 UNREAD_TOKENS_MAX = 1024
 """Tokens that wait for a slow client before its engine's stream is held back."""
 PATIENCE_S = 2.0
-"""For a client that has not read on: an engine's place is others', too."""
+"""For a client that has not read on: other turns need the engine's place."""
 
 CLAIM_S = 5.0
-"""For a client that joins a turn until it attaches: mostly some rounds of the event loop. One that was cancelled in
-between never attaches, and is given up for gone."""
+"""From a client's claim until it attaches: mostly some rounds of the event loop. A handler that was cancelled in
+between never attaches, and its claim expires."""
 
 TakeDelta = Callable[[TokenDelta], Awaitable[object] | None]
-"""Is given a delta; returns what to wait for before the next one, or None."""
+"""Gets a delta; returns what to await before the next one, or None."""
 
 
 @dataclass(eq=False, slots=True)
 class _Reader:
-    """`waiting`: it has read all there is; set to what `take` returned, or None when there is something to look at."""
+    """`waiting`: set once the reader has caught up; resolved with what `take` returned, or None after a failure."""
 
     take: TakeDelta
-    at_end: bool = False  # is given nothing before the turn is over, then all of it
-    left_behind: bool = False  # it was waited for long enough: the turn goes on without it
+    at_end: bool = False  # gets nothing before the turn is over, then all of it
+    left_behind: bool = False  # `PATIENCE_S` are over: the turn goes on without it
     position: int = 0
     segment: int = 0
     over: bool = False  # it has read the finish
@@ -53,8 +53,8 @@ class Audience:
         self._record = record
         self._attention = attention
         self._attached = 0
-        self._claims: deque[float] = deque()  # until when each client that joined is waited for; the last is the latest
-        self._num_answering = 0  # who have read all of it and have not left
+        self._claims: deque[float] = deque()  # when the claim of each client that joined expires, in order
+        self._num_answering = 0  # clients that have read all of it and have not left
         self._readers: list[_Reader] = []
         self._shown = self._slowest = len(record.token_ids)
         self._over = record.finish_reason is not None  # a turn in flight has none
@@ -66,12 +66,12 @@ class Audience:
     # -- the turn's side
 
     def start(self) -> None:
-        """An engine streams the turn."""
+        """An engine has begun to stream the turn."""
         self._started = True
         self._changed.set()
 
     def show(self) -> bool:
-        """Everything in the record may be read. Returns whether a reader `lags`."""
+        """Gives readers everything in the record. Returns whether a reader `lags`."""
         shown = slowest = self._shown = len(self._record.token_ids)
         for reader in self._readers:
             if reader.at_end and not self._over:
@@ -84,7 +84,7 @@ class Audience:
         return slowest <= shown - UNREAD_TOKENS_MAX and self.lags
 
     def _wake(self, reader: _Reader, waiting: asyncio.Future[Awaitable[object] | None]) -> None:
-        """Its task, only if it has to see to something."""
+        """Gives a waiting reader what is there. Wakes its task only if it has to await, end or raise."""
         try:
             held = self._hand(reader)
         except Exception as e:  # noqa: BLE001 (raised where it reads)
@@ -95,7 +95,7 @@ class Audience:
         waiting.set_result(held)
 
     def end(self, failure: Exception | None = None) -> None:
-        """Nothing more comes: the record has its finish reason, or `failure` is told to every reader."""
+        """Nothing more comes: the record has its finish reason, or every reader gets `failure`."""
         self._over, self._failure = True, failure
         self.show()
         self._changed.set()
@@ -111,7 +111,7 @@ class Audience:
         return reader.position <= far and not (reader.at_end or reader.left_behind)
 
     async def keep_up(self) -> None:
-        """Until no reader is too far behind: it has read on, left, or was waited for long enough."""
+        """Returns when no reader is too far behind: it has read on, has left, or is left behind."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while self.lags:
@@ -132,7 +132,7 @@ class Audience:
         return "read" if self._attached or self.claimed or self._num_answering else self._attention
 
     def claim(self) -> None:
-        """A client is about to attach: until it has, or `CLAIM_S` are over, the turn is as good as read."""
+        """A client is about to attach: until it has, or `CLAIM_S` are over, the turn counts as read."""
         now = asyncio.get_running_loop().time()
         while self._claims and self._claims[0] <= now:
             self._claims.popleft()
@@ -143,15 +143,15 @@ class Audience:
         return bool(self._claims) and asyncio.get_running_loop().time() < self._claims[-1]
 
     def answering(self) -> None:
-        """A client has read all of it, and is about to have the whole answer: a sibling must not take it for unread.
+        """A client has read all of the turn, and its answer is being sent: a sibling must not take the turn for unread.
 
-        However long that takes: the last bytes to a slow client take their time, and its request always says `left`.
+        There is no timeout: the last bytes to a slow client take long, and its handler always calls `left`.
         """
         self._num_answering += 1
 
     def left(self) -> None:
-        """One that was about to have it has it, or is gone. Others may still be about to."""
-        assert self._num_answering, "nobody has read all of it"
+        """The client of one `answering` has the answer, or is gone. Others may still be answered."""
+        assert self._num_answering, "no client has read all of it"
         self._num_answering -= 1
 
     def attach(self) -> None:
@@ -164,13 +164,13 @@ class Audience:
         self._changed.set()
 
     async def gone(self) -> None:
-        """Until no client reads."""
+        """Returns when no client reads."""
         while self._attached:
             self._changed.clear()
             await self._changed.wait()
 
     def answered(self) -> None:
-        """A client has got the whole answer."""
+        """A client has received the whole answer."""
         self._attention = "answered"
 
     @property
@@ -178,21 +178,21 @@ class Audience:
         return self._started
 
     async def started(self) -> None:
-        """Until an engine streams the turn, or it is over; raises what ended it."""
+        """Returns when an engine streams the turn, or it is over; raises what ended it."""
         while not (self._started or self._over):
             self._changed.clear()
             await self._changed.wait()
         self.check()
 
     def check(self) -> None:
-        """Raises what its readers are told instead of the turn's end."""
+        """Raises the turn's failure, if there is one."""
         if self._failure is not None:
             raise self._failure
 
     async def read(self, take: TakeDelta, *, at_end: bool = False) -> None:
-        """Gives `take` every delta, first token to finish. Raises what it raises, or what ended the turn.
+        """Gives `take` every delta, from first token to finish. Raises what it raises, or what ended the turn.
 
-        `at_end`: not before the turn is over, one delta a segment; a token costs such a reader next to nothing.
+        `at_end`: not before the turn is over, one delta a segment; a token costs such a reader nearly nothing.
         """
         reader = self._enter(_Reader(take, at_end))
         try:
@@ -218,7 +218,7 @@ class Audience:
         self._taken.set()
 
     async def _wait(self, reader: _Reader) -> Awaitable[object] | None:
-        """For a reader that has read all there is."""
+        """Waits, for a reader that has caught up."""
         self.check()
         reader.waiting = asyncio.get_running_loop().create_future()
         try:
@@ -227,7 +227,7 @@ class Audience:
             reader.waiting = None
 
     def _hand(self, reader: _Reader) -> Awaitable[object] | None:
-        """What is there for it, up to where it wants to wait."""
+        """Gives the reader what is there, until it has to await something, which is returned."""
         if reader.at_end and not self._over:
             return None
         while (delta := self._next(reader)) is not None:

@@ -1,11 +1,18 @@
-"""What drives a turn: a place on an engine, its stream, another place after a cut or a move, up to the finish.
+"""The driver of a turn: a place on an engine, its stream, another place after a cut or a move, up to the finish.
 
 Invariants:
-- a resumed turn's prompt is prompt + generated ids, and its budget what is left: no token is asked for twice;
+- a resumed turn's prompt is prompt + generated ids, and its budget what is left: no token is requested twice;
 - a stream counts as complete only with a finish reason; every other end is a cut;
-- the turn is booked on its engine for as long as it streams there, and where it is sent to from when it is asked.
+- the turn is booked on its engine for as long as it streams there, and on the destination of a move from when the move
+  is requested.
 
-Events are taken where the socket is read (`_heard`); the task that runs `run_to_end` wakes only for what has to wait.
+A move is a cut that the gateway makes itself, in four steps. `leave` cancels the stream and books the destination, so
+that no other turn takes the place meanwhile. `_stay` waits for the stream's end and closes its segment. `_go_on`
+returns the destination if it still serves the version, else another place. The first token from there resolves
+`arrived`. Between the steps the stream may still end by itself, be cut, or the turn be given up: then the move failed,
+and the destination is released.
+
+Events are handled where the socket is read (`_take`); the task that runs `run_to_end` wakes only for what has to wait.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable
+from dataclasses import dataclass
 
 from gateway.core.curves import Gaps
 from gateway.core.fleet import TurnLoad
@@ -29,16 +37,40 @@ from gateway.fleet.fleet import Fleet
 from gateway.runtime.counters import Counters
 from gateway.store import PartialResponsePool, Timeline
 from gateway.turns.audience import Audience
-from gateway.turns.departure import Leaving, Left
 from gateway.turns.transcript import Transcript
 from protos.errors import LaminarError, TurnLost
 
 log = logging.getLogger(__name__)
 
 CUTS_MAX = 20
-"""Cuts after which a turn is given up as lost: something is wrong that moving on does not mend."""
+"""Cuts after which a turn is lost: another engine does not help against whatever is wrong."""
 CUT_BACKOFF_S = 0.05
 CUT_BACKOFF_MAX_S = 1.0
+
+
+@dataclass(slots=True)
+class Departure:
+    """A request to leave the engine: for `destination`, or (None) for any place.
+
+    `arrived`: seconds without tokens, once the first came from elsewhere; None when nothing came of it.
+    """
+
+    destination: EngineName | None
+    requested_at: float
+    arrived: asyncio.Future[float | None]
+
+    def fail(self) -> None:
+        """The turn ended or was cut first."""
+        if not self.arrived.done():
+            self.arrived.set_result(None)
+
+
+class Departed(Exception):
+    """The turn has left its engine as requested."""
+
+    def __init__(self, departure: Departure) -> None:
+        super().__init__(departure.destination)
+        self.departure = departure
 
 
 class Driver:
@@ -61,12 +93,12 @@ class Driver:
         self._counters, self._fleet, self._pool, self._timeline = counters, fleet, pool, timeline
         self._resumed = resumed
         self._stream: asyncio.Task[None] | None = None
-        self._leaving: Leaving | None = None  # asked to leave the engine it streams from
-        self._left_for: Leaving | None = None  # has left, and waits for the first token from elsewhere
+        self._departure: Departure | None = None  # requested; the stream has not ended yet
+        self._awaited: Departure | None = None  # made; the first token from elsewhere has not come yet
         self._load: TurnLoad | None = None
         self._engine: EngineName | None = None
         self._pace = Gaps()
-        self._last: EngineChunk | None = None  # as it came
+        self._last: EngineChunk | None = None  # the newest event
 
     @property
     def engine(self) -> EngineName | None:
@@ -74,26 +106,28 @@ class Driver:
         return self._engine if self._stream is not None else None
 
     def over(self) -> None:
-        """Nothing came, or will, from where it went before."""
-        if self._left_for is not None:
-            self._left_for.came_to_nothing()
+        """No token will come from where the turn went before."""
+        if self._awaited is not None:
+            self._awaited.fail()
 
-    def leave(self, destination: EngineName | None) -> Leaving | None:
-        """None when it is not streaming now, has been asked already, or has to end where it began."""
-        if self._stream is None or self._transcript.said or self._leaving or self._request.sampling.in_place:
+    def leave(self, destination: EngineName | None) -> Departure | None:
+        """Requests that the turn leaves its engine. None when it does not stream now, was requested already, or has to
+        end where it began."""
+        # A finish that was read already wins: the stream is about to end by itself, with nothing left to move.
+        if self._stream is None or self._transcript.finish or self._departure or self._request.sampling.in_place:
             return None
         if destination is not None and not self._fits(destination):
             return None
         self._stream.cancel()
         arrived = asyncio.get_running_loop().create_future()
-        self._leaving = Leaving(destination, time.monotonic(), arrived)
+        self._departure = Departure(destination, time.monotonic(), arrived)
         if destination in self._fleet.state.engines:
             assert self._load is not None
-            self._fleet.enter(destination, self._load)
-        return self._leaving
+            self._fleet.places.enter(destination, self._load)
+        return self._departure
 
     def interrupt(self) -> None:
-        """Its engine is needed: the turn pauses, and goes on where the scheduler puts it."""
+        """The engine is needed: the turn pauses, and goes on where the scheduler places it."""
         self.leave(None)
 
     def _fits(self, engine: EngineName) -> bool:
@@ -102,30 +136,32 @@ class Driver:
         return not most or self._load is None or self._load.tokens_max <= most
 
     async def run_to_end(self, session: SessionState) -> None:
-        """Until its record has the finish reason, which is not shown yet. Raises what ends the turn otherwise."""
+        """Until the record has the finish reason, which is not shown yet. Raises what ends the turn otherwise."""
         self._session = session
         config = self._fleet.config
-        if self._transcript.said_all:  # it was cut or suspended between its last token and its end
+        if self._transcript.complete:  # it was cut or suspended between its last token and its end
             self._finish_here()
             return
         if self._resumed:
-            await self._fleet.looked()  # after a restart: lest it leave its version for the first engine that answers
+            await (
+                self._fleet.polled()
+            )  # after a restart: else it would leave its version for the first engine to respond
         wait_s = config.placement_timeout_s if self._record.segments else config.queue_timeout_s
-        placement = await self._fleet.place(self._demand(), resumed=self._resumed, timeout_s=wait_s)
+        placement = await self._fleet.places.place(self._demand(), resumed=self._resumed, timeout_s=wait_s)
         cause: SegmentCause = "cut" if self._record.segments else "start"
         cuts = 0
         while True:
             try:
                 await self._stay(placement, cause)
                 return
-            except Left as left:
+            except Departed as departed:
                 cause = "move"
-                placement = await self._go_on(left.leaving)
+                placement = await self._go_on(departed.departure)
             except StreamCut as cut:
                 self.over()
                 cause, cuts = "cut", cuts + 1
                 self._note_cut(placement.engine, cut)
-                if not self._transcript.said_all:
+                if not self._transcript.complete:
                     if (known := tied_by(self._request.sampling)) and self._record.token_ids:
                         why = f"no other engine knows {known} after {len(self._record.token_ids)} tokens"
                         raise self.lost(f"it cannot go on elsewhere, for {why}: {cut}") from cut
@@ -133,30 +169,37 @@ class Driver:
                         raise self.lost(f"its stream was cut {cuts} times, last by {cut}") from cut
                     await asyncio.sleep(min(CUT_BACKOFF_MAX_S, CUT_BACKOFF_S * 2 ** (cuts - 1)))
                     demand = dataclasses.replace(self._demand(), avoid=frozenset({placement.engine}))
-                    placement = await self._fleet.place(demand, resumed=True, timeout_s=config.placement_timeout_s)
+                    placement = await self._fleet.places.place(
+                        demand, resumed=True, timeout_s=config.placement_timeout_s
+                    )
                     self._counters.turns_resumed += 1
-            if self._transcript.said_all:
-                self._fleet.leave(placement.engine, self._request.turn_id)  # it was expected there
+            if self._transcript.complete:
+                self._fleet.places.leave(placement.engine, self._request.turn_id)  # booked there, and not needed
                 self._finish_here()
                 return
 
     def _finish_here(self) -> None:
-        self._record.finish_reason = self._transcript.said or ("stop" if self._transcript.stopped else "length")
+        self._record.finish_reason = self._transcript.finish or ("stop" if self._transcript.stopped else "length")
 
-    async def _go_on(self, leaving: Leaving) -> Placement:
-        """Where it goes on after leaving an engine: where it was sent, if that still serves its version."""
+    async def _go_on(self, departure: Departure) -> Placement:
+        """The next place after a departure: its destination, if that still serves the session's version.
+
+        An engine that was removed meanwhile is returned, too: starting the stream there is a cut, and resumes as any.
+        """
         self.over()
-        self._left_for = leaving
+        self._awaited = departure
         self._session.moves += 1
         self._counters.moves += 1
-        there = leaving.destination
+        there = departure.destination
         if there is not None:
             engine = self._fleet.state.engines.get(there)
             if engine is None or (engine.status == "serving" and engine.version == self._session.version):
                 self._session.engine = there
                 return Placement(there, "repack")
-            self._fleet.leave(there, self._request.turn_id)
-        return await self._fleet.place(self._demand(), resumed=True, timeout_s=self._fleet.config.placement_timeout_s)
+            self._fleet.places.leave(there, self._request.turn_id)
+        return await self._fleet.places.place(
+            self._demand(), resumed=True, timeout_s=self._fleet.config.placement_timeout_s
+        )
 
     def _demand(self) -> Demand:
         tokens = len(self._request.prompt_ids) + len(self._record.token_ids)
@@ -176,40 +219,40 @@ class Driver:
         )
 
     async def _stay(self, placement: Placement, cause: SegmentCause) -> None:
-        """Streams on one engine until the turn's end, a cut (StreamCut) or until it is asked to leave (Left)."""
+        """Streams on one engine until the turn's end. Raises StreamCut after a cut, Departed after a departure."""
         stream = self._start_stream(placement, cause)
         ended = False
         try:
             await asyncio.wait({stream})
             ended = True
         finally:
-            leaving = await self._stop_stream(stream, placement.engine, ended=ended)
-        if leaving is not None:
-            raise Left(leaving)
+            departure = await self._stop_stream(stream, placement.engine, ended=ended)
+        if departure is not None:
+            raise Departed(departure)
         if stream.cancelled():
             raise asyncio.CancelledError
         stream.result()  # raises the cut
 
     def _start_stream(self, placement: Placement, cause: SegmentCause) -> asyncio.Task[None]:
-        """The turn counts on the engine, in a segment of its own. StreamCut when the engine left meanwhile."""
-        member = self._fleet.members.get(placement.engine)
-        if member is None or member.state.status != "serving":
-            self._fleet.leave(placement.engine, self._request.turn_id)
+        """Opens a segment and its stream. StreamCut when the engine does not serve any more."""
+        handle = self._fleet.handles.get(placement.engine)
+        if handle is None or handle.state.status != "serving":
+            self._fleet.places.leave(placement.engine, self._request.turn_id)
             raise StreamCut("refused", f"engine {placement.engine} is gone")
         tokens = len(self._request.prompt_ids) + len(self._record.token_ids)
         self._load = TurnLoad(self._request.turn_id, self._request.session_id, tokens, tokens + self._transcript.left)
-        self._fleet.enter(placement.engine, self._load)
-        self._fleet.occupy(self._request.turn_id, self)
+        self._fleet.places.enter(placement.engine, self._load)
+        self._fleet.places.occupy(self._request.turn_id, self)
         self._engine = placement.engine
-        state = member.state
+        state = handle.state
         self._transcript.open_segment(state, cause)
-        self._leaving = None
+        self._departure = None
         stream_name = f"stream-{self._request.turn_id}"
-        self._stream = asyncio.create_task(self._consume(member.adapter, placement.engine), name=stream_name)
+        self._stream = asyncio.create_task(self._consume(handle.adapter, placement.engine), name=stream_name)
         return self._stream
 
-    async def _stop_stream(self, stream: asyncio.Task[None], engine: EngineName, *, ended: bool) -> Leaving | None:
-        """The turn counts on the engine no more, and its segment is closed. Returns how it leaves, if it was asked to.
+    async def _stop_stream(self, stream: asyncio.Task[None], engine: EngineName, *, ended: bool) -> Departure | None:
+        """Closes the segment and returns the place. Returns the departure that ended the stream, if one did.
 
         `ended`: the stream, and not the turn's driver, which is cancelled when the turn is given up.
         """
@@ -218,34 +261,35 @@ class Driver:
             stream.cancel()
             await asyncio.wait({stream})
         elif not ended and not stream.cancelled():
-            stream.exception()  # a cut that nobody waits for any more
-        leaving, self._leaving = self._leaving, None
-        left = ended and leaving is not None and stream.cancelled()
-        end = "finished" if self._record.finish_reason else "moved" if left else "cut"
+            stream.exception()  # retrieved: the driver does not wait for this cut any more
+        departure, self._departure = self._departure, None
+        # The stream may have ended by itself before the cancellation reached it: then the turn is complete, or cut.
+        departed = ended and departure is not None and stream.cancelled()
+        end = "finished" if self._record.finish_reason else "moved" if departed else "cut"
         self._transcript.close_segment(end, self._session.spec.group_id)
-        self._fleet.leave(engine, self._request.turn_id)
-        if leaving is not None and not left:  # it ended, was cut or given up first
-            leaving.came_to_nothing()
-            if leaving.destination is not None:
-                self._fleet.leave(leaving.destination, self._request.turn_id)
-        return leaving if left else None
+        self._fleet.places.leave(engine, self._request.turn_id)
+        if departure is not None and not departed:
+            departure.fail()
+            if departure.destination is not None:
+                self._fleet.places.leave(departure.destination, self._request.turn_id)
+        return departure if departed else None
 
     async def _consume(self, adapter: EngineAdapter, engine: EngineName) -> None:
-        """Takes the engine's events into record and pool; returns at the finish, whose tokens are not shown yet."""
+        """Puts the engine's events into record and pool; returns at the finish, whose tokens are not shown yet."""
         sampling = segment_sampling(self._request, len(self._record.token_ids))
         prompt = (*self._request.prompt_ids, *self._record.token_ids)
         request_id = f"{self._request.turn_id}-{self._transcript.last_segment}"
         self._pace.begin()
         async with adapter.generate(prompt, sampling, request_id, self._request.session_id) as stream:
             self._audience.start()
-            await stream.deliver(self._heard)
+            await stream.deliver(self._take)
         assert self._last is not None
         if not self._transcript.check_version(self._last):
             self._fleet.suspect(engine)
-        self._record.finish_reason = self._transcript.said
+        self._record.finish_reason = self._transcript.finish
 
-    def _heard(self, chunk: EngineChunk) -> Awaitable[None] | None:
-        """Tokens are recorded, and shown unless they are the last. Returns what the engine has to wait for."""
+    def _take(self, chunk: EngineChunk) -> Awaitable[None] | None:
+        """Records tokens, and shows them unless they are the last. Returns what the engine's stream has to wait for."""
         self._last = chunk
         if chunk.versions:
             self._transcript.check_first(chunk)
@@ -255,11 +299,11 @@ class Driver:
             self._load.tokens += num_tokens
             if self._pace.came(num_tokens):
                 self._note_pace()
-            if self._left_for is not None:
-                self._note_arrival(self._left_for)
+            if self._awaited is not None:
+                self._note_arrival(self._awaited)
         if chunk.finish_reason is not None:
-            # Its task comes to it later: who would have the turn leave must know now.
-            self._transcript.said = chunk.finish_reason
+            # Noted here, since the driver's task runs later: a departure requested in between would repeat the turn.
+            self._transcript.finish = chunk.finish_reason
             return None
         return self._keep_up() if self._audience.show() or self._pool.full else None
 
@@ -268,16 +312,16 @@ class Driver:
         await self._audience.keep_up()
 
     def _note_pace(self) -> None:
-        """How long the tokens that came since the last look took goes into the engine's decode curve."""
+        """Adds the time that the tokens since the last measurement took to the engine's decode curve."""
         seen = self._pace.looked(time.monotonic())
         if seen is not None and self._engine is not None:
             self._fleet.decoded(self._engine, *seen)
 
-    def _note_arrival(self, leaving: Leaving) -> None:
-        """The first token came from where it went."""
-        if not leaving.arrived.done():
-            leaving.arrived.set_result(time.monotonic() - leaving.asked_at)
-        self._left_for = None
+    def _note_arrival(self, departure: Departure) -> None:
+        """The first token came from the engine where the turn went."""
+        if not departure.arrived.done():
+            departure.arrived.set_result(time.monotonic() - departure.requested_at)
+        self._awaited = None
 
     def _note_cut(self, engine: EngineName, cut: StreamCut) -> None:
         counters = self._counters

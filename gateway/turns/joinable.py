@@ -1,9 +1,9 @@
-"""The turns that a request may join: those under way, and those that were over a short while ago.
+"""The turns that a retry may join: those in flight, and those that ended a short while ago.
 
 Invariants:
-- a turn that is over stays for `idempotency_window_s`, whole or with what it had, within `KEPT_TURNS_MAX` and
-  `KEPT_BYTES_MAX`, prompts included (the oldest go first);
-- the turns of one request without a session stay together: none goes while another runs or has its window;
+- a turn that has ended stays for `idempotency_window_s`, complete or not, within `KEPT_TURNS_MAX` and `KEPT_BYTES_MAX`,
+  prompts included (the oldest go first);
+- the turns of one request without a session stay together: none is forgotten while another runs or has its window;
 - a request is compared only with the turns of its session, of its idempotency key, or of its own digest.
 """
 
@@ -18,12 +18,12 @@ from gateway.turns.running import RunningTurn
 
 KEPT_TURNS_MAX = 10_000
 KEPT_BYTES_MAX = 1 << 30
-"""Of turns that are over: 4,000 with prompts of 32k tokens, or 10,000 with 1,300 generated ones each."""
+"""Of turns that have ended: 4,000 with prompts of 32k tokens, or 10,000 with 1,300 generated ones each."""
 PROMPT_TOKEN_BYTES, TOKEN_BYTES = 8, 80
-"""A token: of a prompt a reference to an id that all prompts share; else an id, a logprob, and references to both."""
+"""Of a token: in a prompt a reference to an id that all prompts share; else an id, a logprob, and their references."""
 
 REFUSED_MAX = 10_000
-"""Bodies that were refused before they had a turn, and have not come again; the oldest are forgotten first."""
+"""Requests that were refused before they had a turn, and have not come again; the oldest are forgotten first."""
 
 _Bucket = tuple[str, str]
 
@@ -34,51 +34,51 @@ class JoinableTurns:
         self._window_s = window_s
         self._over: OrderedDict[TurnId, tuple[RunningTurn, float]] = OrderedDict()
         self._over_bytes = 0
-        self._bytes: dict[TurnId, int] = {}  # of each that is over, as counted: a stop string may shorten it later
+        self._bytes: dict[TurnId, int] = {}  # as counted at its end: a stop string may shorten it later
         self._refused: OrderedDict[tuple[_Bucket, str], int] = OrderedDict()
-        self._swept: defaultdict[SessionId | None, set[str]] = defaultdict(set)  # what live sessions asked before
+        self._swept: defaultdict[SessionId | None, set[str]] = defaultdict(set)  # digests of forgotten turns
         self._buckets: defaultdict[_Bucket, dict[TurnId, RunningTurn]] = defaultdict(dict)
 
-    def begin(self, run: RunningTurn) -> None:
-        turn_id = run.request.turn_id
+    def begin(self, turn: RunningTurn) -> None:
+        turn_id = turn.request.turn_id
         self._forget(turn_id)
-        self.running[turn_id] = run
-        self._buckets[_bucket_of(run)][turn_id] = run
+        self.running[turn_id] = turn
+        self._buckets[_bucket_of(turn)][turn_id] = turn
 
-    def end(self, run: RunningTurn, now: float) -> None:
-        """It is over; from `now` on it is kept for the window."""
-        turn_id = run.request.turn_id
+    def end(self, turn: RunningTurn, now: float) -> None:
+        """The turn has ended; from `now` on it is kept for the window."""
+        turn_id = turn.request.turn_id
         self.running.pop(turn_id, None)
-        self._over[turn_id] = (run, now + self._window_s)
-        self._over_bytes += (size := _size(run)) - self._bytes.pop(turn_id, 0)
+        self._over[turn_id] = (turn, now + self._window_s)
+        self._over_bytes += (size := _size(turn)) - self._bytes.pop(turn_id, 0)
         self._bytes[turn_id] = size
-        self._buckets[_bucket_of(run)][turn_id] = run
+        self._buckets[_bucket_of(turn)][turn_id] = turn
 
     def find(self, call: Call, choices: int = 1) -> list[RunningTurn] | None:
-        """The turns, one a choice, that the request joins. Raises Conflict as `core.joining.join` does."""
+        """The turns, one a choice, that the request joins. Raises Conflict as `core.retries.join` does."""
         bucket = self._buckets.get(_bucket(call.session_id, call.idempotency_key, call.digest), {})
-        # Without a key only turns of the same body can be its own: the others of a long session are not looked at.
+        # Without a key only turns of the same body can be its own: the others of a long session are skipped.
         any_body = call.idempotency_key is not None
-        asked = [
+        earlier = [
             _known(found)
-            for first, run in bucket.items()
-            if run.request.choice == 0
-            and (any_body or run.request.origin.digest == call.digest)
+            for first, turn in bucket.items()
+            if turn.request.choice == 0
+            and (any_body or turn.request.origin.digest == call.digest)
             and (found := _choices(bucket, first, choices)) is not None
         ]
         others = bool(self._refused.get(_refused(call))) or call.digest in self._swept.get(call.session_id, ())
-        turn_id = join(call, asked, others=others)
+        turn_id = join(call, earlier, others=others)
         return None if turn_id is None else _choices(bucket, turn_id, choices)
 
     def refused(self, call: Call) -> None:
-        """A request was refused before it had a turn: when it comes again, no other's turn is its own."""
+        """The request was refused before it had a turn: when it comes again, no other request's turn is its own."""
         name = _refused(call)
         self._refused[name] = self._refused.pop(name, 0) + 1
         while len(self._refused) > REFUSED_MAX:
             self._refused.popitem(last=False)
 
     def came_again(self, call: Call) -> None:
-        """It joined nothing, and gets a turn of its own."""
+        """The request joined nothing, and gets a turn of its own."""
         name = _refused(call)
         if call.retried and (left := self._refused.pop(name, 0) - 1) > 0:
             self._refused[name] = left
@@ -87,34 +87,34 @@ class JoinableTurns:
         return list(self._buckets.get(("session", session_id), {}).values())
 
     def forget_session(self, session_id: SessionId) -> None:
-        for run in self.of_session(session_id):
-            self._forget(run.request.turn_id)
+        for turn in self.of_session(session_id):
+            self._forget(turn.request.turn_id)
         self._swept.pop(session_id, None)
 
     def sweep(self, now: float) -> Iterator[RunningTurn]:
-        """Drops and tells the turns whose window is over, or that are too many."""
+        """Forgets turns whose window is over, or that are too many, and yields them."""
         size, num = self._over_bytes, len(self._over)
         gone: list[RunningTurn] = []
-        for run, until in self._over.values():
+        for turn, until in self._over.values():
             crowded = num - len(gone) > KEPT_TURNS_MAX or size > KEPT_BYTES_MAX
             if until > now and not crowded:
                 break
-            if run.session.spec.ephemeral and self._needed(run, now, crowded=crowded):
+            if turn.session.spec.ephemeral and self._needed(turn, now, crowded=crowded):
                 continue
-            gone.append(run)
-            size -= self._bytes[run.request.turn_id]
-        for run in gone:
-            self._forget(run.request.turn_id)
-            if (session_id := _named(run)) is not None:
-                self._swept[session_id].add(run.request.origin.digest)
-            yield run
+            gone.append(turn)
+            size -= self._bytes[turn.request.turn_id]
+        for turn in gone:
+            self._forget(turn.request.turn_id)
+            if (session_id := _named(turn)) is not None:
+                self._swept[session_id].add(turn.request.origin.digest)
+            yield turn
 
-    def _needed(self, run: RunningTurn, now: float, *, crowded: bool) -> bool:
-        """Another choice of its request, without a session, runs or has its window."""
+    def _needed(self, turn: RunningTurn, now: float, *, crowded: bool) -> bool:
+        """Another choice of the same request, without a session, runs or has its window."""
         others = [
             other
-            for other in self._buckets[_bucket_of(run)].values()
-            if other.request.session_id == run.request.session_id and other is not run
+            for other in self._buckets[_bucket_of(turn)].values()
+            if other.request.session_id == turn.request.session_id and other is not turn
         ]
         return any(
             other.request.turn_id in self.running
@@ -123,27 +123,27 @@ class JoinableTurns:
         )
 
     def _forget(self, turn_id: TurnId) -> None:
-        run, _ = self._over.pop(turn_id, (None, 0.0))
-        if run is None:
+        turn, _ = self._over.pop(turn_id, (None, 0.0))
+        if turn is None:
             return
         self._over_bytes -= self._bytes.pop(turn_id)
-        bucket = _bucket_of(run)
+        bucket = _bucket_of(turn)
         self._buckets[bucket].pop(turn_id, None)
         if not self._buckets[bucket]:
             del self._buckets[bucket]
 
 
-def _size(run: RunningTurn) -> int:
-    return len(run.request.prompt_ids) * PROMPT_TOKEN_BYTES + len(run.record.token_ids) * TOKEN_BYTES
+def _size(turn: RunningTurn) -> int:
+    return len(turn.request.prompt_ids) * PROMPT_TOKEN_BYTES + len(turn.record.token_ids) * TOKEN_BYTES
 
 
-def _named(run: RunningTurn) -> SessionId | None:
-    return None if run.session.spec.ephemeral else run.request.session_id
+def _named(turn: RunningTurn) -> SessionId | None:
+    return None if turn.session.spec.ephemeral else turn.request.session_id
 
 
-def _bucket_of(run: RunningTurn) -> _Bucket:
-    origin = run.request.origin
-    return _bucket(_named(run), origin.idempotency_key, origin.digest)
+def _bucket_of(turn: RunningTurn) -> _Bucket:
+    origin = turn.request.origin
+    return _bucket(_named(turn), origin.idempotency_key, origin.digest)
 
 
 def _bucket(session_id: SessionId | None, key: str | None, digest: str) -> _Bucket:
@@ -159,14 +159,14 @@ def _refused(call: Call) -> tuple[_Bucket, str]:
 def _choices(bucket: Mapping[TurnId, RunningTurn], first: TurnId, choices: int) -> list[RunningTurn] | None:
     """All of one request's; None when one of them is not there."""
     found = [bucket.get(choice_id(first, choice)) for choice in range(choices)]
-    runs = [run for run in found if run is not None]
-    return runs if len(runs) == choices else None
+    turns = [turn for turn in found if turn is not None]
+    return turns if len(turns) == choices else None
 
 
 def _known(choices: Sequence[RunningTurn]) -> Known:
     """A request's turns as one."""
     first = choices[0]
     origin = first.request.origin
-    attention = attention_of([run.audience.attention for run in choices])
-    attempt = max(run.attempt for run in choices)
+    attention = attention_of([turn.audience.attention for turn in choices])
+    attempt = max(turn.attempt for turn in choices)
     return Known(first.request.turn_id, origin.digest, _named(first), origin.idempotency_key, attention, attempt)

@@ -1,14 +1,15 @@
 """A turn from its beginning to its end, and the clients that read it.
 
 Invariants:
-- the turn has left its engine, and its session holds it, before its readers are told of its finish; it is in the pool,
-  on disk, before they leave it, and so before they show the finish. What they write of it meanwhile (`record_turn`) is
-  one commit with its end;
-- a turn that nobody reads any more goes on for `disconnect_grace_s`, is then aborted, and keeps its tokens: whoever
-  asks for it again gets them, and the rest.
+- before readers get the turn's finish, the turn has left its engine and is in its session's tree: the client's next
+  request, sent at once, finds both. Its end is on disk before readers leave the turn, and so before they show the
+  finish; what they write meanwhile (`record_turn`) is one commit with the end;
+- a turn that nobody reads goes on for `disconnect_grace_s` and is then aborted. It keeps its tokens: a retry gets
+  them, and the rest;
+- while an end is in progress (`ending`), nothing joins, revives or ends the turn a second time.
 
-One task owns the turn, from `begin` on, and runs its driver (`gateway.turns.driver`); clients are its audience, and
-come and go. What it said so far is in its transcript (`gateway.turns.transcript`).
+One task owns the turn, from `begin` on, and runs its driver (`gateway.turns.driver`). Clients are its audience, which
+comes and goes. Its tokens so far are in its transcript (`gateway.turns.transcript`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gateway.core.types import EngineName, TurnRecord, TurnRequest
 from gateway.engines.base import RequestRefused
 from gateway.fleet.fleet import Fleet
 from gateway.runtime.counters import Counters
-from gateway.runtime.orders import Orders
+from gateway.runtime.shielded import ShieldedTasks
 from gateway.store import PartialResponsePool, Timeline
 from gateway.turns.audience import CLAIM_S, Audience, TakeDelta
 from gateway.turns.driver import Driver
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class TurnOwner(Protocol):
-    """The session side of a turn: told when it begins, and how it ended."""
+    """The session side of a turn: notified when the turn begins and how it ended."""
 
     counters: Counters
     eos_ids: frozenset[int]
@@ -68,7 +69,7 @@ class RunningTurn:
         attention: Attention = "unread",
         over: bool = False,
     ) -> None:
-        """`record`: what an earlier attempt left, in the pool too. `over`: it ended, whole or as it is."""
+        """`record`: of an earlier attempt; it is in the pool, too. `over`: the turn has ended, complete or not."""
         self.request = request
         self.record = TurnRecord(request) if record is None else record
         self.audience = Audience(self.record, attention)
@@ -94,25 +95,25 @@ class RunningTurn:
             resumed=self._resumed,
         )
         self._task: asyncio.Task[None] | None = None
-        self._orders = Orders()
+        self._shielded = ShieldedTasks()
         self._in_pool = False
         self._ended = over
-        self._sent: int | None = None  # so many of its tokens, to a client; None: nobody said
-        self.attempt = 0.0  # the highest that asked for it: see `core.joining`
+        self._sent: int | None = None  # tokens that were sent to a client; None: not known
+        self.attempt = 0.0  # the highest number of the attempts that requested it: see `core.retries`
         self._grace: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.Task[None] | None = None
-        self._ends_under_way = 0
+        self._num_ends = 0
         self._settled = asyncio.Event()
 
     # -- the clients' side
 
     def begin(self) -> None:
-        """The session holds the turn, and its driver runs, until the turn is over. Raises what the session says."""
+        """Puts the turn into its session and starts its driver. Raises Conflict or NotFound if the session refuses."""
         self.session = self._owner.turn_began(self)
         self._task = asyncio.create_task(self._drive(), name=f"turn-{self.request.turn_id}")
 
     async def __aenter__(self) -> Self:
-        """The first client begins the turn, others join it. Raises what ended it before it started."""
+        """The first client begins the turn, others join it. Raises what ended the turn before it started."""
         if self._task is None and not self._ended:
             self.begin()
         self._attach()
@@ -128,7 +129,7 @@ class RunningTurn:
     ) -> None:
         await self._detach()
         if error is None and self.record.finish_reason is not None:
-            self.audience.check()  # what kept its end from the disk
+            self.audience.check()  # raises if its end could not be written
 
     async def read(self, take: TakeDelta, *, at_end: bool = False) -> None:
         await self.audience.read(take, at_end=at_end)
@@ -155,7 +156,7 @@ class RunningTurn:
                 await asyncio.wait({self._giving_up})
 
     def orphan(self, grace_s: float) -> None:
-        """Nobody reads it: unless somebody comes within `grace_s`, it is given up."""
+        """Nobody reads the turn: unless a client comes within `grace_s`, it is aborted."""
         self._owner.counters.turns_orphaned += 1
         if grace_s == 0:
             self._grace_over(grace_s)
@@ -163,8 +164,12 @@ class RunningTurn:
             self._grace = asyncio.get_running_loop().call_later(grace_s, self._grace_over, grace_s)
 
     def claim(self, attempt: float) -> None:
-        """A client joins it, and is about to read: until then nobody else joins it, and it is not given up."""
-        self.attempt = max(self.attempt, attempt)  # one that was not numbered may be anybody's, whoever comes after it
+        """A client joins, and is about to read: until then no other joins, and the turn is not aborted.
+
+        The race: a retry finds the turn, and the grace period ends before its handler reads. The claim covers the time
+        in between, for `CLAIM_S` at most, since a handler that was cancelled never reads.
+        """
+        self.attempt = max(self.attempt, attempt)
         self.audience.claim()
         if not self._ended and not self.audience.attached and self._grace is None:
             self._grace = asyncio.get_running_loop().call_later(CLAIM_S, self._grace_over, CLAIM_S)
@@ -184,26 +189,26 @@ class RunningTurn:
 
     @property
     def ending(self) -> bool:
-        """An end of it is under way: nobody can say yet whether it goes on, and nothing new may begin on its record."""
-        return self._ends_under_way > 0
+        """An end is in progress: its outcome is not known yet, and nothing new may begin on the record."""
+        return self._num_ends > 0
 
     async def settled(self) -> None:
-        """Returns at once, unless the turn is being ended or given up just now."""
+        """Returns when no end is in progress."""
         while self.ending:
             self._settled.clear()
             await self._settled.wait()
 
     @contextlib.contextmanager
-    def _an_end(self) -> Iterator[None]:
-        self._ends_under_way += 1
+    def _ends(self) -> Iterator[None]:
+        self._num_ends += 1
         try:
             yield
         finally:
-            self._ends_under_way -= 1
+            self._num_ends -= 1
             self._settled.set()
 
     @property
-    def came_to_nothing(self) -> bool:
+    def dropped(self) -> bool:
         return self._ended and self.record.finish_reason is None
 
     async def give_up(self, why: str) -> None:
@@ -218,25 +223,25 @@ class RunningTurn:
         self._note_seen()
 
     def _note_seen(self) -> None:
-        """What no client was sent of an answer is not trained on, unless one asks for it again."""
+        """Records how much of the answer a client was sent: the rest is not trained on, unless a retry reads it."""
         if self._ended and self.record.finish_reason is not None:
             seen = self._sent if self.audience.attention == "unread" else None
             if self.session.seen(self.request.turn_id, seen) and self.session.spec.trains:
                 self._pool.note_seen(self.request.turn_id, seen)
 
     async def finish_early(self, num_tokens: int) -> None:
-        """Also when its client leaves meanwhile: record, session, disk and other readers end at the same token."""
-        await self._orders.carry_out(self._finish_early(num_tokens), f"finish-early-{self.request.turn_id}")
+        """Completes also when its client leaves: record, session, disk and other readers end at the same token."""
+        await self._shielded.run(self._finish_early(num_tokens), f"finish-early-{self.request.turn_id}")
 
     async def _finish_early(self, num_tokens: int) -> None:
-        with self._an_end():
+        with self._ends():
             await self._end_at(num_tokens)
 
     async def _end_at(self, num_tokens: int) -> None:
         await self._stop_driver()
         record = self.record
         if self._ended and len(record.token_ids) <= num_tokens:
-            return  # the same stop ended it for another reader
+            return  # another reader found the same stop
         del record.token_ids[num_tokens:], record.logprobs[num_tokens:], record.top_logprobs[num_tokens:]
         record.segments = [
             msgspec.structs.replace(segment, end=min(segment.end, num_tokens))
@@ -245,39 +250,39 @@ class RunningTurn:
         ]
         record.finish_reason = "stop"
         try:
-            if self._ended:  # the engine was faster than the reader: the session has the whole answer
-                kept = self.session.shorten_turn(self.request.turn_id, num_tokens)
+            if self._ended:  # the engine was faster than the reader: the whole answer is in the session
+                shortened = self.session.shorten_turn(self.request.turn_id, num_tokens)
             else:
-                self._take_in()
-                await self._keep()
-                kept = True
-            if kept:
+                self._complete()
+                await self._store_end()
+                shortened = True
+            if shortened:
                 await self._pool.shorten(self.request.turn_id, num_tokens)
         except LaminarError as e:
-            await self._fail(e)  # its other readers wait for an end, too
+            await self._fail(e)  # other readers wait for an end, too
             raise
         self.audience.end()
 
     async def conclude(self, patience_s: float) -> None:
-        """For a session that is to end: once nobody reads it, the turn ends with what its client was sent.
+        """The session is to end: once nobody reads the turn, it ends with what its client was sent.
 
-        It waits so long for clients to leave, who may have left already without its being known here.
+        Waits `patience_s` for clients to leave: a client may have left without the gateway having noticed.
         """
         try:
             async with asyncio.timeout(patience_s):
                 await self.audience.gone()
         except TimeoutError:
-            return  # somebody reads it
+            return  # a client reads it
         if self._ended:
-            await self.told()
+            await self.released()
         elif self._sent:
             await self.finish_early(self._sent)
         else:
             await self.abort("its client left, and its session ends")
 
     async def abort(self, why: str) -> None:
-        """Ends the turn upstream and here; who reads it gets Conflict. Its tokens stay in the pool."""
-        with self._an_end():
+        """Ends the turn upstream and here; readers get Conflict. Its tokens stay in the pool."""
+        with self._ends():
             await self._stop_driver()
             if not self._ended:
                 self._owner.counters.turns_aborted += 1
@@ -289,18 +294,18 @@ class RunningTurn:
         if not self._ended:
             self._ended = True
             kept = self._fleet.config.data is not None
-            hint = "ask again: the turn will go on" if kept else "ask again"
+            hint = "send it again: the turn will go on" if kept else "send it again"
             self.audience.end(Unavailable("the gateway is shutting down", hint=hint))
 
-    async def told(self) -> None:
-        """Until the turn is over and nobody reads it any more."""
+    async def released(self) -> None:
+        """Returns when the turn is over and nobody reads it any more."""
         if self._task is not None:
             await asyncio.wait({self._task})
         await self.audience.gone()
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """The driver, for a shutdown that waits for running turns."""
+        """The task that owns the turn, for those who wait for its end."""
         return self._task
 
     @property
@@ -319,13 +324,13 @@ class RunningTurn:
         return None if self._ended else self._driver.engine
 
     def move(self, destination: EngineName) -> asyncio.Future[float | None] | None:
-        """Asks the turn to go on elsewhere; None when it is not streaming now. The client notices but a pause.
+        """Moves the turn to another engine; None when it does not stream now. Its clients see a pause.
 
         The future gives that pause in seconds, or None when the turn ended or was cut first. From now on the turn
-        counts at its destination, too, so that nobody else takes its place there.
+        counts on its destination, too, so that no other turn takes the place.
         """
-        leaving = None if self._ended else self._driver.leave(destination)
-        return None if leaving is None else leaving.arrived
+        departure = None if self._ended else self._driver.leave(destination)
+        return None if departure is None else departure.arrived
 
     # -- the driver
 
@@ -339,11 +344,11 @@ class RunningTurn:
                 self._pool.begin(self.request, 0 if parent is None else self.session.tree.turns[parent].end)
                 self._in_pool = True
             await self._driver.run_to_end(self.session)
-            self._take_in()
+            self._complete()
             self.audience.end()
-            await self._keep()
+            await self._store_end()
         except LaminarError as e:
-            await self._fail(self._told(e))
+            await self._fail(self._readers_error(e))
         except Exception as e:
             self._owner.counters.turns_lost += 1
             await self._fail(e)
@@ -352,51 +357,52 @@ class RunningTurn:
             self._driver.over()
 
     async def _fail(self, error: Exception) -> None:
-        """What ended the turn; or, once its session has it, what kept its end from the disk."""
+        """`error` ended the turn; or, if the turn is complete, its end could not be written."""
         if self._ended:
             self.audience.end(error)
         else:
             await self._drop("lost", error)
 
-    def _told(self, error: LaminarError) -> LaminarError:
-        """What readers are told of an error that ended the turn: once it has begun, it is lost, whatever the reason."""
+    def _readers_error(self, error: LaminarError) -> LaminarError:
+        """The error that readers get: a turn that has begun is lost, whatever the reason."""
         if isinstance(error, OutOfCapacity) and (self.record.token_ids or self.audience.has_started):
             return self._driver.lost(f"no engine for its rest: {error.message}")
         if isinstance(error, RequestRefused) and self.record.token_ids:
             return self._driver.lost(f"its rest was refused: {error.message}")
-        if isinstance(error, VersionLost):  # by its own policy; still a turn that came to nothing
+        if isinstance(error, VersionLost):  # by its session's policy; it counts as lost all the same
             self._owner.counters.turns_lost += 1
         return error
 
     # -- ends
 
-    def _take_in(self) -> None:
-        """The turn is complete: into the session's record."""
+    def _complete(self) -> None:
+        """The turn is complete, and enters the session's tree."""
         self._ended = True
         self._owner.turn_ended(self)
         self._note_seen()
 
-    async def _keep(self) -> None:
-        """A complete turn's end: into the pool."""
+    async def _store_end(self) -> None:
+        """Writes a complete turn's end to the pool."""
         reason = self.record.finish_reason
         assert reason is not None
-        with self._an_end():
+        with self._ends():
             await self._pool.end(self.request.turn_id, reason, len(self.record.token_ids))
 
     async def _stop_driver(self) -> None:
-        """A driver that has found the turn's end brings it to its end; any other is cancelled."""
+        """Cancels the driver and waits for its end. A driver whose engine reported the finish is not cancelled: the
+        record is complete, and is about to enter the session."""
         if self._task is not None and not self._task.done():
-            if not self._ended and self._transcript.said is None:
+            if not self._ended and self._transcript.finish is None:
                 self._task.cancel()
             await asyncio.wait({self._task})
 
     async def _drop(self, outcome: Literal["aborted", "lost"], failure: Exception) -> None:
-        """It came to nothing: out of the session's record; what it has stays in the pool for who asks again."""
+        """The turn leaves the session without a trace; its tokens stay in the pool for a retry."""
         self._ended = True
         self._owner.turn_dropped(self, failure)
         try:
             if self._in_pool:
-                with self._an_end():
+                with self._ends():
                     await self._pool.end(self.request.turn_id, outcome, len(self.record.token_ids))
         except LaminarError as e:
             log.error("the end of turn %s is not on disk: %s", self.request.turn_id, e)

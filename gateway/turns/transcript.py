@@ -1,8 +1,9 @@
-"""What one turn has said so far: its record, kept in the partial-response pool and told on the timeline.
+"""The transcript of a turn: its record as tokens come, mirrored in the partial-response pool and on the timeline.
 
 Invariants:
 - a token is in the record and in the pool once, in order, and belongs to the last segment;
-- a segment is of one engine incarnation under one version: where the engine tells another, its word stands, visibly.
+- a segment is of one engine incarnation under one version. Where the engine reports another version with its tokens,
+  the report is recorded, and the difference is counted and logged.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class Transcript:
-    """The transcript of one turn. `eos_ids`: tokens that end it, unless its sampling says otherwise.
-
-    `vocab_size`: ids that the tokenizer knows, and its model's embedding beyond that, are below it.
-    """
+    """`eos_ids`: tokens that end the turn, unless its sampling ignores them. `vocab_size`: every id of the tokenizer,
+    and of the model's embedding beyond it, is below it."""
 
     def __init__(
         self,
@@ -43,24 +42,25 @@ class Transcript:
         self.record, self.request = record, record.request
         self._pool, self._timeline, self._counters = pool, timeline, counters
         self._eos_ids, self._vocab_size, self._logprobs_kind = eos_ids, vocab_size, logprobs_kind
-        self.said: FinishReason | None = None  # what the engine ended with; its stream is about to be over
+        self.finish: FinishReason | None = None  # reported by the engine; its stream is about to end
 
     def take(self, chunk: EngineChunk) -> None:
-        """Takes one token or more. Raises StreamCut for what is none of this turn's: neither recorded nor shown."""
+        """Records one token or more. Raises StreamCut, and records nothing, for tokens that cannot be this turn's."""
         record, sampling, token_ids, logprobs = self.record, self.request.sampling, chunk.token_ids, chunk.logprobs
         if len(token_ids) > sampling.max_tokens - len(record.token_ids):
-            raise StreamCut("protocol", f"an engine says more than the {self.left} tokens left to it")
+            raise StreamCut("protocol", f"an engine sent more than the {self.left} tokens left of the budget")
         if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
-            known = f"the vocabulary has {self._vocab_size}"
-            raise StreamCut("protocol", f"an engine sampled token id {wrong}, and {known}")
+            raise StreamCut(
+                "protocol", f"an engine sampled token id {wrong}, and the vocabulary has {self._vocab_size}"
+            )
         top: tuple[tuple[TopLogprob, ...], ...] = ()
         if sampling.top_logprobs:
             top = chunk.top_logprobs or ((),) * len(token_ids)
         try:
             self._pool.append(self.request.turn_id, token_ids, logprobs, top)
         except OverflowError as e:
-            raise StreamCut("protocol", f"it sent an id that no tokenizer has: {e}") from e
+            raise StreamCut("protocol", f"it sent an id outside of any vocabulary: {e}") from e
         record.token_ids += token_ids
         record.logprobs += logprobs
         if top:
@@ -116,33 +116,35 @@ class Transcript:
         )
 
     def check_first(self, chunk: EngineChunk) -> None:
-        """An engine that tells its version with the first tokens is cut before one of another version is taken."""
-        told = {version_of(label) for label in chunk.versions}
-        if told - {self.version} and self.record.segments[-1].start == len(self.record.token_ids):
-            raise StreamCut("version", f"sent to version {self.version}, sampled by {sorted(told)}")
+        """Cuts a stream whose first tokens report another version, before one of them is recorded."""
+        reported = {version_of(label) for label in chunk.versions}
+        if reported - {self.version} and self.record.segments[-1].start == len(self.record.token_ids):
+            raise StreamCut("version", f"sent to version {self.version}, sampled by {sorted(reported)}")
 
     def check_version(self, chunk: EngineChunk) -> bool:
-        """The engine's own word on the version stands; a difference to ours (False) is an error that must be seen."""
-        told = {version_of(label) for label in chunk.versions}
-        if not told:
+        """Records the version that the engine reports with the last tokens. False: it is not the fleet state's."""
+        reported = {version_of(label) for label in chunk.versions}
+        if not reported:
             return True
-        agrees = told == {self.version}
+        agrees = reported == {self.version}
         if not agrees:
             self._counters.version_mismatches += 1
-            log.error("turn %s: sent to version %d, sampled by %s", self.request.turn_id, self.version, sorted(told))
-        evidence: Evidence = "told" if len(told) == 1 else "contradicted"
-        last = msgspec.structs.replace(self.record.segments[-1], version=max(told), evidence=evidence)
+            log.error(
+                "turn %s: sent to version %d, sampled by %s", self.request.turn_id, self.version, sorted(reported)
+            )
+        evidence: Evidence = "told" if len(reported) == 1 else "contradicted"
+        last = msgspec.structs.replace(self.record.segments[-1], version=max(reported), evidence=evidence)
         self.record.segments[-1] = last
         return agrees
 
     @property
-    def said_all(self) -> bool:
-        """Nothing is left to ask for, whether an engine said so or not."""
-        return self.said is not None or self.left == 0 or self.stopped
+    def complete(self) -> bool:
+        """Nothing is left to generate, whether an engine reported the finish or not."""
+        return self.finish is not None or self.left == 0 or self.stopped
 
     @property
     def stopped(self) -> bool:
-        """Its last token ended it: an engine asked to go on after it would say what was never meant."""
+        """Its last token ended it: an engine must not continue after it."""
         record, sampling = self.record, self.request.sampling
         if not record.token_ids or len(record.token_ids) <= sampling.min_tokens:
             return False

@@ -13,7 +13,6 @@ from paramserver.client.relay import (
     Lease,
     ModelStatus,
     PinStatus,
-    RefusedLoad,
     RelayClient,
     RelayStatus,
     SealedVersion,
@@ -24,6 +23,7 @@ from paramserver.client.ticket import Ticket
 from paramserver.core.layout import DTYPES
 from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import Rank, RegisteredEngine
+from paramserver.core.refused_loads import RefusedLoad
 from paramserver.core.ticket_status import Stage
 
 __all__ = [

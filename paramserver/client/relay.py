@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ import grpc.aio
 
 from paramserver.core.lineage import UNKNOWN, Lineage, Origin
 from paramserver.core.records import SOLE, Rank
+from paramserver.core.refused_loads import RefusedLoad
 from paramserver.data.publish import Mappings
 from protos import grpc_errors
 from protos.engines import is_host_port
@@ -105,21 +106,6 @@ class PinStatus:
     holder: str
     expires_in_s: float
     copies: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedLoad:
-    """An engine could not load a version: the last error, and how often it tried."""
-
-    version: int
-    engine: str
-    error: str
-    times: int
-    unix_s: float
-
-    @classmethod
-    def of(cls, message: pb.RefusedLoad) -> RefusedLoad:
-        return cls(message.version, message.engine, message.error, message.times, message.unix_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,5 +459,9 @@ def _model_status(model: pb.ModelStatus) -> ModelStatus:
             HopStatus(h.relay, h.upstream, h.rate_bytes_s, tuple(h.versions), h.slow, h.alive, h.transport)
             for h in model.hops
         ),
-        refused_loads=tuple(RefusedLoad.of(one) for one in model.refused_loads),
+        refused_loads=refused_loads(model.refused_loads),
     )
+
+
+def refused_loads(messages: Iterable[pb.RefusedLoad]) -> tuple[RefusedLoad, ...]:
+    return tuple(RefusedLoad(m.version, m.engine, m.error, m.times, m.unix_s) for m in messages)

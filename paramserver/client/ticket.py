@@ -10,7 +10,8 @@ import asyncio
 import logging
 from typing import cast
 
-from paramserver.client.relay import RefusedLoad, RelayClient
+from paramserver.client.relay import RelayClient, refused_loads
+from paramserver.core.refused_loads import RefusedLoad
 from paramserver.core.ticket_status import Stage
 from protos.errors import InDoubt, LaminarError, NotFound, Unavailable, VersionLost
 from protos.laminar.v1 import relay_pb2 as pb
@@ -78,7 +79,7 @@ class Ticket:
                 "no master reports on version %d of %s; querying the relay here: %s", self.version, self.model, error
             )
             reply = await self._query("", 0, 0.0)
-        return tuple(RefusedLoad.of(one) for one in reply.refused_loads)
+        return refused_loads(reply.refused_loads)
 
     async def _query(self, want: str, copies: int, wait_s: float, relay: RelayClient | None = None) -> pb.StageReply:
         relay = self._relay if relay is None else relay

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.core.types import SamplingParams
 from gateway.engines.base import RequestRefused
-from gateway.engines.sglang_push import LOADER
+from gateway.engines.sglang import LOADER
 from tests.contract.engine_contract import PROMPT, EngineContract, Subject
 from tests.contract.text_contract import TextContract
 from tests.support import processes

@@ -130,10 +130,10 @@ async def ask_and_move(
 
     def flow() -> bool:
         assert not any(answer.done() for answer in answers), [a.result() for a in answers if a.done()]
-        return [len(run.record.token_ids) for run in found.sessions.runs.values()] == [at] * len(asked)
+        return [len(run.record.token_ids) for run in found.sessions.running.values()] == [at] * len(asked)
 
     await until(flow, f"{at} tokens of each", 180)
-    runs = list(found.sessions.runs.values())
+    runs = list(found.sessions.running.values())
     ways = {run: (run.engine, next(e for e in found.fleet.state.engines if e != run.engine)) for run in runs}
     for run, (_, other) in ways.items():
         assert run.move(other) is not None

@@ -8,30 +8,36 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from gateway.api.errors import answer_errors
-from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.experience.buffer import ExperienceBuffer
 from gateway.store.database import Database
 from protos.errors import InvalidRequest, NotFound
+from tests.support.experience import experience_app
 from tests.support.trajectories import make_trajectory
 from trainer_client import AsyncExperienceReader
 
 GROUPS = [[make_trajectory(g, i, [1, 2], ([3, 4 + i], [5]), reward=i, version=2) for i in range(2)] for g in "abc"]
 
 
-@pytest.fixture
-async def buffer(tmp_path: Path) -> AsyncIterator[ExperienceBuffer]:
-    async with Database(tmp_path / "gateway.sqlite") as database:
-        buffer = ExperienceBuffer(database)
-        await buffer.open()
-        yield buffer
+Served = tuple[ExperienceBuffer, web.Application]
 
 
 @pytest.fixture
-async def reader(buffer: ExperienceBuffer) -> AsyncIterator[AsyncExperienceReader]:
-    app = web.Application(middlewares=[answer_errors])
-    add_experience_routes(app, ExperienceDeps(buffer))
-    runner = web.AppRunner(app)
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with (
+        Database(tmp_path / "gateway.sqlite") as database,
+        experience_app(database) as (app, stores, _),
+    ):
+        yield stores.buffer, app
+
+
+@pytest.fixture
+def buffer(served: Served) -> ExperienceBuffer:
+    return served[0]
+
+
+@pytest.fixture
+async def reader(served: Served) -> AsyncIterator[AsyncExperienceReader]:
+    runner = web.AppRunner(served[1])
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     async with AsyncExperienceReader(f"http://127.0.0.1:{runner.addresses[0][1]}", trainer_version=3) as reader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ import pytest
 
 from gateway.tokens import Codec
 from tests.support import processes
+from tests.support.cutting_engine import CuttingEngine, in_thread
 from tests.support.fleet import until
 from tests.support.processes import Daemon
-from tests.support.saying_engine import SayingEngine
 from tests.support.tiny_model import tiny_model
 
 pytestmark = pytest.mark.slow
 
 HELLO: list[Any] = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
+EOS = 2
 
 
 @dataclass
@@ -106,7 +107,12 @@ def tool_user(prompt: str) -> str:
 
 @pytest.fixture(scope="module")
 def tool_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with SayingEngine(Codec.load(tiny_model()), tool_user).running() as url:
+    codec = Codec.load(tiny_model())
+
+    def says(prompt: Sequence[int]) -> list[int]:
+        return [*codec.encode(tool_user(codec.decode(prompt))), EOS]
+
+    with in_thread(CuttingEngine(says=says, chunk=3, burst=True)) as url:
         gateway = _serve(tmp_path_factory.mktemp("tools"), url)
         yield gateway
         assert gateway.daemon.stop() == 0, gateway.daemon.log()

@@ -340,15 +340,13 @@ async def _live(seed: int, rng: random.Random, last_bytes_s: float) -> list[Requ
         async with contextlib.AsyncExitStack() as stack:
             fleet = await Fleet(config, state, timeline, trainer.admission).__aenter__()
             stack.push_async_callback(fleet.close)
-            sessions = TurnService(
-                config, live, fleet, trainer, pool=pool, timeline=timeline, context_tokens=lambda: 4096
-            )
-            await fleet.looked()
+            sessions = TurnService(config, live, fleet, trainer, pool=pool, timeline=timeline)
+            await fleet.polled()
             world = World(seed, sessions, engine, rng, last_bytes_s)
             requests = _requests(rng)
             sweeping = asyncio.ensure_future(world.sweep())
             await asyncio.gather(*(world.ask(request) for request in requests))
-            while world.handlers or sessions.runs:  # noqa: ASYNC110 (virtual time)
+            while world.handlers or sessions.running:  # noqa: ASYNC110 (virtual time)
                 await asyncio.sleep(1.0)
             await asyncio.sleep(WINDOW_S + 2.0)
             sweeping.cancel()
@@ -371,11 +369,16 @@ def _check(world: World, requests: list[Request], pool: PartialResponsePool) -> 
             wrong.append(f"request {request.number} got {request.answer}")
     counters = world.sessions.counters
     ended = counters.turns_completed + counters.turns_lost + counters.turns_aborted
-    if world.engine.streaming or world.sessions.runs or pool.statistics().in_flight or counters.turns_started < ended:
+    if (
+        world.engine.streaming
+        or world.sessions.running
+        or pool.statistics().in_flight
+        or counters.turns_started < ended
+    ):
         wrong.append("something is left")
     if any(s.running or s.spec.ephemeral for s in world.sessions.live):
         wrong.append("a session is left")
-    if world.sessions.known._buckets or world.sessions.known._over:
+    if world.sessions.joinable._buckets or world.sessions.joinable._over:
         wrong.append("a turn is kept beyond its window")
     if wrong:
         raise Violation(f"seed {world.seed}: {'; '.join(wrong)}")

@@ -1,4 +1,4 @@
-"""A cutting engine that takes text, too: its chat and completion routes, whole and streamed, broken off as told."""
+"""The scripted engine with text routes: chats and completions, whole and streamed, with the same cuts."""
 
 from __future__ import annotations
 
@@ -16,52 +16,38 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 def words(name: str, version: str, num: int) -> list[str]:
-    """What engine `name` says under `version`."""
+    """The answer of engine `name` under `version`."""
     return [f"{name}-v{version}-{i}" for i in range(num)]
 
 
 @dataclass
 class TextEngine(CuttingEngine):
-    """Says `words`, one for each of `max_tokens`. Cuts are after so many of them; of an answer that is not streamed,
-    before it (0) or in its middle. `hold_text_at`: waits for `go` before that word, or before the whole answer."""
+    """Answers with `words`, one for each of `max_tokens`. A cut comes after so many of them; in an answer that is not
+    streamed, before it (0) or in its middle. `hold_text_at`: waits for `go` before that word, or the whole answer."""
 
     texts: list[Asked] = field(default_factory=list)
     hold_text_at: int | None = None
     said_words: int = 0
     piece: int = 1 << 20  # bytes of a stream's write
-    torn_by: int = 0  # bytes of the next event that a "closed" stream still brings, or one that is held
+    torn_by: int = 0  # bytes of the next event that a "closed" stream, or one that is held, still sends
 
     def app(self) -> web.Application:
         app = super().app()
-        app.router.add_post(CHAT, self._text)
+        app.router.add_post(CHAT, self._chat)
         return app
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        return await (self._text(request) if isinstance(body["prompt"], str) else super()._completions(request))
+        return await (self._chat(request) if isinstance(body["prompt"], str) else super()._completions(request))
 
-    async def _text(self, request: web.Request) -> web.StreamResponse:
-        asked = Asked(await request.json(), self.version)
-        self.texts.append(asked)
-        cut = self.cuts.popleft() if self.cuts else self.always
-        try:
-            streams = self._text_stream if asked.body.get("stream") else self._text_whole
-            return await streams(request, asked, cut)
-        except asyncio.CancelledError:
-            asked.left = True
-            raise
-        except ConnectionError:
-            asked.left = True
-            return web.Response()
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        streams = (await request.json()).get("stream")
+        return await self._record(request, self.texts, self._text_stream if streams else self._text_whole)
 
     async def _refused(self, cut: Cut | None) -> web.Response | None:
-        if cut is not None and cut.kind == "silent":
-            await asyncio.Event().wait()
-        if cut is not None and self.hold_text_at == 0:
+        if cut is not None and cut.kind != "silent" and self.hold_text_at == 0:
             await self.go.wait()
-        if cut is not None and cut.kind in ("400", "500", "503"):
-            return web.json_response({"error": {"message": f"scripted to answer {cut.kind}"}}, status=int(cut.kind))
-        return None
+        return await super()._refused(cut)
 
     async def _text_whole(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
         if self.hold_text_at is not None:
@@ -74,7 +60,7 @@ class TextEngine(CuttingEngine):
             if cut.after:
                 await response.prepare(request)
                 await response.write(body[: len(body) // 2])
-            await self._break(request, cut)
+            await self._break_text(request, cut)
             return response
         await response.prepare(request)
         await response.write(body)
@@ -97,29 +83,16 @@ class TextEngine(CuttingEngine):
         if cut is not None:
             if cut.kind == "closed":
                 await response.write(event(said[cut.after])[: self.torn_by])
-            await self._break(request, cut)
+            await self._break_text(request, cut)
             return response
         await self._pieces(response, b"data: [DONE]\n\n")
         asked.written = True
         return response
 
-    async def _break(self, request: web.Request, cut: Cut) -> None:
-        assert request.transport is not None
+    async def _break_text(self, request: web.Request, cut: Cut) -> None:
         if self.before_cut is not None:
             await self.before_cut(cut.after)
-        match cut.kind:
-            case "eof":  # the stream ends cleanly, without [DONE]
-                pass
-            case "reset":
-                request.transport.abort()
-            case "closed":
-                request.transport.close()
-            case "hang":
-                await asyncio.Event().wait()
-            case "death":
-                await self.die()
-            case _:
-                raise ValueError(cut.kind)
+        await self._break(request, cut)
 
     async def _pieces(self, response: web.StreamResponse, data: bytes) -> None:
         for at in range(0, len(data), self.piece):

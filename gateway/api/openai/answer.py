@@ -1,10 +1,10 @@
-"""The answer to a request: its turns read side by side, whole or as a stream of events.
+"""The answer to a request: its turns are read side by side, and sent whole or as a stream of events.
 
 Invariants:
-- the turn has left its engine and the record holds its answer before the client sees the finish: its next request,
-  sent at once, finds both;
-- a client that goes away leaves its turns, which go on for a while: the same request joins them (`X-Laminar-Joined`);
-- what fails before the first byte is an error of its own status; after it, the stream's last event, or a body cut off.
+- the turn has left its engine and the record holds its answer before the client sees the finish: the client's next
+  request, sent at once, finds both;
+- a client that disconnects leaves its turns, which go on for a while: the same request joins them (`X-Laminar-Joined`);
+- a failure before the first byte is an error of its own status; after it, the stream's last event, or a body cut off.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
-from gateway.api.errors import error_bytes, error_headers, unforeseen
-from gateway.api.openai import shapes
+from gateway.api.errors import error_bytes, error_headers, unexpected
+from gateway.api.openai import writer
 from gateway.api.openai.events import EventStream, LateBody
 from gateway.api.openai.history import Prompt
-from gateway.api.openai.shapes import AnswerHead
 from gateway.api.openai.text_proxy import VERSION_HEADER
 from gateway.api.openai.turn_view import Answer, Piece, Reader
+from gateway.api.openai.writer import AnswerHead
 from gateway.ports import IdentitySource, Message, TurnRun, Turns
 from gateway.tokens import Codec
 from gateway.tokens.bridge import content_text
@@ -31,10 +32,12 @@ from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 
 @dataclass(slots=True)
 class Choice:
-    """One of a request's `n` answers: a turn, ready to run or joined, and how to read it."""
+    """One of a request's `n` answers: a turn, ready to run or joined, and its reader."""
 
     run: TurnRun
     reader: Reader
@@ -43,8 +46,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request ready to be answered."""
+class PreparedRequest:
+    """A request with its turns, ready to be answered."""
 
     head: AnswerHead
     record_head: Message
@@ -52,7 +55,7 @@ class Asked:
     choices: Sequence[Choice]
     named_by: IdentitySource  # "none": it is a session of its own
     joined: bool
-    continued: bool = False  # the answer goes on with the last message of the request
+    continued: bool = False  # the answer continues the last message of the request
 
     @property
     def ephemeral(self) -> bool:
@@ -63,81 +66,74 @@ class Asked:
             choice.run.delivered()
 
     def left(self) -> None:
-        """Its client has the whole answer, or is gone. Of what it has not read to the end others may be readers."""
+        """The client has the whole answer, or is gone. A turn that was not read to its end may have other readers."""
         for choice in self.choices:
             if choice.read:
                 choice.run.left()
 
 
-class Answering:
+class Responder:
+    """Reads a request's turns and sends their answers."""
+
     def __init__(self, turns: Turns, codec: Codec) -> None:
         self._turns, self._codec = turns, codec
 
-    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def respond(self, request: web.Request, prepared: PreparedRequest) -> web.StreamResponse:
         try:
-            if asked.head.shape.stream:
-                return await self._stream(request, asked)
-            return await self._whole(request, asked)
+            return await self._send_answers(request, prepared)
         except LaminarError as e:
-            if len(asked.choices) > 1 and error_headers(e)["x-should-retry"] == "false":
-                for choice in asked.choices:
-                    await choice.run.give_up(f"another answer to its request came to nothing: {e.message}")
+            if len(prepared.choices) > 1 and error_headers(e)["x-should-retry"] == "false":
+                for choice in prepared.choices:
+                    await choice.run.give_up(f"another answer to its request failed: {e.message}")
             raise
         finally:
-            asked.left()
+            prepared.left()
 
-    async def _whole(self, request: web.Request, asked: Asked) -> web.StreamResponse:
-        async with LateBody(request, _headers(asked)) as late:
+    async def _send_answers(self, request: web.Request, prepared: PreparedRequest) -> web.StreamResponse:
+        headers = _headers(prepared)
+        kept_alive = EventStream(request, headers) if prepared.head.shape.stream else LateBody(request, headers)
+        async with kept_alive as response:
             try:
-                answered = await _side_by_side([self._read(late, asked, choice) for choice in asked.choices])
-                late.set_header(VERSION_HEADER, _versions(answered))
-                response = await late.answer(shapes.body(self._codec, asked.head, answered))
-                asked.delivered()
-                return response
-            except ConnectionError:  # the client is gone: there is nobody to tell
-                return late.response
+                if isinstance(response, EventStream):
+                    sent = await self._stream(response, prepared)
+                else:
+                    sent = await self._whole(response, prepared)
+                prepared.delivered()
+                return sent
+            except ConnectionError:  # the client is gone: nobody is left to notify
+                return response.response
             except LaminarError as e:
-                if not late.started:
+                if not response.started:
                     raise
-                log.warning("%s %s: cut after its first byte: %s", request.method, request.path, e)
-                return late.cut()
+                log.warning("%s %s: failed after its first byte: %s", request.method, request.path, e)
+                return await response.fail(error_bytes(e))
             except Exception as e:
-                if not late.started:
+                if not response.started:
                     raise
-                unforeseen(request, e)
-                return late.cut()
+                return await response.fail(error_bytes(unexpected(request, e)))
 
-    async def _read(self, late: LateBody, asked: Asked, choice: Choice) -> Answer:
+    async def _whole(self, late: LateBody, prepared: PreparedRequest) -> web.StreamResponse:
+        answers = await _side_by_side([self._read(late, prepared, choice) for choice in prepared.choices])
+        late.set_header(VERSION_HEADER, _versions(answers))
+        return await late.answer(writer.body(self._codec, prepared.head, answers))
+
+    async def _read(self, late: LateBody, prepared: PreparedRequest, choice: Choice) -> Answer:
         async with choice.run:
             late.begin()
             choice.run.sent(0)
             await choice.reader.read(choice.run, choice.answer, None)
             choice.read = True
-            await self._record(asked, choice)
+            await self._record(prepared, choice)
         return choice.answer
 
-    async def _stream(self, request: web.Request, asked: Asked) -> web.StreamResponse:
-        async with EventStream(request, _headers(asked)) as events:
-            try:
-                await _side_by_side([self._send(events, asked, choice) for choice in asked.choices])
-                await events.send(shapes.stream_end(asked.head, [choice.answer for choice in asked.choices]))
-                ended = await events.end()
-                asked.delivered()
-                return ended
-            except ConnectionError:  # the client is gone: there is nobody to tell
-                return events.response
-            except LaminarError as e:
-                if not events.started:
-                    raise
-                return await _end_with(events, e)
-            except Exception as e:
-                if not events.started:
-                    raise
-                return await _end_with(events, unforeseen(request, e))
+    async def _stream(self, events: EventStream, prepared: PreparedRequest) -> web.StreamResponse:
+        await _side_by_side([self._send(events, prepared, choice) for choice in prepared.choices])
+        await events.send(writer.stream_end(prepared.head, [choice.answer for choice in prepared.choices]))
+        return await events.end()
 
-    async def _send(self, events: EventStream, asked: Asked, choice: Choice) -> None:
+    async def _send(self, events: EventStream, prepared: PreparedRequest, choice: Choice) -> None:
         """One choice's chunks, up to its finish."""
-        chunks = shapes.Chunks(self._codec, asked.head, choice.run.request.choice)
+        chunks = writer.Chunks(self._codec, prepared.head, choice.run.request.choice)
         first = chunks.first()
 
         def show(piece: Piece) -> Awaitable[None] | None:
@@ -155,36 +151,27 @@ class Answering:
                 choice.read = True
             finally:
                 choice.run.sent(len(choice.answer.token_ids))
-            await self._record(asked, choice)
+            await self._record(prepared, choice)
         await events.send(chunks.last(choice.answer))
 
-    async def _record(self, asked: Asked, choice: Choice) -> None:
-        """What the turn said, while it is still read: then it is one commit with the turn's end."""
+    async def _record(self, prepared: PreparedRequest, choice: Choice) -> None:
+        """Records the turn's messages while it is still read: then they share one commit with the turn's end."""
         choice.answer.end(choice.run)
-        if asked.ephemeral:
+        if prepared.ephemeral:
             return
-        said = [*asked.prompt.added, choice.answer.message()] if asked.head.api == "chat" else []
-        if asked.continued:  # both are one message to who sends it back
-            *before, begun, answer = said
-            text = content_text(begun.get("content")) + content_text(answer.get("content"))
-            said = [*before, {**answer, "content": text}]
-        await self._turns.record_turn(choice.run.request, asked.record_head, said)
-
-
-async def _end_with(events: EventStream, error: LaminarError) -> web.StreamResponse:
-    """The error is the stream's last event, and no end mark follows it."""
-    try:
-        await events.send(b"data: " + error_bytes(error) + b"\n\n")
-        return await events.end()
-    except ConnectionError:  # the client is gone: there is nobody to tell
-        return events.response
-
-
-R = TypeVar("R")
+        messages: list[Message] = []
+        if prepared.head.api == "chat":
+            answer = msgspec.to_builtins(choice.answer.message())
+            messages = [*prepared.prompt.added, answer]
+            if prepared.continued:  # a client sends the begun message and its continuation back as one
+                *before, begun, _ = messages
+                text = content_text(begun.get("content")) + content_text(answer.get("content"))
+                messages = [*before, {**answer, "content": text}]
+        await self._turns.record_turn(choice.run.request, prepared.record_head, messages)
 
 
 async def _side_by_side(choices: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
-    """All of them; the first that fails ends the others."""
+    """Awaits all of them; the first that fails cancels the others."""
     if len(choices) == 1:
         return [await choices[0]]
     try:
@@ -199,19 +186,19 @@ async def _side_by_side(choices: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
 
 
 def _versions(answers: Sequence[Answer]) -> str:
-    """The weight versions that sampled what there is of these answers, in ascending order: "27", or "27, 28"."""
-    return ", ".join(map(str, sorted({int(span["version"]) for answer in answers for span in answer.spans})))
+    """The weight versions that sampled the answers so far, in ascending order: "27", or "27, 28"."""
+    return ", ".join(map(str, sorted({int(span.version) for answer in answers for span in answer.spans})))
 
 
-def _headers(asked: Asked) -> dict[str, str]:
+def _headers(prepared: PreparedRequest) -> dict[str, str]:
     headers = {
-        "X-Session-ID": asked.head.session_id,
-        "X-Request-Id": asked.head.answer_id,
-        "X-Laminar-Session-From": asked.named_by,
-        "X-Laminar-History": asked.prompt.history,
+        "X-Session-ID": prepared.head.session_id,
+        "X-Request-Id": prepared.head.answer_id,
+        "X-Laminar-Session-From": prepared.named_by,
+        "X-Laminar-History": prepared.prompt.history,
     }
-    if asked.prompt.reason:
-        headers["X-Laminar-History-Reason"] = asked.prompt.reason
-    if asked.joined:
+    if prepared.prompt.reason:
+        headers["X-Laminar-History-Reason"] = prepared.prompt.reason
+    if prepared.joined:
         headers["X-Laminar-Joined"] = "true"
     return headers

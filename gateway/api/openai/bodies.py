@@ -1,9 +1,9 @@
-"""The request bodies that the OpenAI endpoints take, field by field.
+"""The request bodies of the OpenAI endpoints, field by field.
 
 Invariants:
 - a body decodes into these structs or is refused: an unknown field by its name, a wrong type by its path;
-- a field of OpenAI's API that is here but not supported may only have a value that changes nothing
-  (`NEUTRAL_CHAT`, `NEUTRAL_COMPLETION`); any other value is refused by name.
+- a field of OpenAI's API that is not supported may have only the values that change nothing (`NEUTRAL_CHAT`,
+  `NEUTRAL_COMPLETION`); any other value is refused by name.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Metadata = dict[str, Any]
 class FunctionCall(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: str
     arguments: str | dict[str, Any] = ""
-    parsed_arguments: Any = None  # what the official client's parsing helpers add to an answer, and send back
+    parsed_arguments: Any = None  # the official client's parsing helpers add it to an answer, and send it back
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     function: FunctionCall
     id: str | None = None
     type: str = "function"
-    index: int | None = None  # left by clients that join streamed deltas
+    index: int | None = None  # a remnant of streamed deltas that a client joined
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A message as clients send it, or send back what an answer held. Nulls are as good as absent."""
+    """A message of a client, perhaps an answer's that it sends back. A null means the same as no field."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -65,14 +65,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """As vLLM has it: one of them. `json`: a schema; `regex`: in the dialect of the engines."""
+    """vLLM's field, of which one is set. `json`: a schema; `regex`: in the dialect of the engines."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints take. The second half is ours or vLLM's, for training clients."""
+    """The fields of both endpoints. The second half is ours or vLLM's, for training clients."""
 
     model: str
     max_tokens: int | None = None
@@ -104,7 +104,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     request_id: str | None = None  # vLLM's name for a request; answers here have their own
     stream_interval: int | None = None
 
-    # vLLM's, taken where they change nothing (`NEUTRAL`):
+    # vLLM's, accepted where they change nothing (`NEUTRAL`):
     prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -133,7 +133,7 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     separate_reasoning: bool = True  # reasoning stands in `reasoning_content`; else in the content, with its tags
     history: History | None = None  # for this turn, instead of the session's
     add_generation_prompt: bool | None = None  # None: unless the last message is to be continued
-    continue_final_message: bool = False  # the answer goes on with the last message, an assistant's
+    continue_final_message: bool = False  # the answer continues the last message, an assistant's
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
@@ -212,13 +212,13 @@ NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
 }
 
 WHAT_TO_DO: dict[str, str] = {
-    "best_of": "ask for `n` and choose yourself",
+    "best_of": "request `n` answers and choose yourself",
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
     "priority": "make the session with a `priority`",
-    "chat_template": "the model's own is used; `chat_template_kwargs` are given to it",
+    "chat_template": "the model's own is used, with the request's `chat_template_kwargs`",
     "include_reasoning": "reasoning stands in `reasoning_content`, which may be left unread",
     "return_tokens_as_token_ids": "use `return_token_ids`",
     "reasoning_effort": "use `chat_template_kwargs` with what the model's template knows",
-    "echo": "prepend the prompt yourself, or ask for `return_token_ids`",
+    "echo": "prepend the prompt yourself, or set `return_token_ids`",
 }

@@ -1,7 +1,7 @@
-"""What an answer is held to: a JSON schema, a pattern, or a tool call in the model's own form.
+"""Constraints of an answer: a JSON schema, a pattern, or a tool call in the model's own format.
 
-From a request's `response_format`, `structured_outputs` or `tool_choice`. A call that was asked for is promised by the
-engine's grammar, not hoped for: its form is the one that `gateway.tokens.toolcalls` parses.
+They come from a request's `response_format`, `structured_outputs` or `tool_choice`. The engine's grammar guarantees a
+tool call that the request forces, in the format that `gateway.tokens.toolcalls` parses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from protos.decoding import decode_json
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """At most one of them; all empty for an answer that is held to nothing. JSON text but for the pattern."""
+    """At most one of them; all empty for an unconstrained answer. JSON text but for the pattern."""
 
     json_schema: str = ""
     regex: str = ""
@@ -33,8 +33,8 @@ class Constraint:
 
 
 def constraint(body: ChatRequest | CompletionRequest, model: ModelInfo, form: ToolFormat) -> Constraint:
-    """`form`: of tool calls that an engine can be held to; "none" where no call can be promised."""
-    found = {field: held for field, held in _asked(body, form).items() if held.any}
+    """The request's constraint. `form`: the format of tool calls that a grammar can force; "none" where none can."""
+    found = {field: held for field, held in _by_field(body, form).items() if held.any}
     if len(found) > 1:
         raise BadField(next(iter(found)), f"{' and '.join(found)} each constrain the answer", hint="send one of them")
     for field, held in found.items():
@@ -42,15 +42,14 @@ def constraint(body: ChatRequest | CompletionRequest, model: ModelInfo, form: To
         if able is not None and not able & model.kinds:
             raise RefusedField(
                 field,
-                "no engine of this gateway can constrain an answer so",
+                "no engine of this gateway can constrain an answer in this way",
                 hint=f"add one of these kinds: {', '.join(sorted(able))}",
             )
         return held
     return Constraint()
 
 
-def _asked(body: ChatRequest | CompletionRequest, form: ToolFormat) -> dict[str, Constraint]:
-    """By field."""
+def _by_field(body: ChatRequest | CompletionRequest, form: ToolFormat) -> dict[str, Constraint]:
     found = {"structured_outputs": _structured(body)}
     found["response_format"] = Constraint(response_schema(body))
     if isinstance(body, ChatRequest):
@@ -117,8 +116,8 @@ def forced_call(body: ChatRequest, form: ToolFormat) -> Constraint:
         return Constraint(json_schema=_json({"anyOf": [_call_schema(*one) for one in functions.items()]}))
     raise RefusedField(
         "tool_choice",
-        f"`tool_choice`={choice!r} is not supported: no engine can be held to this model's form of a call",
-        hint="use 'auto', or have the arguments as the answer, with their JSON schema as `response_format`",
+        f"`tool_choice`={choice!r} is not supported: no engine has a grammar for this model's format of a call",
+        hint="use 'auto', or request the arguments as the answer, with their JSON schema as `response_format`",
     )
 
 
@@ -135,7 +134,7 @@ def _named(choice: str | dict[str, Any] | None) -> str:
 
 
 def _one_of(functions: dict[str, Any]) -> dict[str, Any]:
-    """A structural tag: only the arguments are the model's choice, and which function."""
+    """A structural tag: the model chooses only the function and its arguments."""
     tags = [
         {
             "type": "tag",

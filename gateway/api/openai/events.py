@@ -1,12 +1,13 @@
-"""Answers whose HTTP status is decided as late as can be: a server-sent event stream, and one body that takes long.
+"""Responses whose HTTP status is decided as late as possible: a server-sent event stream, or one body that takes long.
 
 Invariants:
-- nothing is sent before the first event, or the body, so an error until then is an HTTP error;
-- once an engine has taken the turn (`begin`), a comment is sent after `KEEP_ALIVE_S` of silence, or a space before the
-  body's JSON, headers included: a prefill or a move never looks dead to a client or to what stands between;
-- before that, nothing for `QUIET_S_MAX`: a queue that is too long is told as 429 with Retry-After;
-- an error after that is never said with a status of 200 where JSON is expected: the connection is cut, and the client's
-  retry gets it.
+- nothing is sent before the first event or the body, so an error until then has an HTTP status of its own;
+- once an engine has taken the turn (`begin`), `KEEP_ALIVE_S` of silence are followed by a filler, headers included: a
+  comment between events, or a space before the body's JSON. A prefill or a move then looks alive to the client and to
+  every proxy between;
+- before that, nothing is sent for `QUIET_S_MAX`: a request that no engine takes in time gets 429 with Retry-After;
+- an error after the status line ends an event stream with an error event, and breaks the connection where JSON is
+  expected. The client's retry gets the error's own status.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from typing import Self
 
 from aiohttp import web
 
-from gateway.api.openai.shapes import KEEP_ALIVE
-from gateway.ports import KEEP_ALIVE_S
-
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment of server-sent events: every client skips it, and proxies see a living connection."""
+KEEP_ALIVE_S = 15.0
+"""Silence is looked for this often: a filler follows after one to two of these periods. Proxies commonly wait 60 s."""
 QUIET_S_MAX = 75.0
 """Beyond the 60 s that a turn waits for an engine by default; longer waits are kept alive from then on."""
 
 
-class _KeptAlive:
-    """Sends `filler` whenever nothing was sent for `KEEP_ALIVE_S`."""
+class KeptAlive:
+    """A response that is kept alive with `filler` while the client is sent nothing else."""
 
     filler: bytes
 
@@ -35,11 +37,12 @@ class _KeptAlive:
         self._request, self._protocol = request, request.protocol
         self.response = web.StreamResponse(headers=headers)
         self._transport: asyncio.Transport | None = None  # once the status line is out, where chunks are ours to write
-        self._starting = asyncio.Lock()
-        self._sent = False
+        self._starting = asyncio.Lock()  # a filler and an event may both find that the head has to be sent
+        self._sent = False  # anything, in this period
         self._begun = False
+        self._ended = False
         self._opened_at = time.monotonic()
-        self._timer: asyncio.TimerHandle | None = None  # a handle, no task: thousands of answers wait at once
+        self._timer: asyncio.TimerHandle | None = None  # a handle, not a task: thousands of responses wait at once
         self._filling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -66,16 +69,16 @@ class _KeptAlive:
         return self.response.prepared
 
     def set_header(self, name: str, value: str) -> None:
-        """Adds a header that is known late; none once the status line is out."""
+        """Sets a header that is known late; without effect once the status line is out."""
         if not self.started:
             self.response.headers[name] = value
 
     def begin(self) -> None:
-        """From now on silence is broken: the answer's status can only be 200, or a connection that breaks."""
+        """Fillers may be sent from now on: the status can only be 200, or a connection that breaks."""
         self._begun = True
 
     def send_soon(self, data: bytes) -> Awaitable[None] | None:
-        """Sends now; returns what to wait for when nothing was sent before, or when the client is slow.
+        """Sends now; returns an awaitable when nothing was sent before, or when the client is slow.
 
         Raises ConnectionError when the client is gone.
         """
@@ -89,7 +92,7 @@ class _KeptAlive:
         return self._drained() if self._protocol.writing_paused else None
 
     async def _drained(self) -> None:
-        writer = await self.response.prepare(self._request)  # the one it has
+        writer = await self.response.prepare(self._request)  # returns the writer that it has
         assert writer is not None
         await writer.drain()
 
@@ -105,29 +108,55 @@ class _KeptAlive:
             self._transport = self._request.transport
 
     async def end(self) -> web.StreamResponse:
+        """Raises ConnectionError when the client is gone."""
+        self._ended = True  # a filler behind the last chunk would be read as the beginning of the next response
         await self.response.write_eof()
         return self.response
 
+    async def end_with(self, data: bytes) -> web.StreamResponse:
+        """Sends `data` and ends, unless the client is gone."""
+        try:
+            await self.send(data)
+            return await self.end()
+        except ConnectionError:  # nobody is left to notify
+            return self.response
+
+    def cut(self) -> web.StreamResponse:
+        """Aborts the connection, so that the client takes what it has for no complete response."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self.response
+
+    async def fail(self, error: bytes) -> web.StreamResponse:
+        """Ends a response whose status line is out with an error, as JSON, that no client takes for its end."""
+        return self.cut()
+
+    @property
+    def _fills(self) -> bool:
+        """Whether a filler may be sent now."""
+        return not self._ended and (self._begun or time.monotonic() - self._opened_at > QUIET_S_MAX)
+
     def _arm(self) -> None:
         self._sent = False
-        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._look)
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._check_silence)
 
-    def _look(self) -> None:
-        """Every `KEEP_ALIVE_S`, until a filler failed: the end tells why."""
+    def _check_silence(self) -> None:
+        """Every `KEEP_ALIVE_S`, until a filler failed: `__aexit__` raises why."""
         silent, filling = not self._sent, self._filling
         if filling is not None and filling.done() and filling.exception() is not None:
             return
         self._arm()
-        waits = filling is not None and not filling.done()  # for a client that does not read
-        if silent and not waits and (self._begun or time.monotonic() - self._opened_at > QUIET_S_MAX):
+        blocked = filling is not None and not filling.done()  # by a client that does not read
+        if silent and not blocked and self._fills:
             self._filling = asyncio.create_task(self._fill(), name="keep-alive")
 
     async def _fill(self) -> None:
-        await self.send(self.filler)
-        self._sent = False
+        if self._fills:  # a round of the event loop has passed since that was decided
+            await self.send(self.filler)
+            self._sent = False
 
 
-class LateBody(_KeptAlive):
+class LateBody(KeptAlive):
     """`async with LateBody(request, headers) as late: ... return await late.answer(body)`: one JSON body."""
 
     filler = b" "
@@ -141,14 +170,8 @@ class LateBody(_KeptAlive):
         await self.send(body)
         return await self.end()
 
-    def cut(self) -> web.StreamResponse:
-        """For an error after the status line: the client sees a connection that broke, not an answer."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
-        return self.response
 
-
-class EventStream(_KeptAlive):
+class EventStream(KeptAlive):
     """`async with EventStream(request, headers) as events`: `send` events, then `end`."""
 
     filler = KEEP_ALIVE
@@ -156,3 +179,6 @@ class EventStream(_KeptAlive):
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
         kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         super().__init__(request, {**headers, **kind})
+
+    async def fail(self, error: bytes) -> web.StreamResponse:
+        return await self.end_with(b"data: " + error + b"\n\n")

@@ -1,7 +1,7 @@
-"""The prompt of a turn: a turn of the session's tree extended, or a branch begun, visibly.
+"""The prompt of a turn: it extends a turn of the session's tree, or begins a branch, which the response shows.
 
-A root of the tree is kept with its head (which API and what tools its prompt was written with): a history that matches
-the messages but not the head would continue a prompt that says something else.
+A root of the tree keeps its head: the API and the tools that its prompt was rendered with. A history that matches the
+messages but not the head would continue a different prompt.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from gateway.core.types import History, HistoryKind, TurnId
 from gateway.ports import Message, SessionView
 from gateway.tokens import Codec
 from gateway.tokens.bridge import comparable, content_text, difference
+from gateway.tokens.codec import Rendering
 
 HEAD_ROLE = "laminar:head"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`parent` is the turn that it extends; `added` are the messages that it adds to that turn's.
+    """`parent`: the turn that it extends; `added`: the messages that it adds to that turn's.
 
-    `turn` counts the answers before it in its conversation.
+    `turn`: the number of answers before it in its conversation. `reason`: why it is a branch.
     """
 
     token_ids: list[int]
@@ -36,9 +37,9 @@ class Prompt:
     reason: str = ""
 
 
-def head(**written_with: Any) -> Message:
-    """What a root was written with."""
-    return {"role": HEAD_ROLE, **written_with}
+def head(**rendered_with: Any) -> Message:
+    """The head of a root: what its prompt was rendered with."""
+    return {"role": HEAD_ROLE, **rendered_with}
 
 
 def chat_prompt(
@@ -52,13 +53,13 @@ def chat_prompt(
     generation_prompt: bool = True,
     continued: bool = False,
 ) -> Prompt:
-    """From the deepest turn whose path the messages repeat; without one, from the template alone.
+    """Extends the deepest turn whose path the messages repeat; without one, renders the template alone.
 
-    `mode` `template` takes the template's rendering instead wherever it differs from the record. `continued`: the
-    answer goes on with the last message. That of a recorded answer goes on from its ids, as a root of its own, for its
+    `mode` "template": the template's rendering takes precedence wherever it differs from the record. `continued`: the
+    answer continues the last message. A recorded answer is continued from its ids, as a root of its own, because its
     message becomes another one.
     """
-    how: dict[str, Any] = {
+    how: Rendering = {
         "template_kwargs": template_kwargs,
         "add_generation_prompt": generation_prompt,
         "continued": continued,
@@ -79,10 +80,10 @@ def chat_prompt(
     if (mode or view.history) == "template":
         rendered = codec.render_text([*recorded, *added], tools, **how)
         if codec.decode(bridged.prompt_ids) != rendered:
-            reason = "the template writes this history otherwise than it was sampled"
+            reason = "the template renders this history differently than it was sampled"
             return Prompt(codec.encode(rendered), "branch", added=[*recorded, *added], turn=turn, reason=reason)
     if tree.children(parent):
-        reason = f"turn {parent.depth} has been gone on from already"
+        reason = f"turn {parent.depth} has been extended already"
         return Prompt(bridged.prompt_ids, "branch", parent.turn_id, added, turn, reason)
     return Prompt(bridged.prompt_ids, "closed" if bridged.closed_turn else "extended", parent.turn_id, added, turn)
 
@@ -93,7 +94,7 @@ def unrecorded_chars(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> int:
-    """How much text of the messages the session's record has not: about what `chat_prompt` has to tokenise."""
+    """Characters of the messages that the session's record lacks: about what `chat_prompt` has to tokenise."""
     own_head = head(api="chat", tools=tools, template_kwargs=template_kwargs)
     parent = _extended_turn(view.tree, own_head, messages)
     recorded = sum(len(turn.messages) for turn in view.tree.path(parent))
@@ -105,18 +106,18 @@ def _continuation(
     recorded_ids: list[int],
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
-    how: Mapping[str, Any],
+    how: Rendering,
     turn: int,
 ) -> Prompt:
-    """Of a recorded answer: its ids as they are, unless they end the turn."""
-    reason = "a recorded answer is gone on with"
+    """Continues a recorded answer: from its ids, unless they end the turn."""
+    reason = "a recorded answer is continued"
     if recorded_ids[-1] in codec.turn_end_ids:
-        recorded_ids, reason = codec.render(messages, tools, **how), "a recorded answer that had ended is gone on with"
+        recorded_ids, reason = codec.render(messages, tools, **how), "a recorded answer that had ended is continued"
     return Prompt(recorded_ids, "branch", added=messages, turn=turn, reason=reason)
 
 
 def completion_prompt(codec: Codec, view: SessionView, prompt: str | list[int], *, add_special_tokens: bool) -> Prompt:
-    """A text that continues a turn's text keeps its ids; token ids are taken as they are."""
+    """A text that continues a turn's text keeps that turn's ids; token ids are used unchanged."""
     tree = view.tree
     if isinstance(prompt, str):
         parent, before = _text_before(codec, tree, prompt)
@@ -137,20 +138,20 @@ def completion_prompt(codec: Codec, view: SessionView, prompt: str | list[int], 
             "branch",
             parent.turn_id,
             turn=parent.depth + 1,
-            reason=f"turn {parent.depth} has been gone on from already",
+            reason=f"turn {parent.depth} has been extended already",
         )
     return Prompt(ids, "extended", parent.turn_id, turn=parent.depth + 1)
 
 
 def _extended_turn(tree: TurnTree, own_head: Message, messages: Sequence[Message]) -> Turn | None:
-    """The first item of a history is its head, so that a turn of another head never matches."""
+    """The first item of a history is its head, so that a turn with another head never matches."""
     items = [own_head, *map(comparable, messages)]
 
     def own(turn: Turn) -> list[Any] | None:
         if not turn.messages:
-            return None  # ids that are no chat, or a turn whose answer is not told yet
-        said = list(map(comparable, turn.messages))
-        return [turn.head, *said] if turn.parent is None else said
+            return None  # a completion's ids, or a turn whose messages are not recorded yet
+        own_items = list(map(comparable, turn.messages))
+        return [turn.head, *own_items] if turn.parent is None else own_items
 
     return matched(tree, items, own)
 
@@ -160,7 +161,7 @@ def _messages(tree: TurnTree, turn: Turn | None) -> list[Message]:
 
 
 def _difference(tree: TurnTree, own_head: Message, messages: Sequence[Message]) -> str:
-    """Where the history parts from the newest path."""
+    """The first difference between the history and the newest path."""
     path = tree.path(tree.newest)
     if path[0].head != own_head:
         return "tools, template arguments or API differ from the record's"
@@ -170,20 +171,20 @@ def _difference(tree: TurnTree, own_head: Message, messages: Sequence[Message]) 
 def _text_before(codec: Codec, tree: TurnTree, prompt: str) -> tuple[Turn | None, bytes]:
     """The turn with the longest text that the prompt begins with, newest first, and that text in UTF-8.
 
-    A path is decoded once and known by a digest from then on, or a long session would be decoded at each turn.
+    A path is decoded once and compared by its digest from then on: else a long session would be decoded at each turn.
     """
-    said = prompt.encode()
+    text = prompt.encode()
     marks = {turn.turn_id: _text_mark(codec, tree, turn) for turn in tree.turns.values()}
     digests, digest, at = {}, xxhash.xxh3_128(), 0
-    for length in sorted({length for length, _ in marks.values() if length <= len(said)}):
-        digest.update(said[at:length])
+    for length in sorted({length for length, _ in marks.values() if length <= len(text)}):
+        digest.update(text[at:length])
         digests[length], at = digest.digest(), length
     best, longest = None, 0
     for turn in reversed(tree.turns.values()):
         length, of_path = marks[turn.turn_id]
         if length > longest and digests.get(length) == of_path:
             best, longest = turn, length
-    return best, said[:longest]
+    return best, text[:longest]
 
 
 def _text_mark(codec: Codec, tree: TurnTree, turn: Turn) -> tuple[int, bytes]:
@@ -191,6 +192,6 @@ def _text_mark(codec: Codec, tree: TurnTree, turn: Turn) -> tuple[int, bytes]:
     if mark is None:
         text = codec.decode(tree.ids(turn)).encode()
         mark = len(text), xxhash.xxh3_128_digest(text)
-        if len(turn.token_ids) == num_tokens:  # else it was shortened meanwhile: this may be another thread
+        if len(turn.token_ids) == num_tokens:  # else it was shortened meanwhile: this may run in a thread
             turn.text_mark = mark
     return mark

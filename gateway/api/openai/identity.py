@@ -1,6 +1,6 @@
-"""Which session a request belongs to, and by what a retry of it is known.
+"""The identity of a request: its session, and the digest or key that identifies its retries.
 
-The first that names a session wins: URL, per-session API key, header, body.
+The first place that names a session wins: URL, per-session API key, header, body.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RETRY_HEADER = "X-Stainless-Retry-Count"
 def identify(
     request: web.Request, turns: Turns, *, metadata: Mapping[str, Any] | None, session_id: str | None, user: str | None
 ) -> SessionIdentity:
-    """`metadata`, `session_id` and `user` are the body's fields; None for one that is to name nothing."""
+    """The session that a request names. `metadata`, `session_id` and `user`: the body's fields; None to ignore one."""
     if (sid := request.match_info.get("sid")) is not None:
         return SessionIdentity(_checked(sid, "session id in the URL"), "url")
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -52,15 +52,15 @@ def identify(
 
 
 def _of_user(user: str) -> SessionId:
-    """A `user` is any text to OpenAI: one that cannot be a session's name stands for one made of its digest."""
+    """OpenAI allows any text as `user`: the name of its session is made of its digest where it cannot be one itself."""
     if names_a_session(user):
         return SessionId(user)
     return SessionId(f"user-{hashlib.blake2b(user.encode(), digest_size=12).hexdigest()}")
 
 
 def _session_of(key: str, turns: Turns) -> SessionId | None:
-    """None for a key of somebody else's. Raises NotFound for one of ours that is known no more: nothing of it would be
-    recorded where its client believes it to be."""
+    """None for a key that is not the gateway's. Raises NotFound for a session's key that is no longer valid: the call
+    would not be recorded in the session that its client means."""
     found = turns.session_of_key(key)
     if found is None and key.startswith(SESSION_KEY_PREFIX):
         raise NotFound(
@@ -71,19 +71,19 @@ def _session_of(key: str, turns: Turns) -> SessionId | None:
 
 
 ATTEMPT_DIGITS_MAX = 6
-"""Of the number of an attempt: no client tries so often."""
+"""Of the number of an attempt: no client retries more often."""
 
 
 def call_of(request: web.Request, raw: bytes, session_id: SessionId | None) -> Call:
-    """`raw` is the body: a retry repeats it to the byte, for the same route and with the same credentials."""
+    """`raw` is the body: a retry repeats it byte for byte, for the same route and with the same credentials."""
     route = request.path.rpartition("/v1/")[2]
-    said = f"{route}\n{request.headers.get('Authorization', '')}\n".encode()
+    head = f"{route}\n{request.headers.get('Authorization', '')}\n".encode()
     key = request.headers.get(KEY_HEADER)
     if key is not None and (not 1 <= len(key) <= KEY_MAX or not key.isprintable()):
         raise BadField(KEY_HEADER, f"{KEY_HEADER} is not a key: {key!r:.80}", hint=f"1 to {KEY_MAX} characters")
     count = request.headers.get(RETRY_HEADER, "0")
     return Call(
-        hashlib.blake2b(said + raw, digest_size=16).hexdigest(),
+        hashlib.blake2b(head + raw, digest_size=16).hexdigest(),
         session_id,
         key,
         retried=count != "0",

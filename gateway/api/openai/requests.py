@@ -1,6 +1,6 @@
-"""From a request's body to what is to be done: decoding, validation and defaults. Nothing here waits or keeps state.
+"""From a request's body to its parameters: decoding, validation and defaults. Pure.
 
-Raises BadField and RefusedField, which name the field and what would be right.
+Raises BadField and RefusedField, which name the field and its valid values.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's and vLLM's default for /v1/completions. Chat defaults to what the context has left."""
 LOGPROBS_MAX = 20
 CHOICES_MAX = 64
-"""Of one request: as many turns as a session may have side by side."""
+"""Answers to one request: as many as turns that a session may have side by side."""
 STOPS_MAX = 16
 STOP_LENGTH_MAX = 256
 STOP_IDS_MAX = BIASES_MAX = 1024
 INTERVAL_MAX = 4096
 CHECKED_ELSEWHERE = frozenset({"prompt"})
-"""Fields of bodies whose numbers need no second look: token ids are compared with the vocabulary."""
+"""Fields of bodies whose numbers are checked here: token ids against the vocabulary."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _chat = msgspec.json.Decoder(ChatRequest)
@@ -53,7 +53,7 @@ _completion = msgspec.json.Decoder(CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """How the client wants the answer. `logprobs` None: none; else alternatives beside the sampled token."""
+    """The form of the answer. `logprobs`: the number of alternatives beside the sampled token; None: no logprobs."""
 
     stream: bool
     include_usage: bool
@@ -129,22 +129,22 @@ def _check_parts(content: str | list[dict[str, Any]] | None, path: str) -> None:
 
 
 def check_continued(body: ChatRequest, messages: Sequence[Message]) -> None:
-    """What `continue_final_message` asks for can be done."""
+    """Raises BadField unless the last message can be continued, where `continue_final_message` requests that."""
     if not body.continue_final_message:
         return
     if body.add_generation_prompt:
         raise BadField(
             "continue_final_message",
-            "an answer either goes on with the last message or begins one of its own",
+            "an answer either continues the last message or begins one of its own",
             hint="send `add_generation_prompt`: false",
         )
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not content_text(last.get("content")):
-        raise BadField("continue_final_message", "the last message is no assistant's text that could be continued")
+        raise BadField("continue_final_message", "the last message is not an assistant's text that can be continued")
 
 
 def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | None:
-    """The tools to render, and whose calls to look for; None for no tools."""
+    """The tools to render, whose calls are parsed; None for no tools."""
     if not body.tools:
         return None
     for index, tool in enumerate(body.tools):
@@ -160,7 +160,7 @@ def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | No
 
 
 def completion_prompts(body: CompletionRequest, vocab_size: int) -> list[str | list[int]]:
-    """Its prompts, each as text or as token ids of the vocabulary: one, or a batch, whose answers are choices."""
+    """The prompts, each as text or as token ids of the vocabulary: one, or a batch, whose answers are choices."""
     prompt = body.prompt
     if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
         return [_completion_prompt(one, vocab_size) for one in prompt]
@@ -220,9 +220,10 @@ def within(model: ModelInfo, view: SessionView) -> ModelInfo:
 
 
 def check_trainable(sampling: SamplingParams, view: SessionView, kinds: frozenset[str] = frozenset()) -> None:
-    """A session that is trained on records the behaviour policy's logprobs, or is refused by name.
+    """Refuses, by name, a parameter under which a session that is trained on would record logprobs that are not the
+    behaviour policy's.
 
-    `kinds`: of the engines that there are. A truncated turn goes only to those that tell its logprobs.
+    `kinds`: those of the fleet's engines. A truncated turn goes only to engines that report its logprobs.
     """
     if not view.trains:
         return
@@ -230,15 +231,14 @@ def check_trainable(sampling: SamplingParams, view: SessionView, kinds: frozense
         for name in truncating(sampling) if kinds and not kinds & TELL_TRUNCATED else ():
             raise RefusedField(
                 name,
-                f"`{name}` would make the recorded logprobs others than the policy's, for SGLang reports those before "
-                "truncation",
+                f"with `{name}` the recorded logprobs are not the policy's: SGLang reports those before truncation",
                 hint='leave it out, add engines of another kind, or make the session with "train": false',
             )
         return
     for name in distorted(sampling):
         raise RefusedField(
             name,
-            f"`{name}` would make the recorded logprobs others than the policy's, for the engines report raw ones",
+            f"with `{name}` the recorded logprobs are not the policy's: the engines report raw ones",
             hint='leave it out, run the engines with processed logprobs, or make the session with "train": false',
         )
 
@@ -253,16 +253,17 @@ def sampling(
     tool_format: ToolFormat = "none",
     vocab_size: int = 1 << 31,
 ) -> SamplingParams:
-    """How to sample, given what the prompt leaves of the context. Raises TooLarge naming both lengths."""
+    """The sampling parameters, within the context that the prompt leaves. TooLarge, with both lengths, for a prompt
+    that leaves none."""
     numbers = {parameter.name: _number(body, parameter) for parameter in PARAMETERS}
-    # vLLM's repetition penalty counts the prompt, too, and what was generated is in that when a turn goes on elsewhere.
+    # vLLM's repetition penalty counts the prompt, too, which has the generated tokens once a turn moved: it may move.
     counts = bool(numbers["presence_penalty"] or numbers["frequency_penalty"])
     counts = counts or (numbers["repetition_penalty"] != 1.0 and "sglang" in model.kinds)
     held = constraint(body, model, tool_format)
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
     if not model.context_tokens:
-        raise Unavailable(f"no engine that serves {model.name!r} has answered yet", hint="see /status, and try again")
+        raise Unavailable(f"no engine that serves {model.name!r} has responded yet", hint="see /status, and try again")
     room = model.context_tokens - prompt_tokens
     if room < 1:
         raise ContextExceeded(
@@ -325,7 +326,7 @@ def _biases(found: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int,
     biases: dict[int, float] = {}
     for name, bias in (found or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < vocab_size):
-            raise BadField("logit_bias", f"{name[:40]!r} is no token id", hint=f"ids are 0 to {vocab_size - 1}")
+            raise BadField("logit_bias", f"{name[:40]!r} is not a token id", hint=f"ids are 0 to {vocab_size - 1}")
         in_range(f"logit_bias.{name}", bias, -100.0, 100.0)
         biases[int(name)] = bias
     return tuple((token_id, bias) for token_id, bias in biases.items() if bias)

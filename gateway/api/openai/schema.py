@@ -1,7 +1,7 @@
-"""The shapes of OpenAI's answers as they are given here, for the schema: `openai_shapes` writes them.
+"""OpenAI's responses as structs: the writer encodes them, and the served schema is made from them.
 
-What is not set is not there. `token_ids`, `weight_versions` and `laminar` come when they were asked for; of several
-choices each has its own `laminar`, of one the answer. Relayed text is the engine's own answer, which may have more.
+A field that is not set is left out. `token_ids`, `weight_versions` and `laminar` are there on request; with several
+choices each has its own `laminar`, with one it stands at the root. Text that an engine answers itself may have more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Usage(msgspec.Struct):
 
 
 class Span(msgspec.Struct):
-    """Tokens `start` to `end` of the answer, exclusive, and who sampled them."""
+    """Tokens `start` to `end` of the answer, `end` exclusive: their weight version and engine."""
 
     version: str
     start: int
@@ -46,7 +46,7 @@ class Span(msgspec.Struct):
     engine: str
 
 
-class Told(msgspec.Struct):
+class Provenance(msgspec.Struct):
     """How the answer came about."""
 
     session_id: str
@@ -69,7 +69,15 @@ class Call(msgspec.Struct):
     function: CalledFunction
 
 
+class CallPart(Call, kw_only=True):
+    """A call in a stream's delta."""
+
+    index: int
+
+
 class Message(msgspec.Struct):
+    """`content` is null where only calls were made."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: str | UnsetType | None = UNSET
@@ -105,7 +113,7 @@ class Choice(msgspec.Struct, kw_only=True):
     stop_reason: str | UnsetType | None = UNSET
     token_ids: Sequence[int] | UnsetType = UNSET
     weight_versions: Sequence[Span] | UnsetType = UNSET
-    laminar: Told | UnsetType = UNSET
+    laminar: Provenance | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):
@@ -125,7 +133,7 @@ class Completed(msgspec.Struct, kw_only=True):
     model: str
     usage: Usage
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    laminar: Told | UnsetType = UNSET
+    laminar: Provenance | UnsetType = UNSET
 
 
 class ChatCompletion(Completed, kw_only=True):

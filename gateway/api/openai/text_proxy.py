@@ -1,29 +1,26 @@
-"""Which requests may be relayed as text, by a glance at their bytes, and their answers to clients.
+"""The text routes: which requests are forwarded as text, decided by a glance at their bytes, and their responses.
 
-Relayed is only what asks for nothing that the token path alone can give: no session in any form, no idempotency key, no
-token ids or versions, no field that is this gateway's own. All other fields are the engine's to take or to refuse.
+Only a request that wants nothing of the token path is forwarded: no session in any form, no idempotency key, no token
+ids or versions, no field that is this gateway's own. All other fields are the engine's to accept or to refuse.
 
 Invariants:
-- an answer that breaks off after its first byte is an error that no client takes for an end: in a stream an error event
-  where events stand whole, else a connection that is cut;
-- an answer that is silent for long is kept alive once an engine has its request: comments between a stream's events,
-  spaces before the body of a whole answer. Its head is out then: the status is 200 and the version is told, the engine
-  is not, since another one of that version may yet have to answer.
+- a response that breaks off after its first byte is an error that no client takes for an end: in a stream an error
+  event after the last whole event, else a connection that is cut;
+- a response is kept alive while an engine has its request (`gateway.api.openai.events`). Once a filler is out, the
+  status is 200 and the head names the version, but no engine: another engine of that version may yet have to answer.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import hdrs, web
 
 from gateway.api.errors import error_body
+from gateway.api.openai.events import KEEP_ALIVE, KeptAlive
 from gateway.api.openai.identity import KEY_HEADER, SESSION_HEADERS
-from gateway.api.openai.shapes import KEEP_ALIVE
 from gateway.core.text_requests import TextApi
 from gateway.core.types import Version
 from gateway.fleet.text_proxy import Relayed, TextProxy
@@ -39,7 +36,7 @@ EVENT_ENDS, EVENT_END_BYTES = (b"\n\n", b"\r\n\r\n"), 4
 
 
 class Glance(msgspec.Struct):
-    """What of a body decides its path. The names below the first two are those that keep it on the token path."""
+    """The fields of a body that decide its path; those below the first two keep it on the token path."""
 
     model: str
     stream: bool | None = None
@@ -62,14 +59,14 @@ _glance = msgspec.json.Decoder(Glance).decode
 
 
 class TextRoutes:
-    """`glance` says whether a request is relayed; `answer` relays it."""
+    """`glance` decides whether a request is forwarded as text; `answer` forwards it."""
 
     def __init__(self, relay: TextProxy, turns: Turns, model: str, *, session_from_user: bool = True) -> None:
         self._relay, self._turns, self._model = relay, turns, model
         self._session_from_user = session_from_user
 
     def glance(self, request: web.Request, body: bytes) -> Glance | None:
-        """None: the token path takes it, or says what is wrong with it."""
+        """None: the request takes the token path, where it is also refused if anything is wrong with it."""
         headers = request.headers
         if "sid" in request.match_info or any(name.lower() in TOKENS_ONLY for name in headers):
             return None
@@ -87,101 +84,74 @@ class TextRoutes:
         return seen
 
     async def answer(self, request: web.Request, body: bytes, api: TextApi, seen: Glance) -> web.StreamResponse:
-        client = _Client(request, streamed=bool(seen.stream))
-        try:
-            async with self._relay.ask(api, body, client, streamed=client.streamed) as relayed:
-                return await client.answer(relayed)
-        except LaminarError as error:
-            if client.told is None:
-                raise
-            return await client.fail(error)
+        async with _RelayedAnswer(request, streamed=bool(seen.stream)) as client:
+            try:
+                async with self._relay.forward(api, body, client, streamed=client.streamed) as relayed:
+                    return await client.answer(relayed)
+            except LaminarError as error:
+                if not client.started:
+                    raise
+                log.warning("%s %s: failed after its response began: %s", request.method, request.path, error)
+                return await client.fail(msgspec.json.encode(error_body(error)))
+            except ConnectionError:  # the client is gone: nobody is left to notify
+                return client.response
 
 
-class _Client:
-    """Who asked, and what it was sent. Implements `gateway.fleet.text_proxy.Client`."""
+class _RelayedAnswer(KeptAlive):
+    """The response to a client, of an engine's own bytes. Implements `gateway.fleet.text_proxy.Client`."""
 
     def __init__(self, request: web.Request, *, streamed: bool) -> None:
+        kind, self.filler = ("text/event-stream", KEEP_ALIVE) if streamed else ("application/json", b" ")
+        super().__init__(request, {hdrs.CONTENT_TYPE: kind})
         self.streamed = streamed
-        self.told: Version | None = None
-        self._request = request
-        self._response: web.StreamResponse | None = None  # once its head is out, or on its way
-        self._starting = asyncio.Lock()
-        self._tail = b""  # of what was sent
-        self._over = False
+        self._version: Version | None = None
+        self._tail = b""  # the last bytes sent
 
-    async def keep_alive(self, version: Version) -> None:
-        if self._over or self._request.protocol.writing_paused or not self._between_events:
-            return
-        kind = "text/event-stream" if self.streamed else "application/json"
-        try:
-            response = await self._begin({hdrs.CONTENT_TYPE: kind, VERSION_HEADER: str(version)}, version)
-            await response.write(KEEP_ALIVE if self.streamed else b" ")
-        except ConnectionError:  # the client is gone, as its handler is told
-            pass
+    @property
+    def version(self) -> Version | None:
+        return self._version if self.started else None
 
-    def hang_up(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+    def on_engine(self, version: Version) -> None:
+        self._version = version
+        self.set_header(VERSION_HEADER, str(version))
+        self.begin()
+
+    def off_engine(self) -> None:
+        self._begun = False
+
+    @property
+    def _fills(self) -> bool:
+        return self._begun and super()._fills and self._between_events
 
     @property
     def _between_events(self) -> bool:
+        """The engine's bytes come as they come: a comment within an event would break it."""
         return not self._tail or self._tail.endswith(EVENT_ENDS)
-
-    async def _begin(self, headers: Mapping[str, str], version: Version) -> web.StreamResponse:
-        async with self._starting:
-            if self._response is None:
-                self._response = web.StreamResponse(headers=headers)
-                self.told = version
-                await self._response.prepare(self._request)
-            return self._response
 
     async def answer(self, relayed: Relayed) -> web.StreamResponse:
         if self.streamed and relayed.status == 200:
             return await self._stream(relayed)
-        if self.told is None:
+        if not self.started:
             return web.Response(body=relayed.first, status=relayed.status, headers=_headers(relayed))
         if relayed.status != 200:
-            return await self._say_error(b" ".join(relayed.first.splitlines()))
-        return await self._end(relayed.first)
+            return await self.fail(b" ".join(relayed.first.splitlines()))
+        return await self.end_with(relayed.first)
 
     async def _stream(self, relayed: Relayed) -> web.StreamResponse:
-        try:
-            response = await self._begin(_headers(relayed), relayed.version)
-            self._tail = relayed.first
-            await response.write(relayed.first)
-            async for data in relayed.rest:
-                self._tail = self._tail[-EVENT_END_BYTES:] + data
-                await response.write(data)
-        except ConnectionError:  # the client is gone: there is nobody to tell
-            self._over = True
-            assert self._response is not None
-            return self._response
-        return await self._end(b"")
+        for name, value in _headers(relayed).items():
+            self.set_header(name, value)
+        self._tail = relayed.first[-EVENT_END_BYTES:]
+        await self.send(relayed.first)
+        async for data in relayed.rest:
+            self._tail = (self._tail + data[-EVENT_END_BYTES:])[-EVENT_END_BYTES:]
+            if (held := self.send_soon(data)) is not None:
+                await held
+        return await self.end()
 
-    async def fail(self, error: LaminarError) -> web.StreamResponse:
-        """After the head: an error that no client takes for an end."""
-        log.warning("%s %s: failed after its answer began: %s", self._request.method, self._request.path, error)
-        return await self._say_error(msgspec.json.encode(error_body(error)))
-
-    async def _say_error(self, body: bytes) -> web.StreamResponse:
-        assert self._response is not None
+    async def fail(self, error: bytes) -> web.StreamResponse:
         if self.streamed and self._between_events:
-            return await self._end(b"data: " + body + b"\n\n")
-        self._over = True
-        if self._request.transport is not None:
-            self._request.transport.abort()
-        return self._response
-
-    async def _end(self, last: bytes) -> web.StreamResponse:
-        assert self._response is not None
-        self._over = True
-        try:
-            if last:
-                await self._response.write(last)
-            await self._response.write_eof()
-        except ConnectionError:  # the client is gone: there is nobody to tell
-            pass
-        return self._response
+            return await self.end_with(b"data: " + error + b"\n\n")
+        return self.cut()
 
 
 def _headers(relayed: Relayed) -> dict[str, str]:

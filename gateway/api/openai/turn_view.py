@@ -1,8 +1,8 @@
-"""One turn's tokens made into what an answer shows: text, tool calls, logprobs, spans.
+"""The reader of one turn: its tokens to what a response shows, which is text, tool calls, logprobs and spans.
 
 Invariants:
 - pieces keep the order of tokens; the ids of all pieces are the turn's record, cut where a stop string completed;
-- whoever reads a turn again gets the same, the ids of its tool calls included;
+- reading a turn again gives the same, the ids of its tool calls included;
 - text may lag behind ids (torn characters, possible stop strings, unparsed calls), never lead them.
 """
 
@@ -12,10 +12,10 @@ import dataclasses
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
+from gateway.api.openai import schema
 from gateway.core.types import FinishReason, TokenDelta, TopLogprob, TurnId
 from gateway.ports import TurnRun
 from gateway.tokens import ReasoningParser, StreamDecoder, ToolCall, ToolCallParser
@@ -37,12 +37,12 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 Show = Callable[[Piece], Awaitable[object] | None]
-"""Is given a piece; returns what to wait for before the next one, or None."""
+"""Takes a piece; returns an awaitable if the next piece has to wait for it, else None."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a turn has said so far."""
+    """What a turn has generated so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Answer:
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    spans: list[dict[str, Any]] = field(default_factory=list)  # version, engine, start, end of generated tokens
+    spans: list[schema.Span] = field(default_factory=list)  # of generated tokens
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None  # the stop string that ended it
     over: bool = False  # nothing more is read: a stop string came, or its one call
@@ -62,14 +62,17 @@ class Answer:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def message(self) -> dict[str, Any]:
-        """As the assistant's message of a chat: content is null where only calls were made."""
+    def message(self) -> schema.Message:
+        """The assistant's message of a chat."""
         text = self.text
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not self.calls else None}
+        message = schema.Message("assistant", text if text or not self.calls else None)
         if self.reasonings:
-            message["reasoning_content"] = "".join(self.reasonings)
+            message.reasoning_content = "".join(self.reasonings)
         if self.calls:
-            message["tool_calls"] = [tool_call_body(call) for call in self.calls]
+            message.tool_calls = [
+                schema.Call(call.id, "function", schema.CalledFunction(call.name, call.arguments))
+                for call in self.calls
+            ]
         return message
 
     def end(self, run: TurnRun) -> None:
@@ -94,15 +97,10 @@ class Answer:
     def _extend_span(self, delta: TokenDelta, start: int) -> None:
         last = self.spans[-1] if self.spans else None
         if last is not None and self._spanned == (delta.version, delta.engine):
-            last["end"] = len(self.token_ids)
+            last.end = len(self.token_ids)
         else:
             self._spanned = (delta.version, delta.engine)
-            span = {"version": str(delta.version), "start": start, "end": len(self.token_ids), "engine": delta.engine}
-            self.spans.append(span)
-
-
-def tool_call_body(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            self.spans.append(schema.Span(str(delta.version), start, len(self.token_ids), delta.engine))
 
 
 def _call_id(turn_id: TurnId | None, number: int) -> str:
@@ -119,10 +117,10 @@ class Reader:
     stop_token_ids: Sequence[int] = ()
     turn_id: TurnId | None = None
     one_call: bool = False
-    """At most one call is made: the decoder stops at its closing tag, where the form has one."""
+    """At most one call is made: the decoder stops at its closing tag, where the format has one."""
 
     async def read(self, run: TurnRun, answer: Answer, show: Show | None) -> None:
-        """Reads the run to its end, or to a stop string, into `answer`; gives `show`, if any, each piece as it comes.
+        """Reads the run to its end, or to a stop string, into `answer`; passes each piece to `show`, if any.
 
         A stop token that ended the turn stays in the ids and is not shown, like an end-of-sequence token.
         """
@@ -131,7 +129,7 @@ class Reader:
 
         def take(delta: TokenDelta) -> Awaitable[object] | None:
             if answer.over:
-                return None  # what came after its stop string
+                return None  # what follows its stop string
             if text_alone and delta.finish_reason is None:
                 text = self.decoder.text(delta.token_ids)
                 piece = Piece(text, "", (), delta.token_ids, delta.logprobs, delta.top_logprobs)
@@ -171,20 +169,20 @@ class Reader:
     def _split_reasoning(self, text: str, last: bool) -> tuple[str, str]:
         if self.reasoning is None:
             return "", text
-        told = self.reasoning.feed(text)
+        found = self.reasoning.feed(text)
         rest = self.reasoning.finish() if last else NO_REASONING
-        return told.reasoning + rest.reasoning, told.text + rest.text
+        return found.reasoning + rest.reasoning, found.text + rest.text
 
     def _split_calls(self, text: str, last: bool, num_before: int) -> tuple[str, tuple[ToolCall, ...]]:
         if self.tools is None:
             return text, ()
-        told = self.tools.feed(text)
+        found = self.tools.feed(text)
         end = self.tools.finish() if last else NO_CALLS
         calls = [
             dataclasses.replace(call, id=_call_id(self.turn_id, number))
-            for number, call in enumerate((*told.calls, *end.calls), num_before)
+            for number, call in enumerate((*found.calls, *end.calls), num_before)
         ]
-        return told.text + end.text, tuple(calls[: max(0, 1 - num_before)] if self.one_call else calls)
+        return found.text + end.text, tuple(calls[: max(0, 1 - num_before)] if self.one_call else calls)
 
 
 NO_REASONING = ReasoningDelta()

@@ -1,4 +1,4 @@
-"""The answer side of the dialect: one request's deltas gathered into chunks or one completion."""
+"""The responses of the dialect: one request's deltas as chunks, or as one completion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOGPROB_MIN = -9999.0
 
 
 class Answer:
-    """What one request has generated; `take` gives what is new since the last take, in vLLM's shape."""
+    """The tokens of one request; `take` returns those since the last take, in vLLM's format."""
 
     def __init__(self, body: CompletionBody, request: GenerationRequest, model: str, text: Text) -> None:
         self._body, self._request, self._model, self._text = body, request, model, text
@@ -33,7 +33,7 @@ class Answer:
 
     @property
     def due(self) -> bool:
-        """Whether a chunk should go out: the first token, `stream_interval` of them, or the end."""
+        """Whether a chunk should be sent: with the first token, with `stream_interval` of them, and at the end."""
         if self.finish_reason is not None:
             return True
         return len(self._new_tokens) >= (self._body.stream_interval if self._takes else 1)
@@ -57,7 +57,7 @@ class Answer:
             self._new_text += self._stream.add(token.id)
 
     def take(self) -> dict[str, Any]:
-        """The completion object over everything new; `finish_reason` stands only on the last."""
+        """The completion object with everything new; only the last has a `finish_reason`."""
         tokens, text = self._new_tokens, self._new_text
         choice: dict[str, Any] = {
             "index": 0,

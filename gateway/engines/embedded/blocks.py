@@ -1,7 +1,7 @@
-"""Accounting of the paged KV pool: which block belongs to whom, and which hold a reusable prefix.
+"""Accounting of the paged KV pool: the users of each block, and the blocks with a reusable prefix.
 
 Invariants:
-- every block is in exactly one place: free, cached (nobody uses it, its prefix may be reused), or used (count > 0);
+- every block is in exactly one place: free, cached (unused, its prefix may be reused), or used (count > 0);
 - a block has a hash only after its content was saved into the pool;
 - allocation takes free blocks first, then evicts the least recently used cached one; it never grows.
 
@@ -22,7 +22,7 @@ def hash_block(parent: bytes, token_ids: Seq[int]) -> bytes:
 
 
 class BlockPool:
-    """Reference-counted blocks with a least-recently-used prefix cache over those that nobody uses."""
+    """Reference-counted blocks, with a least-recently-used prefix cache over the unused ones."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

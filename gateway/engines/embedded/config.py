@@ -1,4 +1,4 @@
-"""The one frozen configuration of an embedded engine; every bound of the process stands here with its meaning."""
+"""The configuration of an embedded engine: every bound of the process, with its meaning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EngineConfig:
     max_batched_tokens: int = 256
     """Tokens computed in one step: decode rows first, the rest is prefill."""
     max_waiting: int = 256
-    """Requests that may wait for a place; the next one is answered 429."""
+    """Requests that may wait for a place; the next one gets 429."""
     threads: int = 1
     device: str = "auto"
     weight_version: str = "default"

@@ -1,7 +1,7 @@
-"""Whether the engine admits requests, computes, or is fenced: pause, resume and weight update sessions.
+"""The state of an engine that pause, resume and weight update sessions change: whether it admits and computes. Pure.
 
-Pure. The rule behind the table: between the start of an update and its successful finish nothing is generated, and
-once a weight was touched nothing but a complete set of weights opens the fence again.
+The rule behind the table: between the start of an update and its successful finish nothing is generated, and once a
+weight was touched only a complete set of weights opens the fence again.
 
 | state    | admits new requests | computes | left by |
 |---|---|---|---|
@@ -35,7 +35,7 @@ class UpdateSession:
 
 
 class Control:
-    """State of one engine's door; every refusal says what would be right."""
+    """The control state of one engine; every refusal names the call that is possible."""
 
     def __init__(self) -> None:
         self.pause_mode: PauseMode | None = None

@@ -1,7 +1,7 @@
-"""vLLM's completion dialect: what a request may say, checked field by field, and what an answer looks like.
+"""vLLM's dialect: the bodies of requests, checked field by field.
 
-Every unknown field and every value that this engine does not carry out is refused by name: a sampling parameter that
-is silently dropped would change the policy that the trainer believes in.
+Every unknown field and every value that this engine does not support is refused by name: a sampling parameter that was
+silently dropped would make the policy another one than the trainer assumes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     stream_options: StreamOptions | None = None
     stream_interval: int = 1
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # logprobs name tokens "token_id:N", which no text can confuse
+    return_tokens_as_token_ids: bool | None = None  # logprobs name tokens "token_id:N", which is unambiguous
     return_weight_versions: bool | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -79,7 +79,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "priority": (0,),
     "spaces_between_special_tokens": (True,),
 }
-"""Fields that the embedded engine does not carry out, with the values that ask for nothing."""
+"""Fields that the embedded engine does not support, with the values that change nothing."""
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +129,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """A checked body; InvalidRequest says which field is wrong and what it should be."""
+    """A checked body; InvalidRequest names the wrong field and its type."""
     try:
         return decode_json(raw or b"{}", kind)
     except msgspec.ValidationError as e:
@@ -149,9 +149,9 @@ class Limits(msgspec.Struct, frozen=True):
 def to_request(
     body: CompletionBody, request_id: str, limits: Limits, encode: Callable[[str, bool], list[int]]
 ) -> GenerationRequest:
-    """The request that a body asks for; LaminarError names the first thing that is wrong.
+    """The request in a body; LaminarError names the first thing that is wrong.
 
-    `encode(text, add_special_tokens)` turns a text prompt into ids.
+    `encode(text, add_special_tokens)` returns the ids of a text prompt.
     """
     if body.model not in (None, limits.model):
         raise UnknownModel(f"model {body.model!r} is not served here", hint=f"this engine serves {limits.model!r}")

@@ -2,8 +2,8 @@
 
 A step: the scheduler's KV copies, then one or more forward passes over its segments, then sampling. In
 batch-invariant mode every forward pass, and the head after it, has exactly INVARIANT_ROWS rows and attention goes token
-by token, so that no kernel ever sees a shape that depends on the rest of the batch; then what a sequence gets is a
-function of its own tokens, and a turn cut anywhere and resumed from its ids goes on exactly as it would have.
+by token, so that no kernel ever sees a shape that depends on the rest of the batch. Then a sequence's results are a
+function of its own tokens, and a turn cut anywhere and resumed from its ids continues exactly as it would have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAD_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What /metrics, /load and tests read; a consistent copy taken between steps."""
+    """The statistics of /metrics, /load and tests: a consistent copy taken between steps."""
 
     num_running: int
     num_waiting: int
@@ -147,7 +147,7 @@ class Engine:
         self._open(directory).__exit__(None, None, None)
 
     def load_weights(self, directory: Path) -> None:
-        """Replaces every weight. Checked before the first is touched; an error after that leaves a mixed model."""
+        """Replaces every weight. Checks all before it touches the first; an error after that leaves a mixed model."""
         started = time.monotonic()
         with self._open(directory) as snapshot:
             self.scheduler.new_epoch()
@@ -168,7 +168,7 @@ class Engine:
     # -- stepping --
 
     def step(self) -> list[Delta]:
-        """Computes one step and returns what each request gained from it."""
+        """Computes one step and returns its deltas."""
         segments = self.scheduler.plan()
         self._kv.apply(self.scheduler.take_effects())
         sampled: list[tuple[Sequence, torch.Tensor]] = []
@@ -200,7 +200,7 @@ class Engine:
         return batches
 
     def _forward(self, batch: list[tuple[Sequence, Span]]) -> list[tuple[Sequence, torch.Tensor]]:
-        """One forward pass; gives the logits of those sequences whose last token is in it."""
+        """One forward pass; returns the logits of the sequences whose last token is in it."""
         invariant = self.config.batch_invariant
         token_ids = [id for seq, span in batch for id in seq.token_ids[span.start : span.start + span.count]]
         spans = [span for _, span in batch]

@@ -1,10 +1,10 @@
-"""The thread that owns the model. Everybody else hands it commands through one bounded queue.
+"""The thread that owns the model. All other threads send it commands through one bounded queue.
 
 Invariants:
 - the engine, its control state and its weights are touched by this thread alone;
 - commands run between steps, in order; while there is nothing to compute the thread waits for the next one;
-- what a step yields leaves through `deliver`, called on this thread in order;
-- an error inside a step is fatal: `failed` is set, everything waiting fails, nothing is computed any more.
+- the deltas of a step go to `deliver`, called on this thread in order;
+- an error inside a step is fatal: `failed` is set, every waiting command fails, and nothing is computed any more.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ModelLoop:
         self._deliver = deliver
         self._on_failure = on_failure
         # Submits of every request that may be open, and some control calls. An abort only follows a submit that was
-        # taken, so aborts are never refused and still at most as many again.
+        # accepted, so aborts are never refused, and there are at most as many.
         self._inbox_max = engine.config.max_waiting + engine.config.max_num_seqs + 64
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue(3 * self._inbox_max)
         self._thread = threading.Thread(target=self._main, name="model-loop", daemon=True)
@@ -53,7 +53,7 @@ class ModelLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step in progress; whatever was running is dropped."""
+        """Ends the thread after the step in progress; running requests are dropped."""
         if self._thread.is_alive():
             self._inbox.put(self._set_stopping, timeout=STOP_TIMEOUT_S)
             self._thread.join(STOP_TIMEOUT_S)
@@ -64,7 +64,7 @@ class ModelLoop:
         return self._call(lambda: self._submit(request))
 
     def abort(self, request_ids: list[str] | None) -> Future[int]:
-        """Ends requests (None: all); tells how many there were. Their last delta says `abort`."""
+        """Ends requests (None: all) with finish reason `abort`; returns how many there were."""
         return self._call(lambda: self._abort(request_ids), always=True)
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
@@ -172,7 +172,7 @@ class ModelLoop:
                 self._run_commands()
                 if self._control.computes and not self._engine.idle:
                     deltas = self._engine.step()
-                    self.statistics = self._engine.statistics()  # before the deltas: who has a token can count it
+                    self.statistics = self._engine.statistics()  # first: counts every token that a client has
                     self._deliver(deltas)
                 else:
                     self.statistics = self._engine.statistics()
@@ -215,7 +215,7 @@ class ModelLoop:
             try:
                 result = function()
             except LaminarError as e:
-                future.set_exception(e)  # the world's fault or the caller's: the engine goes on
+                future.set_exception(e)  # an error of the caller or of its files: the engine continues
             except BaseException as e:
                 future.set_exception(e)
                 raise
@@ -233,7 +233,7 @@ class ModelLoop:
 
 
 def _future() -> Future[Any]:
-    """A future that a waiter which goes away cannot cancel: the command runs all the same."""
+    """A future that its waiter cannot cancel: the command runs all the same."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

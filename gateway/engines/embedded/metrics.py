@@ -1,4 +1,4 @@
-"""/metrics under vLLM's names: a reading of the engine's statistics at the moment of the scrape, and two histograms."""
+"""/metrics under vLLM's names: the engine's statistics at the time of the scrape, and histograms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineMetrics:
         self._values = (config.served_model_name, "0")
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)  # process_start_time_seconds tells one incarnation from the next
+        ProcessCollector(registry=self._registry)  # its process_start_time_seconds identifies the incarnation
         self._success = Counter(
             "vllm:request_success", "Requests ended, by reason.", (*LABELS, "finished_reason"), registry=self._registry
         )

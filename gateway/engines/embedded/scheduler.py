@@ -1,4 +1,4 @@
-"""Which tokens the next step computes: continuous batching over a bounded KV pool.
+"""The scheduler of steps: continuous batching over a bounded KV pool. Decides which tokens the next step computes.
 
 Pure and synchronous: calls in, a plan and KV effects out; no torch, no clock, no thread.
 
@@ -7,7 +7,7 @@ Invariants:
 - effects are carried out in the order in which they were made, before the next forward pass;
 - a step holds at most `max_batched_tokens` tokens: one of each decoding sequence, the rest prefill, oldest first;
 - when no block is left the youngest running sequence gives up its KV and waits again; since one sequence of the
-  longest length fits the pool, the oldest always goes on.
+  longest length fits the pool, the oldest always makes progress.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Scheduler:
         budget = self.max_batched_tokens
         preempted = False
         for sequence in sorted((s for s in self.running if s.num_pending == 1), key=lambda s: s.order):
-            if sequence.slot is None:  # gave way to an older one a moment ago
+            if sequence.slot is None:  # preempted for an older one in this loop
                 continue
             preempted |= self._make_room(sequence)
             if sequence.slot is not None:
@@ -147,14 +147,14 @@ class Scheduler:
             self._preempt(sequence)
 
     def new_epoch(self) -> None:
-        """The weights change: no KV of before is ever shared again."""
+        """The weights change: KV of earlier weights is never shared again."""
         self.epoch += 1
         self.blocks.forget_all()
 
     # -- inside --
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Gives a decoding sequence the block its next token needs; True when somebody was preempted for it."""
+        """Gives a decoding sequence the block its next token needs; True when a sequence was preempted for it."""
         preempted = False
         while len(sequence.blocks) * BLOCK_TOKENS < len(sequence.token_ids):
             block = self.blocks.allocate()
@@ -169,7 +169,7 @@ class Scheduler:
         return preempted
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence a row and blocks for all its tokens, or says no and changes nothing."""
+        """Gives a waiting sequence a row and blocks for all its tokens; or returns False and changes nothing."""
         if len(self.running) == self.max_num_seqs:
             return False
         if sequence.epoch != self.epoch or not sequence.hashes:
@@ -179,7 +179,7 @@ class Scheduler:
         shareable = sequence.hashes[: (len(sequence.token_ids) - 1) // BLOCK_TOKENS]
         found = self.blocks.find(shareable)
         if len(found) < len(shareable) and shareable[len(found)] in self._being_computed():
-            return False  # a sibling is at it: next step its blocks are there to share
+            return False  # a sibling computes these blocks: the next step can share them
         needed = -(-len(sequence.token_ids) // BLOCK_TOKENS) - len(found)
         if needed > self.blocks.num_available - self.blocks.num_evictable_among(found):
             return False

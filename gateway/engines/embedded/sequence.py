@@ -1,4 +1,4 @@
-"""The nouns of generation: what a request asks for, the state of one sequence, what a step gives out.
+"""The types of generation: a request, the state of its sequence, and the deltas of a step.
 
 Invariant of a sequence: `num_computed` tokens have their KV in the workspace row `slot`; a running sequence holds
 the pool blocks that cover them; when it is not running it has no slot and no blocks.
@@ -71,7 +71,7 @@ class WeightSpan:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One sampled token; `top` holds (id, logprob) of the most likely ones when they were asked for."""
+    """One sampled token; `top`: (id, logprob) of the most likely ones, on request."""
 
     id: int
     logprob: float | None = None
@@ -80,7 +80,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a step adds to one request: at most one token, and its end."""
+    """A step's result for one request: at most one token, and its end."""
 
     request_id: str
     token: Token | None = None

@@ -1,4 +1,4 @@
-"""HTTP in vLLM's dialect: handlers that check, hand over to the engine service, and shape the answer."""
+"""The HTTP routes of the embedded engine, in vLLM's dialect."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class EngineApi:
             return await self._whole(answer, chunks)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """The ids of a text, as vLLM tells them."""
+        """The ids of a text, in vLLM's format."""
         body = dialect.decode(await request.read(), dialect.TokenizeBody)
         if body.model not in (None, self._model):
             raise InvalidRequest(f"this engine serves {self._model!r}, not {body.model!r}")
@@ -155,7 +155,7 @@ class EngineApi:
             async for event in self._events(body, answer, chunks):
                 await response.write(event)
         except ConnectionResetError:
-            log.debug("a client left just before an event for it, and before its handler was cancelled for that")
+            log.debug("a client disconnected, and an event was written before its handler was cancelled")
         return response
 
     async def _events(
@@ -180,7 +180,7 @@ class EngineApi:
         aborted = await _done(self._loop.abort(body.request_ids or None))
         return _json({"status": "aborted", "aborted": aborted})
 
-    # -- what it is and how it is --
+    # -- status --
 
     async def models(self, _: web.Request) -> web.Response:
         card = {

@@ -2,7 +2,7 @@
 
 Invariants:
 - at most `max_num_seqs + max_waiting` requests are open; the next is refused with 429 before anything is queued;
-- a request that is left early (its client went away) is aborted and its KV freed;
+- a request that is left early (its client disconnected) is aborted and its KV freed;
 - a stream buffers at most the tokens that its request may generate.
 """
 
@@ -36,7 +36,7 @@ class DeltaStream:
         self._arrived.set()
 
     async def take(self) -> list[Delta]:
-        """Everything that has arrived, at least one delta; raises when the engine died."""
+        """All deltas that have arrived, at least one; raises when the engine died."""
         await self._arrived.wait()
         if self._failure is not None:
             raise self._failure

@@ -34,12 +34,12 @@ class Text:
 
 
 class TextStream:
-    """The text of one request's generated ids, as far as it is certain."""
+    """The text of one request's generated ids, without an incomplete character at its end."""
 
     def __init__(self, tokenizer: Tokenizer, decoder: DecodeStream) -> None:
         self._tokenizer = tokenizer
         self._decoder = decoder
 
     def add(self, id: int) -> str:
-        """The text that this id completes; empty while a character is unfinished."""
+        """The text that this id completes; empty while a character is incomplete."""
         return self._decoder.step(self._tokenizer, id) or ""

@@ -1,5 +1,7 @@
 """Mock engines in one process: vLLM's dialect over plain asyncio protocols, so that they are not the bottleneck.
 
+They stand apart from the scripted engine of `gateway.faultkit`, which costs more for each event than the gateway does.
+
 `python -m tests.bench.gateway.mock_engine --engines 4 --rate 50` prints their addresses as one JSON line. Every event
 is prebuilt bytes. A stream sends `stream_interval` tokens per event (the body's; 1 unless told), `--rate` tokens per
 second, and so long a whole answer takes; rate 0 sends all at once.

@@ -4,7 +4,7 @@ An engine decodes one scripted token (32 of the paper's) of every running sequen
 take by the committed curve for its batch, divided by the time scale. Who arrives is prefilled at once, as engines do
 between two steps (of 10 to 18 ms, where a round takes half a second), while decoding waits, and decodes from the next
 round on. KV is counted, and the youngest sequence waits when it is full. Tokens follow from the trajectory and the
-place alone, so nothing may differ by mode.
+place alone, so nothing may differ by mode. (The scripted engine of `gateway.faultkit` has no rounds, KV or queue.)
 
 Invariants:
 - a request whose prompt is not a trajectory's prompt and its true tokens is refused: nothing lost, nothing twice;

@@ -8,14 +8,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
-from gateway.api.errors import answer_errors
-from gateway.api.experience import ExperienceDeps, SampleRequest, add_experience_routes
 from gateway.experience import ExperienceBuffer
+from gateway.sessions.trainer import Trainer
 from gateway.store import Database
 from protos.errors import NotFound
 from protos.trajectories import Trajectory
+from tests.support.experience import experience_app
 from tests.support.turns import serving_app
 from trainer_client import AsyncExperienceReader
 
@@ -41,21 +40,15 @@ def trajectory(name: str, version: int = 1) -> Trajectory:
 
 
 class Door:
-    def __init__(self, buffer: ExperienceBuffer) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: ExperienceBuffer, trainer: Trainer) -> None:
+        self.buffer, self.trainer = buffer, trainer
         self.url = ""
-        self.used: list[tuple[SampleRequest, int]] = []
 
 
 @pytest.fixture
 async def door() -> AsyncIterator[Door]:
-    async with Database(None) as database:
-        buffer = ExperienceBuffer(database)
-        await buffer.open()
-        door = Door(buffer)
-        app = web.Application(middlewares=[answer_errors])
-        deps = ExperienceDeps(buffer, staleness_max=3, used=lambda asked, got: door.used.append((asked, len(got))))
-        add_experience_routes(app, deps)
+    async with Database(None) as database, experience_app(database, staleness_max=3) as (app, stores, parts):
+        door = Door(stores.buffer, parts.trainer)
         async with serving_app(app) as door.url:
             yield door
 
@@ -72,7 +65,7 @@ async def test_the_sdks_reader_samples_and_acknowledges(door: Door) -> None:
             await reader.ack(batch)
         assert len(await reader.sample(trajectories=9, wait_s=0)) == 1
         assert len(await reader.sample(trajectories=9, wait_s=0)) == 0
-    assert [(asked.trainer_version, got) for asked, got in door.used] == [(2, 2), (2, 1), (2, 0)]
+    assert (door.trainer.version, door.trainer.staleness.use) == (2, {1: 3})
 
 
 async def test_a_loop_that_is_left_gives_its_batch_back_for_the_next_reader(door: Door) -> None:

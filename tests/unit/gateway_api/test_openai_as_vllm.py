@@ -156,7 +156,7 @@ def test_where_only_sglang_serves_a_truncated_policy_is_not_trained_on(name: str
     body = decode_chat(json.dumps({**CHAT, name: value}).encode())
     found = sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0), top=0)
     view = SessionView(SessionId("s"), TurnTree(), ephemeral=False, trains=True)
-    with pytest.raises(RefusedField, match=f"`{name}` would make .*SGLang reports") as refused:
+    with pytest.raises(RefusedField, match=f"with `{name}` .*SGLang reports") as refused:
         check_trainable(found, view, frozenset({"sglang"}))
     assert refused.value.param == name
     check_trainable(found, view, frozenset({"sglang", "vllm"}))  # it goes to vLLM

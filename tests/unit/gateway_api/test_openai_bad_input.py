@@ -95,7 +95,7 @@ async def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any], aio
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "one constraint"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "a JSON schema is an object"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "unknown field"),
-        ({"logit_bias": {"five": 1}}, "logit_bias", "no token id"),
+        ({"logit_bias": {"five": 1}}, "logit_bias", "not a token id"),
         ({"tool_choice": "required"}, "tool_choice", "needs `tools`"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no function 'f'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "'required', or"),
@@ -133,7 +133,7 @@ async def test_chat(url: str, turns: ScriptedTurns, change: dict[str, Any], para
         ({"prompt": [[1], [600]]}, "prompt", "not in the vocabulary"),
         ({"prompt": [999_999]}, "prompt", "999999"),
         ({"echo": True}, "echo", "prepend the prompt"),
-        ({"best_of": 2}, "best_of", "ask for `n`"),
+        ({"best_of": 2}, "best_of", "request `n`"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"logprobs": 21}, "logprobs", "0 to 20"),
         ({"logprobs": True}, "logprobs", "expected `int | null`, got `bool`"),
@@ -299,7 +299,7 @@ def test_a_session_that_is_trained_on_refuses_what_raw_logprobs_do_not_tell(name
     plain = decode_chat(b'{"model": "policy", "messages": [], "seed": 3, "stop": "x"}')
     found, neutral = (sampling(b, prompt_tokens=1, model=ModelInfo("policy", 50, 0), top=0) for b in (body, plain))
     raw = SessionView(SessionId("s"), TurnTree(), ephemeral=False, trains=True, logprobs_kind="raw")
-    with pytest.raises(RefusedField, match=f"`{name}` would make") as refused:
+    with pytest.raises(RefusedField, match=f"with `{name}` the recorded") as refused:
         check_trainable(found, raw)
     assert refused.value.param == name
     check_trainable(neutral, raw)

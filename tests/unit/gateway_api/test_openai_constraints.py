@@ -69,7 +69,7 @@ def test_what_is_left_to_the_model_is_held_to_nothing(choice: str | None) -> Non
 @pytest.mark.parametrize(
     ("form", "kinds", "told"),
     [
-        ("none", {"vllm"}, "no engine can be held to this model's form of a call.*'auto'"),
+        ("none", {"vllm"}, "no engine has a grammar for this model's format of a call.*'auto'"),
         ("hermes", {"embedded"}, "no engine of this gateway.*sglang, vllm"),
         ("llama", {"embedded"}, "no engine of this gateway.*sglang, vllm"),
     ],

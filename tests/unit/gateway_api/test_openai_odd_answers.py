@@ -146,7 +146,7 @@ async def test_a_fault_within_a_stream_is_its_last_event(
     def fault(*_: object) -> None:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr("gateway.api.openai.shapes.Chunks.last", fault)
+    monkeypatch.setattr("gateway.api.openai.writer.Chunks.last", fault)
     with caplog.at_level(logging.ERROR):
         async with serving(say(codec, "yes"), codec) as url:
             status, text = await post(url, {**CHAT, "stream": True})

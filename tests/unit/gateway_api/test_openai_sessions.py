@@ -217,7 +217,7 @@ async def test_an_edited_history_goes_on_from_the_turn_before_the_edit() -> None
         assert await ask(user("a")) == "first"
         assert await ask(user("a"), assistant("one"), user("b")) == "extended"
         edited = [user("a"), assistant("one"), user("B")]
-        assert await ask(*edited) == "branch turn 0 has been gone on from already"
+        assert await ask(*edited) == "branch turn 0 has been extended already"
         assert await ask(*edited, assistant("three"), user("c")) == "extended"
     first, second, third, fourth = turns.requests
     assert (second.parent, third.parent, fourth.parent) == (first.turn_id, first.turn_id, third.turn_id)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,7 +135,8 @@ def parsed(codec: Codec, prompt_ids: list[int], said: list[int], *, tools: bool)
         await reader.read(Run(), answer, lambda piece: None)  # type: ignore[arg-type]
         return answer
 
-    return asyncio.run(read()).message()
+    message: dict[str, Any] = msgspec.to_builtins(asyncio.run(read()).message())
+    return message
 
 
 @settings(max_examples=30)
@@ -181,7 +183,7 @@ def test_reasoning_stays_in_the_record_or_follows_the_template(
             assert prompt.history == ("extended" if before else "first"), prompt.reason
             assert rendered.endswith(talk.codec.decode(prompt.token_ids[len(before) :]))
         elif prompt.history == "branch":
-            assert "otherwise than it was sampled" in prompt.reason
+            assert "differently than it was sampled" in prompt.reason
             assert prompt.parent is None
         talk.record(prompt, talk.said(prompt, exchange.answer, letters=False), keep_reasoning=keep)
         assert talk.told[-1].get("reasoning_content") == exchange.answer.get("reasoning_content")

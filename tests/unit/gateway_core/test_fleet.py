@@ -349,9 +349,9 @@ def test_what_went_wrong_with_a_load_stands_until_what_is_wanted_is_there() -> N
     assert [fail(state).to_version for _ in range(LOAD_TRIES)] == [2] * LOAD_TRIES
     state.loaded(Version(1))
     assert state.last_error == "no 2", "it serves the one before"
-    state.look_error = "silent"
+    state.poll_error = "silent"
     assert state.last_error == "silent"
-    state.look_error = ""
+    state.poll_error = ""
     state.loaded(Version(3))
     assert state.last_error == ""
     fail(state := engine("e0", 1, available=2))

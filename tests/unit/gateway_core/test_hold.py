@@ -139,10 +139,10 @@ def test_many_sessions_are_counted_not_named() -> None:
     ("how", "said"),
     [
         ({"intake_open": True}, ""),
-        ({"status": "dead", "look_error": "GET /metrics: refused"}, "GET /metrics: refused"),
+        ({"status": "dead", "poll_error": "GET /metrics: refused"}, "GET /metrics: refused"),
         ({"status": "refreshing", "loading": Version(7)}, "loads version 7"),
         ({"status": "fenced", "load_error": "digest", "refresh_not_before": 1012.0}, "digest; next try in 12 s"),
-        ({"status": "joining", "must_load": True, "available": 0}, "relay h:1 holds no version yet to load"),
+        ({"status": "joining", "must_load": True, "available": 0}, "relay h:1 holds no version to load yet"),
         ({"status": "joining", "must_load": True, "relay": "", "available": 0, "loadable": frozenset()}, "--relay"),
         ({"status": "joining", "loadable": None}, "relay h:1 has not reported yet which version is wanted"),
         ({"status": "joining", "available": 5}, "holds version 1, and is to load version 5"),
@@ -162,7 +162,7 @@ def test_why_an_engine_takes_no_sessions_is_said(how: dict[str, Any], said: str)
 
 
 def test_nothing_is_said_of_the_others_while_one_takes_sessions() -> None:
-    closed = [engine(f"e{i}", 1, status="dead", look_error=f"why {i}") for i in range(6)]
+    closed = [engine(f"e{i}", 1, status="dead", poll_error=f"why {i}") for i in range(6)]
     assert closed_reasons(fleet(engine("x", 1, intake_open=True), *closed), 0.0) == ""
     told = closed_reasons(fleet(*closed), 0.0)
     assert told == "engine e0 why 0; engine e1 why 1; engine e2 why 2; engine e3 why 3; and 2 more"

@@ -164,7 +164,7 @@ def session_ends(of: Twins) -> None:
         into.forget_session(one.session_id)
         into.kept.note(one.session_id, None)
         if group_too:
-            into.forget_group(one.spec.group_id)
+            into.group_versions.session_ended(one.spec.group_id, 1)
 
 
 def turn_is_placed(of: Twins) -> None:

@@ -33,7 +33,7 @@ def some_fleet(open_: bool, full: int) -> FleetState:
     state = fleet(
         engine("e0", 1, [100] * full, intake_open=open_), engine("e1", 2, [500], intake_open=open_), max_running=2
     )
-    state.group_versions[GroupId("g")] = Version(1)
+    state.group_versions.note(GroupId("g"), Version(1))
     return state
 
 
@@ -44,7 +44,7 @@ def test_the_same_as_asking_for_each(demands: list[Demand], open_: bool, full: i
     admission = Admission(5, 5, 1 if stop else None, 0)
     for demand in demands:
         asked = place(demand, state, admission)
-        told = refusals.told(demand, state)
+        told = refusals.find(demand, state)
         if told is not None:
             assert isinstance(asked, Wait)
         elif isinstance(asked, Wait):
@@ -54,8 +54,8 @@ def test_the_same_as_asking_for_each(demands: list[Demand], open_: bool, full: i
 def test_one_refusal_stands_for_those_that_need_as_much_and_no_others() -> None:
     state, refusals = some_fleet(open_=False, full=0), Refusals()
     refusals.note(Demand(session("a"), 50), state, Wait("every intake is closed"))
-    assert refusals.told(Demand(session("b"), 50), state) == Wait("every intake is closed")
-    assert refusals.told(Demand(session("c"), 49), state) is None
-    assert refusals.told(Demand(session("d", version=1), 50), state) is None
-    assert refusals.told(Demand(session("e", "g"), 50), state) is None
-    assert refusals.told(Demand(session("f", split="eval"), 50), state) is None
+    assert refusals.find(Demand(session("b"), 50), state) == Wait("every intake is closed")
+    assert refusals.find(Demand(session("c"), 49), state) is None
+    assert refusals.find(Demand(session("d", version=1), 50), state) is None
+    assert refusals.find(Demand(session("e", "g"), 50), state) is None
+    assert refusals.find(Demand(session("f", split="eval"), 50), state) is None

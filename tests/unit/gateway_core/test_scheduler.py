@@ -219,26 +219,26 @@ def test_a_group_is_booked_once_and_whole() -> None:
     for member, name in zip(members, ["e0", "e0", "e1"], strict=True):
         admit(Placement(EngineName(name), ""), demand(member), state)
     assert [e.admitted for e in state.sorted_engines()] == [4, 0]
-    assert state.group_versions == {"g": 3}
+    assert state.group_versions.get(GroupId("g")) == 3
     assert state.session_versions == {"a": 3, "b": 3, "c": 3}
     assert [(m.version, m.engine) for m in members] == [(3, "e0"), (3, "e0"), (3, "e1")]
 
 
 def test_a_session_that_goes_on_is_booked_under_its_new_version_and_not_admitted_again() -> None:
     state = fleet(engine("e0", 2))
-    state.group_versions[GroupId("g")] = Version(1)
+    state.group_versions.note(GroupId("g"), Version(1))
     of = session("a", "g", version=1, on="e9")
     admit(Placement(EngineName("e0"), "", version_changed=True), demand(of), state)
     assert (of.version, of.engine, state.session_versions) == (2, "e0", {"a": 2})
-    assert (state.sorted_engines()[0].admitted, state.group_versions) == (0, {"g": 1})
+    assert (state.sorted_engines()[0].admitted, state.group_versions.get(GroupId("g"))) == (0, 1)
 
 
 def test_a_group_whose_version_is_lost_goes_on_together() -> None:
     state = fleet(opened("e0", 2), opened("e1", 3))
-    state.group_versions[GroupId("g")] = Version(1)
+    state.group_versions.note(GroupId("g"), Version(1))
     first, second = session("a", "g", group_size=4), session("b", "g", group_size=4)
     admit(Placement(EngineName("e0"), ""), demand(first), state)
-    assert (state.group_versions, state.engines[EngineName("e0")].admitted) == ({"g": 2}, 4)
+    assert (state.group_versions.get(GroupId("g")), state.engines[EngineName("e0")].admitted) == (2, 4)
     assert placed(demand(second), state) == "e0", "though e1 is newer"
 
 

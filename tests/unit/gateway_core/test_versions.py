@@ -160,8 +160,8 @@ def test_strict_sessions_begin_on_as_many_versions_as_relays_keep() -> None:
     assert isinstance(place(Demand(session("other"), 10), state, FREE), Placement), "it insists on nothing"
     told = Refusals()
     told.note(second, state, outcome)
-    assert told.told(Demand(session("other"), 10), state) is None
-    assert told.told(Demand(session("third", on_version_loss="strict"), 10), state) is outcome
+    assert told.find(Demand(session("other"), 10), state) is None
+    assert told.find(Demand(session("third", on_version_loss="strict"), 10), state) is outcome
     state.kept.note(first.session.session_id, None)
     assert isinstance(place(second, state, FREE), Placement)
 
@@ -192,8 +192,8 @@ def test_a_session_is_on_no_older_version_than_it_may() -> None:
     assert "no engine with an open intake serves version 3 or a newer one" in outcome.reason
     told = Refusals()
     told.note(demand, state, outcome)
-    assert told.told(Demand(session("other"), 10), state) is None, "another may go to the older one"
-    state.group_versions[demand.session.spec.group_id] = Version(2)
+    assert told.find(Demand(session("other"), 10), state) is None, "another may go to the older one"
+    state.group_versions.note(demand.session.spec.group_id, Version(2))
     assert isinstance(place(demand, state, FREE), Wait), "nor to the older one of its group"
     lost = lost_one("segment", 4, min_version=Version(3))
     outcome = place(lost, state, FREE)
@@ -214,8 +214,8 @@ def test_a_new_session_is_on_no_newer_version_than_it_may() -> None:
     assert outcome == Wait("no engine with an open intake serves version 2 or an older one")
     told = Refusals()
     told.note(demand, state, outcome)
-    assert told.told(Demand(session("other"), 10), state) is None, "another may go to the newer one"
-    state.group_versions[demand.session.spec.group_id] = Version(3)
+    assert told.find(Demand(session("other"), 10), state) is None, "another may go to the newer one"
+    state.group_versions.note(demand.session.spec.group_id, Version(3))
     assert isinstance(place(demand, state, FREE), Wait), "nor to the newer one of its group"
     state.engines[EngineName("e0")].version = Version(3)
     outcome = place(demand, state, FREE)
@@ -283,7 +283,7 @@ def test_whatever_the_fleet_a_session_is_within_its_bounds(
     bounds: dict[str, Any] = {"min_version": Version(least), "max_version": None if most is None else Version(most)}
     of = session(version=on, on_version_loss=policy, **bounds)
     assume(on is None or of.spec.allows(Version(on)))
-    state.group_versions[of.spec.group_id] = Version(grouped)
+    state.group_versions.note(of.spec.group_id, Version(grouped))
     asked = Demand(of, 10)
     outcome = place(asked, state, FREE)
     if isinstance(outcome, Placement):

@@ -96,7 +96,7 @@ async def test_a_lapsed_lease_gives_back_to_the_old_place(buffer: ExperienceBuff
     lease, _ = await buffer.sample("dies", trajectories=2, trainer_version=1, lease_s=0.01)
     got = await buffer.sample("lives", trajectories=3, trainer_version=1, wait_s=5.0)
     assert names(got) == ["a", "b", "c"]
-    with pytest.raises(NotFound, match="lapsed"):
+    with pytest.raises(NotFound, match="expired"):
         await buffer.ack(lease)
     assert buffer.statistics().lapsed_leases == 1
 

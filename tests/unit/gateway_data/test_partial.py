@@ -127,7 +127,7 @@ async def test_a_prompt_is_whole_again_though_its_row_has_only_what_it_adds(pool
 async def test_a_prompt_whose_parent_lacks_ids_is_not_taken_for_whole(pool: PartialResponsePool) -> None:
     await turns_of_a_session(pool)
     await pool.shorten(TurnId("child"), 0)
-    with pytest.raises(Corrupt, match="turn last lacks 1 of the 6 ids that it has of child"):
+    with pytest.raises(Corrupt, match="turn last lacks 1 of the 6 ids that it shares with child"):
         await pool.kept_turns(SessionId("s1"))
 
 
@@ -145,7 +145,7 @@ async def test_the_end_of_a_turn_and_what_its_reader_says_of_it_are_one_commit(
     write = partial_rows.write
 
     def writing(connection: sqlite3.Connection, taken: partial_rows.Unwritten) -> None:
-        written.append((len(taken.ended), len(taken.told)))
+        written.append((len(taken.ended), len(taken.messages)))
         write(connection, taken)
 
     monkeypatch.setattr(partial_rows, "write", writing)
@@ -154,7 +154,7 @@ async def test_the_end_of_a_turn_and_what_its_reader_says_of_it_are_one_commit(
 
     async def read() -> None:
         await finish
-        await pool.tell(SessionId("s1"), TurnId("t1"), {"role": "head"}, [{"role": "assistant"}])
+        await pool.note_messages(SessionId("s1"), TurnId("t1"), {"role": "head"}, [{"role": "assistant"}])
 
     reading = asyncio.create_task(read())
     await asyncio.sleep(0)
@@ -170,7 +170,7 @@ async def test_what_is_said_of_a_forgotten_turn_is_not_kept(pool: PartialRespons
     pool.begin(request("t1"))
     await pool.end(TurnId("t1"), "stop", 0)
     await pool.forget_sessions([SessionId("s1")])
-    await pool.tell(SessionId("s1"), TurnId("t1"), {}, [])
+    await pool.note_messages(SessionId("s1"), TurnId("t1"), {}, [])
     told = "SELECT count(*) FROM turn_messages"
     assert await pool._database.run(lambda connection: connection.execute(told).fetchone()) == (0,)
 

@@ -15,8 +15,7 @@ from gateway.api.openai.constraints import forced_call
 from gateway.api.openai.requests import decode_chat
 from gateway.core.types import SamplingParams
 from gateway.engines.base import EngineChunk, EngineFailed, RequestRefused
-from gateway.engines.sglang import SglangEngine
-from gateway.engines.sglang_push import LOADER
+from gateway.engines.sglang import LOADER, SglangEngine
 from tests.support.cutting_engine import until
 from tests.support.sglang.engine import Engine
 from tests.support.sglang.server import Server

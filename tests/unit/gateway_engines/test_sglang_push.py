@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gateway.engines.sglang_push import LOADER, MANIFEST, manifest_tensor
+from gateway.engines.sglang import LOADER, MANIFEST, manifest_tensor
 from paramserver.plugins import sglang
 from protos.errors import Corrupt, InvalidRequest
 from tests.support.sglang.weights import load_custom, read_directory, read_pushed

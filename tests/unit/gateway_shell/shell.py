@@ -9,23 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gateway.app import assemble, open_stores
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.core.fleet import FleetConfig, FleetState
-from gateway.core.lengths import SessionDurations
+from gateway.core.fleet import FleetConfig
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SamplingParams, SessionId, TokenDelta, TurnId, TurnRequest
-from gateway.experience import ExperienceBuffer
 from gateway.fleet.fleet import Fleet
 from gateway.repack.loop import Repacker
 from gateway.sessions.endings import Endings
-from gateway.sessions.groups import GroupBook
 from gateway.sessions.recovery import recover
-from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer
 from gateway.store import Database, PartialResponsePool, Timeline
-from gateway.store.groups import GroupStore
-from gateway.store.sessions import SessionStore
 from gateway.turns.running import RunningTurn
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
 from tests.support.reading import heard
@@ -104,28 +99,21 @@ async def shell(
     settings = GatewayConfig(model=MODEL, tokenizer=directory, data=directory, engines=specs, **config)
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(Database(directory / "gateway.sqlite"))
-        pool, buffer, timeline = PartialResponsePool(database), ExperienceBuffer(database), Timeline(database)
-        for part in (pool, timeline):
-            await part.open()
-            stack.push_async_callback(part.close)
-        await buffer.open()
-        store = SessionStore(database)
-        await store.open()
-        state = FleetState(settings.fleet)
-        live = SessionRegistry(settings, state, store, timeline)
-        trainer = Trainer(settings, live, buffer)
-        made = Fleet(settings, state, timeline, trainer.admission)
-        sessions = TurnService(settings, live, made, trainer, pool=pool, timeline=timeline, context_tokens=lambda: 4096)
-        groups, durations = GroupBook(live, buffer, GroupStore(database)), SessionDurations()
-        endings = Endings(
-            sessions, trainer, groups, durations, pool=pool, buffer=buffer, store=store, timeline=timeline
+        stores = await open_stores(database, stack)
+        parts = assemble(settings, stores)
+        await recover(parts.sessions, stores.sessions, stores.pool)
+        await parts.fleet.__aenter__()
+        stack.push_async_callback(parts.fleet.close)
+        stack.push_async_callback(parts.endings.close)
+        found = Shell(
+            parts.fleet,
+            parts.sessions,
+            parts.endings,
+            parts.trainer,
+            stores.pool,
+            stores.timeline,
+            parts.repacker,
         )
-        await recover(sessions, store, pool)
-        await made.__aenter__()
-        stack.push_async_callback(made.close)
-        stack.push_async_callback(endings.close)
-        repacker = Repacker(settings, made, sessions, durations, timeline)
-        found = Shell(made, sessions, endings, trainer, pool, timeline, repacker)
         await until(lambda: all(found.status(e) == "serving" for e in engines), "serving engines")
         yield found
 
@@ -151,6 +139,6 @@ def check_at_rest(shell: Shell) -> None:
     """Nothing is left of any turn, and every turn that began ended in one way."""
     counters = shell.sessions.counters
     assert {name: list(e.turns) for name, e in shell.fleet.state.engines.items() if e.turns} == {}
-    assert not shell.sessions.runs
+    assert not shell.sessions.running
     assert shell.pool.statistics().in_flight == 0
     assert counters.turns_started == counters.turns_completed + counters.turns_lost + counters.turns_aborted

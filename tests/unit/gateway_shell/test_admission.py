@@ -120,7 +120,7 @@ async def test_groups_are_looked_through_only_where_that_decides(
         for _ in range(3):
             await turn(http, "b", [5])
         assert not looks, "a session that has begun waits for no trainer"
-        found.fleet.changed()
+        found.fleet.reconcile()
         assert not looks, "nobody waits"
         await refused(http)
         assert looks

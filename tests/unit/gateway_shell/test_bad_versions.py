@@ -39,7 +39,7 @@ async def test_however_many_bad_versions_are_published_the_last_good_one_serves(
 ) -> None:
     """Though the relay retires all but the two newest, and each newer version is tried as it comes."""
     monkeypatch.setattr(refresh, "RETRY_S", 0.01)
-    monkeypatch.setattr(pins_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(pins_module, "UPDATE_S", 0.01)
     bad = range(2, 2 + num_bad)
     e0 = CuttingEngine("e0", answer=refuses(*bad))
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=AT_ONCE) as found:
@@ -59,7 +59,7 @@ async def test_however_many_bad_versions_are_published_the_last_good_one_serves(
         good = 2 + num_bad
         await serve(found, holder, good, e0)
         await until(lambda: holder.fallbacks == [good], "it is kept instead")
-        assert (state.last_error, dict(found.fleet.pinning.fallbacks)) == ("", {address: good})
+        assert (state.last_error, dict(found.fleet.pins.fallbacks)) == ("", {address: good})
 
 
 async def test_a_newer_version_is_tried_at_once_not_after_the_wait_of_the_one_that_failed(
@@ -78,21 +78,21 @@ async def test_a_newer_version_is_tried_at_once_not_after_the_wait_of_the_one_th
 async def test_a_pin_that_was_taken_away_is_made_again_while_the_version_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins_module, "LOOK_S", 3600.0)
+    monkeypatch.setattr(pins_module, "UPDATE_S", 3600.0)
     e0 = CuttingEngine("e0")
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address) as found:
         await serve(found, holder, 1, e0)
-        pins, now = found.fleet.pinning, time.monotonic()
-        await pins.look(now)
+        pins, now = found.fleet.pins, time.monotonic()
+        await pins.update(now)
         assert holder.fallbacks == [1]
         found.fleet.relays.gone(address, 1)  # type: ignore[arg-type]
-        await pins.look(now + pins_module.TTL_S / 3)
+        await pins.update(now + pins_module.TTL_S / 3)
         assert dict(pins.fallbacks) == {address: 1}, "it is renewed, whatever else was heard"
         holder.retire(1)
         holder.publish(2)
         await until(lambda: (e0.version, found.status(e0)) == ("2", "serving"), "version 2")
-        await pins.look(now)
+        await pins.update(now)
         assert dict(pins.fallbacks) == {address: 2}
         await found.fleet.remove(EngineName("e0"))
-        await pins.look(now)
+        await pins.update(now)
         assert dict(pins.fallbacks) == {}, "its last engine left, and the pin ends by itself"

@@ -9,7 +9,7 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from gateway.cli import cli
-from gateway.operate.repack_view import ask, told
+from gateway.operate.repack_view import describe, request_plans
 from protos.errors import InvalidRequest, Unavailable
 from tests.support.turns import serving_app
 
@@ -34,32 +34,32 @@ async def test_a_dry_run_only_looks(dry_run: bool, method: str) -> None:
     app = web.Application()
     app.router.add_route("*", "/admin/repack", plans)
     async with serving_app(app) as url:
-        assert await ask(f"{url}/", dry_run=dry_run) == {"plans": [PLAN]}
+        assert await request_plans(f"{url}/", dry_run=dry_run) == {"plans": [PLAN]}
     assert asked == [method]
 
 
 async def test_who_does_not_answer_is_named() -> None:
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
-        await ask("http://127.0.0.1:1", dry_run=True)
+        await request_plans("http://127.0.0.1:1", dry_run=True)
     app = web.Application()
     async with serving_app(app) as url:
         with pytest.raises(Unavailable, match=f"what answers at {url} is no gateway: 404"):
-            await ask(url, dry_run=True)
+            await request_plans(url, dry_run=True)
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8080", "ftp://h", "http://"])
 async def test_what_is_no_url_is_told_the_form(url: str) -> None:
     with pytest.raises(InvalidRequest, match=r"is no gateway's address \(such as http://127\.0\.0\.1:8080\)"):
-        await ask(url, dry_run=True)
+        await request_plans(url, dry_run=True)
 
 
 def test_people_read_what_and_why() -> None:
-    lines = told({"plans": [PLAN]}, dry_run=True).splitlines()
+    lines = describe({"plans": [PLAN]}, dry_run=True).splitlines()
     assert lines[0] == "version 3: would free e1 by 2 moves, for 0.50 s of prefill against 20.00 s"
     assert [line.strip() for line in lines[1:]] == PLAN["reasons"]
-    still = told({"plans": [{**PLAN, "freed": [], "moves": []}]}, dry_run=False).splitlines()
+    still = describe({"plans": [{**PLAN, "freed": [], "moves": []}]}, dry_run=False).splitlines()
     assert still[0] == "version 3: frees no engine"
-    assert "nothing to pack" in told({"plans": []}, dry_run=True)
+    assert "nothing to pack" in describe({"plans": []}, dry_run=True)
 
 
 def test_the_command_fails_when_no_gateway_answers() -> None:

@@ -49,7 +49,7 @@ async def test_the_tail_that_no_client_was_sent_is_not_trained_on(tmp_path: Path
         read = await stream_and_leave(http, "s", 4)
         await until(lambda: found.sessions.counters.turns_orphaned == 1, "the client is seen to have left")
         engine.go.set()
-        await until(lambda: not found.sessions.runs, "the turn's end")
+        await until(lambda: not found.sessions.running, "the turn's end")
         await post(http, "/sessions/s/finish", {"reward": 1.0})
         [one] = await trained(http)
     assert read == 4
@@ -70,10 +70,10 @@ async def test_what_no_client_was_sent_is_not_trained_on_after_a_restart_either(
             await until(lambda: found.sessions.counters.turns_orphaned == 1, "the client is seen to have left")
             if ended:
                 engine.go.set()
-                await until(lambda: not found.sessions.runs, "the turn's end")
+                await until(lambda: not found.sessions.running, "the turn's end")
         engine.go.set()
         async with gateway(tmp_path, engine) as (found, http):
-            await until(lambda: not found.sessions.runs, "the turn's end")
+            await until(lambda: not found.sessions.running, "the turn's end")
             await post(http, "/sessions/s/finish", {"reward": 1.0})
             [one] = await trained(http)
     assert len(one["token_ids"]) == 1 + NUM, "the record is whole"
@@ -150,7 +150,7 @@ async def test_choices_beyond_the_sessions_turns_leave_nothing_running(tmp_path:
         await post(http, "/sessions", {"session_id": "s", "max_turns": 2})
         asked = {"model": MODEL, "prompt": [5], "max_tokens": 4, "n": 3}
         told = await post(http, "/s/s/v1/completions", asked, 409)
-        assert "3 are asked for, of 2 at most" in told["error"]["message"]
+        assert "3 are requested, of 2 at most" in told["error"]["message"]
         assert (found.sessions.counters.turns_started, e0.asked) == (0, [])
         await post(http, "/s/s/v1/completions", {**asked, "n": 2})
         assert (await get(http, "/sessions/s"))["turns"] == 2
@@ -168,7 +168,7 @@ async def test_of_two_requests_at_once_the_one_without_room_leaves_nothing_runni
                 return answer.status
 
         statuses = await asyncio.gather(ask(5), ask(6))
-        await until(lambda: not found.sessions.runs, "no turn")
+        await until(lambda: not found.sessions.running, "no turn")
     assert sorted(statuses) in ([200, 409], [409, 409])
 
 
@@ -203,7 +203,7 @@ async def test_of_an_answer_that_is_sent_whole_nothing_was_seen_before_its_end(t
         await asyncio.wait([leaving])
         await until(lambda: found.sessions.counters.turns_orphaned == 1, "the client is seen to have left")
         engine.go.set()
-        await until(lambda: not found.sessions.runs, "the turn's end")
+        await until(lambda: not found.sessions.running, "the turn's end")
         await post(http, "/sessions/s/finish", {"reward": 1.0})
         [one] = await trained(http)
     assert one["loss_mask"] == [0] * (1 + NUM)

@@ -54,18 +54,18 @@ async def test_a_finish_goes_on_without_its_caller_and_is_joined(
         session = found.session()
         await read(found.run(session))
         asked = Finish(reward=1.0)
-        gone = asyncio.create_task(found.endings.finish_once(session.session_id, asked))
+        gone = asyncio.create_task(found.endings.finish(session.session_id, asked))
         await entered.wait()
         gone.cancel()
         await asyncio.wait([gone])
-        joining = asyncio.create_task(found.endings.finish_once(session.session_id, asked))
+        joining = asyncio.create_task(found.endings.finish(session.session_id, asked))
         with pytest.raises(Conflict, match="is being finished with reward 1, completed, not with reward 2, truncated"):
-            await found.endings.finish_once(session.session_id, Finish(reward=2.0, status="truncated"))
+            await found.endings.finish(session.session_id, Finish(reward=2.0, status="truncated"))
         gate.set()
         told = await joining
         assert told is not None
         assert told.stored
-        assert await found.endings.finish_once(session.session_id, asked) == told
+        assert await found.endings.finish(session.session_id, asked) == told
         assert found.sessions.counters.trajectories_finished == 1
         assert found.trainer.admission().buffered == 1
 
@@ -202,7 +202,7 @@ async def test_a_finish_that_met_a_fault_can_be_made_again(tmp_path: Path, monke
             raise RuntimeError("nobody foresaw it")
 
         with monkeypatch.context() as patched:
-            patched.setattr(found.fleet.vouching, "vouch", failing)
+            patched.setattr(found.fleet.evidence, "collect", failing)
             await post(http, "/sessions/s/finish", {"reward": 1.0}, 500)
         assert (await get(http, "/sessions/s"))["state"] == "live"
         assert (await post(http, "/sessions/s/finish", {"reward": 1.0}))["stored"]
@@ -241,7 +241,7 @@ async def test_a_clock_that_is_set_ends_no_session_and_no_lease(
         session, used = found.session("s"), found.session("used")
         for each in (session, used):
             await read(found.run(each))
-        await found.endings.finish_once(used.session_id, Finish(reward=1.0))
+        await found.endings.finish(used.session_id, Finish(reward=1.0))
         buffer = found.trainer._buffer
         lease, _ = await buffer.sample("t", trainer_version=0, trajectories=1)
         set_to = time.time() + 86_400
@@ -257,13 +257,13 @@ async def test_a_clock_that_is_set_back_vouches_for_nothing_that_was_not_looked_
     async with CuttingEngine("e0", version="3", tells_versions=False) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         await read(found.run(session))
-        await found.fleet.vouching.vouch([s for t in session.tree.turns.values() for s in t.segments])
+        await found.fleet.evidence.collect([s for t in session.tree.turns.values() for s in t.segments])
         set_to = time.time() - 86_400
         monkeypatch.setattr("time.time", lambda: set_to)
         run = found.run(session)
         await read(run)
         e0.version = "4"  # by somebody else, and nobody heard of it
-        [segment] = await found.fleet.vouching.vouch([*run.segments])
+        [segment] = await found.fleet.evidence.collect([*run.segments])
         assert segment.evidence == "contradicted"
 
 

@@ -41,7 +41,7 @@ async def test_a_group_is_made_whole_and_read_whole(tmp_path: Path) -> None:
         assert await sampled(http) == [(group["group_id"], i) for i in range(3)]
         assert (await get(http, f"/groups/{group['group_id']}"))["state"] == "closed"
         told = await post(http, "/groups", {"size": 1, "group_id": group["group_id"]}, 409)
-        assert "(closed): trajectories are known by it" in told["error"]["message"]
+        assert "(closed); trajectories carry its name" in told["error"]["message"]
 
 
 async def test_a_groups_size_has_one_word_and_the_older_one_is_taken_too(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ async def test_abandoning_a_group_aborts_its_members_and_takes_its_trajectories_
         body = {"model": MODEL, "prompt": [5], "max_tokens": 8}
         name = group["sessions"][1]["session_id"]
         running = asyncio.create_task(post(http, f"/s/{name}/v1/completions", body, 409))
-        await until(lambda: found.sessions.runs and len(e0.asked) == 2, "a running turn")
+        await until(lambda: found.sessions.running and len(e0.asked) == 2, "a running turn")
         told = await post(http, f"/groups/{group['group_id']}/abandon", {"reason": "not wanted"})
         assert (told["state"], told["sessions"]) == ("abandoned", [])
         assert "was abandoned" in (await running)["error"]["message"]
@@ -134,7 +134,7 @@ async def test_a_group_that_cannot_reach_its_minimum_is_given_up(tmp_path: Path)
         await rolled_out(http, group["sessions"][0])
         await post(http, f"/sessions/{group['sessions'][1]['session_id']}/abandon")
         assert (await get(http, f"/groups/{group['group_id']}"))["state"] == "abandoned"
-        assert found.status.buffer.statistics().trajectories == 0
+        assert found.stores.buffer.statistics().trajectories == 0
 
 
 async def test_what_is_wrong_with_a_group_is_named(tmp_path: Path) -> None:

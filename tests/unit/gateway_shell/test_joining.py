@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.api.openai.answer import Asked, Choice
+from gateway.api.openai.answer import Choice, PreparedRequest
 from gateway.api.openai.history import Prompt
-from gateway.api.openai.shapes import AnswerHead
 from gateway.api.openai.turn_view import Reader
+from gateway.api.openai.writer import AnswerHead
 from gateway.core.fleet import FleetConfig
 from gateway.core.retries import Call, choice_id
 from gateway.core.sessions import SessionState
@@ -34,10 +34,10 @@ def begun(found: Shell, session: SessionState, name: str = "t0", **sampling: Any
     return found.sessions.start(request)
 
 
-def asked_of(run: RunningTurn, *, read: bool) -> Asked:
+def asked_of(run: RunningTurn, *, read: bool) -> PreparedRequest:
     """A request that the turn answers."""
     reader, head = cast(Reader, None), cast(AnswerHead, None)
-    return Asked(head, {}, Prompt([], "first"), [Choice(run, reader, read=read)], "body", joined=False)
+    return PreparedRequest(head, {}, Prompt([], "first"), [Choice(run, reader, read=read)], "body", joined=False)
 
 
 async def join(found: Shell, call: Call) -> RunningTurn | None:
@@ -224,14 +224,14 @@ async def test_a_turn_that_is_over_is_forgotten_after_its_window(tmp_path: Path)
         session = found.session(ephemeral=True)
         run = begun(found, session)
         await read(run)
-        over = next(iter(found.sessions.known._over.values()))[1]
-        assert list(found.sessions.known.sweep(over - 0.01)) == []
+        over = next(iter(found.sessions.joinable._over.values()))[1]
+        assert list(found.sessions.joinable.sweep(over - 0.01)) == []
         assert await join(found, Call("same", None)) is None, "its client is about to have the whole answer"
         run.left()
         assert await join(found, Call("same", None)) is run
-        assert list(found.sessions.known.sweep(over + 0.01)) == [run]
+        assert list(found.sessions.joinable.sweep(over + 0.01)) == [run]
         assert await join(found, Call("same", None)) is None
-        assert not found.sessions.known._buckets
+        assert not found.sessions.joinable._buckets
 
 
 async def test_an_abandoned_sessions_turn_cannot_be_joined(tmp_path: Path) -> None:
@@ -353,17 +353,17 @@ async def test_the_first_choice_of_a_call_without_a_session_stays_while_the_seco
         )
         async with second:
             await read(first)
-            over = next(iter(found.sessions.known._over.values()))[1]
-            assert list(found.sessions.known.sweep(over + 1.0)) == []
+            over = next(iter(found.sessions.joinable._over.values()))[1]
+            assert list(found.sessions.joinable.sweep(over + 1.0)) == []
             await found.sessions.sweep()
             e0.go.set()
             check_whole(second, await heard(second))
         for run in (first, second):
             run.left()
         assert await found.sessions.join(Call("same", None), 2) == [first, second]
-        last = max(until for _, until in found.sessions.known._over.values())
-        assert list(found.sessions.known.sweep(last + 0.01)) == [first, second]
-        assert not found.sessions.known._buckets
+        last = max(until for _, until in found.sessions.joinable._over.values())
+        assert list(found.sessions.joinable.sweep(last + 0.01)) == [first, second]
+        assert not found.sessions.joinable._buckets
 
 
 async def test_who_leaves_unread_makes_no_turn_unread_that_another_is_about_to_have(tmp_path: Path) -> None:

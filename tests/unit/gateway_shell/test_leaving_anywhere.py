@@ -30,7 +30,7 @@ async def left_after(steps: int, task: asyncio.Task[object]) -> bool:
 
 async def settled(found: Shell) -> None:
     engines = found.fleet.state.engines.values()
-    await until(lambda: not any(e.turns for e in engines) and not found.sessions.runs, "engines without turns")
+    await until(lambda: not any(e.turns for e in engines) and not found.sessions.running, "engines without turns")
     await until(lambda: not found.pool.statistics().in_flight, "ends on disk")  # also of a turn whose reader has left
     assert found.fleet.statistics().queued == 0
     assert not any(session.running for session in found.sessions.live)

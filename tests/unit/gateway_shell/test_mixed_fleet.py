@@ -45,7 +45,7 @@ async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field
         await until(lambda: {e.status for e in states.values()} == {"serving"}, "both kinds")
         async with aiohttp.ClientSession(found.url) as http:
             asked = [asyncio.create_task(ask(http, number)) for number in range(TURNS)]
-            running = found.sessions.runs
+            running = found.sessions.running
             await until(
                 lambda: [len(r.record.token_ids) > 5 for r in running.values()] == [True] * TURNS, "their tokens"
             )
@@ -64,7 +64,7 @@ async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field
             dtypes = {"vllm": "bfloat16", "sglang": "float32"}
             assert [segment.dtype for segment in run.segments] == [dtypes[segment.engine] for segment in run.segments]
         assert counters.turns_mixed_dtype == TURNS, "not greedy-equal, and the record says so"
-        assert {engine.name: engine.dtype for engine in found.status.snapshot().engines} == dtypes
+        assert {engine.name: engine.dtype for engine in found.status.report().engines} == dtypes
         await found.close(1.0)
 
 

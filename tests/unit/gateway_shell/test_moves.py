@@ -57,16 +57,16 @@ async def test_a_turn_whose_finish_was_heard_does_not_leave_any_more(
     async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         run = found.run()
         driver = run._driver
-        heard = driver._heard
+        heard = driver._take
 
         def hear(chunk: EngineChunk) -> Awaitable[None] | None:
             held = heard(chunk)
             if chunk.finish_reason is not None:
                 moved.append(run.move(E1))
-                found.fleet.interrupt(run.request.turn_id)
+                found.fleet.places.interrupt(run.request.turn_id)
             return held
 
-        monkeypatch.setattr(driver, "_heard", hear)
+        monkeypatch.setattr(driver, "_take", hear)
         check_whole(run, await read(run))
         assert moved == [None]
         assert [segment.cause for segment in run.segments] == ["start"]
@@ -105,7 +105,7 @@ async def test_a_released_turn_goes_on_wherever_there_is_a_place(tmp_path: Path)
         async with found.run() as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             found.fleet.state.engines[E0].leaving = True  # as for an engine that is to load
-            found.fleet.interrupt(run.request.turn_id)
+            found.fleet.places.interrupt(run.request.turn_id)
             check_whole(run, await heard(run))
         assert [(s.engine, s.cause) for s in run.segments] == [("e0", "start"), ("e1", "move")]
         assert found.sessions.counters.turns_cut == 0
@@ -131,7 +131,7 @@ async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> No
         async with found.run(in_place=True) as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             assert run.move(E1) is None
-            found.fleet.interrupt(run.request.turn_id)
+            found.fleet.places.interrupt(run.request.turn_id)
             found.fleet.state.newest = Version(1)  # only engines that a version waits for are looked at
             found.fleet.state.engines[E0].intake_open = False
             assert [load.stays for view in found.repacker._views() for load in view.sessions] == [True]

@@ -14,14 +14,14 @@ import pytest
 from gateway.app import Gateway
 from gateway.core.types import EngineName
 from gateway.engines.base import EngineReport
+from gateway.engines.connections import TETHER_READ_BYTES, until_broken
 from gateway.engines.http import CONTROL_BYTES_MAX
-from gateway.engines.tether import READ_BYTES, until_broken
 from gateway.engines.vllm import VllmEngine
 from gateway.fleet import fleet, refresh
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.watcher import EngineWatcher
-from gateway.runtime import standing
+from gateway.runtime import supervisor
 from paramserver.client import Lease, RelayClient
 from tests.support.cutting_engine import Answer, CuttingEngine, until
 from tests.support.fake_relay import relay
@@ -51,7 +51,7 @@ COMPLETION = {"model": "policy", "prompt": [5, 6], "max_tokens": 4}
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing, "RETRY_S", 0.01)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.01)
 
 
 def state_of(found: Gateway, name: str) -> str:
@@ -100,7 +100,7 @@ async def test_a_host_that_cannot_be_is_refused_where_it_is_named(tmp_path: Path
             wanted = {"name": "odd", "url": f"http://{host}:8000", "check": check}
             async with http.post("/admin/engines", json=wanted) as answer:
                 assert answer.status == 400, await answer.text()
-                assert "is no engine's address" in (await answer.json())["error"]["message"]
+                assert "is not the address of an engine" in (await answer.json())["error"]["message"]
         assert list(await check_serves(found, http)) == ["e0"]
 
 
@@ -152,14 +152,14 @@ async def test_what_nobody_foresaw_is_the_engines_state_too_and_is_said_once(
 async def test_a_look_that_fails_in_the_gateway_itself_costs_no_other_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met, broken = EngineWatcher._meet, True
+    met, broken = EngineWatcher._join, True
 
     def meet(watching: EngineWatcher, member: EngineHandle, *rest: Any) -> None:
         if broken and member.spec.name == "e1":
             raise AssertionError("nobody thought of it")
         met(watching, member, *rest)
 
-    monkeypatch.setattr(EngineWatcher, "_meet", meet)
+    monkeypatch.setattr(EngineWatcher, "_join", meet)
     e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
     async with e0, e1, gateway(tmp_path, e0, e1, poll_interval_s=0.05) as (found, http):
         assert "nobody thought of it" in (await check_serves(found, http))["e1"]["last_error"]
@@ -172,7 +172,7 @@ async def test_a_load_that_fails_as_nobody_foresaw_fences_its_engine_alone_and_i
 ) -> None:
     monkeypatch.setattr(refresh, "RETRY_S", 0.01)
     e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
-    keep, failures = refresh._keep, 0
+    keep, failures = refresh._renew, 0
 
     def keeps(client: RelayClient, lease: Lease) -> Any:
         nonlocal failures
@@ -181,7 +181,7 @@ async def test_a_load_that_fails_as_nobody_foresaw_fences_its_engine_alone_and_i
             raise KeyError("nobody thought of it")
         return keep(client, lease)
 
-    monkeypatch.setattr(refresh, "_keep", keeps)
+    monkeypatch.setattr(refresh, "_renew", keeps)
     async with relay() as (holder, address), e0, e1, shell(tmp_path, e0, e1, relay=address) as found:
         holder.publish(1)
         await until(lambda: (e0.version, e1.version) == ("1", "1"), "version 1 on both")
@@ -195,7 +195,7 @@ async def test_a_decision_that_fails_stops_no_clock(tmp_path: Path, monkeypatch:
     """The fleet's tick: an assertion in a decision is said, and ages and holds run out all the same."""
     monkeypatch.setattr(fleet, "TICK_S", 0.01)
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
-        changed, calls = Fleet.changed, 0
+        changed, calls = Fleet.reconcile, 0
 
         def changes(self: Fleet) -> None:
             nonlocal calls
@@ -204,7 +204,7 @@ async def test_a_decision_that_fails_stops_no_clock(tmp_path: Path, monkeypatch:
                 raise AssertionError("nobody thought of it")
             changed(self)
 
-        monkeypatch.setattr(Fleet, "changed", changes)
+        monkeypatch.setattr(Fleet, "reconcile", changes)
         await until(lambda: calls > 4, "the clock to run on")
         run = found.run()
         check_whole(run, await read(run))
@@ -278,4 +278,4 @@ async def test_a_tether_keeps_nothing_of_what_an_engine_says_there(monkeypatch: 
     async with talkative() as url:
         assert await asyncio.wait_for(until_broken(url), 60)
     assert sum(pieces) == TALK_BYTES, "all of it was heard"
-    assert max(pieces) <= READ_BYTES, "and dropped piece by piece"
+    assert max(pieces) <= TETHER_READ_BYTES, "and dropped piece by piece"

@@ -66,7 +66,7 @@ async def test_children_end_with_their_parent_before_its_end_is_told(tmp_path: P
         e0.hold_at = 2
         asked = {"model": MODEL, "prompt": [5], "max_tokens": 9}
         running = asyncio.create_task(post(http, "/s/busy/v1/completions", asked, 409))
-        await until(lambda: found.sessions.runs, "a running turn")
+        await until(lambda: found.sessions.running, "a running turn")
         path, body = ("abandon", {}) if end == "abandon" else ("finish", {"reward": 1.0} if end == "finish" else {})
         await post(http, f"/sessions/p/{path}", body)
         assert live(found) - {"p"} == {"told", "other"}, "what has ended by itself waits for its reward as ever"
@@ -92,7 +92,7 @@ async def test_a_parent_is_not_idle_while_a_child_that_blocks_it_lives(
             asyncio.create_task(post(http, f"/s/{name}/v1/completions", asked, status))
             for name, status in (("tool", 200), ("aside", 409))
         ]
-        await until(lambda: len(found.sessions.runs) == 2, "their running turns")
+        await until(lambda: len(found.sessions.running) == 2, "their running turns")
         set_idle(found, 0.0)
         await until(lambda: live(found) == {"waits", "tool"}, "the end of those that nobody waits for")
         await made(http, "later")

@@ -31,7 +31,7 @@ async def waiting(
     """A turn in the queue; it leaves it at the end."""
     before = found.fleet.statistics().queued
     demand = Demand(session, tokens, turn_id=TurnId(name or f"turn-{session.session_id}"))
-    task = asyncio.create_task(found.fleet.place(demand, resumed=False, timeout_s=60.0))
+    task = asyncio.create_task(found.fleet.places.place(demand, resumed=False, timeout_s=60.0))
     await until(lambda: found.fleet.statistics().queued > before or task.done(), "a queued turn")
     try:
         yield task
@@ -41,7 +41,7 @@ async def waiting(
 
 
 def occupy(found: Shell, tokens: int, name: str = "first") -> None:
-    found.fleet.enter(E0, TurnLoad(TurnId(name), SessionId("other"), tokens, tokens))
+    found.fleet.places.enter(E0, TurnLoad(TurnId(name), SessionId("other"), tokens, tokens))
 
 
 async def test_a_session_that_has_begun_goes_before_new_ones_and_has_a_place_in_the_queue(tmp_path: Path) -> None:
@@ -53,13 +53,13 @@ async def test_a_session_that_has_begun_goes_before_new_ones_and_has_a_place_in_
         async with contextlib.AsyncExitStack() as stack:
             new = [await stack.enter_async_context(waiting(found, found.session(f"new{i}"))) for i in range(2)]
             with pytest.raises(OutOfCapacity, match="2 turns wait for an engine already"):
-                await found.fleet.place(Demand(found.session("third"), 3), resumed=False, timeout_s=60.0)
+                await found.fleet.places.place(Demand(found.session("third"), 3), resumed=False, timeout_s=60.0)
             going_on = await stack.enter_async_context(waiting(found, live))
             assert not going_on.done(), "new ones that wait refuse it nothing"
-            found.fleet.leave(E0, TurnId("first"))
+            found.fleet.places.leave(E0, TurnId("first"))
             assert (await going_on).engine == "e0"
             assert [task.done() for task in new] == [False, False]
-            found.fleet.leave(E0, TurnId("turn-live"))
+            found.fleet.places.leave(E0, TurnId("turn-live"))
             assert (await new[0]).engine == "e0"
 
 
@@ -68,7 +68,7 @@ async def test_a_session_that_has_begun_waits_for_nobody_on_an_idle_engine(tmp_p
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0, queue_max=3) as found:
         live = found.session("live")
         await read(found.run(live))
-        found.trainer.asked(1, 0, 0)
+        found.trainer.requested(1, 0, 0)
         async with contextlib.AsyncExitStack() as stack:
             new = [await stack.enter_async_context(waiting(found, found.session(f"new{i}"))) for i in range(3)]
             run = found.run(live)
@@ -87,13 +87,13 @@ async def test_a_prompt_that_needs_much_room_is_not_overtaken_for_ever(
             async with waiting(found, found.session("early"), 3) as early:
                 await until(early.done, "it may go before for a while")
             monkeypatch.setattr(places, "RESERVE_AFTER_S", 0.0)
-            found.fleet.changed()
+            found.fleet.reconcile()
             async with waiting(found, found.session("late"), 3) as late, waiting(found, live, 3) as going_on:
                 assert (await going_on).engine == "e0", "who has begun does not wait for a new one"
                 assert not late.done()
                 [told] = [why for why in found.fleet.statistics().waiting_for if "kept for" in why]
                 assert told == "open intakes are kept for a prompt that has waited long for their room"
-                found.fleet.leave(E0, TurnId("first"))
+                found.fleet.places.leave(E0, TurnId("first"))
                 assert (await large).engine == "e0"
                 assert (await late).engine == "e0"
 
@@ -149,19 +149,19 @@ async def test_turns_that_leave_together_are_decided_on_together(
         engine, sessions = found.fleet.state.engines[E0], [found.session(f"s{i}") for i in range(TOGETHER)]
         demands = [Demand(session, 3, turn_id=TurnId(f"turn-{session.session_id}")) for session in sessions]
         for demand in demands:
-            await found.fleet.place(demand, resumed=False, timeout_s=60.0)
+            await found.fleet.places.place(demand, resumed=False, timeout_s=60.0)
         engine.to("refreshing")
         decided = 0
 
         async def go_on(demand: Demand) -> Placement:
             assert demand.turn_id is not None
-            found.fleet.leave(E0, demand.turn_id)
-            return await found.fleet.place(demand, resumed=True, timeout_s=60.0)
+            found.fleet.places.leave(E0, demand.turn_id)
+            return await found.fleet.places.place(demand, resumed=True, timeout_s=60.0)
 
         waiting_again = [asyncio.create_task(go_on(demand)) for demand in demands]
         await until(lambda: found.fleet.statistics().queued == TOGETHER, "every turn in the queue")
         engine.to("serving")
-        found.fleet.changed()
+        found.fleet.reconcile()
         assert {(await task).engine for task in waiting_again} == {"e0"}
         assert found.fleet.statistics().queued == 0
         assert decided <= 4 * TOGETHER

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gateway.core.endings import Finish
 from gateway.core.retries import Call
 from gateway.core.types import EngineName, SamplingParams, SessionId, TopLogprob, TurnId, TurnOrigin, TurnRequest
 from gateway.turns.running import RunningTurn
@@ -95,7 +96,7 @@ async def test_a_session_is_as_it_was(tmp_path: Path) -> None:
             assert again.tree == session.tree
             assert (again.version, again.engine) == (session.version, EngineName("e0"))
             assert found.fleet.state.session_versions == {S: session.version}
-            await found.endings.finish(S, 1.0, "completed", {})
+            await found.endings.finish_rewarded(S, Finish(reward=1.0))
         async with shell(tmp_path, e0) as found:
             assert len(found.sessions.live) == 0
             assert await found.pool.sessions() == []

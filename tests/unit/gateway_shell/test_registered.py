@@ -73,7 +73,7 @@ async def test_an_engine_comes_with_its_registration_and_goes_with_it(tmp_path: 
             deltas = await heard(run)
         check_whole(run, deltas)
         assert [s.engine for s in run.segments] == ["e0", "e1"]
-        assert list(found.fleet.members) == ["e1"]
+        assert list(found.fleet.handles) == ["e1"]
 
 
 async def test_a_registration_that_changes_is_taken_over(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ async def test_a_registration_that_changes_is_taken_over(tmp_path: Path) -> None
         await registered.register(e0)
         await until(lambda: serving(found) == ["e0"], "e0")
         await registered.register(again)
-        await until(lambda: [m.spec.url for m in found.fleet.members.values()] == [again.url], "the new address")
+        await until(lambda: [m.spec.url for m in found.fleet.handles.values()] == [again.url], "the new address")
         await until(lambda: serving(found) == ["e0"], "e0 again")
         run = found.run()
         check_whole(run, await read(run))
@@ -97,11 +97,11 @@ async def test_engines_of_the_configuration_stay_whatever_relays_say(tmp_path: P
         await registered.register(e1, kind="tgi", name="y")
         await registered.register(e1)
         await until(lambda: serving(found) == ["e0", "e1"], "e1")
-        assert list(found.fleet.members) == ["e0", "e1"]
+        assert list(found.fleet.handles) == ["e0", "e1"]
         for name in ("e0", "x", "y", "e1"):
             await registered.vanish(name)
-        await until(lambda: list(found.fleet.members) == ["e0"], "e1 to leave")
-        assert found.fleet.members[EngineName("e0")].spec.url == e0.url
+        await until(lambda: list(found.fleet.handles) == ["e0"], "e1 to leave")
+        assert found.fleet.handles[EngineName("e0")].spec.url == e0.url
 
 
 async def test_what_an_operator_took_out_stays_out_until_it_registers_anew(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ async def test_a_relay_is_let_go_with_the_last_engine_beside_it(others: bool, tm
             await registered.register(e1)
             await until(lambda: serving(found) == ["e0", "e1"], "e1")
         await registered.vanish("e0")
-        await until(lambda: "e0" not in found.fleet.members, "e0 to leave")
+        await until(lambda: "e0" not in found.fleet.handles, "e0 to leave")
         await until(lambda: found.fleet.relays.addresses() == ([address] if others else []), "the relay's connection")
         await registered.register(e0)
         await until(lambda: "e0" in serving(found), "e0 again")
@@ -165,10 +165,10 @@ async def test_a_registration_that_cannot_be_followed_costs_its_own_engine_alone
         await registered.put("e", b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
         await registered.register(e1)
         await until(lambda: serving(found) == ["e0", "e1"], "the sound ones")
-        assert list(found.fleet.members) == ["e0", "e1"]
+        assert list(found.fleet.handles) == ["e0", "e1"]
         for name in ("a", "b", "c", "d", "e", "e0"):
             await registered.vanish(name)
-        await until(lambda: list(found.fleet.members) == ["e1"], "e0 to leave")
+        await until(lambda: list(found.fleet.handles) == ["e1"], "e0 to leave")
 
 
 async def test_what_fails_with_one_engine_as_nobody_foresaw_is_said_and_the_others_are_followed(

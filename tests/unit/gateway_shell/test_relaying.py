@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from gateway.api.openai.text_proxy import _Client
+from gateway.api.openai import events
+from gateway.api.openai.text_proxy import _RelayedAnswer
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
-from gateway.core.types import EngineName, Version
+from gateway.core.types import EngineName
 from gateway.fleet import text_proxy
 from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, pass_time, until
 from tests.support.fake_relay import relay
@@ -82,8 +83,8 @@ async def ask(http: aiohttp.ClientSession, body: Any, path: str = CHAT, **header
 def check_at_rest(found: Gateway) -> None:
     """Nothing runs anywhere, and sessions and pool know of nothing."""
     assert [list(e.turns) for e in found.fleet.state.sorted_engines() if e.turns] == []
-    assert found.relay is not None
-    assert found.relay.statistics().running == 0
+    assert found.parts.text_proxy is not None
+    assert found.parts.text_proxy.statistics().running == 0
     assert found.sessions.counters.turns_started == 0
 
 
@@ -174,7 +175,7 @@ async def test_it_is_off_unless_the_operator_wants_it(tmp_path: Path) -> None:
     async with TextEngine("e0") as e0, gateway(tmp_path, e0, relay_text=False) as (found, http):
         ids = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": NUM}
         assert "X-Session-ID" in (await ask(http, ids, COMPLETION)).headers
-        assert found.relay is None
+        assert found.parts.text_proxy is None
 
 
 async def test_what_the_engine_refuses_is_the_clients_to_hear_and_nobody_elses(tmp_path: Path) -> None:
@@ -208,8 +209,8 @@ async def test_an_engine_that_fails_before_its_first_byte_is_made_good_by_anothe
         assert said_in(answer.body)[0] == words("e1", "0", NUM) if streamed else answer.text.startswith("e1-v0-0 ")
         assert asked_of(e0, e1) == [1, 1]
         check_at_rest(found)
-        assert found.relay is not None
-        assert (found.relay.statistics().retried, found.relay.statistics().failed) == (1, 0)
+        assert found.parts.text_proxy is not None
+        assert (found.parts.text_proxy.statistics().retried, found.parts.text_proxy.statistics().failed) == (1, 0)
 
 
 async def test_a_whole_answer_that_broke_off_was_seen_by_nobody_and_is_asked_for_again(tmp_path: Path) -> None:
@@ -253,8 +254,8 @@ async def test_a_stream_that_breaks_off_says_so_and_is_not_asked_for_again(tmp_p
         assert told["error"]["code"] == "stream_cut", "and no [DONE]"
         assert asked_of(e0, e1) == [1, 0]
         check_at_rest(found)
-        assert found.relay is not None
-        assert found.relay.statistics().failed == 1
+        assert found.parts.text_proxy is not None
+        assert found.parts.text_proxy.statistics().failed == 1
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 1])
@@ -279,7 +280,7 @@ async def test_a_stream_that_breaks_off_within_an_event_breaks_off_for_the_clien
     ):
         with pytest.raises(aiohttp.ClientPayloadError):
             await ask(http, chat(stream=True))
-        await until(lambda: not found.relay or not found.relay.statistics().running, "its end")
+        await until(lambda: not found.parts.text_proxy or not found.parts.text_proxy.statistics().running, "its end")
         check_at_rest(found)
 
 
@@ -290,7 +291,7 @@ async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_tim
     ):
         asking = asyncio.create_task(ask(http, chat(stream=True)))
         await until(lambda: e0.said_words == 2, "all that is said")
-        await found.fleet.members[EngineName("e0")].adapter.limits()  # what was said is read before
+        await found.fleet.handles[EngineName("e0")].adapter.limits()  # what was said is read before
         pass_time(60.0)
         said, [told] = said_in((await asking).body.replace(COMMENT, b""))
         assert (said, told["error"]["code"]) == (words("e0", "0", 2), "stream_cut")
@@ -298,7 +299,7 @@ async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_tim
         waiting = asyncio.create_task(ask(http, chat()))
         await until(lambda: asked_of(e0) == [2], "the request")
         pass_time(61.0)  # longer than any stream may be silent
-        await found.fleet.members[EngineName("e0")].adapter.limits()
+        await found.fleet.handles[EngineName("e0")].adapter.limits()
         assert not waiting.done()
         e0.go.set()
         assert (await waiting).text == " ".join(words("e0", "0", NUM))
@@ -308,7 +309,7 @@ async def test_a_stream_that_hangs_is_cut_and_one_that_is_whole_may_take_its_tim
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is broken soon."""
-    monkeypatch.setattr(text_proxy, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
 
 
 async def begun(answer: aiohttp.ClientResponse, keep_alive: bytes) -> bytes:
@@ -497,7 +498,7 @@ async def test_a_planner_sees_them_as_turns_that_stay(tmp_path: Path) -> None:
         running = asyncio.create_task(ask(http, chat(stream=True)))
         await until(lambda: asked_of(e0) == [1], "a stream")
         [state] = found.fleet.state.sorted_engines()
-        [load] = found.status.repacker.loads(state)
+        [load] = found.parts.repacker.loads(state)
         assert (load.stays, load.turn_id) == (True, next(iter(state.turns)))
         e0.go.set()
         await running
@@ -510,8 +511,8 @@ async def test_draining_lets_them_end_and_takes_no_more(tmp_path: Path) -> None:
         assert kept_alive.status == 404
         await until(lambda: asked_of(e0) == [1], "a stream")
         closing = asyncio.create_task(found.close(drain_timeout_s=10.0))
-        assert found.relay is not None
-        await until(lambda: found.relay is not None and found.relay.draining, "draining")
+        assert found.parts.text_proxy is not None
+        await until(lambda: found.parts.text_proxy is not None and found.parts.text_proxy.draining, "draining")
         refused = await ask(http, chat())  # over the connection that is open still
         assert (refused.status, refused.headers["x-should-retry"]) == (503, "true")
         assert not closing.done()
@@ -580,8 +581,8 @@ async def test_a_client_that_stops_reading_gives_its_engine_up(tmp_path: Path, m
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await reader.readexactly(20)
-        assert found.relay is not None
-        await until(lambda: found.relay.statistics().running == 0, "its leaving the engine", 60)  # type: ignore[union-attr]
+        assert found.parts.text_proxy is not None
+        await until(lambda: found.parts.text_proxy.statistics().running == 0, "its leaving the engine", 60)  # type: ignore[union-attr]
         assert e0.said_words < 400_000, "not because it was over"
         check_at_rest(found)
         writer.close()
@@ -590,28 +591,29 @@ async def test_a_client_that_stops_reading_gives_its_engine_up(tmp_path: Path, m
 async def test_a_client_that_cannot_be_kept_alive_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One task keeps all clients alive: what fails for one of them ends that request alone."""
-    monkeypatch.setattr(text_proxy, "KEEP_ALIVE_S", 0.05)
-    keep_alive, broken = _Client.keep_alive, 0
+    """What fails for one of them shows in that response alone."""
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
+    fill, broken = _RelayedAnswer._fill, 0
 
-    async def keeps(client: _Client, version: Version) -> None:
+    async def fills(client: _RelayedAnswer) -> None:
         nonlocal broken
-        if client.streamed and not broken:
+        if client.streamed:
             broken += 1
             raise KeyError("nobody thought of it")
-        await keep_alive(client, version)
+        await fill(client)
 
-    monkeypatch.setattr(_Client, "keep_alive", keeps)
+    monkeypatch.setattr(_RelayedAnswer, "_fill", fills)
     e0 = TextEngine("e0", hold_text_at=0)
     async with e0, gateway(tmp_path, e0) as (found, http):
         asked = [asyncio.create_task(ask(http, chat(stream=stream))) for stream in (True, False)]
         await until(lambda: broken, "the client that fails")
-        assert found.relay is not None
-        under_way = found.relay._under_way
-        await until(lambda: [u.client.told for u in under_way.values()].count(0) == 2, "both kept alive")
+        assert found.parts.text_proxy is not None
+        running = found.parts.text_proxy._running
+        await until(lambda: [u.client.version for u in running.values()].count(0) == 1, "the other kept alive")
         e0.go.set()
         answers = await asyncio.gather(*asked)
-        assert {answer.status for answer in answers} == {200}, "the broken one was asked again"
+        assert {answer.status for answer in answers} == {200}
+        assert broken == 1, "it is not tried again"
         check_at_rest(found)
     assert caplog.text.count("nobody thought of it") >= 1
 

@@ -12,8 +12,8 @@ import pytest
 from gateway.core.types import Version
 from gateway.fleet import relays
 from gateway.fleet.relays import Relays
-from gateway.runtime import standing
-from gateway.runtime.standing import StandingTasks
+from gateway.runtime import supervisor
+from gateway.runtime.supervisor import Supervisor
 from gateway.store import Database
 from gateway.store.lineage import LineageStore
 from paramserver.client import RelayClient
@@ -24,12 +24,12 @@ from tests.support.fake_relay import relay
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing, "RETRY_S", 0.01)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.01)
 
 
 @asynccontextmanager
 async def followed(*addresses: str) -> AsyncIterator[Relays]:
-    tasks = StandingTasks()
+    tasks = Supervisor()
     found = Relays("policy", tasks, lambda address, version: None)
     for address in addresses:
         found.follow(address)
@@ -37,7 +37,7 @@ async def followed(*addresses: str) -> AsyncIterator[Relays]:
         yield found
     finally:
         for address in addresses:
-            await found.let_go(address)
+            await found.unfollow(address)
         await tasks.close()
 
 
@@ -152,11 +152,11 @@ async def test_which_registry_versions_came_from_outlives_the_gateway(tmp_path: 
             async with Database(path) as database:
                 kept = LineageStore(database)
                 await kept.open()
-                tasks = StandingTasks()
+                tasks = Supervisor()
                 found = Relays("policy", tasks, lambda *_: None, lineage=kept.lineage, saw=kept.keep)
                 found.follow(address)
                 await until(lambda found=found: found.newest(address) is not None, "the relay answered")  # type: ignore[misc]
                 assert bool(found.refused()) == bool(life)
-                await found.let_go(address)
+                await found.unfollow(address)
                 await tasks.close()
     assert (kept.lineage.store_id, kept.lineage.newest) == ("store", 5)

@@ -14,9 +14,9 @@ from gateway.app import start
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import FleetConfig
 from gateway.core.repack import Plan
-from gateway.operate.repack_view import ask, told
+from gateway.operate.repack_view import describe, request_plans
 from gateway.repack import loop
-from gateway.runtime import standing
+from gateway.runtime import supervisor
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
 from tests.support.fake_relay import relay
 from tests.support.words import tokenizer
@@ -45,18 +45,18 @@ async def test_a_dry_run_moves_nothing_and_a_round_leaves_its_receipt(tmp_path: 
         http = await stack.enter_async_context(aiohttp.ClientSession(gateway.url))
         asking = [asyncio.create_task(complete(http)) for _ in range(2)]
         await until(lambda: [len(e.turns) for e in states()] == [1, 1], "a turn on each", 60)
-        runs = gateway.sessions.runs
+        runs = gateway.sessions.running
         await until(lambda: all(len(r.record.token_ids) == 6 for r in runs.values()), "held turns", 60)
         found_relay.publish(2)
         await until(lambda: not any(e.intake_open for e in states()), "closed intakes", 60)
 
-        [plan] = (await ask(gateway.url, dry_run=True))["plans"]
+        [plan] = (await request_plans(gateway.url, dry_run=True))["plans"]
         [freed], [move] = plan["freed"], plan["moves"]
-        assert "would free " + freed["engine"] in told({"plans": [plan]}, dry_run=True)
+        assert "would free " + freed["engine"] in describe({"plans": [plan]}, dry_run=True)
         assert gateway.sessions.counters.moves == 0
         assert [len(e.turns) for e in states()] == [1, 1], "it only looked"
 
-        [done] = (await ask(gateway.url, dry_run=False))["plans"]
+        [done] = (await request_plans(gateway.url, dry_run=False))["plans"]
         assert done["moves"] == [move]
         for engine in engines:
             engine.hold_at = None
@@ -64,7 +64,7 @@ async def test_a_dry_run_moves_nothing_and_a_round_leaves_its_receipt(tmp_path: 
         for task in asking:
             assert await task == said(PROMPT, BUDGET)[0]
         await until(lambda: [e.version for e in states()] == [2, 2], "the freed engine's refresh, and the other's", 60)
-        book = gateway.status.repacker.book
+        book = gateway.parts.repacker.book
         await until(lambda: book.receipts[-1].gain_measured_s is not None, "the measured gain", 60)
         async with http.get("/admin/receipts") as answer:
             [receipt] = (await answer.json())["receipts"]
@@ -95,7 +95,7 @@ async def test_a_round_that_fails_as_nobody_foresaw_is_said_and_the_next_one_com
             raise ZeroDivisionError("nobody thought of it")
         return ()
 
-    monkeypatch.setattr(standing, "RETRY_S", 0.01)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.01)
     monkeypatch.setattr(loop, "plan_repack", plans)
     async with CuttingEngine("e0") as e0, running(tmp_path, e0, repack_interval_s=0.01):
         await until(lambda: rounds > 2, "further rounds")

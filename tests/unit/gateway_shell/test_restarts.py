@@ -81,7 +81,7 @@ async def test_an_engine_met_fenced_with_nothing_to_load_serves_once_it_is_resum
     async with e0, shell(tmp_path, broken=[e0], poll_interval_s=0.01) as found:
         await until(lambda: found.status(e0) == "joining", "a first look")
         for _ in range(3):
-            found.fleet.changed()
+            found.fleet.reconcile()
             assert found.status(e0) == "joining"
         e0.paused = False
         await until(lambda: found.status(e0) == "serving", "service")

@@ -78,7 +78,7 @@ async def test_what_a_client_expects_of_a_turn_is_what_plans_reckon_with_and_no_
             asked = {"model": MODEL, "prompt": [5], "max_tokens": 9}
             running = [asyncio.create_task(post(http, f"/s/{name}/v1/completions", asked)) for name in ("s", "any")]
             await until(lambda: found.sessions.counters.tokens_generated == 4, "two tokens each")
-            repacker, [engine] = found.status.repacker, found.fleet.state.sorted_engines()
+            repacker, [engine] = found.parts.repacker, found.fleet.state.sorted_engines()
             grown = {load.session_id: load.growth for load in repacker.loads(engine)}
             assert grown == {"s": (2,) * 4, "any": (3,) * 4}, "two of four are left, and half of seven"
             e0.go.set()
@@ -117,7 +117,7 @@ async def test_a_session_that_has_ended_tells_how(tmp_path: Path) -> None:
         async with http.get("/sessions/never") as answer:
             assert answer.status == 404
         refused = await post(http, "/sessions", {"session_id": "s"}, 409)
-        assert "(finished with reward 0.5, completed): trajectories are known by it" in refused["error"]["message"]
+        assert "(finished with reward 0.5, completed); trajectories carry its name" in refused["error"]["message"]
 
 
 async def test_what_clients_of_engines_look_for_is_there(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ async def test_health_is_whether_any_engine_serves(tmp_path: Path) -> None:
 
 async def test_an_error_of_an_engine_that_answers_again_is_history(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
-        member = found.fleet.members[EngineName("e0")]
+        member = found.fleet.handles[EngineName("e0")]
 
         async def told() -> tuple[str, str]:
             [engine] = (await get(http, "/status"))["engines"]
@@ -146,7 +146,7 @@ async def test_an_error_of_an_engine_that_answers_again_is_history(tmp_path: Pat
             await until(lambda: member.state.last_error, "notice of it")
             assert fails_at in (await told())[1]
             e0.answers.clear()
-            member.look.set()
+            member.poll_now.set()
             await until(lambda: member.state.status == "serving", "a look that succeeds")
             assert await told() == ("serving", "")
         looks = [e["error"] for e in (await get(http, "/admin/timeline"))["events"] if e["kind"] == "look"]
@@ -207,7 +207,7 @@ async def test_closing_hands_over_what_has_not_finished_in_time(tmp_path: Path) 
         await asyncio.wait({ending}, timeout=60)  # the turn is held: it would wait for ever
         assert ending.done()
         code, answer = await asking
-        assert (code, "ask again: the turn will go on" in answer["error"]["message"]) == (503, True)
+        assert (code, "send it again: the turn will go on" in answer["error"]["message"]) == (503, True)
         await until(lambda: e0.asked[0].left, "the abort upstream")
         e0.go.set()
         found = await start(config(tmp_path, e0))
@@ -272,7 +272,7 @@ async def test_an_engine_that_is_no_use_is_not_taken_in(tmp_path: Path) -> None:
             async with http.post("/admin/engines", json={"name": "e9", "url": url}) as answer:
                 said_ = (await answer.json())["error"]["message"]
                 assert (answer.status, message in said_, hint in said_) == (status, True, True), said_
-        assert list(found.fleet.members) == ["e0"]
+        assert list(found.fleet.handles) == ["e0"]
         async with http.post("/admin/engines", json={"name": "e9", "url": e1.url, "check": False}) as answer:
             assert answer.status == 201
         await until(lambda: found.fleet.state.engines[EngineName("e9")].last_error, "the first look")

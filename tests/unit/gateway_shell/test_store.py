@@ -79,7 +79,7 @@ async def test_what_was_acknowledged_survives_a_power_cut(tmp_path: Path, monkey
         for number, after in enumerate(left[:3]):
             async with gateway(after, e0) as (found, http):
                 assert [await finish(http, f"s{n}", float(n)) for n in range(number + 1)] == told[: number + 1]
-                assert found.status.buffer.statistics().trajectories == number + 1
+                assert found.stores.buffer.statistics().trajectories == number + 1
         async with gateway(left[3], e0) as (_, http):
             assert (await get(http, "/sessions/late"))["state"] == "unrewarded"
             assert (await post(http, "/sessions/late/reward", {"reward": 0.25}))["state"] == "finished"
@@ -163,7 +163,7 @@ async def test_a_clock_that_went_back_while_ends_were_known_by_it_stops_no_start
 async def test_a_full_disk_shows_and_ends_by_itself(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await turn(http, "s", [5])
-        database: Database = found.status.database
+        database: Database = found.stores.database
         disk = Disk()
         await disk.make(database)
         disk.full = True

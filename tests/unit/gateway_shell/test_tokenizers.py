@@ -65,7 +65,7 @@ async def test_a_fresh_gateway_on_a_paused_engine_says_what_it_waits_for(tmp_pat
             assert answer.status == 201
         await until(lambda: state_of(found, "e0") == "joining", "it was met")
         [engine] = (await get(http, "/status"))["engines"]
-        assert "was met paused, so that it may hold half a version, and no relay is named" in engine["reason"]
+        assert "was paused when it joined, so it may hold half a version, and has no relay" in engine["reason"]
         assert f"e0 {engine['reason']}" in (await status(found.url)).output
         e0.paused = False
         await until(lambda: state_of(found, "e0") == "serving", "it was resumed")
@@ -79,7 +79,7 @@ async def test_turns_that_wait_for_the_trainer_are_told_with_what_they_wait_for(
         await until(lambda: state_of(found, "e0") == "serving", "a serving engine")
         async with http.post("/sessions/s0/v1/completions", json=body) as answer:
             assert answer.status == 200
-        found.status.trainer.asked(1, 0, 0)
+        found.parts.trainer.requested(1, 0, 0)
         asking = asyncio.create_task(http.post("/sessions/s1/v1/completions", json=body).__aenter__())
         await until(lambda: found.fleet.statistics().queued == 1, "a turn that waits")
         waiting = (await get(http, "/status"))["sessions"]["waiting_for"]
@@ -103,6 +103,6 @@ async def test_an_engine_that_waits_for_its_relays_word_says_so(tmp_path: Path) 
 async def test_loads_that_were_made_good_are_not_called_errors(tmp_path: Path) -> None:
     e0 = CuttingEngine("e0")
     async with e0, gateway(tmp_path, e0) as (found, _):
-        found.fleet._refreshing.failures = 15
+        found.fleet._refresher.failures = 15
         told = (await status(found.url)).output
         assert "15 loads of a version failed: all of them were made good since; see the log" in told

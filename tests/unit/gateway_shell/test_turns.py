@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gateway.core.endings import Finish
 from gateway.core.fleet import FleetConfig, TurnLoad
 from gateway.core.sampling import segment_seed
 from gateway.core.scheduler import Demand
@@ -102,7 +103,7 @@ async def test_a_cut_turn_goes_on_elsewhere_as_if_uncut(tmp_path: Path, kind: Cu
         if reason == "stalled":
             await until(lambda: e0.asked, "the request")
             await found.taken(len(PROMPT) + after)
-            await found.fleet.members[EngineName("e0")].adapter.limits()  # the answer's head comes before
+            await found.fleet.handles[EngineName("e0")].adapter.limits()  # the answer's head comes before
             pass_time(STALL_S)
         check_whole(run, await reading)
         assert spans(run) == [("e0", 0, after, "start"), ("e1", after, BUDGET, "cut")]
@@ -260,17 +261,17 @@ async def test_turns_that_were_cut_are_placed_before_new_ones(tmp_path: Path) ->
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_max": 1}
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0, **config) as found:
         engine = EngineName("e0")
-        found.fleet.enter(engine, TurnLoad(TurnId("first"), SessionId("other"), 3, 15))
+        found.fleet.places.enter(engine, TurnLoad(TurnId("first"), SessionId("other"), 3, 15))
         waiting = {}
         for name, resumed in (("new", False), ("cut", True)):  # a full queue does not hold for turns that were cut
             session = found.session(name)
-            place = found.fleet.place(Demand(session, 3, turn_id=TurnId(name)), resumed=resumed, timeout_s=5.0)
+            place = found.fleet.places.place(Demand(session, 3, turn_id=TurnId(name)), resumed=resumed, timeout_s=5.0)
             waiting[name] = asyncio.create_task(place)
             await until(lambda: found.fleet.statistics().queued == len(waiting), "a queued turn")
-        found.fleet.leave(engine, TurnId("first"))
+        found.fleet.places.leave(engine, TurnId("first"))
         assert (await waiting["cut"]).engine == "e0"
         assert not waiting["new"].done()
-        found.fleet.leave(engine, TurnId("cut"))
+        found.fleet.places.leave(engine, TurnId("cut"))
         assert (await waiting["new"]).engine == "e0"
 
 
@@ -314,13 +315,13 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> 
 
 async def test_a_client_that_leaves_as_it_is_placed_leaves_no_booking(tmp_path: Path) -> None:
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
-        found.fleet.enter(EngineName("e0"), TurnLoad(TurnId("first"), SessionId("other"), 3, 15))
+        found.fleet.places.enter(EngineName("e0"), TurnLoad(TurnId("first"), SessionId("other"), 3, 15))
         session = found.session()
-        place = found.fleet.place(Demand(session, 3, turn_id=TurnId("waiting")), resumed=False, timeout_s=5.0)
+        place = found.fleet.places.place(Demand(session, 3, turn_id=TurnId("waiting")), resumed=False, timeout_s=5.0)
         waiting = asyncio.create_task(place)
         await until(lambda: found.fleet.statistics().queued == 1, "a queued turn")
-        found.fleet.leave(EngineName("e0"), TurnId("first"))
-        found.fleet.changed()  # serves the queue
+        found.fleet.places.leave(EngineName("e0"), TurnId("first"))
+        found.fleet.reconcile()  # serves the queue
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -331,14 +332,14 @@ async def test_an_engine_that_dies_between_placing_and_streaming_keeps_no_bookin
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1)}
     async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1, **config) as found:
         for engine in (e0, e1):
-            found.fleet.enter(EngineName(engine.name), TurnLoad(TurnId("other"), SessionId("other"), 3, 15))
+            found.fleet.places.enter(EngineName(engine.name), TurnLoad(TurnId("other"), SessionId("other"), 3, 15))
         run = found.run()
         reading = asyncio.create_task(read(run))
         await until(lambda: found.fleet.statistics().queued == 1, "a queued turn")
-        found.fleet.leave(EngineName("e0"), TurnId("other"))
-        found.fleet.changed()  # books the turn there
+        found.fleet.places.leave(EngineName("e0"), TurnId("other"))
+        found.fleet.reconcile()  # books the turn there
         found.fleet.state.engines[EngineName("e0")].to("dead")
-        found.fleet.leave(EngineName("e1"), TurnId("other"))
+        found.fleet.places.leave(EngineName("e1"), TurnId("other"))
         check_whole(run, await reading)
         assert spans(run) == [("e1", 0, BUDGET, "cut")]
         check_at_rest(found)
@@ -350,7 +351,7 @@ async def test_a_stream_that_fails_as_it_is_closed_leaves_no_booking(
 ) -> None:
     """Else the engine would look busier than it is for ever, and the least loaded be another one."""
     async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
-        adapter = found.fleet.members[EngineName("e0")].adapter
+        adapter = found.fleet.handles[EngineName("e0")].adapter
         whole = adapter.generate
 
         @contextlib.asynccontextmanager
@@ -412,7 +413,7 @@ async def test_a_slow_client_holds_its_stream_back(tmp_path: Path, monkeypatch: 
             reading = slowly(run)
             deltas.append(await anext(reading))
             await until(lambda: appended().appended_tokens >= UNREAD_TOKENS_MAX, "a held stream")
-            await found.fleet.members[EngineName("e0")].adapter.limits()  # whatever would still be read comes before
+            await found.fleet.handles[EngineName("e0")].adapter.limits()  # whatever would still be read comes before
             read_so_far = len(deltas[0].token_ids)
             assert appended().appended_tokens - read_so_far <= ahead_max
             async for delta in reading:
@@ -501,8 +502,8 @@ async def test_a_version_that_arrives_packs_the_tail_and_refreshes_the_freed_eng
         assert [(s.engine, s.cause) for s in moved.segments] == [(freed.name, "start"), (packed.name, "move")]
         assert {s.version for r in runs for s in r.segments} == {0}
         assert (found.sessions.counters.repacks, found.sessions.counters.moves) == (1, 1)
-        await found.endings.finish(stayed.request.session_id, 1.0, "completed", {})
-        await found.endings.finish(moved.request.session_id, 1.0, "completed", {})
+        await found.endings.finish_rewarded(stayed.request.session_id, Finish(reward=1.0))
+        await found.endings.finish_rewarded(moved.request.session_id, Finish(reward=1.0))
         await until(lambda: packed.version == "1", "the packed engine's refresh")
         await until(lambda: not found_relay.leases, "released pins")
         repacking.cancel()

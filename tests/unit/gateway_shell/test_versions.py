@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway.core.endings import Finish
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import Version, VersionPolicy
 from protos.errors import OutOfCapacity, UnsupportedField, VersionLost
@@ -37,7 +38,7 @@ async def test_a_strict_session_has_its_version_loaded_again_and_the_engine_goes
         check_whole(run, await read(run))
         assert [s.version for s in session.newest.segments] == [1, 1]
         assert (session.version_changes, run.version_changes) == ([], [])
-        await found.endings.finish(session.session_id, 1.0, "completed", {})
+        await found.endings.finish_rewarded(session.session_id, Finish(reward=1.0))
         await until(lambda: (e0.version, found.status(e0)) == ("2", "serving"), "the newest again")
         check_at_rest(found)
 
@@ -51,7 +52,7 @@ async def test_a_session_that_names_its_version_begins_under_it(tmp_path: Path) 
         fresh = found.session()
         await asyncio.gather(*(read(found.run(s)) for s in (judged, fresh)))
         assert [s.sampled_versions for s in (judged, fresh)] == [(1,), (2,)]
-        [leaf] = await found.endings.finish(judged.session_id, 1.0, "completed", {})
+        _, [leaf] = await found.endings.finish_rewarded(judged.session_id, Finish(reward=1.0))
         assert (leaf.split, leaf.version_policy, leaf.version_changes) == ("eval", "strict", [])
         assert found.trainer.admission().buffered == 0, "an evaluation never enters the buffer"
 
@@ -100,7 +101,7 @@ async def test_fail_gives_the_turn_up_and_segment_says_what_it_did(tmp_path: Pat
         check_whole(run, await read(run))
         [change] = run.version_changes
         assert (change.turn, change.from_version, change.to_version) == (1, 1, 2)
-        [leaf] = await found.endings.finish(going_on.session_id, 1.0, "completed", {})
+        _, [leaf] = await found.endings.finish_rewarded(going_on.session_id, Finish(reward=1.0))
         assert (leaf.mixed, leaf.version_policy, leaf.version_changes) == (True, "segment", [change])
 
 

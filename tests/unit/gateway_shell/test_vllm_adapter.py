@@ -381,7 +381,7 @@ async def test_an_engine_without_the_control_routes_is_told_what_it_lacks() -> N
 
 async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() -> None:
     async with CuttingEngine(answers={"/weight_info": '{"weight_version": "2"}'}) as e0, adapter(e0) as found:
-        with pytest.raises(EngineFailed, match="holds version '2' after loading version 3"):
+        with pytest.raises(EngineFailed, match="reports version '2' after loading version 3"):
             await load(found)
         assert "/resume" not in dict(e0.calls)
 
@@ -411,7 +411,7 @@ async def test_an_engine_stays_fenced_until_a_load_succeeds(
         assert {v for r in runs for v in r.session.sampled_versions} == {7}
         assert found.fleet.statistics().refresh_failures >= 1
         e0.answers.clear()
-        await until(lambda: found.fleet.changed() or found.status(e0) == "serving", "another try")  # type: ignore[func-returns-value]
+        await until(lambda: found.fleet.reconcile() or found.status(e0) == "serving", "another try")  # type: ignore[func-returns-value]
         assert (state.version, e0.version, holder.leases) == (7, "7", [])
         assert found.fleet.statistics().refreshes == 2
         assert state.last_error == ""
@@ -435,7 +435,9 @@ async def test_a_version_that_never_loads_leaves_the_engine_on_the_one_before(
         [state] = found.fleet.state.sorted_engines()
         e0.answer = answer
         holder.publish(8)
-        await until(lambda: found.fleet.changed() or (state.given_up, found.status(e0)) == (8, "serving"), "the return")  # type: ignore[func-returns-value]
+        await until(
+            lambda: found.fleet.reconcile() or (state.given_up, found.status(e0)) == (8, "serving"), "the return"
+        )  # type: ignore[func-returns-value]
         assert (e0.version, state.version, holder.leases) == ("7", 7, [])
         run = found.run()
         check_whole(run, await read(run))

@@ -1,6 +1,6 @@
 """Attention over the tiled KV workspace, planned once per forward pass and carried out in every layer.
 
-Two ways, the same mathematics:
+Two implementations of the same mathematics:
 - `tiled`: each token alone against the tiles of its row, any number of tokens in one batched product. Every matrix in
   the batch has the same shape (64 keys of one head, the queries of its group), whatever the token's position and
   whoever else is in the batch; sums over tiles are ours, in order, and tiles beyond a token's length add exact zeros.
@@ -39,7 +39,7 @@ class _Token:
     row: int
     slot: int
     length: int
-    """Keys that it sees."""
+    """Keys that it attends to."""
 
     @property
     def num_tiles(self) -> int:

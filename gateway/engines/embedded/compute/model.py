@@ -28,12 +28,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings whose tables do not depend on the length in use."""
 
 Tensors = Callable[[str], torch.Tensor]
-"""Gives a checkpoint tensor by name, in any float dtype."""
+"""Returns a checkpoint tensor by name, in any float dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of config.json the forward pass needs."""
+    """The fields of config.json that the forward pass needs."""
 
     family: str
     vocab: int

@@ -74,13 +74,13 @@ def _adjust(logits: torch.Tensor, row: SamplingRow) -> None:
         ids, biases = zip(*params.logit_bias, strict=True)
         logits[torch.tensor(ids, device=device)] += torch.tensor(biases, device=device)
     if params.repetition_penalty != 1.0 and row.token_ids:
-        seen = torch.unique(torch.tensor(row.token_ids, device=device))
-        found, penalty = logits[seen], params.repetition_penalty
-        logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
-    said = row.token_ids[row.num_prompt :]
-    if said and (params.presence_penalty or params.frequency_penalty):
-        ids_said, counts = torch.unique(torch.tensor(said, device=device), return_counts=True)
-        logits[ids_said] -= params.frequency_penalty * counts + params.presence_penalty
+        present = torch.unique(torch.tensor(row.token_ids, device=device))
+        found, penalty = logits[present], params.repetition_penalty
+        logits[present] = torch.where(found > 0, found / penalty, found * penalty)
+    generated = row.token_ids[row.num_prompt :]
+    if generated and (params.presence_penalty or params.frequency_penalty):
+        distinct, counts = torch.unique(torch.tensor(generated, device=device), return_counts=True)
+        logits[distinct] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def _process(logits: torch.Tensor, rows: Seq[SamplingRow]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The proof, on this machine and before serving, of what batch-invariant mode promises.
+"""The self-check of batch-invariant mode, on this machine and before serving.
 
-The mode rests on something that torch does not promise: that a kernel of fixed shape rounds a row the same way
-whatever the other rows hold. So an engine in that mode shows it with its own weights first, or does not start.
+The mode depends on a property that torch does not guarantee: a kernel of fixed shape rounds a row the same way whatever
+the other rows hold. So an engine in that mode verifies it with its own weights first, or does not start.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measures, in about a second, what this processor computes a model's matrix products fastest in.
+"""Measures, in about a second, in which dtype this processor computes a model's matrix products fastest.
 
 The shapes are those of the model: a decode step of 8 sequences and a prefill through the engine's own packed products,
 and a training step's products, forward and backward, as torch has them.
 
-Dtypes are compared by processor time with one thread: that of a busy machine is what it is on a free one. Numbers of
-threads can only be compared by wall time; the best of several short rounds is what a free machine would show.
+Dtypes are compared by processor time with one thread, which other load does not change. Numbers of threads can only be
+compared by wall time: the best of several short rounds comes close to that of an idle machine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ TRAIN_ROWS = 64
 LAYERS_MAX = 4
 """Layers that engines' products are measured over: more than a core's own caches hold, as a whole model is."""
 HEAD_SHARE = 8
-"""One part in so many of the vocabulary is measured."""
+"""Only this fraction (1/8) of the vocabulary is measured."""
 SLICE_S = 0.05
 """How long one figure is measured; once at least, however long that takes."""
 ROUNDS_MAX = 1000
 THREADS_MAX = 2
-"""More are not compared: what runs beside engines on one host, other engines, needs cores of its own."""
+"""More are not compared: the other engines on the host need cores, too."""
 
 
 W = TypeVar("W", Linear, torch.Tensor)
@@ -124,7 +124,7 @@ class _Products:
     def _best(
         self, clock: Callable[[], float], work: Callable[[W, torch.Tensor], object], weights: Sequence[W], rows: int
     ) -> float:
-        """Seconds of the fastest round over `weights`; one more goes before, which makes oneDNN's kernels."""
+        """Seconds of the fastest round over `weights`, after one more in which oneDNN makes its kernels."""
         best, until = float("inf"), 0.0
         with torch.inference_mode():
             for number in range(ROUNDS_MAX):

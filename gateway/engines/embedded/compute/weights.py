@@ -1,7 +1,7 @@
 """A snapshot: a directory of safetensors files, checked whole before any tensor of it is used.
 
-Works alike on a model directory and on what a relay hands out (weights only). Nothing is unpickled: `.bin` files are
-not looked at. Tensors are views of mapped files; who keeps one longer than the snapshot is open must copy it.
+Works on a model directory and on a relay's snapshot (weights only). Nothing is unpickled: `.bin` files are ignored.
+Tensors are views of mapped files: copy one that has to outlive the open snapshot.
 """
 
 from __future__ import annotations

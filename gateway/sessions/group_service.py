@@ -1,35 +1,37 @@
-"""Orders about groups: made whole or not at all, abandoned, restored. Each is carried out also when its caller left."""
+"""What callers do with groups: create, look up, abandon; and their restoration. Completes also when a caller leaves."""
 
 from __future__ import annotations
 
 from gateway.core.groups import GroupState
 from gateway.core.sessions import SessionSpec
 from gateway.core.types import GroupId, SessionId
-from gateway.runtime.orders import Orders
+from gateway.runtime.shielded import ShieldedTasks
 from gateway.sessions.endings import Endings
-from gateway.sessions.groups import GroupBook
+from gateway.sessions.group_registry import GroupRegistry
 from gateway.sessions.registry import SessionRegistry
 from gateway.store.groups import Group
 from protos.errors import Conflict, LaminarError, NotFound
 
 
-class Groups:
-    def __init__(self, live: SessionRegistry, endings: Endings, book: GroupBook) -> None:
+class GroupService:
+    """Above `Endings`, since abandoning a group ends sessions."""
+
+    def __init__(self, live: SessionRegistry, endings: Endings, book: GroupRegistry) -> None:
         self._live, self._endings, self._book = live, endings, book
-        self._orders = Orders()
+        self._shielded = ShieldedTasks()
 
     async def create(self, spec: SessionSpec, *, group_min: int, resample_max: int) -> Group:
-        """`spec` is that of each member but for its id and index. All of them are made, or none is."""
-        return await self._orders.carry_out(self._create(spec, group_min, resample_max), f"group-{spec.group_id}")
+        """Makes a session for each member, or none. `spec`: of each member, but for its id and index."""
+        return await self._shielded.run(self._create(spec, group_min, resample_max), f"group-{spec.group_id}")
 
     async def close(self) -> None:
-        """What was begun comes to its end."""
-        await self._orders.done()
+        """Waits for what is in progress."""
+        await self._shielded.drain()
 
     async def _create(self, spec: SessionSpec, group_min: int, resample_max: int) -> Group:
         if (known := self._book.find(spec.group_id)) is not None:
             phase = known.state.phase
-            ended = "" if phase == "open" else f" ({phase}): trajectories are known by it, so that a name is used once"
+            ended = "" if phase == "open" else f" ({phase}); trajectories carry its name: it is used once"
             raise Conflict(
                 f"there was already a group {spec.group_id!r}{ended}", hint="leave group_id out to get a new one"
             )
@@ -48,7 +50,8 @@ class Groups:
         return group
 
     async def restore(self) -> None:
-        """Groups of an earlier life; to be called once sessions are restored. What ended unheard is made good."""
+        """Restores the groups of an earlier life of the gateway; call it after sessions are restored. A member whose
+        end was written and whose group was not is ended again."""
         for group in await self._book.load():
             for session_id in list(group.state.live):
                 if self._live.find(session_id) is None:
@@ -70,7 +73,7 @@ class Groups:
         return name, group.keys[name]
 
     async def abandon(self, group_id: GroupId, reason: str) -> None:
-        await self._orders.carry_out(self._abandon(group_id, reason), f"abandon-{group_id}")
+        await self._shielded.run(self._abandon(group_id, reason), f"abandon-{group_id}")
 
     async def _abandon(self, group_id: GroupId, reason: str) -> None:
         group = self.get(group_id)

@@ -8,21 +8,21 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.runtime import standing
-from gateway.runtime.standing import StandingTasks, own
+from gateway.runtime import supervisor
+from gateway.runtime.supervisor import Supervisor, rpc_result
 from protos.errors import Unavailable
 from tests.support.cutting_engine import until
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing, "RETRY_S", 0.001)
-    monkeypatch.setattr(standing, "RETRY_MAX_S", 0.002)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.001)
+    monkeypatch.setattr(supervisor, "RETRY_MAX_S", 0.002)
 
 
 @asynccontextmanager
-async def tasks() -> AsyncIterator[StandingTasks]:
-    made = StandingTasks()
+async def tasks() -> AsyncIterator[Supervisor]:
+    made = Supervisor()
     try:
         yield made
     finally:
@@ -42,7 +42,7 @@ async def test_what_is_kept_begins_again_after_every_error_and_the_same_is_said_
         await asyncio.Event().wait()
 
     async with tasks() as made:
-        made.keep(work, "work", told.append)
+        made.keep_running(work, "work", told.append)
         await asyncio.wait_for(running.wait(), 60)
     assert told == errors
     said = [r for r in caplog.records if r.levelname == "ERROR"]
@@ -63,7 +63,7 @@ async def test_an_error_reaches_no_other_task(caplog: pytest.LogCaptureFixture) 
         raise KeyError("nobody thought of it")
 
     async with tasks() as made:
-        made.keep(sound, "sound")
+        made.keep_running(sound, "sound")
         broken = made.start(fails(), "broken")
         await asyncio.wait([broken])
         before = turns
@@ -84,9 +84,9 @@ async def test_what_returns_is_over_and_close_ends_the_rest() -> None:
             ended.set()
 
     async with tasks() as made:
-        over = made.keep(returns, "returns")
+        over = made.keep_running(returns, "returns")
         await asyncio.wait_for(over, 60)
-        stayed = made.keep(stays, "stays")
+        stayed = made.keep_running(stays, "stays")
         await asyncio.sleep(0)
     assert ended.is_set()
     assert stayed.cancelled()
@@ -108,4 +108,4 @@ async def test_a_cancellation_that_nobody_asked_for_is_an_error_and_one_that_was
 
 
 async def _owned(call: asyncio.Future[None]) -> None:
-    await own(call)
+    await rpc_result(call)

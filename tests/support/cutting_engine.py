@@ -1,10 +1,13 @@
-"""The fault kit's engines, as tests name them."""
+"""The fault kit's scripted engine, for tests: in their own event loop, or in a thread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 from gateway.faultkit.engine import (
     BLOCK_TOKENS,
@@ -29,10 +32,33 @@ __all__ = [
     "Cut",
     "CutKind",
     "CuttingEngine",
+    "in_thread",
     "pass_time",
     "said",
     "until",
 ]
+
+
+@contextlib.contextmanager
+def in_thread(engine: CuttingEngine) -> Iterator[str]:
+    """Serves in a thread with an event loop of its own, so that the test may block; yields the URL."""
+    address: Future[str] = Future()
+    ended = asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with engine:
+            address.set_result(engine.url)
+            await ended.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        yield address.result(60.0)
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(60.0)
+        loop.close()
 
 
 def pass_time(seconds: float) -> None:

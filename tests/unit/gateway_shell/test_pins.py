@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.config import EngineSpec
+from gateway.core.endings import Finish
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName, Version
 from gateway.fleet.pins import FALLBACK_HOLDER, TTL_S
@@ -45,9 +46,9 @@ async def test_a_strict_sessions_version_is_pinned_for_the_fleet_until_it_ends(t
         await until(lambda: holder.leases == ["gateway/sessions@1x2"], "its pin, for two copies")
         await serve(found, holder, 2, e0)
         await found.endings.abandon(other.session_id, "over")
-        await found.fleet.pinning.look(time.monotonic())
+        await found.fleet.pins.update(time.monotonic())
         assert holder.leases == ["gateway/sessions@1x2"], "one engine serves version 2 now, and the pin stays"
-        await found.endings.finish(strict.session_id, 1.0, "completed", {})
+        await found.endings.finish_rewarded(strict.session_id, Finish(reward=1.0))
         await until(lambda: holder.leases == [], "nobody needs it any more")
 
 
@@ -66,15 +67,15 @@ async def test_no_strict_session_begins_beyond_the_bound_and_is_told_why(tmp_pat
 async def test_a_pin_that_was_taken_away_is_made_again_and_the_timeline_says_so(tmp_path: Path) -> None:
     async with one_engine(tmp_path) as (found, holder, _):
         await read(found.run(found.session(on_version_loss="strict")))
-        await until(lambda: bool(found.fleet.pinning.pinned), "its pin")
+        await until(lambda: bool(found.fleet.pins.pinned), "its pin")
         holder.leases.clear()
-        await found.fleet.pinning.look(time.monotonic() + TTL_S / 2)
+        await found.fleet.pins.update(time.monotonic() + TTL_S / 2)
         assert holder.leases == ["gateway/sessions@1x2"]
         holder.leases.clear()
         holder.retire(1)
         await until(lambda: not found.fleet.relays.holders(Version(1)), "the relay told that it is gone")
-        await found.fleet.pinning.look(time.monotonic() + TTL_S)
-        assert found.fleet.pinning.pinned == {}
+        await found.fleet.pins.update(time.monotonic() + TTL_S)
+        assert found.fleet.pins.pinned == {}
         told = [e.fields["state"] for e in found.timeline.read()[1] if e.kind == "pin"]
         assert told == ["pinned", "lost", "pinned", "lost"]
 
@@ -85,7 +86,7 @@ async def test_a_restarted_gateway_pins_the_versions_of_its_sessions(tmp_path: P
         async with shell(tmp_path, e0, relay=address, fleet=fleet) as found:
             await serve(found, holder, 1, e0)
             await read(found.run(found.session("s", on_version_loss="strict")))
-            await until(lambda: bool(found.fleet.pinning.pinned), "its pin")
+            await until(lambda: bool(found.fleet.pins.pinned), "its pin")
         assert holder.leases == ["gateway/sessions@1x2"], "for the next life"
         holder.leases.clear()
         async with shell(tmp_path, e0, relay=address, fleet=fleet) as found:
@@ -96,17 +97,17 @@ async def test_a_relay_that_is_let_go_in_the_middle_of_a_pin_ends_nothing_else(t
     """As when its last engine is taken out; with another engine beside the same relay the version is pinned again."""
     async with one_engine(tmp_path) as (found, holder, e0):
         await read(found.run(found.session(on_version_loss="strict")))
-        await until(lambda: bool(found.fleet.pinning.pinned), "its pin")
+        await until(lambda: bool(found.fleet.pins.pinned), "its pin")
         holder.leases.clear()
         holder.answering.clear()
-        looking = asyncio.create_task(found.fleet.pinning.look(time.monotonic() + TTL_S))
+        looking = asyncio.create_task(found.fleet.pins.update(time.monotonic() + TTL_S))
         await until(lambda: holder.asked, "a call under way")
         await found.fleet.remove(EngineName("e0"))
         await looking
-        assert found.fleet.pinning.pinned == {}
+        assert found.fleet.pins.pinned == {}
         holder.answering.set()
         found.fleet.add(EngineSpec("e0", "vllm", e0.url, f"127.0.0.1:{holder.port}"))
-        await until(lambda: bool(found.fleet.pinning.pinned), "its pin again")
+        await until(lambda: bool(found.fleet.pins.pinned), "its pin again")
 
 
 async def test_what_goes_wrong_with_one_version_holds_up_no_other_and_is_tried_again(

@@ -17,7 +17,7 @@ async def test_the_oldest_go_first_when_their_prompts_take_too_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with CuttingEngine("e0") as e0, shell(tmp_path, e0, idempotency_window_s=600.0) as found:
-        turns = found.sessions.known
+        turns = found.sessions.joinable
         runs = [found.run() for _ in range(4)]
         for run in runs:
             await read(run)

@@ -1,9 +1,9 @@
-"""Tasks that stand beside each other and fail apart: watchers, tethers, loads, loops.
+"""Tasks that run beside each other and fail independently: watchers, tethers, loads, loops.
 
 Invariants:
-- what one raises ends that one alone; it is logged with its cause, once for as long as the same goes wrong again;
-- one that is to last (`keep`) begins again after a wait, and whoever owns it is told why it stood still;
-- a task is owned here from its start until it is over, and `close` ends them all.
+- an error in one task ends that task alone; it is logged with its cause, once for as long as the cause stays the same;
+- a task of `keep_running` starts again after a wait, and its owner gets the error;
+- a task is owned here from its start to its end, and `close` ends all of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
-"""Before a task that failed begins again; twice as long after each further failure."""
+"""Before a task that failed starts again; doubled after each further failure."""
 RETRY_MAX_S = 30.0
 
 
-class StandingTasks:
-    """Owner of tasks none of which may end another."""
+class Supervisor:
+    """Owner of tasks, none of which may end another."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -34,55 +34,57 @@ class StandingTasks:
         """Runs `work` once."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._done)
         return task
 
-    def keep(
+    def keep_running(
         self,
         work: Callable[[], Coroutine[Any, Any, None]],
         name: str,
-        failed: Callable[[Exception], object] = lambda error: None,
+        on_error: Callable[[Exception], object] = lambda error: None,
     ) -> asyncio.Task[None]:
-        """Runs `work` until it returns or is cancelled; after an error, which `failed` is told, again and again."""
-        return self.start(_keep(work, name, failed), name)
+        """Runs `work` until it returns or is cancelled; after an error, which `on_error` gets, again."""
+        return self.start(_keep_running(work, name, on_error), name)
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed: %r", task.get_name(), error, exc_info=error)
 
     async def close(self) -> None:
+        """Cancels every task, and those that they start meanwhile, until none is left."""
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
 
 
-async def _keep(
-    work: Callable[[], Coroutine[Any, Any, None]], name: str, failed: Callable[[Exception], object]
+async def _keep_running(
+    work: Callable[[], Coroutine[Any, Any, None]], name: str, on_error: Callable[[Exception], object]
 ) -> None:
     loop = asyncio.get_running_loop()
-    wait_s, said = RETRY_S, ""
+    wait_s, logged = RETRY_S, ""
     while True:
         began = loop.time()
         try:
-            await own(work())
+            await rpc_result(work())
             return
         except Exception as e:
             if loop.time() - began > RETRY_MAX_S:
-                wait_s, said = RETRY_S, ""  # it went well for long: a new fault
-            if repr(e) != said:
+                wait_s, logged = RETRY_S, ""  # it ran well for long: this is a new fault
+            if repr(e) != logged:
                 log.error("%s failed, and begins again until it does not: %r", name, e, exc_info=e)
-                said = repr(e)
-            failed(e)
+                logged = repr(e)
+            on_error(e)
         await asyncio.sleep(wait_s)
         wait_s = min(RETRY_MAX_S, 2 * wait_s)
 
 
-async def own(work: Awaitable[T]) -> T:
-    """What `work` gives. A cancellation that nobody asked this task for is Unavailable.
+async def rpc_result(work: Awaitable[T]) -> T:
+    """The result of `work`; Unavailable where gRPC cancelled it.
 
-    gRPC cancels a call whose channel is closed under it: taken for the task's own end, it would end it in silence.
+    gRPC raises CancelledError in a call whose channel is closed by another task. Taken for a cancellation of this task,
+    it would end the task in silence. `cancelling()` tells the two apart.
     """
     try:
         return await work

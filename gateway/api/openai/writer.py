@@ -1,7 +1,7 @@
-"""Answers and stream chunks, to the letter of OpenAI's API (checked with its official client), plus what was asked for.
+"""Writes responses and stream chunks in the format of OpenAI's API (checked with its official client).
 
-The streaming side is the gateway's hot path: a chunk of plain text is a prefix made once per answer, the text as JSON,
-and a suffix. Extra fields (ours or vLLM's) appear only when the request asked for them.
+Fields of our own or of vLLM's are added only on request. Streaming is the gateway's hot path: a chunk of plain text is
+a prefix that is made once per response, the text as JSON, and a suffix.
 """
 
 from __future__ import annotations
@@ -12,24 +12,38 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.requests import AnswerShape
-from gateway.api.openai.turn_view import Answer, Piece, tool_call_body
+from gateway.api.openai.schema import (
+    Alternative,
+    CalledFunction,
+    CallPart,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishReason,
+    Provenance,
+    SampledToken,
+    Usage,
+)
+from gateway.api.openai.turn_view import Answer, Piece
 from gateway.core.types import TopLogprob
 from gateway.tokens import Codec
 
 Api = Literal["chat", "completion"]
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-"""An SSE comment: every client skips it, and proxies see a living connection."""
 
 _json = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every chunk of an answer, or the one body, begins with."""
+    """What every chunk of a response, or its one body, begins with."""
 
     api: Api
     turn_id: str
@@ -53,42 +67,49 @@ class AnswerHead:
 
 
 def body(codec: Codec, head: AnswerHead, answers: Sequence[Answer]) -> bytes:
-    """The whole answer of a request without `stream`: its choices in order."""
-    shape = head.shape
-    out = head.fields("chat.completion" if head.api == "chat" else "text_completion")
-    out["choices"] = [_choice(codec, head, index, answer) for index, answer in enumerate(answers)]
-    out["usage"] = usage(head, answers)
-    if shape.token_ids and len(head.prompts) == 1:
-        out["prompt_token_ids"] = head.prompts[0]
-    told = [laminar(head, answer) for answer in answers]
-    if len(told) == 1:
-        out |= told[0]
-    else:
-        for choice, how in zip(out["choices"], told, strict=True):
-            choice |= how
-    return _json(out)
-
-
-def _choice(codec: Codec, head: AnswerHead, index: int, answer: Answer) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": index}
+    """The whole response to a request without `stream`: its choices in order."""
+    origins = [provenance(head, answer) for answer in answers]
+    alone = len(answers) == 1
+    common: dict[str, Any] = {
+        "id": head.answer_id,
+        "created": head.created_unix_s,
+        "model": head.model,
+        "choices": [
+            _choice(codec, head, index, answer, UNSET if alone else origins[index])
+            for index, answer in enumerate(answers)
+        ],
+        "usage": usage(head, answers),
+        "prompt_token_ids": head.prompts[0] if head.shape.token_ids and len(head.prompts) == 1 else UNSET,
+        "laminar": origins[0] if alone else UNSET,
+    }
     if head.api == "chat":
-        choice["message"] = {**answer.message(), "refusal": None}
-    else:
-        choice["text"] = answer.text
-        if head.shape.token_ids:
-            choice["prompt_token_ids"] = head.prompt_ids(index)
-    choice["logprobs"] = _logprobs(codec, head, answer.token_ids, answer.logprobs, answer.top_logprobs, 0)
-    choice["finish_reason"] = finish_reason(answer)
-    choice["stop_reason"] = answer.stop_reason
-    if head.shape.token_ids:
-        choice["token_ids"] = answer.token_ids
-    if head.shape.weight_versions:
-        choice["weight_versions"] = answer.spans
-    return choice
+        return _json(ChatCompletion(object="chat.completion", **common))
+    return _json(Completion(object="text_completion", **common))
+
+
+def _choice(
+    codec: Codec, head: AnswerHead, index: int, answer: Answer, origin: Provenance | UnsetType
+) -> ChatChoice | CompletionChoice:
+    shape = head.shape
+    common: dict[str, Any] = {
+        "index": index,
+        "logprobs": _logprobs(codec, head, answer.token_ids, answer.logprobs, answer.top_logprobs, 0),
+        "finish_reason": finish_reason(answer),
+        "stop_reason": answer.stop_reason,
+        "token_ids": answer.token_ids if shape.token_ids else UNSET,
+        "weight_versions": answer.spans if shape.weight_versions else UNSET,
+        "laminar": origin,
+    }
+    if head.api == "chat":
+        message = answer.message()
+        message.refusal = None
+        return ChatChoice(message=message, **common)
+    prompt_ids = head.prompt_ids(index) if shape.token_ids else UNSET
+    return CompletionChoice(text=answer.text, prompt_token_ids=prompt_ids, **common)
 
 
 class Chunks:
-    """The chunks of one choice of a streamed answer, as SSE events."""
+    """The chunks of one choice of a streamed response, as server-sent events."""
 
     def __init__(self, codec: Codec, head: AnswerHead, index: int = 0) -> None:
         self._codec = codec
@@ -105,18 +126,18 @@ class Chunks:
         self._characters = 0  # of token texts so far: completions' text_offset
 
     def first(self) -> bytes:
-        """Before any text: the role, and the prompt's ids if asked for. Empty if there is nothing to say."""
+        """Before any text: the role, and the prompt's ids on request. Empty if there is neither."""
         ids = b""
         if self._head.shape.token_ids:
             ids = b',"prompt_token_ids":' + _json(self._head.prompt_ids(self._index))
         if not self._chat and not ids:
             return b""
-        said = b'"delta":{"role":"assistant","content":"","refusal":null}' if self._chat else b'"text":""' + ids
+        empty = b'"delta":{"role":"assistant","content":"","refusal":null}' if self._chat else b'"text":""' + ids
         at_root = ids if len(self._head.prompts) == 1 else b""
-        return self._prefix + said + self._plain[: -len(self._suffix)] + b"]" + at_root + self._suffix[1:]
+        return self._prefix + empty + self._plain[: -len(self._suffix)] + b"]" + at_root + self._suffix[1:]
 
     def piece(self, piece: Piece) -> bytes:
-        """One or more chunks; empty when the piece shows nothing that was asked for."""
+        """One or more chunks; empty when the piece shows nothing that was requested."""
         if not self._carries_tokens and not piece.calls and not piece.reasoning:
             return b"".join((self._text_begins, _json(piece.text), self._text_ends)) if piece.text else b""
         return self._full_piece(piece)
@@ -130,8 +151,8 @@ class Chunks:
             choice["token_ids"] = []
         if shape.weight_versions:
             choice["weight_versions"] = answer.spans
-        told = laminar(self._head, answer)
-        root = b"," + _json(told)[1:-1] if told else b""
+        origin = provenance(self._head, answer)
+        root = b"" if origin is UNSET else b',"laminar":' + _json(origin)
         return self._prefix + _json(choice)[1:] + b"]" + root + self._suffix[1:]
 
     def _full_piece(self, piece: Piece) -> bytes:
@@ -152,42 +173,37 @@ class Chunks:
             delta["reasoning_content"] = piece.reasoning
         if piece.calls:
             delta["tool_calls"] = [
-                {"index": index, **tool_call_body(call)} for index, call in enumerate(piece.calls, self._calls)
+                CallPart(call.id, "function", CalledFunction(call.name, call.arguments), index=index)
+                for index, call in enumerate(piece.calls, self._calls)
             ]
             self._calls += len(piece.calls)
         return delta
 
 
 def stream_end(head: AnswerHead, answers: Sequence[Answer]) -> bytes:
-    """After the last choice's finish: the usage if asked for, and the end mark."""
+    """After the last choice's finish: the usage on request, and the end mark."""
     if not head.shape.include_usage:
         return DONE
     fields = head.fields("chat.completion.chunk" if head.api == "chat" else "text_completion")
     return b"data: " + _json({**fields, "choices": [], "usage": usage(head, answers)}) + b"\n\n" + DONE
 
 
-def finish_reason(answer: Answer) -> str | None:
+def finish_reason(answer: Answer) -> FinishReason | None:
     return "tool_calls" if answer.calls and answer.finish_reason == "stop" else answer.finish_reason
 
 
-def usage(head: AnswerHead, answers: Sequence[Answer]) -> dict[str, int]:
+def usage(head: AnswerHead, answers: Sequence[Answer]) -> Usage:
     """A prompt counts once, however many choices it has."""
     prompt, completion = sum(map(len, head.prompts)), sum(len(answer.token_ids) for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return Usage(prompt, completion, prompt + completion)
 
 
-def laminar(head: AnswerHead, answer: Answer) -> dict[str, Any]:
-    """How the answer came about: when asked for, and in any case when its session's version was lost meanwhile."""
+def provenance(head: AnswerHead, answer: Answer) -> Provenance | UnsetType:
+    """On request, and in any case when the session's version was lost meanwhile."""
     if not (head.shape.token_ids or head.shape.weight_versions or answer.version_changes):
-        return {}
-    told = {
-        "session_id": head.session_id,
-        "history": head.history,
-        "moves": sum(segment.cause == "move" for segment in answer.segments),
-        "segments": answer.segments,
-        "version_changes": answer.version_changes,
-    }
-    return {"laminar": told}
+        return UNSET
+    moves = sum(segment.cause == "move" for segment in answer.segments)
+    return Provenance(head.session_id, head.history, moves, answer.segments, answer.version_changes)
 
 
 def token_text(codec: Codec, token_id: int) -> str:
@@ -201,34 +217,32 @@ def _logprobs(
     logprobs: Sequence[float],
     top: Sequence[Sequence[TopLogprob]] | None,
     offset: int,
-) -> dict[str, Any] | None:
+) -> ChatLogprobs | CompletionLogprobs | None:
+    """`offset`: characters of token texts before these, for completions' `text_offset`."""
     if head.shape.logprobs is None:
         return None
-    alternatives = [sorted(row, key=lambda t: -t.logprob) for row in top] if top else [[]] * len(token_ids)
+    rows = [sorted(row, key=lambda t: -t.logprob) for row in top] if top else [[]] * len(token_ids)
     if head.api == "chat":
         content = [
-            {
-                **_chat_token(codec, token_id, logprob),
-                "top_logprobs": [_chat_token(codec, t.token_id, t.logprob) for t in row[: head.shape.logprobs]],
-            }
-            for token_id, logprob, row in zip(token_ids, logprobs, alternatives, strict=True)
+            SampledToken(
+                *_token(codec, token_id, logprob),
+                [Alternative(*_token(codec, t.token_id, t.logprob)) for t in row[: head.shape.logprobs]],
+            )
+            for token_id, logprob, row in zip(token_ids, logprobs, rows, strict=True)
         ]
-        return {"content": content, "refusal": None}
+        return ChatLogprobs(content, None)
     texts = [token_text(codec, token_id) for token_id in token_ids]
     offsets = [offset]
     for text in texts[:-1]:
         offsets.append(offsets[-1] + len(text))
-    return {
-        "tokens": texts,
-        "token_logprobs": list(logprobs),
-        "top_logprobs": [
-            {**{token_text(codec, t.token_id): t.logprob for t in row}, text: logprob}  # the sampled one is always told
-            for text, logprob, row in zip(texts, logprobs, alternatives, strict=True)
-        ],
-        "text_offset": offsets[: len(texts)],
-    }
+    alternatives = [
+        {**{token_text(codec, t.token_id): t.logprob for t in row}, text: logprob}  # the sampled token is always there
+        for text, logprob, row in zip(texts, logprobs, rows, strict=True)
+    ]
+    return CompletionLogprobs(texts, list(logprobs), alternatives, offsets[: len(texts)])
 
 
-def _chat_token(codec: Codec, token_id: int, logprob: float) -> dict[str, Any]:
+def _token(codec: Codec, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+    """Fields of an `Alternative`. JSON has no infinity: clients take -9999 for one."""
     raw = codec.token_bytes(token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+    return raw.decode("utf-8", "replace"), max(logprob, -9999.0), list(raw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from gateway.core.endings import Finish
 from gateway.core.fleet import FleetConfig
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName
@@ -16,7 +17,7 @@ from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 async def finished(found: Shell, session: SessionState) -> list[str]:
     """The evidence of each segment, once the session is finished."""
-    [leaf] = await found.endings.finish(session.session_id, 1.0, "completed", {})
+    _, [leaf] = await found.endings.finish_rewarded(session.session_id, Finish(reward=1.0))
     return [s.evidence for s in leaf.segments]
 
 
@@ -62,7 +63,7 @@ async def test_an_engine_whose_label_changed_behind_our_back_is_not_trained_on(t
         await read(found.run(session))
         e0.version = "9"
         assert await finished(found, session) == ["contradicted"]
-        assert found.fleet.vouching.contradictions == 1
+        assert found.fleet.evidence.contradictions == 1
         assert found.trainer.admission().buffered == 0
 
 

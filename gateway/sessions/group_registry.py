@@ -1,7 +1,7 @@
-"""The groups of this gateway: failed members sampled again, closed short, or given up with all they have.
+"""The groups of this gateway. Failed members are sampled again; a group short of members is closed or given up.
 
-Owner of every `GroupState`: `endings` reports how members end. The experience buffer learns from here which groups are
-whole with fewer members than were requested. What callers order about groups is in `group_orders`.
+Owner of every `GroupState`. `endings` reports how members end; the experience buffer gets from here which groups are
+whole with fewer members than were requested. `group_service` serves callers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from protos.errors import LaminarError, OutOfCapacity
 log = logging.getLogger(__name__)
 
 GROUPS_MAX = 10_000
-"""Remembered, ended ones first forgotten."""
+"""Groups remembered; ended ones are forgotten first."""
 
 
-class GroupBook:
-    """The groups that are known, open ones and those that have ended; a bounded number."""
+class GroupRegistry:
+    """Groups by id, open ones and those that have ended; a bounded number."""
 
     def __init__(self, live: SessionRegistry, buffer: ExperienceBuffer, store: GroupStore) -> None:
         self._live, self._buffer, self._store = live, buffer, store
@@ -47,24 +47,24 @@ class GroupBook:
         await self._store.save(group)
 
     async def load(self) -> Sequence[Group]:
-        """Groups of an earlier life of this gateway, which are known from now on."""
+        """Reads the groups of an earlier life of this gateway."""
         groups = await self._store.load()
         for group in groups:
             self.add(group)
         return groups
 
     async def member_ended(self, group: Group, session_id: SessionId, how: How) -> GiveUp | Resample | None:
-        """What is left to the caller, who saves the group afterwards.
+        """What the caller has to do, before it saves the group.
 
-        GiveUp: the other members are to be abandoned. Resample: nothing new begins in this life of the gateway. The
-        group is not to be saved then: the next start finds the member gone, and samples it again.
+        GiveUp: abandon the other members. Resample: nothing new begins in this life of the gateway, so do not save the
+        group; the next start finds the member gone, and samples it again.
         """
         if self._live.parent_ended(group.spec):
             group.state.resample_max = group.state.resampled  # no more children can be made
         outcome = group.state.ended(session_id, how)
         group.keys.pop(session_id, None)
         if group.state.phase == "abandoned" and how == "finished":
-            await self._buffer.drop_group(group.state.group_id)  # it was being finished as the group was given up
+            await self._buffer.drop_group(group.state.group_id)  # its finish was in progress as the group was given up
         if isinstance(outcome, Resample):
             if self._live.draining:
                 return outcome
@@ -74,11 +74,11 @@ class GroupBook:
         return outcome if isinstance(outcome, GiveUp) else None
 
     def _sample_again(self, group: Group, session_id: SessionId, index: int) -> Close | GiveUp | None:
-        """The place of a failed member. Where nobody can be made for it, it is given up: the others go on."""
+        """Samples the place of a failed member again. If no session can be made, the place is given up."""
         try:
             group.replaced[session_id] = self.sample(group, index)
         except LaminarError as e:
-            log.error("group %s: nobody takes the place of %s: %s", group.state.group_id, session_id, e)
+            log.error("group %s: no session can replace %s: %s", group.state.group_id, session_id, e)
             return group.state.without_place()
         return None
 
