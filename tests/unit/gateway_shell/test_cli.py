@@ -232,7 +232,7 @@ async def test_a_second_signal_waits_for_no_turn(tmp_path: Path, kept: bool) -> 
             assert answer.status == 503, "for the client to ask again"
             assert ("send it again: the turn will go on" in await answer.text()) == kept
         assert await asyncio.to_thread(daemon.process.wait, 180.0) == 0
-    assert f"1 turns still run: {'the next start takes them up' if kept else 'they end here'}" in daemon.log()
+    assert f"1 turns still run: {'the next start resumes them' if kept else 'they end here'}" in daemon.log()
     assert "Traceback" not in daemon.log()
 
 
