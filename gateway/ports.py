@@ -1,6 +1,6 @@
-"""The seam between the HTTP handlers and the machinery behind them: what a handler may ask for, and nothing else.
+"""The seam between the HTTP handlers and the rooms behind them: all that a handler may use.
 
-Errors of every method are LaminarError subclasses; handlers turn them into HTTP answers by their table.
+Errors of every method are LaminarError subclasses; handlers map them to HTTP responses by their table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SessionIdentity:
-    """Which session a request names, and where. `None`: the call is a session of its own, gone when it ends."""
+    """Which session a request names, and where. `None`: the call is a session of its own, which ends with it."""
 
     session_id: SessionId | None
     source: IdentitySource
@@ -54,10 +54,11 @@ class SessionView:
 
 
 class TurnRun(Protocol):
-    """One turn under way: an asynchronous context manager, within which it is read.
+    """One running turn: an asynchronous context manager, within which it is read.
 
-    Several clients may read it, each from its first token. One that leaves the context before the last delta leaves the
-    turn without it; when all have, it goes on for a grace period, so that a retry can join, and is then given up.
+    Several clients may read it, each from its first token. A client that leaves the context before the last delta does
+    not end the turn. When all clients have left, it goes on for a grace period, so that a retry can join, and is then
+    aborted.
     """
 
     async def __aenter__(self) -> Self: ...
@@ -81,20 +82,20 @@ class TurnRun(Protocol):
     def request(self) -> TurnRequest: ...
 
     async def give_up(self, why: str) -> None:
-        """Ends the turn at once if nobody reads it: no retry will ask for it again."""
+        """Ends the turn at once if no client reads it: no retry will request it."""
         ...
 
     def sent(self, num_tokens: int) -> None:
-        """So many of its generated tokens were sent to a client; none yet, of an answer that is sent whole."""
+        """So many of its generated tokens were sent to a client; 0 until the end, of an answer that is sent whole."""
         ...
 
     def left(self) -> None:
-        """A client that has read all of it is gone: unless the answer was delivered, whoever asks the same again may
-        join the turn. Once for each that has read it to its end."""
+        """A client that has read the turn to its end is gone; call it once for each. Unless the answer was delivered, a
+        request with the same body may join the turn."""
         ...
 
     def delivered(self) -> None:
-        """The client has the whole answer: from now on only a marked retry, or its key, joins the turn."""
+        """The client has the whole answer: from now on only a marked retry, or one with its key, joins the turn."""
         ...
 
     @property
@@ -104,16 +105,16 @@ class TurnRun(Protocol):
 
     @property
     def version_changes(self) -> Sequence[VersionChange]:
-        """What became of its session's version while this turn ran."""
+        """Changes of its session's version while this turn ran."""
         ...
 
 
 SESSION_KEY_PREFIX = "sk-session-"
-"""Of the API keys that sessions get: what begins with it is one of ours, or was."""
+"""Of the API keys of sessions, live and ended."""
 
 
 class Turns(Protocol):
-    """What the OpenAI handlers need of the gateway."""
+    """What the OpenAI handlers use of the gateway."""
 
     def models(self) -> Sequence[ModelInfo]: ...
 
@@ -130,10 +131,10 @@ class Turns(Protocol):
         ...
 
     async def join(self, call: Call, choices: int, *, again: bool = False) -> Sequence[TurnRun] | None:
-        """The turns, one a choice, that this request asks for again; None: it is a new one.
+        """The turns, one a choice, of the earlier request that this one repeats; None: it is a new one.
 
         `again`: it was new a moment ago, and others may have come since. Raises Conflict when its key was used for
-        another.
+        another request.
         """
         ...
 
@@ -146,5 +147,5 @@ class Turns(Protocol):
         ...
 
     async def record_turn(self, request: TurnRequest, head: Message, messages: Sequence[Message]) -> None:
-        """What the ended turn adds to the history before it, the answer included, for later turns to extend."""
+        """Records the messages that the turn adds to its history, the answer included, for later turns to extend."""
         ...

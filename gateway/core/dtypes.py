@@ -1,7 +1,7 @@
-"""Which dtype, and how many threads, a processor computes a model fastest in: the choice, from measured figures. Pure.
+"""Chooses the dtype and the number of threads with which a processor computes a model fastest, from measurements. Pure.
 
 Processors differ: one with bf16 instructions is two to four times faster in bfloat16, one without them two to four
-times faster in float32. Flags tell what a processor has, not what a library makes of it, so figures decide.
+times faster in float32. A processor's flags do not show how well a library uses them, so measurements decide.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ THREADS_MARGIN = 1.25
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """What one dtype reached with so many threads: tokens per second of matrix products alone, whole model.
+    """The speed of one dtype with so many threads: tokens per second of the whole model's matrix products alone.
 
-    The figures are upper bounds, for comparing: attention, norms and sampling come on top.
+    Upper bounds, for comparison: attention, norms and sampling take time, too.
     """
 
     dtype: Dtype

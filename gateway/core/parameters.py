@@ -1,4 +1,4 @@
-"""The numbers by which tokens are drawn, a row each: bounds, defaults, and what they do to the distribution. Pure.
+"""The table of sampling parameters: bounds, defaults, and their effect on the distribution. Pure.
 
 Requests are checked, schemas served, and engines' requests written from this table. A new row needs a field of the same
 name in `core.types.SamplingParams` and in the request bodies of `api.openai`; engines get it under that name.
@@ -34,7 +34,7 @@ class Parameter:
 
     @property
     def range(self) -> str:
-        """In words, for who sent another value."""
+        """As text, for the error of a request with another value."""
         if self.low_excluded:
             return f"above {self.low:g}, at most {self.high:g}"
         return f"{self.low} to {self.high}"

@@ -48,7 +48,7 @@ class Receipt:
     estimate: Freed
     moves: list[MoveReceipt]
     planned_at: float
-    emptied_after_s: float | None = None  # None while it is under way, and if it never was empty
+    emptied_after_s: float | None = None  # None until it is empty, and if it never was
     gain_measured_s: float | None = None  # known once the last moved turn has ended
 
     @property

@@ -27,7 +27,7 @@ class Pace:
         self.times.append(now)
 
     def interval_s(self, now: float) -> float | None:
-        """Mean time between events, counting the one that is under way if it is longer; None before the second."""
+        """Mean time between events, counting the time since the last one if it is longer; None before the second."""
         if len(self.times) < 2:
             return None
         mean = (self.times[-1] - self.times[0]) / (len(self.times) - 1)

@@ -1,9 +1,9 @@
 """How each segment of a turn is sampled. Pure.
 
-Engines begin a request's random stream anew whenever it is sent, so a segment that used the turn's seed again would
-repeat the beginning's noise; siblings (`n` > 1) and later turns of a session would repeat each other's. So each segment
-has a seed of its own, derived from all that tells it apart, and recorded: the same request over the same history draws
-the same seeds. Bitwise the same answer is promised only for a turn that was neither cut nor moved, on one engine.
+Engines start a request's random stream anew whenever it is sent. A segment that used the turn's seed again would repeat
+the noise of the turn's beginning; siblings (`n` > 1) and later turns of a session would repeat each other's. So each
+segment has a recorded seed of its own, derived from choice, turn and position: the same request over the same history
+draws the same seeds. Bitwise the same answer is promised only for a turn that was neither cut nor moved, on one engine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TELL_TRUNCATED = frozenset(ENGINE_KINDS) - {"sglang"}
 
 
 def kinds_for(*, constrained: bool, truncated: bool = False) -> frozenset[str] | None:
-    """Kinds of engines that can do it; None for all.
+    """Kinds of engines that support a turn; None for all.
 
-    `constrained`: the answer is held to something. `truncated`: its logprobs are to be those of a truncated policy.
+    `constrained`: by a grammar, a schema or a pattern. `truncated`: its logprobs are to be those of a truncated policy.
     """
     able = frozenset({"vllm", "sglang"}) if constrained else frozenset(ENGINE_KINDS)
     able = able & TELL_TRUNCATED if truncated else able

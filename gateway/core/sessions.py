@@ -98,7 +98,7 @@ class SessionState:
     engine: EngineName | None = None  # holds its prefix
     moves: int = 0
     unrewarded: Unrewarded | None = None
-    last_dropped: str = ""  # the last turn that came to nothing, and why
+    last_dropped: str = ""  # the last turn that was aborted or lost, and why
     tree: TurnTree = field(default_factory=TurnTree)
 
     @property
@@ -159,7 +159,7 @@ class SessionState:
             raise Conflict(f"session {self.session_id} is {self.phase}", hint="make a new one with POST /sessions")
         if len(self.running) + turns > RUNNING_MAX:
             raise OutOfCapacity(
-                f"session {self.session_id} has {len(self.running)} turns under way",
+                f"session {self.session_id} has {len(self.running)} running turns",
                 hint="wait for an answer, or use another session",
                 retry_after_s=1.0,
             )
@@ -229,7 +229,7 @@ class SessionState:
             raise Conflict(f"session {self.session_id} is already {self.phase}")
         if phase == "finished" and self.running:
             raise Conflict(
-                f"session {self.session_id} has a turn under way", hint="finish it after the answer, or abandon it"
+                f"session {self.session_id} has a running turn", hint="finish it after the answer, or abandon it"
             )
         self.phase = phase
 

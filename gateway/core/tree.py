@@ -23,9 +23,9 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Turn:
-    """One ended turn. `start` is where it begins on its path; segments count the tokens of the path.
+    """One ended turn. `start` is its first position on its path; segments count the tokens of the path.
 
-    `head` (of a root) and `messages` say what its ids stand for: empty until told, and for ids that are no chat.
+    `head` (of a root) and `messages`: the chat that its ids encode; empty until recorded, and for ids without a chat.
     """
 
     turn_id: TurnId
@@ -41,7 +41,7 @@ class Turn:
     messages: tuple[Message, ...] = ()
     reward: float | None = None
     leaf_reward: float | None = None
-    text_mark: tuple[int, bytes] | None = None  # of its path's text: bytes and digest, once somebody compared it
+    text_mark: tuple[int, bytes] | None = None  # of its path's text: bytes and digest, once it was compared
     seen: int | None = None  # so many of its sampled tokens were sent to a client; None: all of them
 
     @property
@@ -148,11 +148,11 @@ class TurnTree:
         path = self.path(leaf)
         out = PathRecord(tuple(path), segments=[s for t in path for s in t.segments])
         for turn in path:
-            prompt, said = len(turn.prompt_ids), len(turn.token_ids)
-            used = 0 if turn.turn_id in counted else said
+            prompt, sampled = len(turn.prompt_ids), len(turn.token_ids)
+            used = 0 if turn.turn_id in counted else sampled
             if turn is leaf and turn.seen is not None:  # a turn that was gone on from was read
                 used = min(used, turn.seen)
-            rest = said - used
+            rest = sampled - used
             out.token_ids.extend(turn.prompt_ids)
             out.token_ids.extend(turn.token_ids)
             out.logprobs.extend([0.0] * prompt)

@@ -212,7 +212,7 @@ def test_turns_of_a_session_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     state = session()
     for _ in range(2):
         state.begin_turn(request(1), 101.0)
-    with pytest.raises(OutOfCapacity, match="2 turns under way"):
+    with pytest.raises(OutOfCapacity, match="2 running turns"):
         state.begin_turn(request(1), 101.0)
     for asked in list(state.running.values()):
         state.end_turn(answer(asked, (3, 1)), 102.0)
@@ -224,7 +224,7 @@ def test_turns_of_a_session_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_session_is_not_finished_while_a_turn_runs_but_may_be_abandoned() -> None:
     state, asked = session(), request(1)
     state.begin_turn(asked, 101.0)
-    with pytest.raises(Conflict, match="under way"):
+    with pytest.raises(Conflict, match="running turn"):
         state.end("finished")
     assert (state.phase, list(state.running)) == ("live", [asked.turn_id])
     state.end("abandoned")

@@ -139,7 +139,7 @@ async def test_a_turn_that_somebody_reads_is_not_ended_by_a_finish(
         async with http.post("/s/s/v1/completions", json=asked) as answer:
             assert await answer.content.readline()
             told = await post(http, "/sessions/s/finish", {"reward": 1.0}, 409)
-            assert "a turn under way" in told["error"]["message"]
+            assert "a running turn" in told["error"]["message"]
             engine.go.set()
             assert b"[DONE]" in await answer.read()
         await post(http, "/sessions/s/finish", {"reward": 1.0})
