@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
 import click
 from rich.console import Console
@@ -29,13 +30,15 @@ from agents_env.server import Sampling, Server
 
 log = logging.getLogger("agents-env")
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What every `agents-env run` takes, as the command line gave it."""
+    """The options that every `agents-env run` has."""
 
     gateway: str
     model: str
@@ -87,7 +90,13 @@ def _url(_: click.Context, __: click.Parameter, value: str) -> str:
     return value
 
 
-_OPTIONS = [
+def _option(owner: Callable[..., object], flag: str, **attributes: Any) -> Callable[[Command], Command]:
+    """The option of a parameter of `owner`, with the parameter's default."""
+    name = flag.partition("/")[0].removeprefix("--").replace("-", "_")
+    return click.option(flag, default=inspect.signature(owner).parameters[name].default, **attributes)
+
+
+_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--gateway",
         required=True,
@@ -96,21 +105,19 @@ _OPTIONS = [
         help="what `gateway serve` prints, or an OpenAI base_url",
     ),
     click.option("--model", default="policy", help="the model's name there"),
-    click.option(
-        "--sessions/--no-sessions", default=True, help="--no-sessions: a plain OpenAI server; nothing is recorded"
-    ),
-    click.option("--groups", default=0, type=click.IntRange(min=0), help="tasks to roll out; 0: until stopped"),
-    click.option("--group-size", default=8, type=click.IntRange(min=1), help="samples of each task"),
-    click.option("--concurrency", default=16, type=click.IntRange(min=1), help="rollouts at once"),
-    click.option("--duration-s", default=None, type=click.FloatRange(min=0), help="stop after so many seconds"),
-    click.option("--seed", default=0, type=click.IntRange(min=0), help="of the stream of tasks"),
-    click.option("--temperature", default=1.0, type=click.FloatRange(min=0)),
-    click.option("--top-p", default=1.0, type=click.FloatRange(0, 1, min_open=True)),
-    click.option("--split", default="train", type=click.Choice(["train", "eval"]), help="eval: scored, not trained on"),
-    click.option("--attempts", default=3, type=click.IntRange(min=1), help="per sample; each in a session of its own"),
-    click.option("--failures-max", default=50, type=click.IntRange(min=1), help="failures in a row that end the run"),
-    click.option("--patience-s", default=60.0, type=click.FloatRange(min=0), help="for a server that is full or away"),
-    click.option("--timeout-s", default=600.0, type=click.FloatRange(min=0, min_open=True), help="of one request"),
+    _option(Server, "--sessions/--no-sessions", help="--no-sessions: a plain OpenAI server; nothing is recorded"),
+    _option(Plan, "--groups", type=click.IntRange(min=0), help="tasks to roll out; 0: until stopped"),
+    _option(Plan, "--group-size", type=click.IntRange(min=1), help="samples of each task"),
+    _option(Plan, "--concurrency", type=click.IntRange(min=1), help="rollouts at once"),
+    _option(Plan, "--duration-s", type=click.FloatRange(min=0), help="stop after so many seconds"),
+    _option(Plan, "--seed", type=click.IntRange(min=0), help="of the stream of tasks"),
+    _option(Sampling, "--temperature", type=click.FloatRange(min=0)),
+    _option(Sampling, "--top-p", type=click.FloatRange(0, 1, min_open=True)),
+    _option(Plan, "--split", type=click.Choice(["train", "eval"]), help="eval: scored, not trained on"),
+    _option(Plan, "--attempts", type=click.IntRange(min=1), help="per sample; each in a session of its own"),
+    _option(Plan, "--failures-max", type=click.IntRange(min=1), help="failures in a row that end the run"),
+    _option(Server, "--patience-s", type=click.FloatRange(min=0), help="for a server that is full or away"),
+    _option(Server, "--timeout-s", type=click.FloatRange(min=0, min_open=True), help="of one request"),
     click.option(
         "--out", default=None, type=click.Path(dir_okay=False, path_type=Path), help="a JSON line per rollout is added"
     ),
@@ -123,7 +130,7 @@ _OPTIONS = [
 
 
 def _common(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of every environment and hands them over as `options`."""
+    """Adds the options of every environment to a command, which gets them as `options`."""
     names = set(Options.__dataclass_fields__)
 
     @functools.wraps(command)
@@ -241,7 +248,7 @@ async def _roll_out(environment: Environment[Any], options: Options) -> None:
 
 
 async def _until(stop: asyncio.Event, work: Any) -> bool:
-    """Waits for `work`; whether it was done before `stop` was set."""
+    """Waits for `work`; returns whether it was done before `stop` was set."""
     working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -269,7 +276,7 @@ def _opened(path: Path | None) -> contextlib.AbstractContextManager[TextIO | Non
 
 
 def _write_ready_file(path: Path | None, plan: Plan) -> None:
-    """`{"pid": ..., "run_id": ...}`, whole from the beginning."""
+    """Writes `{"pid": ..., "run_id": ...}` at once: readers never see half of it."""
     if path is None:
         return
     scratch = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,14 +1,25 @@
-"""The gateway's configuration: one frozen value per process, resolved once by the command line."""
+"""The gateway's configuration: one frozen value per process, resolved once by the command line.
+
+Each field is an option of `gateway serve`, made by `protos.options` from its annotation and default.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import click
+from msgspec import Meta
 
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import LogprobsKind
-from protos.engines import base_url_hint, check_kind, is_address, is_host_port
+from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
+from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
+
+INTERVAL = Meta(ge=0.01)
+"""Seconds between polls of engines, and between plans; shorter ones would leave time for nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,41 +32,93 @@ class EngineSpec:
     relay: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    model: str
-    tokenizer: Path
-    data: Path | None  # None: in memory, gone with the process
-    engines: tuple[EngineSpec, ...]
-    etcd: str | None = None  # where relays register the engines beside them; None: nobody is looked for
+    """The options of `gateway serve`, in the order of its help. Times in seconds, sizes in bytes."""
+
+    model: Annotated[str, Name(), "The served model's name, as engines and relays know it."]
+    tokenizer: Annotated[
+        Path,
+        click.Path(exists=True, file_okay=False, path_type=Path),
+        "Directory with tokenizer.json and the chat template.",
+    ]
+    engines: Annotated[
+        tuple[EngineSpec, ...],
+        Flag("--engine", metavar="NAME=KIND=URL[@RELAY]"),
+        f"An engine; repeat for each of them. KIND: {', '.join(ENGINE_KINDS)}.",
+    ] = ()
+    etcd: Annotated[str | None, HostPort(), "Where relays register engines (`paramserver serve --engine`)."] = None
+    relay: Annotated[str | None, HostPort(), "Relay of engines that name none: where they load versions from."] = None
+    data: Annotated[
+        Path | None,
+        DIRECTORY,
+        "Where to keep sessions and trajectories for the next start. Without it they are in memory, and lost at exit.",
+    ] = None
+    host: Annotated[str, "Address to listen on."] = "127.0.0.1"
+    port: Annotated[int, PORT, "0: any free port."] = 8080
     fleet: FleetConfig = field(default_factory=FleetConfig)
-    host: str = "127.0.0.1"
-    port: int = 0
-    repack_interval_s: float = 5.0
-    poll_interval_s: float = 1.0
-    dead_after_polls: int = 3
-    stall_timeout_s: float = 60.0
-    logprobs_kind: LogprobsKind = "processed"
-    penalties_move: bool = False  # a turn with penalties may go on elsewhere, where they start to count anew
-    placement_timeout_s: float = 120.0  # a turn that was cut waits so long for an engine before it is lost
-    disconnect_grace_s: float = 5.0  # a turn whose client left goes on so long before it is aborted
-    recovery_grace_s: float = 60.0  # a turn that outlived the gateway waits so long for its client
-    idempotency_window_s: float = 600.0  # a turn that is over can be asked for again so long
-    queue_timeout_s: float = 60.0  # a new session waits so long for an intake before 429
-    tokens_per_event: int | None = None  # that engines gather; None: by how many turns run, and how fast
-    queue_max: int = 1024  # turns that wait for an engine at once
-    session_idle_s: float = 1800.0
-    reward_window_s: float = 600.0  # rewards may come, or change, so long after a session's finish
-    sessions_max: int = 100_000
-    body_bytes_max: int = 64 << 20
-    prefill_tokens_per_s: float = 1000.0
-    session_from_user: bool = True  # the body's `user` names a session, where nothing else does
-    relay_text: bool = False  # calls without a session that ask for no tokens go to engines as they are
-    seed: int = 0
-    probe: bool = True  # one token is asked of an engine before and after a load: whether it computes otherwise
+    repack_interval_s: Annotated[float, INTERVAL, "Time between two plans for packing turns."] = 5.0
+    prefill_tokens_per_s: Annotated[float, Meta(gt=0), "Prefill speed of an engine: the planner's price of a move."] = (
+        1000.0
+    )
+    poll_interval_s: Annotated[float, INTERVAL, "Time between two requests for an engine's health and metrics."] = 1.0
+    dead_after_polls: Annotated[
+        int, Meta(ge=1), "Polls of an engine that fail in a row before its turns go on elsewhere."
+    ] = 3
+    stall_timeout_s: Annotated[
+        float, Meta(gt=0), "An engine that sends nothing of a turn for so long has lost it: the turn goes on elsewhere."
+    ] = 60.0
+    placement_timeout_s: Annotated[
+        float, Meta(ge=0), "How long a turn that an engine lost waits for another engine before it fails."
+    ] = 120.0
+    disconnect_grace_s: Annotated[float, Meta(ge=0), "How long a turn runs on after its client disconnected."] = 5.0
+    recovery_grace_s: Annotated[float, Meta(ge=0), "How long a turn that a restart resumed waits for its client."] = (
+        60.0
+    )
+    idempotency_window_s: Annotated[
+        float, Meta(ge=0), "How long the answer of a turn is kept for a client that sends the request again."
+    ] = 600.0
+    queue_timeout_s: Annotated[float, Meta(ge=0), "How long a turn waits for an engine before it gets 429."] = 60.0
+    tokens_per_event: Annotated[
+        int | None,
+        Meta(ge=1),
+        "Tokens that an engine sends in one event. Default: 1 to 48, by the turns' number, speed and clients.",
+    ] = None
+    queue_max: Annotated[int, Meta(ge=1), "Turns that may wait for an engine at once; further ones get 429."] = 1024
+    session_idle_s: Annotated[float, Meta(ge=0), "A session without a request for so long is abandoned."] = 1800.0
+    reward_window_s: Annotated[
+        float, Meta(ge=0), "How long after a session's finish its reward may be given or changed."
+    ] = 600.0
+    sessions_max: Annotated[int, Meta(ge=1), "Live sessions at once; further ones get 429."] = 100_000
+    body_bytes_max: Annotated[int, Size(), "Largest body of a request; a larger one gets 413."] = 64 << 20
+    logprobs_kind: Annotated[
+        LogprobsKind,
+        "Which logprobs the engines report: vLLM's are raw unless it runs with --logprobs-mode processed_logprobs.",
+    ] = "processed"
+    penalties_move: Annotated[
+        bool,
+        "Turns with penalties may move to another engine, which counts tokens anew: their distribution changes.",
+    ] = False
+    session_from_user: Annotated[
+        bool,
+        "OpenAI's body field `user` names the session of a call that nothing else names. Switch it off for clients "
+        "that always send one: all calls of a user would be one session.",
+    ] = True
+    relay_text: Annotated[
+        bool,
+        "Calls that name no session and ask for no token ids are passed to an engine's own text API as they are: "
+        "many times cheaper. These calls have no record, token ids or versions of spans; a call that breaks off is not "
+        "resumed; retries are not joined; the engine alone checks the fields. Engines of kind embedded take only "
+        "/v1/completions.",
+    ] = False
+    probe: Annotated[
+        bool,
+        "Ask each engine for one token before and after a load, to see whether it computes with the new weights.",
+    ] = True
+    seed: Annotated[int, "Of the planner's random choice between equal plans."] = 0
 
 
-def parse_engine(text: str, default_relay: str | None) -> EngineSpec:
+def parse_engine(text: str) -> EngineSpec:
     """`NAME=KIND=URL[@RELAY]`, as `--engine` takes it. Raises InvalidRequest naming what is wrong."""
     name, _, rest = text.partition("=")
     kind, _, address = rest.partition("=")
@@ -68,4 +131,4 @@ def parse_engine(text: str, default_relay: str | None) -> EngineSpec:
     if hint := base_url_hint(url):
         raise InvalidRequest(f"--engine {text!r}: not the engine's own address", hint=hint)
     check_kind(kind, f"--engine {text!r}")
-    return EngineSpec(name, kind, url, relay or default_relay)
+    return EngineSpec(name, kind, url, relay or None)

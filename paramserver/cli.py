@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import getpass
 import logging
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -20,31 +18,16 @@ from typing import TypeVar
 import click
 
 from paramserver.client.relay import RelayClient
-from paramserver.config import EngineBeside, RelayConfig, parse_bytes
+from paramserver.config import EngineBeside, RelayConfig, default_pool_dir
 from paramserver.core.records import NUMBER_MAX
 from paramserver.membership import LocalEtcd
-from protos.engines import ENGINE_KINDS
-from protos.errors import InvalidRequest, LaminarError
-from protos.options import LOG_LEVEL, PORT, HostPort
+from protos.errors import LaminarError
+from protos.options import DIRECTORY, LOG_LEVEL, PORT, HostPort, config_from, config_option, config_options
 from protos.process import setup_logging, write_ready_file
 
 T = TypeVar("T")
 
 DRAIN_POLL_S = 0.3
-
-
-class _Size(click.ParamType[int]):
-    """Bytes, as "512MiB" or a plain number."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_bytes(str(value))
-        except InvalidRequest as error:
-            self.fail(str(error), param, context)
 
 
 def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -82,72 +65,12 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--name", default=socket.gethostname, show_default="this host's name", help="Unique among relays.")
-@click.option(
-    "--etcd",
-    type=HostPort(),
-    help="HOST:PORT of etcd. Without it, one of its own runs on loopback, its data in POOL_DIR.etcd.",
-)
-@click.option("--host", default="127.0.0.1", help="Address to listen on, which the other relays get, too.")
-@click.option("--advertise", default="", help="Address or name that the others get instead, as with --host 0.0.0.0.")
-@click.option("--port", type=PORT, default=0, help="gRPC port; 0: any free one.")
-@click.option("--data-port", type=PORT, default=0, help="Port for bytes; 0: any free one.")
-@click.option(
-    "--engine",
-    "engines",
-    multiple=True,
-    metavar="KIND=URL",
-    help=f"An engine on this host, for gateways with the same --etcd to find; KIND: {', '.join(ENGINE_KINDS)}.",
-)
-@click.option("--publish-host/--no-publish-host", default=True, help="Whether this relay should become master.")
-@click.option("--zone", default="", help="Where this host is: relays of a zone are neighbours in the chain.")
-@click.option("--rack", default="", help="Where in its zone: relays of a rack are neighbours too.")
-@click.option(
-    "--pool-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Directory in a tmpfs for snapshots; default: /dev/shm/laminar-USER/NAME.",
-)
-@click.option(
-    "--pool-bytes",
-    type=_Size(),
-    default="4GiB",
-    help="Memory for snapshots, allocated at start: about four times a version.",
-)
-@click.option("--retain", type=click.IntRange(1), default=2, help="Newest versions to keep though nobody pins them.")
-@click.option(
-    "--spill",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Keep versions on this disk too: a restarted tier serves the last one again without the trainer.",
-)
-@click.option("--spill-retain", type=click.IntRange(1), default=2, help="Newest versions to keep on disk.")
-@click.option("--stripes", type=click.IntRange(1, 16), default=2, help="TCP connections per hop.")
-@click.option(
-    "--transport",
-    type=click.Choice(["tcp", "nixl"]),
-    default="tcp",
-    help="What moves bytes between relays; nixl (RDMA where the hosts have it) with those that speak it too.",
-)
-@click.option(
-    "--lease-ttl-s", type=click.FloatRange(1.0), default=5.0, help="A relay silent to etcd for so long is no member."
-)
-@click.option(
-    "--silence-s", type=click.FloatRange(0.2), default=0.5, help="An upstream silent for so long is bypassed."
-)
-@click.option(
-    "--distrust-publisher",
-    is_flag=True,
-    help="Map no memory into publishers: they send their bytes, which are copied and hashed again here.",
-)
-@click.option("--metrics-port", type=PORT, help="Serve Prometheus metrics there.")
-@click.option("--max-rate", type=_Size(), help="Bytes per second to send at most: links may be shared with training.")
-@click.option("--bind-interface", metavar="NAME", help="Network interface for bytes, such as eth1. Default: of --host.")
-@click.option("--chunk-bytes", type=_Size(), help="Size of chunks. Default: from measured hops.")
+@config_options(RelayConfig)
 @daemon_options
 def serve(
     name: str,
     etcd: str | None,
     pool_dir: Path | None,
-    stripes: int,
     engines: tuple[str, ...],
     log_level: str,
     ready_file: Path | None,
@@ -155,14 +78,13 @@ def serve(
 ) -> None:
     """Runs one relay until SIGTERM."""
     setup_logging(log_level)
-    directory = pool_dir or _default_pool_dir(name)
-    beside = tuple(map(EngineBeside.parse, engines))
-    config = RelayConfig(name, etcd or "", beside, pool_dir=directory, num_stripes=stripes, **options)  # type: ignore[arg-type]
-    _run(_serve(config, ready_file))
-
-
-def _default_pool_dir(name: str) -> Path:
-    return Path(f"/dev/shm/laminar-{getpass.getuser()}") / name
+    resolved = {
+        "name": name,
+        "etcd": etcd or "",
+        "pool_dir": pool_dir or default_pool_dir(name),
+        "engines": tuple(map(EngineBeside.parse, engines)),
+    }
+    _run(_serve(config_from(RelayConfig, {**options, **resolved}), ready_file))
 
 
 async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
@@ -192,7 +114,7 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
 @click.option("--port", type=PORT, default=0, help="Client port; 0: any free one.")
 @click.option(
     "--data-dir",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=DIRECTORY,
     help="Keep its data there; default: a temporary directory.",
 )
 @daemon_options
@@ -321,12 +243,12 @@ def versions(relay: str, model: str, as_json: bool) -> None:
 
 
 @cli.command()
-@click.option("--pool-dir", type=click.Path(file_okay=False, path_type=Path), help="As the relay will have it.")
-@click.option("--name", default=socket.gethostname, show_default="this host's name", help="As the relay will have it.")
-@click.option("--pool-bytes", type=_Size(), default="4GiB", help="As the relay will have it.")
-@click.option("--etcd", type=HostPort(), help="Look whether it answers in time.")
+@config_option(RelayConfig, "pool_dir", help="As the relay will have it.")
+@config_option(RelayConfig, "name", help="As the relay will have it.")
+@config_option(RelayConfig, "pool_bytes", help="As the relay will have it.")
+@config_option(RelayConfig, "etcd", help="Look whether it answers in time.")
 @click.option("--relay", "relays", type=HostPort(), multiple=True, help="Look whether its ports are open from here.")
-@click.option("--lease-ttl-s", type=click.FloatRange(1.0), default=5.0)
+@config_option(RelayConfig, "lease_ttl_s", help="As the relay will have it.")
 def doctor(
     pool_dir: Path | None, name: str, pool_bytes: int, etcd: str | None, relays: tuple[str, ...], lease_ttl_s: float
 ) -> None:
@@ -338,7 +260,7 @@ def doctor(
     from paramserver.cli_views import show_findings
     from paramserver.doctor import examine
 
-    findings = _run(examine(pool_dir or _default_pool_dir(name), pool_bytes, etcd, relays, lease_ttl_s))
+    findings = _run(examine(pool_dir or default_pool_dir(name), pool_bytes, etcd, relays, lease_ttl_s))
     show_findings(findings)
     if any(not finding.right and not finding.advice for finding in findings):
         sys.exit(1)
@@ -350,11 +272,11 @@ def doctor(
 @click.option("--version", type=click.IntRange(1, NUMBER_MAX), help="Default: the newest that the relay holds.")
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=DIRECTORY,
     required=True,
     help="Directory to write; resumes what an earlier pull left there.",
 )
-@click.option("--stripes", type=click.IntRange(1, 16), default=2)
+@config_option(RelayConfig, "stripes", help="TCP connections.")
 @click.option("--patience-s", type=click.FloatRange(0.1), default=30.0, help="Give up when no byte came for so long.")
 def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, patience_s: float) -> None:
     """Copies a version from a relay into a directory of safetensors files, every digest checked.

@@ -1,18 +1,24 @@
-"""The one configuration of a relay, resolved once by the CLI and printed at start."""
+"""The configuration of a relay: one frozen value per process, resolved once by the command line.
+
+Each field is an option of `paramserver serve`, made by `protos.options` from its annotation and default.
+"""
 
 from __future__ import annotations
 
+import getpass
 import re
-from dataclasses import dataclass
+import socket
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from protos.engines import check_kind, is_address
-from protos.errors import InvalidRequest
+from msgspec import Meta
 
-_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?", re.IGNORECASE)
+from protos.engines import ENGINE_KINDS, check_kind, is_address
+from protos.errors import InvalidRequest
+from protos.options import DIRECTORY, PORT, Flag, HostPort, Size
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
@@ -48,32 +54,64 @@ class EngineBeside:
 
 @dataclass(frozen=True, slots=True)
 class RelayConfig:
-    """Times in seconds, sizes in bytes; addresses "host:port", port 0 for any free one."""
+    """The options of `paramserver serve`, in the order of its help. Times in seconds, sizes in bytes."""
 
-    name: str
-    etcd: str
-    engines: tuple[EngineBeside, ...] = ()
-    host: str = "127.0.0.1"
-    advertise: str = ""  # what others reach it by; "": host
-    port: int = 0
-    data_port: int = 0
-    publish_host: bool = True
-    distrust_publisher: bool = False  # publishers get no descriptor: their bytes are copied and hashed again here
-    zone: str = ""
-    rack: str = ""
-    pool_dir: Path = Path("/dev/shm/laminar")
-    pool_bytes: int = 4 << 30
-    chunk_bytes: int | None = None  # None: chosen for each version from measured hops
-    retain: int = 2
-    spill: Path | None = None
-    spill_retain: int = 2
-    num_stripes: int = 2
-    transport: Literal["tcp", "nixl"] = "tcp"
-    lease_ttl_s: float = 5.0
-    silence_s: float = 0.5
-    max_rate: float | None = None
-    bind_interface: str | None = None
-    metrics_port: int | None = None
+    name: Annotated[
+        str, Flag(required=False, default=socket.gethostname, show_default="this host's name"), "Unique among relays."
+    ]
+    etcd: Annotated[
+        str,
+        HostPort(),
+        Flag(required=False),
+        "HOST:PORT of etcd. Without it, one of its own runs on loopback, its data in POOL_DIR.etcd.",
+    ]
+    _: KW_ONLY
+    host: Annotated[str, "Address to listen on, which the other relays get, too."] = "127.0.0.1"
+    advertise: Annotated[str, "Address or name that the others get instead, as with --host 0.0.0.0."] = ""
+    port: Annotated[int, PORT, "gRPC port; 0: any free one."] = 0
+    data_port: Annotated[int, PORT, "Port for bytes; 0: any free one."] = 0
+    engines: Annotated[
+        tuple[EngineBeside, ...],
+        Flag("--engine", metavar="KIND=URL"),
+        f"An engine on this host, for gateways with the same --etcd to find; KIND: {', '.join(ENGINE_KINDS)}.",
+    ] = ()
+    publish_host: Annotated[bool, "Whether this relay should become master."] = True
+    zone: Annotated[str, "Where this host is: relays of a zone are neighbours in the chain."] = ""
+    rack: Annotated[str, "Where in its zone: relays of a rack are neighbours too."] = ""
+    pool_dir: Annotated[
+        Path,
+        DIRECTORY,
+        Flag(required=False),
+        "Directory in a tmpfs for snapshots; default: /dev/shm/laminar-USER/NAME.",
+    ]
+    pool_bytes: Annotated[int, Size(), "Memory for snapshots, allocated at start: about four times a version."] = (
+        4 << 30
+    )
+    retain: Annotated[int, Meta(ge=1), "Newest versions to keep though nobody pins them."] = 2
+    spill: Annotated[
+        Path | None,
+        DIRECTORY,
+        "Keep versions on this disk too: a restarted tier serves the last one again without the trainer.",
+    ] = None
+    spill_retain: Annotated[int, Meta(ge=1), "Newest versions to keep on disk."] = 2
+    stripes: Annotated[int, Meta(ge=1, le=16), "TCP connections per hop."] = 2
+    transport: Annotated[
+        Literal["tcp", "nixl"],
+        "What moves bytes between relays; nixl (RDMA where the hosts have it) with those that speak it too.",
+    ] = "tcp"
+    lease_ttl_s: Annotated[float, Meta(ge=1.0), "A relay silent to etcd for so long is no member."] = 5.0
+    silence_s: Annotated[float, Meta(ge=0.2), "An upstream silent for so long is bypassed."] = 0.5
+    distrust_publisher: Annotated[
+        bool, "Map no memory into publishers: they send their bytes, which are copied and hashed again here."
+    ] = False
+    metrics_port: Annotated[int | None, PORT, "Serve Prometheus metrics there."] = None
+    max_rate: Annotated[int | None, Size(), "Bytes per second to send at most: links may be shared with training."] = (
+        None
+    )
+    bind_interface: Annotated[
+        str | None, Flag(metavar="NAME"), "Network interface for bytes, such as eth1. Default: of --host."
+    ] = None
+    chunk_bytes: Annotated[int | None, Size(), "Size of chunks. Default: from measured hops."] = None
 
     @property
     def reached_by(self) -> str:
@@ -119,12 +157,8 @@ class RelayConfig:
             )
 
 
-def parse_bytes(text: str) -> int:
-    """ "4GiB", "512MiB" or plain bytes."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise InvalidRequest(f"{text!r} is not a size", hint='write bytes, or "512MiB", "4GiB"')
-    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+def default_pool_dir(name: str) -> Path:
+    return Path(f"/dev/shm/laminar-{getpass.getuser()}") / name
 
 
 def show_bytes(num: int) -> str:

@@ -1,13 +1,37 @@
-"""Types of options that more than one command has."""
+"""Command-line options that are made from the fields of a configuration, and the types of options.
+
+A configuration is a dataclass. The annotation of a field holds what `--help` shows of its option and what the command
+line checks, and the field's default is the option's, so that each stands in one place:
+
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535), "Port to listen on."] = 8080
+
+makes `--port INTEGER RANGE  Port to listen on.  [default: 8080; 0<=x<=65535]`. After the type stand, in any order, the
+help as a string, a range as `msgspec.Meta`, a type of click's where the range says too little, and a `Flag` for
+whatever else differs from the rule. A configuration within the configuration adds its fields in its place.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
+import msgspec
 
 from protos.engines import is_host_port
+from protos.errors import InvalidRequest
 from protos.process import LOG_LEVELS
+
+ConfigT = TypeVar("ConfigT")
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?", re.IGNORECASE)
 
 
 class HostPort(click.ParamType[str]):
@@ -42,8 +66,116 @@ class Number(click.FloatRange):
         return number
 
 
+class Size(click.ParamType[int]):
+    """Bytes, as "512MiB" or a plain number."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> int:
+        try:
+            return parse_bytes(str(value))
+        except InvalidRequest as error:
+            self.fail(str(error), param, context)
+
+
+def parse_bytes(text: str) -> int:
+    """ "4GiB", "512MiB" or plain bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise InvalidRequest(f"{text!r} is not a size", hint='write bytes, or "512MiB", "4GiB"')
+    return int(float(match[1]) * UNITS[(match[2] or "").upper().replace("I", "i")])
+
+
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
 LOG_LEVEL = click.Choice(LOG_LEVELS)
 
 PORT_MAX = 65535
 PORT = click.IntRange(0, PORT_MAX)
 """To listen on; 0 takes a free one."""
+
+
+class Flag:
+    """Arguments of `click.option` for a field whose option differs from what its annotation and default imply."""
+
+    def __init__(self, *names: str, **attributes: Any) -> None:
+        self.names = names
+        self.attributes = attributes
+
+
+def config_options(config: type) -> Callable[[CommandT], CommandT]:
+    """A decorator that adds the options of all fields to a command."""
+
+    def add(command: CommandT) -> CommandT:
+        for field, hint in reversed([*_fields(config)]):
+            command = (config_options(hint) if _is_config(hint) else _option(field, hint))(command)
+        return command
+
+    return add
+
+
+def config_option(config: type, name: str, **attributes: Any) -> Callable[[CommandT], CommandT]:
+    """The option of one field; `attributes` of `click.option`, such as a help of its own, differ in this command."""
+    return next(_option(field, hint, **attributes) for field, hint in _fields(config) if field.name == name)
+
+
+def config_from(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """The configuration by the command line's `values`; a field without one, or with None, has its default."""
+    given: dict[str, Any] = {}
+    for field, hint in _fields(config):
+        value = config_from(hint, values) if _is_config(hint) else values.get(field.name)
+        if value is not None:
+            given[field.name] = value
+    return config(**given)
+
+
+def _is_config(hint: Any) -> bool:
+    return is_dataclass(hint)
+
+
+def _fields(config: type) -> Iterator[tuple[Field[Any], Any]]:
+    hints = get_type_hints(config, include_extras=True)
+    for field in fields(config):
+        yield field, hints[field.name]
+
+
+def _option(field: Field[Any], hint: Any, **attributes: Any) -> Callable[[CommandT], CommandT]:
+    hint, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if NoneType in get_args(hint):
+        (hint,) = (one for one in get_args(hint) if one is not NoneType)
+    kind, default = _type(hint, notes), field.default
+    derived: dict[str, Any] = {"type": kind, "help": next((note for note in notes if isinstance(note, str)), None)}
+    names = (f"--{field.name.replace('_', '-')}",)
+    if get_origin(hint) is tuple:
+        derived["multiple"] = True
+    elif default is MISSING:
+        derived["required"] = True
+    elif hint is bool:
+        derived |= {"is_flag": True, "default": default}
+        names = (f"{names[0]}/--no-{names[0][2:]}" if default else names[0],)
+    else:
+        derived["default"] = _size_text(default) if isinstance(kind, Size) and default is not None else default
+    flag = next((note for note in notes if isinstance(note, Flag)), Flag())
+    return click.option(field.name, *(flag.names or names), **{**derived, **flag.attributes, **attributes})
+
+
+def _type(hint: Any, notes: list[Any]) -> Any:
+    for note in notes:
+        if isinstance(note, click.ParamType):
+            return note
+        if isinstance(note, msgspec.Meta):
+            return _range(hint, note)
+    if get_origin(hint) is Literal:
+        return click.Choice(get_args(hint))
+    return str if get_origin(hint) is tuple else hint
+
+
+def _range(kind: type, meta: msgspec.Meta) -> Any:
+    low, high = meta.ge if meta.gt is None else meta.gt, meta.le if meta.lt is None else meta.lt
+    make: Any = click.IntRange if kind is int else Number
+    return make(low, high, min_open=meta.gt is not None, max_open=meta.lt is not None)
+
+
+def _size_text(num: int) -> str:
+    """As `Size` reads it, in the largest unit of which it is a whole number."""
+    unit, size = next((unit, size) for unit, size in reversed(UNITS.items()) if num % size == 0)
+    return f"{num // size}{unit}"

@@ -30,6 +30,7 @@ from deploy.demo.recording import Recording
 from deploy.demo.run import CHILD_ENV, ROOT, Outcome, Run
 from deploy.demo.speed import measure_speed
 from gateway.core.dtypes import Dtype, table
+from protos.options import config_option
 from protos.process import usable_cores
 
 INTERRUPTED_STATUS = 130
@@ -37,8 +38,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.option("--seed", default=1, help="of the tasks, of sampling and of training")
-@click.option("--steps", default=10, type=click.IntRange(min=1), help="of the trainer; each publishes a version")
+@config_option(Settings, "seed")
+@config_option(Settings, "steps")
 @click.option(
     "--report",
     "report_dir",
@@ -46,14 +47,7 @@ SHARED_MEMORY = Path("/dev/shm")
     type=click.Path(file_okay=False, path_type=Path),
     help="where report.html, summary.json and logs/ go; what an earlier run left there is replaced",
 )
-@click.option(
-    "--budget-s",
-    "--deadline-s",
-    "budget_s",
-    default=240.0,
-    type=click.FloatRange(min=1.0),
-    help="time for the training steps, after the set-up: on a slow processor they take fewer prompts, or are fewer",
-)
+@config_option(Settings, "budget_s")
 @click.option(
     "--dtype",
     default="auto",
@@ -100,13 +94,13 @@ def main(model_dir: Path | None, dtype: str, open_page: bool, report_dir: Path, 
 
 
 def fit_processor(settings: Settings, dtype: Dtype | None) -> Settings:
-    """The settings for this processor, as measured now; says what was chosen and why."""
+    """The settings for this processor, as measured now; prints the choice and its reason."""
     click.echo("demo: measuring for about a second what this processor does best ...")
     choice = measure_speed(settings.model_dir, ROOT, CHILD_ENV)
     settings = settle(settings, choice, cores=usable_cores(), dtype=dtype)
     for line in table(choice):
         click.echo(f"      {line}")
-    chosen = f"trainer and engines compute in {settings.dtype}" + (", as asked for" if dtype else "")
+    chosen = f"trainer and engines compute in {settings.dtype}" + (", as requested" if dtype else "")
     threads = f"the trainer with {_threads(settings.trainer_threads)}, each engine with {settings.engine_threads}"
     click.echo(f"demo: {choice.reason}: {chosen}, {threads}")
     return settings
@@ -124,7 +118,7 @@ async def _run(settings: Settings, recording: Recording) -> Outcome:
 
 
 def _finish(settings: Settings, recording: Recording, outcome: Outcome, open_page: bool) -> int:
-    """Writes the report, says what came of the run, and returns the exit status."""
+    """Writes the report, prints the verdict, and returns the exit status."""
     if outcome.wall_s == 0.0:
         click.echo(f"demo: {outcome.problem}\nLogs: {settings.logs}", err=True)
         return INTERRUPTED_STATUS if outcome.interrupted else 1
@@ -179,7 +173,7 @@ def check_memory(settings: Settings) -> None:
 
 
 def warn_of_memory(settings: Settings, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Too little memory is told beforehand: later the kernel ends a process, and nobody knows why."""
+    """Warns when memory may run out: otherwise the kernel would kill a process without a visible reason."""
     found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     if found is None:
         return

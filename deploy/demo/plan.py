@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from deploy.demo.processes import Command
 from gateway.core.dtypes import Choice, Dtype
+from protos.options import Flag
 
 MODEL = "policy"
 RELAYS = ("relay-1", "relay-2", "relay-3")
@@ -24,15 +27,20 @@ class Settings:
     report_dir: Path
     data_dir: Path  # the gateway's store; gone after the run
     pool_dir: Path  # the relays' memory; gone after the run
-    seed: int = 1
-    steps: int = 10
+    seed: Annotated[int, "of the tasks, of sampling and of training"] = 1
+    steps: Annotated[int, Meta(ge=1), "of the trainer; each publishes a version"] = 10
     groups: int = 4  # prompts per step
     group_size: int = 8
     dtype: Dtype = "bfloat16"  # of the trainer and of every engine; what travels is bf16 in any case
     trainer_threads: int = 2  # engines are nice to it, and idle when it has enough
     engine_threads: int = 1
     train_tokens_per_s: float = 1000.0  # as measured
-    budget_s: float = 240.0  # for the training steps, from the first version on
+    budget_s: Annotated[
+        float,
+        Meta(ge=1.0),
+        Flag("--budget-s", "--deadline-s"),
+        "time for the training steps, after the set-up: on a slow processor they take fewer prompts, or are fewer",
+    ] = 240.0
     slots: int = 8  # sequences an engine runs at once
     kv_tokens: int = 4096
     max_model_len: int = 1024
@@ -48,7 +56,7 @@ class Settings:
 
     @property
     def memory_bytes(self) -> int:
-        """What they all take together, as seen with SmolLM2-135M: trainer 5.4 GB, pools 3, an engine 1.3 or 2.2."""
+        """Memory of all processes, as measured with SmolLM2-135M: trainer 5.4 GB, pools 3, an engine 1.3 or 2.2."""
         return (15 if self.dtype == "float32" else 12) << 30
 
     @property
@@ -110,7 +118,7 @@ class Plan:
             port=port,
             log_level=self.settings.log_level,
         )
-        # Nice: what steers the engines answers sooner than what they compute.
+        # Nice: the processes that control the engines come before the engines' computation.
         return Command(name, argv, ready_timeout_s=120.0, niceness=5)
 
     def gateway(self, engines: Mapping[str, str], relays: Sequence[str]) -> Command:
@@ -158,7 +166,7 @@ class Plan:
         return Command("trainer", argv, ready_timeout_s=120.0, ends_by_itself=True)
 
     def runner(self, environment: str, gateway_url: str) -> Command:
-        """Rolls out until it is told to stop."""
+        """Rolls out until SIGTERM."""
         argv = _module(
             "agents_env",
             "run",
@@ -174,9 +182,9 @@ class Plan:
         return Command(f"agents-{environment}", argv)
 
 
-def _module(*words: str, **options: object) -> tuple[str, ...]:
-    """`python -m <words> --option value ...`; a list repeats its option."""
-    argv = ["-m", *words]
+def _module(*arguments: str, **options: object) -> tuple[str, ...]:
+    """`python -m <arguments> --option value ...`; a list repeats its option."""
+    argv = ["-m", *arguments]
     for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:
             argv += [f"--{name.replace('_', '-')}", str(one)]

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from gateway.core.curves import SECONDS_PER_TOKEN, DecodeCurve, KvCeiling
 from gateway.core.groups import GroupVersions
@@ -42,21 +44,52 @@ BAD_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """The knobs of intake, refresh and capacity. Times in seconds."""
+    """The settings of capacity, intake and refresh; each is an option of `gateway serve`. Times in seconds."""
 
-    mode: Mode = "repack"
-    max_running: int = 64  # B: turns of one engine at once
-    kv_max: float = 0.9  # C_max: share of an engine's KV tokens that plans and admission may fill
-    intake_batch: int = 64  # sessions admitted before the intake closes
-    intake_age_s: float = 600.0
-    intake_min_batch: int = 1  # sessions admitted before a newer version closes the intake
-    version_hold_s: float = 120.0
-    drain_max_s: float = 60.0
-    min_util: float = 0.25
-    staleness_max: int = 4
-    strict_sessions_min: int = 1  # strict sessions that wait for a version before it is loaded again,
-    strict_tokens_min: int = 16_384  # or tokens of theirs
-    pinned_versions_max: int = 4  # kept by relays for sessions that insist on them
+    mode: Annotated[
+        Mode,
+        "repack: the long tail is packed onto few engines; drain: engines empty by themselves; inflight: turns pause "
+        "while their engine loads, and go on mixed; barrier: all engines wait for the last turn.",
+    ] = "repack"
+    max_running: Annotated[int, Meta(ge=1), "Turns that one engine runs at once."] = 64  # B of the paper
+    kv_max: Annotated[  # C_max of the paper
+        float, Meta(gt=0, le=1), "Share of an engine's KV cache that turns may fill."
+    ] = 0.9
+    intake_batch: Annotated[
+        int, Meta(ge=1), "New sessions that an engine takes on one version; then its intake closes."
+    ] = 64
+    intake_age_s: Annotated[float, Meta(ge=0), "An engine's intake closes so long after it opened."] = 600.0
+    intake_min_batch: Annotated[
+        int, Meta(ge=1), "With a newer version at its relay, an engine's intake closes only after so many sessions."
+    ] = 1
+    version_hold_s: Annotated[
+        float,
+        Meta(ge=0),
+        "How long the last engine on a version stays on it for the version's sessions; less while turns wait.",
+    ] = 120.0
+    pinned_versions_max: Annotated[
+        int,
+        Meta(ge=0),
+        "Versions that relays keep for sessions with on_version_loss=strict. At the limit, a strict session on a "
+        "further version gets 429.",
+    ] = 4
+    strict_sessions_min: Annotated[
+        int,
+        Meta(ge=1),
+        "Waiting strict sessions that make an engine load their version again, even if they have few tokens.",
+    ] = 1
+    strict_tokens_min: Annotated[
+        int,
+        Meta(ge=0),
+        "Tokens of waiting strict sessions that make an engine load their version again, even for few sessions.",
+    ] = 16_384
+    drain_max_s: Annotated[
+        float, Meta(ge=0), "How long few remaining turns may keep an engine from loading a newer version."
+    ] = 60.0
+    min_util: Annotated[float, Meta(gt=0, le=1), "Turns of an engine are few below this share of --max-running."] = 0.25
+    staleness_max: Annotated[
+        int, Meta(ge=0), "How many versions a trajectory may be behind the trainer when it is sampled."
+    ] = 4
 
 
 @dataclass(slots=True)

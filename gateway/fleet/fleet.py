@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.event_size import mean_pace
@@ -97,7 +97,7 @@ class Fleet:
         ]
         try:
             for spec in self.config.engines:
-                self.add(spec)
+                self.add(spec if spec.relay is not None else replace(spec, relay=self.config.relay))
         except BaseException:
             await self.close()
             raise

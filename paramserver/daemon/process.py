@@ -145,9 +145,9 @@ async def _open_store(config: RelayConfig, stack: contextlib.AsyncExitStack) -> 
 async def _start_nixl(config: RelayConfig, stack: contextlib.AsyncExitStack) -> NixlProcesses | None:
     if config.transport != "nixl":
         return None
-    nixl = NixlProcesses(idle_max=2 * config.num_stripes, interface=config.bind_interface)
+    nixl = NixlProcesses(idle_max=2 * config.stripes, interface=config.bind_interface)
     stack.push_async_callback(asyncio.to_thread, nixl.close)
-    await asyncio.to_thread(nixl.warm, config.num_stripes)
+    await asyncio.to_thread(nixl.warm, config.stripes)
     return nixl
 
 

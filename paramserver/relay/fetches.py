@@ -93,7 +93,7 @@ class Fetches:
             greeting,
             lambda: self._sources(announced),
             lambda source, greeting: self._dial(source, greeting, snapshot),
-            num_stripes=self._config.num_stripes,
+            num_stripes=self._config.stripes,
         )
         task = asyncio.current_task()
         assert task is not None

@@ -101,7 +101,7 @@ async def fleet(
             stack.callback(engine.kill)
             gates.append(await stack.enter_async_context(Gate(engine.ready["url"])))
         specs = tuple(EngineSpec(f"e{i}", "vllm", gate.url, None) for i, gate in enumerate(gates))
-        settings = GatewayConfig("policy", model, None, specs, tokens_per_event=1)
+        settings = GatewayConfig(model="policy", tokenizer=model, port=0, engines=specs, tokens_per_event=1)
         found = await start(settings)
         stack.push_async_callback(found.close, 1.0)
         await until(lambda: all(e.status == "serving" for e in found.fleet.state.sorted_engines()), "engines", 180)

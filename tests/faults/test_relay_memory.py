@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from paramserver.client import RelayClient
-from paramserver.config import parse_bytes
 from protos.errors import Preparing
 from protos.laminar.v1 import relay_pb2 as pb
+from protos.options import parse_bytes
 from tests.support.relays import Relays
 
 MODEL = "policy"

@@ -96,6 +96,7 @@ async def gateway(
                 model="policy",
                 tokenizer=Path(model),
                 data=directory,
+                port=0,
                 engines=tuple(specs),
                 stall_timeout_s=2.0,  # of a look at an engine, too: longer than most pauses of a busy machine
                 poll_interval_s=0.1,

@@ -314,7 +314,6 @@ async def _live(seed: int, rng: random.Random, last_bytes_s: float) -> list[Requ
     config = GatewayConfig(
         model="policy",
         tokenizer=Path("none"),
-        data=None,
         engines=tuple(EngineSpec(f"e{i}", "vllm", f"http://e{i}:1", None) for i in range(2)),
         fleet=fleet_config,
         queue_max=rng.choice((0, 2, 64)),

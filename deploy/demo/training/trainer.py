@@ -24,12 +24,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import click
 import torch
+from msgspec import Meta
 
 from deploy.demo.training.families import lay_out, micro_batches
 from deploy.demo.training.grpo import Clip, group_advantages, token_loss
@@ -37,6 +38,7 @@ from deploy.demo.training.pace import Next, Pace, Taken
 from deploy.demo.training.policy import Policy
 from gateway.core.dtypes import Dtype
 from protos.errors import LaminarError, NotFound, Unavailable
+from protos.options import Flag, config_from, config_options
 from protos.process import setup_logging, write_ready_file
 from trainer_client import Batch, ExperienceReader, Packed, Publisher, Ticket, Trajectory, Wanted, pack
 
@@ -50,29 +52,42 @@ POLL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The configuration of one training run."""
+    """The configuration of one training run: the options of the command, in the order of its help."""
 
-    relay: str
-    gateway: str
-    model_dir: Path
-    out: Path
-    model: str = "policy"
-    steps: int = 8
-    seed: int = 0
-    groups: int = 4
-    group_size: int = 8
-    lr: float = 3e-5
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    grad_norm_max: float = 1.0
-    staleness_max: int | None = None
-    micro_tokens: int = 1536  # about 1.5 GB of activations for SmolLM2-135M in bf16
-    dtype: Dtype = "bfloat16"
-    threads: int = 1
-    budget_s: float = math.inf  # from the first version on
-    groups_min: int = 2  # prompts of a step that has to be short
-    tokens_per_s: float = math.inf  # as measured: a first guess at what a step takes
-    gateway_patience_s: float = 60.0
+    relay: Annotated[str, Flag(metavar="HOST:PORT"), "gRPC port of a relay; `paramserver serve` prints it"]
+    gateway: Annotated[str, Flag(metavar="URL"), "the gateway; `gateway serve` prints it"]
+    model_dir: Annotated[
+        Path,
+        click.Path(exists=True, file_okay=False, path_type=Path),
+        "where to start from: a Llama or Qwen2 model as `transformers` saves it",
+    ]
+    _: KW_ONLY
+    model: Annotated[str, "name under which versions are published"] = "policy"
+    steps: Annotated[int, Meta(ge=0), "optimiser steps; each publishes a version"] = 8
+    seed: Annotated[int, "of torch"] = 0
+    out: Annotated[Path, click.Path(dir_okay=False, path_type=Path), "JSON lines are added here"]
+    groups: Annotated[int, Meta(ge=1), "prompts per step"] = 4
+    group_size: Annotated[int, Meta(ge=2), "samples per prompt"] = 8
+    lr: Annotated[float, Meta(gt=0.0), "learning rate"] = 3e-5
+    clip_low: Annotated[float, Meta(ge=0.0, le=1.0), "the ratio of probabilities is clipped below 1 minus this"] = 0.2
+    clip_high: Annotated[float, Meta(ge=0.0), "the ratio of probabilities is clipped above 1 plus this"] = 0.28
+    grad_norm_max: Annotated[float, Meta(gt=0.0), "gradients with a larger norm are scaled down to it"] = 1.0
+    staleness_max: Annotated[int | None, Meta(ge=0), "leave out what is staler at use"] = None
+    micro_tokens: Annotated[int, Meta(ge=1), "tokens per forward pass: bounds memory"] = 1536
+    """About 1.5 GB of activations for SmolLM2-135M in bf16."""
+    gateway_patience_s: Annotated[float, "how long a gateway may not answer before the run ends"] = 60.0
+    dtype: Annotated[Dtype, "to compute in; masters are float32"] = "bfloat16"
+    threads: Annotated[int, Meta(ge=1), "of torch"] = 1
+    budget_s: Annotated[
+        float,
+        Meta(ge=0.0),
+        "time for all steps: they take fewer prompts, or are fewer, so that they fit; one is always taken",
+    ] = math.inf
+    """From the first version on."""
+    groups_min: Annotated[int, Meta(ge=1), "prompts that a step takes at least"] = 2
+    tokens_per_s: Annotated[
+        float, Meta(gt=0.0), "training's speed as measured beforehand: how many prompts the first step takes"
+    ] = math.inf
 
 
 class Events:
@@ -92,7 +107,7 @@ class Events:
 
 
 class Announcer:
-    """Publishes versions, and reports how each travelled without making training wait for it."""
+    """Publishes versions, and reports their stages while training continues."""
 
     def __init__(self, settings: Settings, events: Events) -> None:
         self._publisher = Publisher(settings.relay, settings.model)
@@ -152,7 +167,7 @@ def train_step(
 ) -> StepStats | None:
     """One optimiser step on a batch. None, and no step, when `stop` was set meanwhile.
 
-    `progress` is told the share that is done, after each forward and backward pass.
+    `progress` is called with the share that is done, after each forward and backward pass.
     """
     data = batch.torch()
     advantages = group_advantages(data.rewards, data.group_index)
@@ -184,7 +199,7 @@ def next_batches(
 ) -> list[Batch]:
     """Leases of `groups` (`settings.groups`) whole groups in all; fewer only when `stop` was set.
 
-    A gateway that does not answer is asked again for `gateway_patience_s`: it may start later, or start again.
+    Retries for `gateway_patience_s` while the gateway does not answer: it may start later, or restart.
     """
     bound = {} if settings.staleness_max is None else {"staleness_max": settings.staleness_max}
     batches: list[Batch] = []
@@ -199,7 +214,7 @@ def next_batches(
         except Unavailable as error:
             if time.monotonic() - answered > settings.gateway_patience_s:
                 raise
-            log.warning("%s; asking again", error)
+            log.warning("%s; sampling again", error)
             stop.wait(POLL_S)
             continue
         answered = time.monotonic()
@@ -221,7 +236,7 @@ def _acknowledge(reader: ExperienceReader, batches: list[Batch]) -> None:
 
 
 def describe(batch: Packed, trainer_version: int) -> dict[str, float | int]:
-    """What a step's event says of its batch; staleness at use, per sampled token."""
+    """The fields of a step's event that describe its batch; staleness is at use, per sampled token."""
     staleness = batch.staleness(trainer_version)
     return {
         "reward_mean": float(batch.rewards.mean()),
@@ -267,18 +282,18 @@ class Training:
         step, plan = len(self._taken) + 1, self._plan()
         if plan.groups == 0:
             return False
-        asked = time.monotonic()
+        requested = time.monotonic()
         batches = next_batches(self._reader, self._settings, stop, plan.groups)
         began = time.monotonic()
         batch = pack(_trajectories(batches))
-        stats = None if stop.is_set() else train_step(self._policy, batch, self._settings, stop, self._tell(step))
+        stats = None if stop.is_set() else train_step(self._policy, batch, self._settings, stop, self._progress(step))
         if stats is None:
             log.info("stopped before step %d; its trajectories return to the buffer", step)
             return False
         fields = {**describe(batch, self._reader.trainer_version), **asdict(stats)}
         self._reader.trainer_version = self._announcer.publish(self._policy, step)
         _acknowledge(self._reader, batches)
-        times = {"wait_s": round(began - asked, 3), "seconds": round(time.monotonic() - began, 3)}
+        times = {"wait_s": round(began - requested, 3), "seconds": round(time.monotonic() - began, 3)}
         self._events.add("step", step=step, version=self._reader.trainer_version, **fields, **times)
         log.info("step %d: %s", step, {**fields, **times})
         self._taken.append(Taken(plan.groups, **times))
@@ -292,7 +307,7 @@ class Training:
         self._events.add("pace", done=len(self._taken), **asdict(plan), left_s=left_s)
         return plan
 
-    def _tell(self, step: int) -> Callable[[float], None]:
+    def _progress(self, step: int) -> Callable[[float], None]:
         return lambda share: self._events.add("progress", step=step, share=round(share, 3))
 
 
@@ -307,43 +322,7 @@ def pace_of(settings: Settings) -> Pace:
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.option("--relay", required=True, metavar="HOST:PORT", help="gRPC port of a relay; `paramserver serve` prints it")
-@click.option("--gateway", required=True, metavar="URL", help="the gateway; `gateway serve` prints it")
-@click.option(
-    "--model-dir",
-    required=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="where to start from: a Llama or Qwen2 model as `transformers` saves it",
-)
-@click.option("--model", default="policy", help="name under which versions are published")
-@click.option("--steps", default=8, type=click.IntRange(min=0))
-@click.option("--seed", default=0)
-@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON lines are added here")
-@click.option("--groups", default=4, type=click.IntRange(min=1), help="prompts per step")
-@click.option("--group-size", default=8, type=click.IntRange(min=2), help="samples per prompt")
-@click.option("--lr", default=3e-5, type=click.FloatRange(min=0.0, min_open=True))
-@click.option("--clip-low", default=0.2, type=click.FloatRange(0.0, 1.0))
-@click.option("--clip-high", default=0.28, type=click.FloatRange(min=0.0))
-@click.option("--staleness-max", default=None, type=click.IntRange(min=0), help="leave out what is staler at use")
-@click.option("--micro-tokens", default=1536, type=click.IntRange(min=1), help="tokens per forward pass: bounds memory")
-@click.option("--gateway-patience-s", default=60.0, help="how long a gateway may not answer before the run ends")
-@click.option(
-    "--dtype", default="bfloat16", type=click.Choice(get_args(Dtype)), help="to compute in; masters are float32"
-)
-@click.option("--threads", default=1, type=click.IntRange(min=1), help="of torch")
-@click.option(
-    "--budget-s",
-    default=math.inf,
-    type=click.FloatRange(min=0.0),
-    help="time for all steps: they take fewer prompts, or are fewer, so that they fit; one is always taken",
-)
-@click.option("--groups-min", default=2, type=click.IntRange(min=1), help="prompts that a step takes at least")
-@click.option(
-    "--tokens-per-s",
-    default=math.inf,
-    type=click.FloatRange(min=0.0, min_open=True),
-    help="training's speed as measured beforehand: how many prompts the first step takes",
-)
+@config_options(Settings)
 @click.option(
     "--ready-file", default=None, type=click.Path(dir_okay=False, path_type=Path), help="written once version 1 is out"
 )
@@ -356,7 +335,7 @@ def main(ready_file: Path | None, log_level: str, **options: Any) -> None:
     """
     setup_logging(log_level)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at its first large tensor; steps 10 % faster
-    settings = Settings(**options)
+    settings = config_from(Settings, options)
     log.info("%s", settings)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

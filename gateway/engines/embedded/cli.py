@@ -16,7 +16,7 @@ import msgspec
 from gateway.core.dtypes import SERVING, TRAINING, Choice, Dtype, table
 from gateway.engines.embedded.config import EngineConfig
 from protos.errors import LaminarError
-from protos.options import LOG_LEVEL, PORT
+from protos.options import LOG_LEVEL, PORT, config_from, config_options
 from protos.process import cannot_listen, setup_logging, write_ready_file
 
 log = logging.getLogger(__name__)
@@ -25,54 +25,13 @@ SHUTDOWN_TIMEOUT_S = 5.0
 
 
 @click.command()
-@click.option(
-    "--model",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    required=True,
-    help="Model directory (Llama or Qwen2 family): config.json, *.safetensors, tokenizer.json.",
-)
-@click.option("--served-model-name", default="policy", show_default=True, help="Name that requests use.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "auto"]),
-    default="bfloat16",
-    show_default=True,
-    help="float32 gives the greedy output of transformers; bfloat16 is faster where the processor has instructions for "
-    "it, and slower where it has not. auto: measured before it serves (`gateway engine-dtype` shows it). Give all "
-    "engines of a fleet the same one: a greedy turn that moves between two is not the unmoved turn.",
-)
-@click.option(
-    "--batch-invariant",
-    is_flag=True,
-    help="A token's result depends on its own sequence alone, so a moved turn equals the unmoved one exactly. Slower.",
-)
-@click.option("--max-num-seqs", default=8, show_default=True, help="Sequences that decode together.")
-@click.option("--kv-cache-tokens", default=16384, show_default=True, help="Size of the KV pool, in tokens.")
-@click.option("--max-model-len", default=2048, show_default=True, help="Prompt plus generated tokens of a request.")
-@click.option("--max-batched-tokens", default=256, show_default=True, help="Tokens computed in one step.")
-@click.option("--max-waiting", default=256, show_default=True, help="Requests that may queue; beyond: 429.")
-@click.option("--threads", default=1, show_default=True, help="Processor threads of the model.")
-@click.option("--weight-version", default="default", show_default=True, help="Label of the weights in --model.")
-@click.option(
-    "--logprobs-mode",
-    type=click.Choice(["processed_logprobs", "raw_logprobs"]),
-    default="processed_logprobs",
-    show_default=True,
-    help="Processed: after temperature, top-k and top-p, the distribution really sampled from.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto: the GPU when there is one.",
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=PORT, default=0, show_default=True, help="Port to listen on; 0 takes a free one.")
+@config_options(EngineConfig)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=PORT, default=0, help="Port to listen on; 0 takes a free one.")
 @click.option(
     "--ready-file", type=click.Path(dir_okay=False, path_type=Path), help='Written as {"url": ...} once it serves.'
 )
-@click.option("--log-level", type=LOG_LEVEL, default="info", show_default=True)
+@click.option("--log-level", type=LOG_LEVEL, default="info")
 def engine(host: str, port: int, ready_file: Path | None, log_level: str, **options: Any) -> None:
     """Run one inference engine that speaks vLLM's HTTP dialect, without vLLM.
 
@@ -85,7 +44,7 @@ def engine(host: str, port: int, ready_file: Path | None, log_level: str, **opti
     try:
         if options["dtype"] == "auto":
             options["dtype"] = _best_dtype(options["model"], options["device"])
-        config = EngineConfig(**options)
+        config = config_from(EngineConfig, options)
         log.info("%s", config)
         asyncio.run(_serve(config, host, port, ready_file))
     except LaminarError as e:

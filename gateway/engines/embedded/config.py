@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import click
 
 from gateway.core.dtypes import Dtype
 from protos.errors import InvalidRequest
+from protos.options import Flag
 
 BLOCK_TOKENS = 16
 """Tokens in one KV block: the unit of accounting and of prefix sharing."""
@@ -20,26 +23,39 @@ LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    model: Path
-    """Directory with config.json, safetensors weights and tokenizer files."""
-    served_model_name: str
-    dtype: Dtype = "bfloat16"
-    batch_invariant: bool = False
-    """Each token's result depends on its own sequence alone, whatever else runs (slower, exact moves)."""
-    max_num_seqs: int = 8
-    """Sequences in one decode step; the KV workspace has this many rows."""
-    kv_cache_tokens: int = 16384
-    """Size of the paged KV pool, in tokens: what running sequences and the prefix cache share."""
-    max_model_len: int = 2048
-    """Prompt plus generated tokens of one sequence."""
-    max_batched_tokens: int = 256
-    """Tokens computed in one step: decode rows first, the rest is prefill."""
-    max_waiting: int = 256
-    """Requests that may wait for a place; the next one gets 429."""
-    threads: int = 1
-    device: str = "auto"
-    weight_version: str = "default"
-    logprobs_mode: LogprobsMode = "processed_logprobs"
+    """The options of `gateway engine`, in the order of its help."""
+
+    model: Annotated[
+        Path,
+        click.Path(exists=True, file_okay=False, path_type=Path),
+        "Model directory (Llama or Qwen2 family): config.json, *.safetensors, tokenizer.json.",
+    ]
+    served_model_name: Annotated[str, "Name that requests use."] = "policy"
+    dtype: Annotated[
+        Dtype,
+        Flag(type=click.Choice(["float32", "bfloat16", "auto"])),
+        "float32 gives the greedy output of transformers; bfloat16 is faster where the processor has instructions for "
+        "it, and slower where it has not. auto: measured before it serves (`gateway engine-dtype` shows it). Give all "
+        "engines of a fleet the same one: a greedy turn that moves between two is not the unmoved turn.",
+    ] = "bfloat16"
+    batch_invariant: Annotated[
+        bool,
+        "A token's result depends on its own sequence alone, so a moved turn equals the unmoved one exactly. Slower.",
+    ] = False
+    max_num_seqs: Annotated[int, "Sequences that decode together."] = 8
+    """The KV workspace has this many rows."""
+    kv_cache_tokens: Annotated[int, "Size of the KV pool, in tokens."] = 16384
+    """Running sequences and the prefix cache share it."""
+    max_model_len: Annotated[int, "Prompt plus generated tokens of a request."] = 2048
+    max_batched_tokens: Annotated[int, "Tokens computed in one step."] = 256
+    """Decode rows first; the rest is prefill."""
+    max_waiting: Annotated[int, "Requests that may queue; beyond: 429."] = 256
+    threads: Annotated[int, "Processor threads of the model."] = 1
+    weight_version: Annotated[str, "Label of the weights in --model."] = "default"
+    logprobs_mode: Annotated[
+        LogprobsMode, "Processed: after temperature, top-k and top-p, the distribution really sampled from."
+    ] = "processed_logprobs"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: the GPU when there is one."] = "auto"
 
     @property
     def num_blocks(self) -> int:

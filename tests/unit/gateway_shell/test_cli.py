@@ -46,14 +46,13 @@ def serve(directory: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("e0=vllm=http://h:1", EngineSpec("e0", "vllm", "http://h:1", "standard:7")),
+        ("e0=vllm=http://h:1", EngineSpec("e0", "vllm", "http://h:1", None)),
         ("e0=vllm=https://h/below@r:2", EngineSpec("e0", "vllm", "https://h/below", "r:2")),
-        ("e0=vllm=http://h:1@", EngineSpec("e0", "vllm", "http://h:1", "standard:7")),
+        ("e0=vllm=http://h:1@", EngineSpec("e0", "vllm", "http://h:1", None)),
     ],
 )
 def test_an_engines_words(text: str, spec: EngineSpec) -> None:
-    assert parse_engine(text, "standard:7") == spec
-    assert parse_engine("e0=vllm=http://h:1", None).relay is None
+    assert parse_engine(text) == spec
 
 
 @pytest.mark.parametrize(
@@ -65,19 +64,19 @@ def test_an_engines_words(text: str, spec: EngineSpec) -> None:
 )
 def test_what_is_no_engine_is_told_the_form(text: str) -> None:
     with pytest.raises(InvalidRequest) as error:
-        parse_engine(text, None)
+        parse_engine(text)
     assert str(error.value) == f"--engine {text!r} {FORM}"
 
 
 def test_an_unknown_kind_is_told_the_known_ones() -> None:
     with pytest.raises(UnsupportedField, match=r"no adapter for 'tgi' \(known kinds: vllm, sglang, embedded"):
-        parse_engine("e0=tgi=http://h", None)
+        parse_engine("e0=tgi=http://h")
 
 
 @pytest.mark.parametrize("url", ["http://", "http://h:99999", "http://h:port", "http://:80"])
 def test_a_url_that_names_no_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="--engine"):
-        parse_engine(f"e0=vllm={url}", None)
+        parse_engine(f"e0=vllm={url}")
 
 
 # -- help

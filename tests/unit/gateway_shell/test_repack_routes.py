@@ -34,7 +34,7 @@ async def test_a_dry_run_moves_nothing_and_a_round_leaves_its_receipt(tmp_path: 
         config = GatewayConfig(
             model=MODEL,
             tokenizer=tokenizer(tmp_path / "model"),
-            data=None,
+            port=0,
             engines=tuple(EngineSpec(e.name, "vllm", e.url, address) for e in engines),
             fleet=FleetConfig(mode="drain"),
         )

@@ -27,7 +27,7 @@ PROMPT = [5, 6, 7]
 def config(directory: Path, *engines: CuttingEngine) -> GatewayConfig:
     specs = tuple(EngineSpec(e.name, "vllm", e.url, None) for e in engines)
     codec = tokenizer(directory / "model")
-    return GatewayConfig(model=MODEL, tokenizer=codec, data=directory, engines=specs, dead_after_polls=1)
+    return GatewayConfig(model=MODEL, tokenizer=codec, data=directory, port=0, engines=specs, dead_after_polls=1)
 
 
 @contextlib.asynccontextmanager

@@ -8,8 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from paramserver.cli import cli
-from paramserver.config import RelayConfig, parse_bytes, show_bytes
+from paramserver.config import RelayConfig, show_bytes
 from protos.errors import InvalidRequest
+from protos.options import parse_bytes
+
+POOL = Path("/dev/shm/laminar-test")
 
 
 @pytest.mark.parametrize(
@@ -58,12 +61,13 @@ def test_sizes_are_shown_short() -> None:
 )
 def test_a_wrong_configuration_is_refused(wrong: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        RelayConfig(**{"name": "a", "etcd": "h:1", **wrong})  # type: ignore[arg-type]
+        RelayConfig(**{"name": "a", "etcd": "h:1", "pool_dir": POOL, **wrong})  # type: ignore[arg-type]
 
 
 def test_what_others_are_told_is_where_they_reach_it() -> None:
-    assert RelayConfig("a", "h:1", host="10.0.0.1").reached_by == "10.0.0.1"
-    assert RelayConfig("a", "h:1", host="0.0.0.0", advertise="trainer-0").reached_by == "trainer-0"
+    assert RelayConfig("a", "h:1", pool_dir=POOL, host="10.0.0.1").reached_by == "10.0.0.1"
+    named = RelayConfig("a", "h:1", pool_dir=POOL, host="0.0.0.0", advertise="trainer-0")
+    assert named.reached_by == "trainer-0"
 
 
 @pytest.mark.parametrize(

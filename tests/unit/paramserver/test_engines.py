@@ -55,7 +55,7 @@ def test_an_unknown_kind_is_told_the_known_ones() -> None:
 def test_two_engines_of_one_port_cannot_be_told_apart() -> None:
     beside = (EngineBeside("vllm", "http://a:1"), EngineBeside("vllm", "http://b:1"))
     with pytest.raises(InvalidRequest, match="named alike: r:1, r:1"):
-        RelayConfig("r", "etcd:1", beside, pool_dir=Path("/dev/shm/x"))
+        RelayConfig("r", "etcd:1", engines=beside, pool_dir=Path("/dev/shm/x"))
 
 
 # -- the view
