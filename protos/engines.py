@@ -1,40 +1,56 @@
-"""How engines, and the relays beside them, are named: the words that relays and the gateway share."""
+"""Kinds of engines and what they can do; addresses of engines and relays."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from protos.errors import UnsupportedField
 
 HOST_MAX = 253
-"""Characters of a host's name, as the DNS has it."""
+"""Characters of a host's name, the limit of the DNS."""
 
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What engines of one kind can do, as far as it decides where a request may go."""
+
+    text_routes: Mapping[str, str]  # paths of its own API for text: of "chat" and "completion"
+    constrains: bool = True  # holds an answer to a JSON schema, a pattern or tags
+    truncated_logprobs: bool = True  # reports logprobs of the distribution after `top_p`, `top_k` and `min_p`
+    penalises_prompt: bool = True  # `repetition_penalty` counts the prompt's tokens as well
+
+
+_OPENAI = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 ENGINE_KINDS = {
-    "vllm": "vLLM, its OpenAI server in development mode",
-    "sglang": "SGLang, its own API",
-    "embedded": "`gateway engine`, which speaks vLLM's API",
+    "vllm": EngineKind(_OPENAI),  # its OpenAI server in development mode
+    "sglang": EngineKind(_OPENAI, truncated_logprobs=False, penalises_prompt=False),  # its own API
+    # `gateway engine` speaks vLLM's API, without chat templates and grammars
+    "embedded": EngineKind({"completion": "/v1/completions"}, constrains=False),
 }
+"""By the name that options and registrations have."""
 
 
-def check_kind(kind: str, said: str) -> None:
-    """UnsupportedField unless there is an adapter for `kind`; `said` is where it was named."""
+def check_kind(kind: str, source: str) -> None:
+    """UnsupportedField unless there is an adapter for `kind`; `source` names the option or record that has it."""
     if kind not in ENGINE_KINDS:
-        raise UnsupportedField(f"{said}: no adapter for {kind!r}", hint=f"known kinds: {', '.join(ENGINE_KINDS)}")
+        raise UnsupportedField(f"{source}: no adapter for {kind!r}", hint=f"known kinds: {', '.join(ENGINE_KINDS)}")
 
 
 def is_host_port(address: str) -> bool:
-    """Whether `address` is HOST:PORT, as relays and etcd are named."""
+    """Whether `address` is HOST:PORT, the form of addresses of relays and etcd."""
     host, _, port = address.rpartition(":")
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
 def base_url_hint(url: str) -> str:
-    """What to try instead of an address that was copied from an OpenAI client, which has the API's path in it."""
+    """The address to use instead of one that ends in `/v1`, as copied from an OpenAI client; "" for any other."""
     return f"without the /v1: {url.rstrip('/').removesuffix('/v1')}" if url.rstrip("/").endswith("/v1") else ""
 
 
 def is_address(url: str) -> bool:
-    """Whether an engine can be asked there: http or https, a host that can be, and no port that none can have."""
+    """Whether `url` can be an engine's address: http or https, a valid host, and a valid port if there is one."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""

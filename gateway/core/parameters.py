@@ -1,14 +1,28 @@
-"""The table of sampling parameters: bounds, defaults, and their effect on the distribution. Pure.
+"""The numeric sampling parameters, a row each: bounds, defaults, and their effect on the distribution. Pure.
 
-Requests are checked, schemas served, and engines' requests written from this table. A new row needs a field of the same
-name in `core.types.SamplingParams` and in the request bodies of `api.openai`; engines get it under that name.
+Requests are checked, schemas served, engines' requests written and segments recorded from this table. A new row needs a
+field of the same name in `SamplingFields`, `core.types.SamplingParams` and `protos.trajectories.SampledWith`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from gateway.core.types import SamplingParams
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The parameters in the body of a request; None where the body has none."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

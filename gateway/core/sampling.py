@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
-from gateway.core.parameters import distorting, truncating
+from gateway.core.parameters import PARAMETERS, distorting, truncating
 from gateway.core.types import LogprobsKind, SamplingParams, TurnRequest
 from protos.engines import ENGINE_KINDS
 from protos.trajectories import SampledWith
 
-TELL_TRUNCATED = frozenset(ENGINE_KINDS) - {"sglang"}
-"""Kinds of engines whose logprobs can be of the distribution after truncation; SGLang's are of the one before it."""
+TELL_TRUNCATED = frozenset(name for name, kind in ENGINE_KINDS.items() if kind.truncated_logprobs)
+CONSTRAINING = frozenset(name for name, kind in ENGINE_KINDS.items() if kind.constrains)
 
 
 def kinds_for(*, constrained: bool, truncated: bool = False) -> frozenset[str] | None:
@@ -25,7 +25,7 @@ def kinds_for(*, constrained: bool, truncated: bool = False) -> frozenset[str] |
 
     `constrained`: by a grammar, a schema or a pattern. `truncated`: its logprobs are to be those of a truncated policy.
     """
-    able = frozenset({"vllm", "sglang"}) if constrained else frozenset(ENGINE_KINDS)
+    able = CONSTRAINING if constrained else frozenset(ENGINE_KINDS)
     able = able & TELL_TRUNCATED if truncated else able
     return able if able < frozenset(ENGINE_KINDS) else None
 
@@ -61,17 +61,12 @@ def tied_by(sampling: SamplingParams) -> str:
 def sampled_with(sampling: SamplingParams, kind: LogprobsKind, engine_kind: str = "vllm") -> SampledWith:
     raw = kind == "raw" and bool(distorted(sampling))
     untruncated = engine_kind not in TELL_TRUNCATED and bool(truncating(sampling))
+    logprobs = "raw" if raw else "greedy" if sampling.temperature == 0.0 else "untruncated" if untruncated else "policy"
     return SampledWith(
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.constrained,
-        "raw" if raw else "greedy" if sampling.temperature == 0.0 else "untruncated" if untruncated else "policy",
-        sampling.min_p,
-        sampling.repetition_penalty,
-        {str(token_id): bias for token_id, bias in sampling.logit_bias},
+        **{parameter.name: getattr(sampling, parameter.name) for parameter in PARAMETERS},
+        constrained=sampling.constrained,
+        logprobs=logprobs,
+        logit_bias={str(token_id): bias for token_id, bias in sampling.logit_bias},
     )
 
 

@@ -20,13 +20,10 @@ from gateway.core.fleet import EngineState, FleetState, TurnLoad
 from gateway.core.order import Pool
 from gateway.core.scheduler import Placement, Wait
 from gateway.core.types import EngineName, SessionId, TurnId, Version
+from protos.engines import ENGINE_KINDS
 
 TextApi = Literal["chat", "completion"]
-TEXT_ROUTES: Mapping[str, Mapping[TextApi, str]] = {
-    "vllm": {"chat": "/v1/chat/completions", "completion": "/v1/completions"},
-    "sglang": {"chat": "/v1/chat/completions", "completion": "/v1/completions"},
-    "embedded": {"completion": "/v1/completions"},  # no chat template there
-}
+TEXT_ROUTES: Mapping[str, Mapping[str, str]] = {name: kind.text_routes for name, kind in ENGINE_KINDS.items()}
 """By kind of engine: the paths of its text routes."""
 TRIES_MAX = 3
 """Engines that one request is tried on: it may be the request that breaks them."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.core.parameters import SamplingFields
 from gateway.core.types import History
 
 Metadata = dict[str, Any]
@@ -71,26 +72,19 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     regex: str | None = None
 
 
-class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _Common(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     """The fields of both endpoints. The second half is ours or vLLM's, for training clients."""
 
     model: str
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = None
     user: str | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False

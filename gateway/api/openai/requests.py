@@ -30,6 +30,7 @@ from gateway.core.types import SamplingParams
 from gateway.ports import Message, ModelInfo, SessionView
 from gateway.tokens import ToolFormat
 from gateway.tokens.bridge import content_text
+from protos.engines import ENGINE_KINDS
 from protos.errors import InvalidRequest, Unavailable, UnknownModel
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
@@ -256,9 +257,11 @@ def sampling(
     """The sampling parameters, within the context that the prompt leaves. TooLarge, with both lengths, for a prompt
     that leaves none."""
     numbers = {parameter.name: _number(body, parameter) for parameter in PARAMETERS}
-    # vLLM's repetition penalty counts the prompt, too, which has the generated tokens once a turn moved: it may move.
+    # When a turn continues elsewhere, its generated tokens are in the prompt: a repetition penalty that counts the
+    # prompt counts them still.
     counts = bool(numbers["presence_penalty"] or numbers["frequency_penalty"])
-    counts = counts or (numbers["repetition_penalty"] != 1.0 and "sglang" in model.kinds)
+    prompt_counts = all(ENGINE_KINDS[kind].penalises_prompt for kind in model.kinds)
+    counts = counts or (numbers["repetition_penalty"] != 1.0 and not prompt_counts)
     held = constraint(body, model, tool_format)
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
