@@ -1,0 +1,246 @@
+"""What README and the pages of docs/ show runs as it stands there: daemons, commands of operators, and programs.
+
+Only addresses, sizes and directories are the test's own. The quick start has a test by itself, `test_quick_start`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file
+
+from tests.support import processes
+from tests.support.fleet import until
+from tests.support.ports import KeptPorts
+from tests.support.processes import Daemon
+from tests.support.tiny_model import tiny_model
+from trainer_client import Publisher
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+FLEET = "docs/fleet.md"
+GROUPS, GROUP_SIZE = 4, 8
+RUN_HERE = {
+    ("README.md", "python"): 2,
+    ("docs/agents.md", "python"): 1,
+    (FLEET, "sh"): 2,
+    (FLEET, "python"): 1,
+    ("docs/guide.md", "sh"): 1,
+}
+"""Blocks of code by page and language that tests of this module run, all of them."""
+RUN_ELSEWHERE = {
+    ("README.md", "sh"): 1,  # `.ci/run` types it
+    ("docs/quick-start.md", "sh"): 2,
+    ("docs/quick-start.md", "python"): 2,
+}
+
+
+def blocks(page: str, language: str = r"\w+") -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def lines(block: str) -> list[str]:
+    """The commands of a block, each in one line."""
+    return block.replace("\\\n", "").splitlines()
+
+
+def test_no_page_shows_code_that_no_test_runs() -> None:
+    pages = ["README.md", *(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
+    found = {
+        (page, language): len(blocks(page, language))
+        for page in pages
+        for language in re.findall(r"^```(\w+)$", (ROOT / page).read_text(), re.MULTILINE)
+    }
+    assert found == RUN_HERE | RUN_ELSEWHERE
+
+
+@dataclass
+class Documented:
+    """The processes that docs/fleet.md starts, on one machine."""
+
+    directory: Path
+    pools: Path
+    etcd: str
+    ports: KeptPorts
+
+    def here(self, text: str) -> str:
+        """`text` with this machine's addresses, directories and sizes."""
+        for shown, instead in {
+            r"etcd:2379": self.etcd,
+            r"--name (\S+) (.*)--pool-bytes 64GiB": rf"--name \1 \2--pool-bytes 64MiB --pool-dir {self.pools}/\1",
+            r"doctor --pool-bytes 64GiB": f"doctor --pool-bytes 64MiB --pool-dir {self.pools}/doctor",
+            r"--host ([a-z]+-\d) --port (\d+)": self._listen,
+            r"--port (\d+)": lambda found: f"--port {self.port(f'gateway:{found[1]}')}",
+            r"localhost:7070": "trainer-0:7070",
+            r"\b([a-z]+-\d|gateway):(\d+)": lambda found: f"127.0.0.1:{self.port(found[0])}",
+            r"(?<=[ \"])\./": f"{self.directory}/",
+            r"^(gateway (status|repack))": rf"\1 --url http://127.0.0.1:{self.port('gateway:8080')}",
+        }.items():
+            text = re.sub(shown, instead, text)  # type: ignore[arg-type]  # a text, or a function that makes one
+        return text
+
+    def port(self, address: str) -> int:
+        return self.ports.of(address)
+
+    def _listen(self, found: re.Match[str]) -> str:
+        return f"--host 127.0.0.1 --port={self.port(f'{found[1]}:{found[2]}')}"
+
+    def start(self, name: str, command: str) -> Daemon:
+        return processes.start(name, shlex.split(self.here(command), comments=True), self.directory)
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        words = shlex.split(self.here(command), comments=True)
+        return subprocess.run(
+            [sys.executable, "-m", *words], capture_output=True, text=True, check=False, timeout=300, cwd=self.directory
+        )
+
+    def curl(self, command: str) -> httpx.Response:
+        """What `curl` would get; it need not be installed."""
+        parser = argparse.ArgumentParser()
+        for option in ("-X", "-d"):
+            parser.add_argument(option)
+        parser.add_argument("url")
+        asked = parser.parse_args(shlex.split(self.here(command), comments=True)[1:])
+        form = {"Content-Type": "application/x-www-form-urlencoded"}
+        return httpx.request(asked.X or "GET", f"http://{asked.url}", content=asked.d, headers=form, timeout=60.0)
+
+    def program(self, text: str, **names: Any) -> dict[str, Any]:
+        """What a program leaves behind, with `names` known to it."""
+        exec(compile(self.here(text), "docs", "exec"), names)
+        return names
+
+    def engines(self) -> dict[str, Any]:
+        status = httpx.get(f"http://127.0.0.1:{self.port('gateway:8080')}/status", timeout=60.0).json()
+        return {engine["name"]: engine for engine in status["engines"]}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, shared_etcd: str) -> Iterator[Documented]:
+    """Two relays, an engine that one of them registers, and the gateway, by the commands of docs/fleet.md."""
+    directory = tmp_path_factory.mktemp("docs")
+    (directory / "model").symlink_to(tiny_model())
+    pools = Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm"))
+    with KeptPorts() as ports, ExitStack() as stack:
+        stack.callback(shutil.rmtree, pools)
+        found = Documented(directory, pools, shared_etcd, ports)
+        trainers, engines = lines(blocks(FLEET, "sh")[0])
+        registering, gateway, *_ = lines(blocks(FLEET, "sh")[1])
+        engine = re.search(r"`(gateway engine .*?)`", (ROOT / FLEET).read_text())
+        assert engine is not None
+        flags = engines.partition("engines-0 ")[2]
+        for name, command in {
+            "engine": engine[1].replace("--port 8000", f"--port={ports.of('engines-0:8000')}"),
+            "trainer-0": trainers,
+            "engines-0": registering.replace("...", flags),
+            "gateway": gateway,
+        }.items():
+            daemon = found.start(name, command)
+            stack.callback(lambda daemon=daemon: _ended(daemon))  # type: ignore[misc]
+        until(lambda: any(engine["state"] == "serving" for engine in found.engines().values()), "the engine")
+        yield found
+
+
+def _ended(daemon: Daemon) -> None:
+    assert daemon.stop() == 0, daemon.log()[-4000:]
+
+
+def test_engines_are_added_and_removed_while_the_gateway_runs(fleet: Documented) -> None:
+    scripted = re.search(r"`(gateway faultkit .*?)`", (ROOT / FLEET).read_text())
+    assert scripted is not None
+    first = fleet.port("engines-2:8000")
+    command = scripted[1].replace("--engines 2 --port 9000", f"--engines 1 --port={first}")
+    with ExitStack() as stack:
+        stack.callback(fleet.start("faultkit", command).stop)
+        add, remove = (line for line in lines(blocks(FLEET, "sh")[1]) if line.startswith("curl"))
+        assert fleet.curl(add).status_code == 201
+        assert "e1" in fleet.engines()
+        assert fleet.curl(remove).status_code == 200
+        assert "e1" not in fleet.engines()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/agents.md"])
+def test_an_agents_turns_are_a_session(fleet: Documented, page: str) -> None:
+    (program,) = (block for block in blocks(page, "python") if "/sessions" in block)
+    if "import" not in program:
+        program = f"import httpx\nfrom openai import OpenAI\n{program}"
+    left = fleet.program(program)
+    assert left["answer"].choices[0].message.content is not None
+    session = httpx.get(f"http://127.0.0.1:{fleet.port('gateway:8080')}/sessions/{left['session']['session_id']}")
+    assert session.json()["state"] == "finished", session.text
+
+
+def test_a_trainer_publishes_after_a_batch(fleet: Documented) -> None:
+    (program,) = (block for block in blocks("README.md", "python") if "ExperienceReader" in block)
+    (shown,) = blocks("docs/agents.md", "python")
+    episode = shown.replace("messages=", "max_tokens=4, messages=")
+    names = [f"step-{group}" for group in range(GROUPS) for _ in range(GROUP_SIZE)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda name: fleet.program(episode.replace("task-17", name)), names))
+    batches: list[Any] = []
+    model = SimpleNamespace(state_dict=lambda: load_file(tiny_model() / "model.safetensors"))
+    left = fleet.program(
+        program, train=batches.append, model=model, enumerate=lambda them: itertools.islice(enumerate(them), 1)
+    )
+    assert [len(batch.rewards) for batch in batches] == [GROUPS * GROUP_SIZE]
+    assert left["ticket"].version == left["reader"].trainer_version == 1
+    until(lambda: 1 in [engine["version"] for engine in fleet.engines().values()], "the engine loads version 1")
+
+
+def test_ranks_publish_one_version(fleet: Documented) -> None:
+    (program,) = blocks(FLEET, "python")
+    tensors = sorted(load_file(tiny_model() / "model.safetensors").items())
+
+    def rank(number: int) -> int:
+        names = {"Publisher": Publisher, "JOB_ID": "job-1", "RANK": number, "WORLD": 2}
+        with closing(fleet.program(f"publisher = {program}", **names)["publisher"]) as publisher:
+            version: int = publisher.publish(tensors[number::2], step=1, wait=2).version
+        return version
+
+    with ThreadPoolExecutor(2) as threads:
+        assert len(set(threads.map(rank, range(2)))) == 1
+
+
+def test_the_commands_of_operators_run(fleet: Documented) -> None:
+    with Publisher(fleet.here("trainer-0:7070"), "old") as publisher:
+        publisher.publish(load_file(tiny_model() / "model.safetensors"), step=0, wait=2)
+    table = re.findall(r"^\| `((?:paramserver|gateway|curl) .*?)` \|", (ROOT / FLEET).read_text(), re.MULTILINE)
+    commands = [command for command in table if "faultkit" not in command]
+    assert len(commands) >= 10
+    drained = next(command for command in commands if " drain " in command)
+    for command in (*(command for command in commands if command != drained), drained):
+        if command.startswith("curl"):
+            assert fleet.curl(command).json()["openapi"]
+            continue
+        done = fleet.run(command)
+        if " doctor " in command:  # its findings are this machine's
+            right = "etcd" in done.stdout
+        elif command.endswith("adopt --relay localhost:7070"):
+            right = "nothing to adopt" in done.stderr
+        else:
+            right = done.returncode == 0
+        assert right, (command, done.stdout, done.stderr)
+    assert list((fleet.directory / "weights").glob("*.safetensors"))
+
+
+def test_numbers_continue_after_an_etcd_that_was_lost(fleet: Documented) -> None:
+    (command,) = lines(blocks("docs/guide.md", "sh")[0])
+    done = fleet.run(command)
+    assert re.search(r"goes on in \S+ with policy above version \d+", done.stdout), done.stderr
