@@ -1,9 +1,9 @@
-"""What an environment is: a stream of tasks, and a way to roll one out against a model and score it.
+"""The protocol of an environment: a stream of tasks, and a rollout that plays one against a model and scores it.
 
 Invariants:
-- `tasks(seed)` yields the same tasks in the same order for the same seed, for ever;
+- `tasks(seed)` is endless, and yields the same tasks in the same order for the same seed;
 - `rollout` keeps nothing between calls: any number run at once, and all samples of a group get the same task;
-- a reward says how good the model was. Whatever prevents a judgement (model away, a broken task) is an exception.
+- a reward scores the model. What prevents a score (the model is away, a task is broken) is an exception.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One turn of the model. `truncated`: it was cut at `max_tokens` and did not end by itself."""
+    """One turn of the model. `truncated`: it reached `max_tokens` before its end."""
 
     text: str
     truncated: bool = False
@@ -30,16 +30,16 @@ class Reply:
 
 
 class Chat(Protocol):
-    """The model, as an environment sees it: one session, to which it sends the whole conversation at every turn."""
+    """One session with the model; the environment sends the whole conversation at every turn."""
 
     async def reply(self, messages: list[Message], *, max_tokens: int) -> Reply:
-        """The model's next turn. Raises what the runner attributes to the model; environments let it through."""
+        """The model's next turn. Its errors are the model's, and environments do not catch them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of one rollout. `metrics` are numbers for the eye and for the gateway's record, never for training."""
+    """The result of one rollout. `metrics` are for people and for the gateway's record, never for training."""
 
     reward: float
     status: Literal["completed", "truncated"] = "completed"
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class Task(Protocol):
-    """One problem. What else it holds is its environment's business."""
+    """One problem; its further content is defined by its environment."""
 
     @property
     def task_id(self) -> str:
@@ -59,13 +59,13 @@ TaskT = TypeVar("TaskT", bound=Task)
 
 
 class Environment(Protocol[TaskT]):
-    """Two methods and a name; `environments/` has two examples to copy."""
+    """A name and two methods; `environments/` has two examples."""
 
     @property
     def name(self) -> str: ...
 
     def tasks(self, seed: int) -> Iterator[TaskT]:
-        """Tasks without end."""
+        """An endless stream of tasks."""
         ...
 
     async def rollout(self, task: TaskT, client: Chat) -> Outcome:

@@ -1,4 +1,4 @@
-"""What can go wrong in a rollout, each failure attributed once, where it happens, to one boundary."""
+"""Errors of rollouts. Each failure is attributed to one boundary, where it happens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Boundary = Literal["model", "session", "environment"]
 
 
 class RolloutFailed(Exception):
-    """One rollout came to no reward. `kind` is the HTTP status or the class of the error below."""
+    """One rollout ended without a reward. `kind` is the HTTP status or the class of the cause."""
 
     def __init__(self, boundary: Boundary, kind: str, message: str) -> None:
         super().__init__(f"{boundary} ({kind}): {message}")
@@ -19,4 +19,4 @@ class RolloutFailed(Exception):
 
 
 class RunFailed(Exception):
-    """The run cannot go on; the message says what is wrong and what would be right."""
+    """The run cannot continue; the message names the problem and its remedy."""

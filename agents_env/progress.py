@@ -1,4 +1,4 @@
-"""How a run is shown while it goes on: a live table on a terminal, a log line now and then anywhere else."""
+"""The progress of a run: a live table on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOG_INTERVAL_S = 10.0
 
 
 async def show_live(console: Console, title: str, read: Callable[[], Statistics]) -> None:
-    """Until cancelled; the last state stays on the screen."""
+    """Updates the table until it is cancelled; the last state stays on the screen."""
     with Live(_table(title, read()), console=console, auto_refresh=False) as live:
         try:
             while True:
@@ -30,18 +30,18 @@ async def show_live(console: Console, title: str, read: Callable[[], Statistics]
 
 
 async def show_log(read: Callable[[], Statistics], interval_s: float = LOG_INTERVAL_S) -> None:
-    """Until cancelled; silent while nothing changes."""
-    said = ""
+    """Logs the progress until it is cancelled; silent while nothing changes."""
+    logged = ""
     while True:
         await asyncio.sleep(interval_s)
         now = read()
-        if (progress := f"{now.rollouts} {now.turns} {now.failed}") != said:
-            said = progress
+        if (progress := f"{now.rollouts} {now.turns} {now.failed}") != logged:
+            logged = progress
             log.info("%s", describe(now))
 
 
 def describe(now: Statistics) -> str:
-    """A run so far, in one line."""
+    """The statistics of a run in one line."""
     text = (
         f"{now.rollouts} rollouts, {now.groups_completed} whole groups, {now.running} running; "
         f"reward {_number(now.reward_mean)}, lately {_number(now.reward_recent)}; {now.turns} turns, "

@@ -1,7 +1,7 @@
-"""When a request is sent again: only if the server surely did not begin it, and never longer than its patience.
+"""Retries of requests: only of those that the server certainly did not begin, and within the given patience.
 
-Not begun: the connection was never made, or the answer was 429 or 503. A connection that broke later may have left a
-turn behind, and a session must not see a turn twice: that rollout fails, and starts anew in a session of its own.
+Not begun means that the connection was never made, or that the response was 429 or 503. A connection that broke later
+may have begun a turn, and a session must not have a turn twice: that rollout fails, and its retry gets a new session.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import openai
 
 RETRIED_STATUSES = frozenset({429, 503})
 NEVER_CONNECTED = frozenset({"ConnectError", "ConnectTimeout"})
-"""By name: which HTTP library raised them below the client depends on the client's version."""
+"""Names of exceptions: the HTTP library that raises them depends on the version of the OpenAI client."""
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.25, 8.0
 
 T = TypeVar("T")
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class NotBegun:
-    """A request that may be sent again, after `retry_after_s` where the server said so."""
+    """A request that may be sent again; `retry_after_s` is the server's Retry-After, if there was one."""
 
     retry_after_s: float | None
 
 
 def not_begun(error: openai.APIError) -> NotBegun | None:
-    """None when the request may have been begun, or would fail again."""
+    """Whether a failed request may be sent again; None when the server may have begun it, or it would fail again."""
     if isinstance(error, openai.APIStatusError) and error.status_code in RETRIED_STATUSES:
         return NotBegun(parse_retry_after_s(error.response.headers.get("retry-after")))
     if isinstance(error, openai.APIConnectionError) and type(error.__cause__).__name__ in NEVER_CONNECTED:
@@ -40,7 +40,7 @@ def not_begun(error: openai.APIError) -> NotBegun | None:
 
 
 def parse_retry_after_s(header: str | None) -> float | None:
-    """Seconds only: a date, which the header may hold as well, counts as absent."""
+    """The header's seconds; None for a date, which is its other form."""
     try:
         seconds = float(header or "")
     except ValueError:
@@ -51,7 +51,7 @@ def parse_retry_after_s(header: str | None) -> float | None:
 async def with_retries(
     request: Callable[[], Awaitable[T]], *, patience_s: float, on_retry: Callable[[], None], rng: random.Random
 ) -> T:
-    """The answer to `request`, sent again until `patience_s` is over; then its last error."""
+    """The result of `request`, which is retried until `patience_s` is over; raises its last error."""
     deadline = time.monotonic() + patience_s
     backoff_s = BACKOFF_MIN_S
     while True:

@@ -1,9 +1,9 @@
-"""Rolls out an environment: groups of samples of one task, so many at once, until a number, a time or a signal.
+"""Rolls out an environment: groups of samples of one task, `concurrency` at once, until a number, a time or a signal.
 
 Invariants:
 - at most `concurrency` rollouts run; tasks are drawn in order, a whole group before the next one;
 - every attempt at a sample ends in exactly one `Record`: completed, failed, or abandoned because the run ended;
-- a sample that fails is tried again in a session of its own, up to `attempts` times; then its group stays incomplete.
+- a sample that fails is retried in a new session, up to `attempts` times; then its group stays incomplete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agents_env.server import Server, Session, SessionSpec, Usage
 log = logging.getLogger("agents-env")
 
 ATTEMPT_PAUSE_S = 0.25
-"""Before a sample is tried again, times the attempts made: a server that fails fast is not flooded."""
+"""The pause before a retry, times the attempts made: a server that fails fast is not flooded."""
 RECENT_MAX = 64
 """Rewards that the progress display averages over."""
 
@@ -41,7 +41,7 @@ class Plan:
     attempts: int = 3
     duration_s: float | None = None
     split: Literal["train", "eval"] = "train"
-    failures_max: int = 50  # in a row, over all samples: then something is wrong that no retry mends
+    failures_max: int = 50  # in a row, over all samples: a cause that retries do not remove
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A run so far."""
+    """The counts of a run so far."""
 
     running: int
     rollouts: int
@@ -139,7 +139,7 @@ class Runner(Generic[TaskT]):
         self._began = time.monotonic()
 
     async def run(self, stop: asyncio.Event) -> Statistics:
-        """Until the plan is done, its time is over or `stop` is set. RunFailed when failures do not end."""
+        """Runs until the plan is done, its time is over or `stop` is set; RunFailed after too many failures."""
         self._began = time.monotonic()
         rolling = asyncio.create_task(self._roll_out(), name="rollouts")
         stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -147,7 +147,7 @@ class Runner(Generic[TaskT]):
             await asyncio.wait({rolling, stopping}, timeout=self.plan.duration_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-            rolling.cancel()  # nothing when it is done; otherwise each rollout abandons its session
+            rolling.cancel()  # each rollout that still runs abandons its session
             await asyncio.wait({rolling, stopping})
         if not rolling.cancelled():
             rolling.result()
@@ -204,7 +204,7 @@ class Runner(Generic[TaskT]):
         log.warning("sample %d of %s given up after %d attempts", sample.sample_index, sample.group_id, attempt)
 
     async def _attempt(self, sample: Sample[TaskT], attempt: int) -> bool:
-        """Plays `sample` once and records how it ended; whether it came to a reward."""
+        """Plays `sample` once and records its end; returns whether it got a reward."""
         spec = self._session_spec(sample, attempt)
         record = self._recorder(sample, spec, attempt)
         usage = Usage()
@@ -228,7 +228,7 @@ class Runner(Generic[TaskT]):
         return True
 
     async def _judge(self, sample: Sample[TaskT], session: Session) -> Outcome:
-        """The environment's verdict; whatever it raises itself is attributed to it."""
+        """The environment's outcome; other exceptions than RolloutFailed are attributed to the environment."""
         try:
             return await self._environment.rollout(sample.task, self._server.chat(session))
         except RolloutFailed:
@@ -245,7 +245,7 @@ class Runner(Generic[TaskT]):
         )
 
     def _recorder(self, sample: Sample[TaskT], spec: SessionSpec, attempt: int) -> Callable[..., None]:
-        """What turns the end of this attempt into its Record."""
+        """The function that records the end of this attempt."""
         began = time.monotonic()
 
         def record(

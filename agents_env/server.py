@@ -1,9 +1,9 @@
-"""The server that the model is behind: a gateway with sessions, or any OpenAI-compatible server without.
+"""The client of the server that has the model: a gateway with sessions, or any OpenAI-compatible server without.
 
 Invariants:
-- the id of a session is chosen here, so that one whose opening was cut short can still be abandoned;
-- every session opened is finished or abandoned; an abandonment that fails is logged, as the server's idle limit ends
-  the session all the same.
+- the client chooses the id of a session, so that it can abandon one whose opening was interrupted;
+- every session is finished or abandoned; a failure to abandon one is only logged, because the server's idle limit
+  ends that session as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agents_env.retries import with_retries
 log = logging.getLogger("agents-env")
 
 ABANDON_TIMEOUT_S = 3.0
-"""A run that is stopped waits no longer than this for the server."""
+"""Deadline for abandoning a session when a run is stopped."""
 CONNECT_TIMEOUT_S = 5.0
 MESSAGE_MAX = 300
 """Characters kept of an error's message."""
@@ -40,7 +40,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What the gateway is told of a rollout at its beginning."""
+    """The fields with which a session is opened at the gateway."""
 
     session_id: str
     group_id: str
@@ -52,7 +52,7 @@ class SessionSpec:
 
 @dataclass(slots=True)
 class Usage:
-    """What one rollout asked of the server; grows while it runs."""
+    """Counts of one rollout's requests and tokens; updated while it runs."""
 
     turns: int = 0
     prompt_tokens: int = 0
@@ -71,7 +71,7 @@ class Session:
 
 
 class Server:
-    """One base_url. `sessions=False`: a plain OpenAI server, for which opening and ending a session is nothing."""
+    """A server at one base URL. With `sessions=False`, a plain OpenAI server: sessions are not opened or ended."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Server:
         self._openai = openai.AsyncOpenAI(
             base_url=f"{self.root}/v1",
             api_key=api_key,
-            max_retries=0,  # which requests are sent again is decided in `retries`
+            max_retries=0,  # `retries` decides which requests are sent again
             timeout=openai.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
         )
         self._root = self._openai.with_options(base_url=self.root)
@@ -169,7 +169,7 @@ class Server:
 
 
 class SessionChat:
-    """`Chat` of one session, by the official client."""
+    """The `Chat` of one session, over the official OpenAI client."""
 
     def __init__(self, session: Session, sampling: Sampling, patience_s: float, rng: random.Random) -> None:
         self._session = session
@@ -220,7 +220,7 @@ def _failure(boundary: Boundary, error: openai.APIError) -> RolloutFailed:
 
 
 def _describe(error: openai.APIError) -> tuple[str, str]:
-    """Kind and message, the message in one line."""
+    """The kind and the message of an error, the message in one line."""
     if isinstance(error, openai.APIStatusError):
         return f"http {error.status_code}", _one_line(error.response.text)
     cause = error.__cause__ if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None else error

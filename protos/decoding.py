@@ -1,8 +1,8 @@
 """Decoding by type with msgspec, from any thread.
 
-msgspec builds what it knows of a Struct when it first decodes one, and lets other threads run meanwhile. A second
-thread that decodes the same kind just then follows a null pointer, and the process dies (seen with 0.22: a relay that
-got its first manifests on two connections at once). So decoders are made one at a time, and kept.
+msgspec builds its description of a Struct when it first decodes one, and releases the interpreter's lock meanwhile. A
+second thread that decodes the same type at that time follows a null pointer, and the process dies (seen with 0.22, in
+a relay that received its first manifests on two connections at once). So decoders are made one at a time, and cached.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The error vocabulary: every error a user can meet, by whose fault it is, and how each protocol says it.
+"""The errors that users see: one class for each kind of failure, with its code and status in HTTP and gRPC.
 
 Invariants:
-- one class per kind of failure; its `code` is the word in gRPC details, HTTP bodies, logs and docs;
-- a message names what is wrong and, in `hint`, what would be right.
+- the `code` of a class identifies it in gRPC trailers, HTTP bodies, logs and docs;
+- a message names what is wrong, and `hint` what would be right.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 
 class LaminarError(Exception):
-    """Base of all errors that cross a process boundary. `hint` says what would be right."""
+    """Base of all errors that cross a process boundary. `hint` names a way to avoid the error."""
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
@@ -35,7 +35,7 @@ class InvalidRequest(LaminarError):
 
 
 class UnsupportedField(InvalidRequest):
-    """A field or value we refuse by name rather than drop silently."""
+    """A field or value that is refused by name rather than dropped silently."""
 
     code = "unsupported_field"
 
@@ -65,14 +65,14 @@ class Conflict(LaminarError):
 
 
 class StaleEpoch(Conflict):
-    """The caller speaks for an epoch that a later election has ended."""
+    """The caller's epoch was ended by a later election."""
 
     code = "stale_epoch"
     grpc_status = "ABORTED"
 
 
 class OutOfCapacity(LaminarError):
-    """Full now; `retry_after_s` says when to try again."""
+    """A limit is reached now; the request may be sent again after `retry_after_s`."""
 
     code = "out_of_capacity"
     http_status = 429
@@ -84,7 +84,7 @@ class OutOfCapacity(LaminarError):
 
 
 class TooLarge(LaminarError):
-    """It can never fit: a version larger than the pool, a prompt longer than the context."""
+    """The request exceeds a fixed limit: a version larger than the pool, a prompt longer than the context."""
 
     code = "too_large"
     http_status = 400
@@ -92,7 +92,7 @@ class TooLarge(LaminarError):
 
 
 class Unavailable(LaminarError):
-    """Something outside is away: etcd, a relay, every engine. A later retry may do."""
+    """A dependency does not answer: etcd, a relay, every engine. A retry may succeed."""
 
     code = "unavailable"
     http_status = 503
@@ -100,19 +100,19 @@ class Unavailable(LaminarError):
 
 
 class Preparing(Unavailable):
-    """What is asked for is being made ready, and goes on though this call ends; the message says how far it is."""
+    """The request is in progress, and continues after this call; the message reports the progress."""
 
     code = "preparing"
 
 
 class TurnLost(Unavailable):
-    """A turn that had begun came to nothing; the message says why. Sent again, its request begins anew or goes on."""
+    """A turn failed after its begin, for the reason in the message. A retry of its request restarts or resumes it."""
 
     code = "turn_lost"
 
 
 class InDoubt(LaminarError):
-    """No live process can know the outcome; the message says how to find out."""
+    """The outcome is not known to any live process; the message names the way to find out."""
 
     code = "in_doubt"
     http_status = 503
@@ -140,4 +140,4 @@ def _tree(cls: type[LaminarError]) -> list[type[LaminarError]]:
 
 
 BY_CODE: dict[str, type[LaminarError]] = {cls.code: cls for cls in _tree(LaminarError)}
-"""The one table from a wire code back to its class."""
+"""The class of each code."""

@@ -29,7 +29,7 @@ def _generated(root: Path) -> dict[str, str]:
 
 
 def stale() -> list[str]:
-    """Committed files that differ from what the sources give now."""
+    """Committed files that differ from what the sources generate now."""
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         fresh, committed = _generated(Path(scratch)), _generated(ROOT)

@@ -1,4 +1,4 @@
-"""How a LaminarError crosses gRPC: its code and hint in the trailing metadata, its status in the reply."""
+"""LaminarErrors over gRPC: the code and hint travel in the trailing metadata, the status in the reply."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODE, _HINT, _RETRY = "laminar-code", "laminar-hint", "laminar-retry-after-s"
 
 
 def trailers(error: LaminarError) -> tuple[tuple[str, str], ...]:
-    """Metadata values are ASCII: the hint is percent-encoded."""
+    """The trailing metadata of an error. Values are ASCII, so the hint is percent-encoded."""
     found = [(_CODE, error.code), (_HINT, urllib.parse.quote(_cut(error.hint)))]
     if isinstance(error, OutOfCapacity):
         found.append((_RETRY, f"{error.retry_after_s:g}"))
@@ -33,7 +33,7 @@ async def abort(context: grpc.aio.ServicerContext[object, object], error: Lamina
 
 
 def _cut(text: str) -> str:
-    """As much of a text as may travel, percent-encoded, in trailers."""
+    """The longest beginning of `text` whose percent-encoded form fits in trailers."""
     if len(urllib.parse.quote(text[:ENCODED_MAX])) <= ENCODED_MAX and len(text) <= ENCODED_MAX:
         return text
     size = 0
@@ -45,7 +45,7 @@ def _cut(text: str) -> str:
 
 
 def _cause(details: str) -> str:
-    """Why no connection came about, in words that stay the same whichever of a host's addresses was tried last."""
+    """The reason why no connection was made, without the address that was tried last: it differs between tries."""
     last = _LAST_ERROR.search(details)
     if last is None:
         return details

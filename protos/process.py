@@ -1,4 +1,4 @@
-"""What every Laminar daemon does the same way: log lines, and telling others that it is ready.
+"""Conventions that all daemons share: log lines, the ready file, and the number of usable cores.
 
 Ready file: JSON written atomically once the process serves, so that a supervisor that passed `--port 0`
 learns the addresses without guessing ports or sleeping.
@@ -30,38 +30,37 @@ LINE_CHARS_MAX = 8192
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 REPEATS_AFTER_S = 60.0
-"""A library that tries again every second says so every second: once a minute is enough to see it."""
+"""A library that retries every second logs every second; one line a minute shows it as well."""
 
 
 class Seldom(logging.Filter):
-    """Lets each line of code of the `noisy` libraries speak once in `REPEATS_AFTER_S`."""
+    """A filter that passes at most one record in `REPEATS_AFTER_S` from each line of code of the `noisy` libraries."""
 
     def __init__(self, *noisy: str) -> None:
         super().__init__()
         self._noisy = noisy
-        self._said: dict[tuple[str, int], float] = {}  # one entry for each line of code that logs
+        self._passed: dict[tuple[str, int], float] = {}  # one entry for each line of code that logs
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name.partition(".")[0] not in self._noisy:
             return True
         place = (record.pathname, record.lineno)
-        if record.created - self._said.get(place, -REPEATS_AFTER_S) < REPEATS_AFTER_S:
+        if record.created - self._passed.get(place, -REPEATS_AFTER_S) < REPEATS_AFTER_S:
             return False
-        self._said[place] = record.created
+        self._passed[place] = record.created
         return True
 
 
 class OneLine(logging.Formatter):
-    """One line for each message, and a bounded one: what others say of themselves cannot forge lines, nor fill the log.
-
-    A traceback that belongs to a message follows it as it is.
+    """Formats each message as one line of bounded length, so that text from other processes cannot forge lines or fill
+    the log. A traceback follows its message unchanged.
     """
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class calls it so
-        words = record.message
-        if len(words) > LINE_CHARS_MAX:
-            words = f"{words[:LINE_CHARS_MAX]} ... ({len(words)} characters)"
-        record.message = _CONTROL.sub(lambda found: repr(found[0])[1:-1], words)
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is the base class's
+        text = record.message
+        if len(text) > LINE_CHARS_MAX:
+            text = f"{text[:LINE_CHARS_MAX]} ... ({len(text)} characters)"
+        record.message = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
         return super().formatMessage(record)
 
 
@@ -91,10 +90,10 @@ def write_ready_file(path: Path | None, addresses: Mapping[str, str]) -> None:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> Conflict:
-    """What to say of an address that a server could not take."""
+    """The error for an address that a server could not bind."""
     taken = error.errno == errno.EADDRINUSE
     number = error.errno or 0
-    why = os.strerror(number) if number in errno.errorcode else error.strerror  # else it is the resolver's
+    why = os.strerror(number) if number in errno.errorcode else error.strerror  # the resolver has numbers of its own
     return Conflict(
         f"cannot listen on {host}:{port}: {why}",
         hint="choose another --port, or 0 for any free one" if taken else "choose another --host or --port",
@@ -102,14 +101,14 @@ def cannot_listen(host: str, port: int, error: OSError) -> Conflict:
 
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Of a container: microseconds of processor time, or "max", in so many of wall time."""
+"""A container's quota: microseconds of processor time (or "max") for each so many microseconds of wall time."""
 
 
 def usable_cores(quota: Path = CPU_QUOTA) -> int:
-    """Cores that this process may run on at once: those it is bound to, or what its container's share comes to."""
+    """The number of cores that this process may use at once: its CPU affinity, bounded by its container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         share, _, period = quota.read_text().partition(" ")
         return cores if share == "max" else max(1, min(cores, round(int(share) / int(period))))
-    except (OSError, ValueError):  # no container, or one of another kind
+    except (OSError, ValueError):  # no container, or one with cgroups of version 1
         return cores

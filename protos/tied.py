@@ -15,6 +15,6 @@ if __name__ == "__main__":
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before it could be tied to
+    if os.getppid() != parent:  # the parent died before the call above
         sys.exit(1)
     os.execv(sys.argv[1], sys.argv[1:])

@@ -1,7 +1,7 @@
 """Trajectories as the gateway records them and trainers read them: the structs that both share.
 
-Fields that a later gateway adds are ignored, and words that it adds (of `cause`, `evidence`, `logprobs`, `status`) are
-read as they are: both sides need not be of one release.
+The two sides may be of different releases: unknown fields are ignored, and `cause`, `evidence`, `logprobs` and `status`
+are plain strings, so that a later gateway may add values.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import msgspec
 class SampledWith(msgspec.Struct, frozen=True):
     """How a segment was sampled.
 
-    `logprobs` are of that distribution ("policy"), unless they are "raw" (of the model's, before temperature,
-    truncation and penalties), "untruncated" (before `top_p`, `top_k` and `min_p`), or "greedy" (the likeliest token).
+    `logprobs` is the distribution that the recorded logprobs belong to: "policy" (the one sampled from), "raw" (the
+    model's, before temperature, truncation and penalties), "untruncated" (before `top_p`, `top_k` and `min_p`), or
+    "greedy" (the likeliest token was taken).
     """
 
     temperature: float
@@ -31,7 +32,7 @@ class SampledWith(msgspec.Struct, frozen=True):
 
 
 class VersionChange(msgspec.Struct, frozen=True):
-    """A session's version was lost, and it went on under another one."""
+    """A session's version was lost, and the session continued under another one."""
 
     turn: int
     turn_id: str
@@ -44,10 +45,10 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A run of tokens of one turn, made by one engine under one version. `start` and `end` index the trajectory's token
     ids (in a turn's record those of the turn), end exclusive.
 
-    `evidence` for the version: "told" by the engine with the tokens, "looked" (a look at the engine afterwards found
-    the same incarnation and version), "contradicted" (found another version), or "none".
-    `dtype`: what the engine computes in; empty if it does not report it. A greedy turn whose segments differ in it is
-    not the turn that one engine alone would have made.
+    `evidence` for the version: "told" (the engine reported it with the tokens), "looked" (a check of the engine
+    afterwards found the same incarnation and version), "contradicted" (the check found another version), or "none".
+    `dtype` is the number format that the engine computes in; empty if it does not report one. A greedy turn whose
+    segments differ in it can differ from the turn that one engine alone would have generated.
     """
 
     turn: int
@@ -68,7 +69,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """One path through a finished session; the lists per token have equal length.
 
-    A session whose history was edited, or that had turns side by side, gives one for each leaf: what they share is
+    A session with an edited history or concurrent turns has one trajectory for each leaf. Their shared beginning is
     masked in all but the first, so that every sampled token is trained on once.
     """
 
@@ -93,6 +94,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     leaves: int = 1
     version_policy: Literal["segment", "strict", "fail"] = "segment"
     version_changes: list[VersionChange] = msgspec.field(default_factory=list)
-    turn_ids: list[str] = msgspec.field(default_factory=list)  # of the path; an answer's id without its prefix
+    turn_ids: list[str] = msgspec.field(default_factory=list)  # of the path; the id of a response without its prefix
     own_reward: bool = False  # the leaf's, not the session's
     turn_rewards: list[float | None] = msgspec.field(default_factory=list)  # by turn of the path; empty: none given

@@ -1,4 +1,4 @@
-"""The trainer's SDK: publish weights, read experience. Synchronous and asyncio faces of the same code.
+"""The trainer's SDK: publishes weights and reads experience, with synchronous and asyncio clients.
 
 with Publisher("127.0.0.1:7070") as publisher, ExperienceReader("http://127.0.0.1:8080") as reader:
     for step, batch in enumerate(reader.batches(groups=4, group_size=8)):

@@ -1,4 +1,4 @@
-"""Dtypes of numpy as safetensors names them, and the refusal of all others."""
+"""Dtypes of numpy as safetensors names them, and the error for all others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMPY_DTYPES: dict[str, str] = {
 
 
 def unsupported_dtype(name: str, dtype: str, supported: Iterable[str]) -> InvalidRequest:
-    """The refusal that names the tensor, its dtype and every dtype that would do."""
+    """The error for a tensor with another dtype; it names the tensor, its dtype and all supported ones."""
     return InvalidRequest(
         f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold",
         hint=f"convert it first; supported: {', '.join(sorted(supported))}",

@@ -1,12 +1,12 @@
-"""Reading experience from the gateway: `ExperienceReader` for a plain training loop, `AsyncExperienceReader`.
+"""Reading experience: `ExperienceReader` for a synchronous training loop, `AsyncExperienceReader` for asyncio.
 
 Invariants:
-- a batch is leased, not taken: acknowledged, it is gone; given back, others may have it at once; otherwise it returns
-  to the buffer when the lease ends, so a trainer that dies in a step loses nothing;
-- a batch of `batches` is ended once: acknowledged when the loop comes back, given back when the loop is left, unless
-  its caller did either before;
-- every request has a deadline: the wait asked of the gateway plus `timeout_s`;
-- errors carry the gateway's own words and code; what does not speak its language is said to be something else.
+- a batch is leased, not taken: an acknowledged batch is removed, one that is given back may be sampled again at once,
+  and any other returns to the buffer when its lease ends. So a trainer that dies in a step loses nothing;
+- each batch of `batches` ends once: it is acknowledged when the loop asks for the next one and given back when the
+  loop is left, unless the caller did either before;
+- every request has a deadline: the requested wait plus `timeout_s`;
+- an error has the gateway's message and code; a server that is not a gateway is reported as such.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import httpx
 import msgspec
@@ -25,7 +24,7 @@ import msgspec
 from protos.decoding import decode_json
 from protos.errors import BY_CODE, Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
 from protos.trajectories import Trajectory
-from trainer_client.loop import LoopThread
+from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.trajectories import Packed, pack
 
 log = logging.getLogger(__name__)
@@ -33,20 +32,20 @@ log = logging.getLogger(__name__)
 MSGPACK = "application/msgpack"
 WAIT_S = 30.0
 GIVE_BACK_S = 5.0
-"""How long leaving a loop may take for it: a lease that is not given back ends by itself."""
+"""Deadline for giving a batch back when a loop is left; a lease that is not given back ends by itself."""
 AWAY_PATIENCE_S = 60.0
-"""In a loop over `batches`, an acknowledgement and the wait for the next batch are tried again for so long while the
-gateway is away: it may be on its way back."""
+"""How long a loop over `batches` retries an acknowledgement or a sample while the gateway does not answer: it may be
+restarting."""
 AWAY_RETRY_S = 0.5
 SILENT_S = 60.0
-"""A loop that has waited for so long without a batch says so, and again each time it has waited twice as long."""
+"""A loop that waits longer than this for a batch logs a warning, and another one each time the wait has doubled."""
 LEASE_S = 600.0
-"""How long a sampled batch stays this reader's without an acknowledgement."""
+"""Default lease of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Trajectories leased to this reader; empty when none came within the wait."""
+    """Trajectories leased to this reader; empty when none were there within the wait."""
 
     lease_id: str
     trajectories: tuple[Trajectory, ...]
@@ -59,15 +58,15 @@ class Batch:
 
 
 class Wanted(TypedDict, total=False):
-    """What to sample: `trajectories` or `groups` (of `group_size` each), and how."""
+    """What to sample: `trajectories`, or `groups` of `group_size` each, and how."""
 
     trajectories: int
     groups: int
     group_size: int
-    wait_s: float  # how long the gateway may wait for all of it; default 30
-    staleness_max: int  # leave out what is staler at use; default: the gateway's bound
-    drop_equal_rewards: bool  # groups all of whose rewards are equal are dropped for good
-    lease_s: float  # how long the batch stays this reader's unacknowledged; default 600
+    wait_s: float  # how long the gateway waits until there is enough; default 30
+    staleness_max: int  # leave out what is staler than this at use; default: the gateway's bound
+    drop_equal_rewards: bool  # drop, for good, groups whose rewards are all equal
+    lease_s: float  # the lease: how long the batch may stay unacknowledged; default 600
 
 
 def _request(reader: str, trainer_version: int, wanted: Wanted) -> dict[str, Any]:
@@ -97,7 +96,15 @@ class _ErrorAnswer(msgspec.Struct):
     error: _ErrorBody
 
 
-class AsyncExperienceReader:
+class ReaderOptions(TypedDict, total=False):
+    """The keyword arguments of a reader."""
+
+    reader: str  # the name of this reader at the gateway; default "trainer"
+    trainer_version: int  # default 0: nothing is published yet
+    timeout_s: float  # of one request, besides the wait that it asks for; default 30
+
+
+class AsyncExperienceReader(AsyncClient):
     """Samples finished trajectories from the gateway at `gateway` (its base URL).
 
     `trainer_version` is the newest version that this trainer published; the gateway measures staleness at use
@@ -109,34 +116,26 @@ class AsyncExperienceReader:
     ) -> None:
         self.reader = reader
         self.trainer_version = trainer_version
-        self._lent: dict[str, Batch] = {}  # of `batches`, while their loops have them
-        self._returning = asyncio.Lock()
-        self._answered = False  # a gateway is, or was, at that address
+        self._leased: dict[str, Batch] = {}  # batches that loops over `batches` hold now
+        self._return_lock = asyncio.Lock()
+        self._answered = False  # a gateway has answered at that address before
         self._url = gateway.rstrip("/")
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False)  # a cluster-internal address, never a proxy
         self._decoder = msgspec.msgpack.Decoder(_SampleAnswer)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
     async def close(self) -> None:
-        """Gives back what loops over `batches` still have."""
-        for batch in list(self._lent.values()):
+        """Gives back the batches that loops over `batches` still hold."""
+        for batch in list(self._leased.values()):
             await self._return(batch)
-        async with self._returning:  # a loop that was left may be giving its batch back
+        async with self._return_lock:  # waits for a loop that was left and gives its batch back now
             await self._http.aclose()
 
     async def sample(self, **wanted: Unpack[Wanted]) -> Batch:
         """Leases up to `trajectories`, or up to `groups` whole groups of `group_size`, oldest first.
 
-        Waits up to `wait_s` for them and returns what there is, possibly nothing. Unavailable when the gateway
-        does not answer, InvalidRequest when it refuses what was asked.
+        Waits up to `wait_s` for them and returns what there is, possibly nothing. Raises Unavailable when the gateway
+        does not answer, and InvalidRequest when it refuses the request.
         """
         body = _request(self.reader, self.trainer_version, wanted)
         answer = await self._post("/experience/sample", body, timeout_s=body["wait_s"] + self._timeout_s)
@@ -148,57 +147,57 @@ class AsyncExperienceReader:
         return Batch(sampled.lease_id, tuple(sampled.trajectories))
 
     async def ack(self, batch: Batch) -> None:
-        """Ends the lease of a batch that was used. NotFound when it had ended: others may sample it again.
+        """Ends the lease of a batch that was used. NotFound when the lease had ended: others may have sampled it again.
 
-        An empty batch has no lease: nothing is to be done.
+        Does nothing for an empty batch, which has no lease.
         """
         if not batch.lease_id:
             return
         await self._post("/experience/ack", {"lease_id": batch.lease_id}, timeout_s=self._timeout_s)
-        self._lent.pop(batch.lease_id, None)
+        self._leased.pop(batch.lease_id, None)
 
     async def give_back(self, batch: Batch) -> None:
         """Ends the lease of a batch that was not used: it is sampled again. NotFound when the lease had ended.
 
-        An empty batch has no lease: nothing is to be done.
+        Does nothing for an empty batch, which has no lease.
         """
         if not batch.lease_id:
             return
         await self._post("/experience/release", {"lease_id": batch.lease_id}, timeout_s=GIVE_BACK_S)
-        self._lent.pop(batch.lease_id, None)
+        self._leased.pop(batch.lease_id, None)
 
     async def batches(self, **wanted: Unpack[Wanted]) -> AsyncGenerator[Batch, None]:
-        """Batches without end, none empty; each is acknowledged when the loop comes back for the next.
+        """An endless series of batches, none empty. Each is acknowledged when the loop asks for the next one.
 
-        A loop that is left, by `break`, `return` or an error, gives its last batch back: acknowledge it before, if it
-        was used. NotFound when a step took longer than the lease (`lease_s`), so that the batch went back meanwhile.
-        A gateway that has answered before, and is started again, ends no loop: Unavailable after a minute without it.
+        A loop that is left by `break`, `return` or an error gives its last batch back: acknowledge it before if it was
+        used. Raises NotFound when a step took longer than the lease (`lease_s`): the batch is back in the buffer. A
+        loop survives a restart of a gateway that has answered before; Unavailable after a minute without an answer.
         """
         while True:
             batch = await self._await_batch(wanted)
             began = time.monotonic()
-            self._lent[batch.lease_id] = batch
+            self._leased[batch.lease_id] = batch
             try:
                 yield batch
-                if batch.lease_id in self._lent:
+                if batch.lease_id in self._leased:
                     await self._acknowledge(batch, began, wanted.get("lease_s", LEASE_S))
             finally:
-                if batch.lease_id in self._lent:
+                if batch.lease_id in self._leased:
                     await self._return(batch)
 
     async def _await_batch(self, wanted: Wanted) -> Batch:
-        began, said_s = time.monotonic(), 0.0
+        began, logged_s = time.monotonic(), 0.0
         while not (batch := await self._sample_again(wanted)).trajectories:
             waited_s = time.monotonic() - began
-            if waited_s >= max(SILENT_S, 2 * said_s):
-                said_s = waited_s
+            if waited_s >= max(SILENT_S, 2 * logged_s):
+                logged_s = waited_s
                 what = ", ".join(f"{name}={value}" for name, value in wanted.items())
                 log.warning("no batch of %s at %s for %.0f s: `gateway status` says why", what, self._url, waited_s)
         return batch
 
     async def _sample_again(self, wanted: Wanted) -> Batch:
-        """As `sample`; while a gateway that has answered before is away it is tried again. What a lost answer had
-        leased comes back when that lease ends."""
+        """`sample`, retried while a gateway that has answered before is away. A batch whose response was lost returns
+        to the buffer when its lease ends."""
         deadline = time.monotonic() + AWAY_PATIENCE_S
         while True:
             try:
@@ -210,7 +209,7 @@ class AsyncExperienceReader:
             await asyncio.sleep(AWAY_RETRY_S)
 
     async def _acknowledge(self, batch: Batch, began: float, lease_s: float) -> None:
-        """As `ack`; while the gateway is away it is tried again, and an earlier try may have been carried out."""
+        """`ack`, retried while the gateway is away. NotFound after a lost response: an earlier try succeeded."""
         lost: Unavailable | None = None
         deadline = time.monotonic() + AWAY_PATIENCE_S
         while True:
@@ -218,7 +217,7 @@ class AsyncExperienceReader:
                 await self.ack(batch)
                 return
             except NotFound as error:
-                self._lent.pop(batch.lease_id, None)
+                self._leased.pop(batch.lease_id, None)
                 if lost is not None and time.monotonic() - began < lease_s:
                     log.info("%s was acknowledged by a try whose answer was lost: %s", batch.lease_id, lost)
                     return
@@ -235,9 +234,9 @@ class AsyncExperienceReader:
             await asyncio.sleep(AWAY_RETRY_S)
 
     async def _return(self, batch: Batch) -> None:
-        """Gives it back; where that cannot be done, its lease ends by itself."""
-        async with self._returning:
-            if self._lent.pop(batch.lease_id, None) is None:
+        """Gives `batch` back; if that fails, its lease ends by itself."""
+        async with self._return_lock:
+            if self._leased.pop(batch.lease_id, None) is None:
                 return
             try:
                 await self.give_back(batch)
@@ -266,7 +265,7 @@ _WRONG = "is another server listening there? `gateway serve` prints its URL"
 
 
 def _error_of(answer: httpx.Response, url: str) -> LaminarError:
-    """The gateway's error as the class that its code names."""
+    """The gateway's error, in the class of its code."""
     try:
         body = decode_json(answer.content, _ErrorAnswer).error
     except msgspec.DecodeError:
@@ -278,64 +277,46 @@ def _error_of(answer: httpx.Response, url: str) -> LaminarError:
 
 
 def _seconds(retry_after: str) -> float:
-    """1 s where it is not a number of seconds: a proxy may give a date."""
+    """The seconds of a Retry-After header; 1 s for any other form: a proxy may send a date."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:
         return 1.0
 
 
-class ExperienceReader:
-    """`AsyncExperienceReader` for a plain training loop; use it as a context manager, or call `close`."""
+class ExperienceReader(SyncClient[AsyncExperienceReader]):
+    """`AsyncExperienceReader` for a synchronous training loop; use it as a context manager, or call `close`."""
 
-    def __init__(
-        self, gateway: str, *, reader: str = "trainer", trainer_version: int = 0, timeout_s: float = 30.0
-    ) -> None:
-        self._twin = AsyncExperienceReader(gateway, reader=reader, trainer_version=trainer_version, timeout_s=timeout_s)
-        self._loop = LoopThread("laminar-experience")
+    def __init__(self, gateway: str, **options: Unpack[ReaderOptions]) -> None:
+        super().__init__(AsyncExperienceReader(gateway, **options), "laminar-experience")
 
     @property
     def trainer_version(self) -> int:
         """The newest version that this trainer published."""
-        return self._twin.trainer_version
+        return self._client.trainer_version
 
     @trainer_version.setter
     def trainer_version(self, version: int) -> None:
-        self._twin.trainer_version = version
+        self._client.trainer_version = version
 
     def sample(self, **wanted: Unpack[Wanted]) -> Batch:
-        """As `AsyncExperienceReader.sample`."""
-        return self._loop.run(self._twin.sample(**wanted))
+        """See `AsyncExperienceReader.sample`."""
+        return self._loop.run(self._client.sample(**wanted))
 
     def ack(self, batch: Batch) -> None:
-        """As `AsyncExperienceReader.ack`."""
-        self._loop.run(self._twin.ack(batch))
+        """See `AsyncExperienceReader.ack`."""
+        self._loop.run(self._client.ack(batch))
 
     def give_back(self, batch: Batch) -> None:
-        """As `AsyncExperienceReader.give_back`."""
-        self._loop.run(self._twin.give_back(batch))
+        """See `AsyncExperienceReader.give_back`."""
+        self._loop.run(self._client.give_back(batch))
 
     def batches(self, **wanted: Unpack[Wanted]) -> Generator[Batch, None, None]:
-        """As `AsyncExperienceReader.batches`."""
-        source = self._twin.batches(**wanted)
+        """See `AsyncExperienceReader.batches`."""
+        source = self._client.batches(**wanted)
         try:
             while True:
                 yield self._loop.run(anext(source))
         finally:
             if not self._loop.closed:
                 self._loop.run(source.aclose())
-
-    def close(self) -> None:
-        if not self._loop.closed:
-            try:
-                self._loop.run(self._twin.close())
-            finally:
-                self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,9 +1,9 @@
-"""Publishing weights from a trainer: `Publisher` for a plain training loop, `AsyncPublisher` inside asyncio.
+"""Publishing weights: `Publisher` for a synchronous training loop, `AsyncPublisher` for asyncio.
 
 Invariants:
-- `publish` returns at *copied*: from then on the tensors may change, and a `Ticket` tells the further stages;
-- what can be refused is refused before the first byte: bad tensors here, sizes and rivals by the relay;
-- one publisher is one run. A resumed trainer opens a new publisher, thereby a new run, and its versions
+- `publish` returns at *copied*: from then on the tensors may change, and a `Ticket` reports the further stages;
+- what can be refused is refused before the first byte: bad tensors here, sizes and other publishers by the relay;
+- one publisher is one run. A trainer that resumes opens a new publisher and thereby a new run, whose versions
   continue above the newest.
 """
 
@@ -13,13 +13,12 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, TypedDict, Unpack
 
 from paramserver import client
 from paramserver.client import Rank, RefusedLoad, RelayClient, Stage, publish
 from protos.errors import InvalidRequest
-from trainer_client.loop import LoopThread
+from trainer_client.loop import AsyncClient, LoopThread, SyncClient
 from trainer_client.sources import NamedTensors, sources_of
 
 AsyncTicket = client.Ticket
@@ -29,19 +28,19 @@ Wait = Literal["copied", "sealed", "all"] | int
 """How far `publish` waits: *copied* (default), *sealed*, held by that many relays, or by all of the chain."""
 
 FORMAT = {"format": "pt"}
-"""Header metadata that `transformers` asks of a safetensors file: names and shapes are as torch modules have them."""
+"""Header metadata that `transformers` requires of a safetensors file: names and shapes are those of torch modules."""
 
 WAIT_TIMEOUT_S = 120.0
 """Default deadline of every wait for a later stage."""
 
 
 def new_run_id() -> str:
-    """Sorts by start time; the random part keeps two starts in one second apart."""
+    """An id that sorts by start time; its random part distinguishes two starts within one second."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 async def wait_for(ticket: AsyncTicket, wait: Wait, timeout_s: float) -> None:
-    """Waits for a stage of `ticket`. Unavailable at the deadline, InDoubt or VersionLost when that is the outcome."""
+    """Waits for a stage of `ticket`. Raises Unavailable at the deadline, and InDoubt or VersionLost as outcomes."""
     if wait == "sealed":
         await ticket.wait_sealed(timeout_s)
     elif wait == "all":
@@ -58,7 +57,27 @@ def _check_wait(wait: Wait) -> None:
         )
 
 
-class AsyncPublisher:
+class PublisherOptions(TypedDict, total=False):
+    """The keyword arguments of a publisher."""
+
+    run: str | None  # the same on all ranks of a sharded trainer; default: an id made of the time
+    wait: Wait  # of each publish, unless it has its own; default "copied"
+    force_tcp: bool  # stream the bytes, even to a relay on this host
+    timeout_s: float  # of one request to the relay; default 10
+    rank: int  # of this process among the publishers of one version; default 0
+    num_ranks: int  # default 1
+
+
+class PublishOptions(TypedDict, total=False):
+    """The keyword arguments of one publish."""
+
+    wait: Wait | None  # default: the publisher's
+    timeout_s: float  # of that wait; default 120
+    allow_change: bool  # publish a version whose names, shapes or kinds of dtype differ from the newest one's
+    check_nan: bool  # refuse tensors that begin with NaN; default True
+
+
+class AsyncPublisher(AsyncClient):
     """One run of one model, published to the relay at `relay` ("host:port" of its gRPC port).
 
     With `num_ranks` above 1 each rank publishes tensors of its own under the same `run` and steps, all at the same
@@ -91,15 +110,7 @@ class AsyncPublisher:
         self._force_tcp = force_tcp
         self._reached = False
         self._newest: AsyncTicket | None = None
-        self._turn = asyncio.Lock()  # versions of one run are numbered in the order in which they were handed over
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+        self._publish_lock = asyncio.Lock()  # versions of one run are numbered in the order of the calls
 
     async def close(self) -> None:
         await self._relay.close()
@@ -116,20 +127,21 @@ class AsyncPublisher:
     ) -> AsyncTicket:
         """Publishes one version; the master numbers it (`ticket.version`), `step` is a label.
 
-        Engines load by name, into shapes that they were started with: a version with other names, shapes or kinds of
-        dtype than the one before is refused unless `allow_change`; other float dtypes are warned about. So is one whose
-        tensors begin with NaN, unless `check_nan` is off: a NaN further in is found by the engines, which refuse it.
+        Engines load by name, into the shapes that they were started with. So a version whose names, shapes or kinds of
+        dtype differ from the version before is refused unless `allow_change` is set; other float dtypes give a warning.
+        A version whose tensors begin with NaN is refused unless `check_nan` is off. A NaN further in is found by the
+        engines, which refuse to load it.
 
-        InvalidRequest names a tensor that cannot be published; TooLarge a version larger than the pool; Conflict
-        another publisher of this model, or the first differing names; Unavailable a relay, or etcd, that does not
-        answer.
+        Raises InvalidRequest for a tensor that cannot be published, TooLarge for a version larger than the pool,
+        Conflict for another publisher of this model or for differing names, and Unavailable when the relay or etcd
+        does not answer.
         """
         target = self._wait if wait is None else wait
         _check_wait(target)
         sources = sources_of(tensors, check_nan=check_nan)
         tied = {f"tied:{name}": owner for name, owner in sources.tied.items()}
-        async with self._turn:
-            if not self._reached:  # a wrong address is told at once; a relay lost later is waited for
+        async with self._publish_lock:
+            if not self._reached:  # a wrong address fails at once; for a relay that is lost later it waits
                 await self._relay.status()
                 self._reached = True
             ticket = await publish(
@@ -148,7 +160,7 @@ class AsyncPublisher:
         return ticket
 
     async def status(self) -> PublisherStatus:
-        """What became of the versions published here, by the word of the model's master."""
+        """The newest version of this publisher, as the model's master reports it."""
         master = await self._relay.master_of(self.model)
         status = await master.status()
         found = next((model for model in status.models if model.model == self.model), None)
@@ -166,9 +178,9 @@ class AsyncPublisher:
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatus:
-    """`version` is the newest that this publisher handed over, `stage` how far it is (None: it published nothing yet).
+    """`version` is the newest one of this publisher and `stage` its stage; both are None before the first publish.
 
-    `refused_loads`: engines that could not load one of the newest versions, and why.
+    `refused_loads`: engines that could not load one of the newest versions, with their errors.
     """
 
     model: str
@@ -181,7 +193,7 @@ class PublisherStatus:
 
 
 class Ticket:
-    """What is known of one published version, for synchronous callers."""
+    """A handle of one published version, for synchronous callers."""
 
     def __init__(self, ticket: AsyncTicket, loop: LoopThread) -> None:
         self._ticket = ticket
@@ -191,7 +203,7 @@ class Ticket:
         self.warnings = ticket.warnings
 
     def wait_sealed(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
-        """Returns once the version is recorded in etcd: only now may it be called published."""
+        """Returns once the version is sealed: recorded in etcd. Only now is it published."""
         self._loop.run(self._ticket.wait_sealed(timeout_s))
 
     def wait_copies(self, k: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
@@ -211,72 +223,24 @@ class Ticket:
         return self._loop.run(self._ticket.holders())
 
     def refused_loads(self) -> tuple[RefusedLoad, ...]:
-        """Engines that could not load this version, and why, as gateways reported it."""
+        """Engines that could not load this version, with their errors, as gateways reported them."""
         return self._loop.run(self._ticket.refused_loads())
 
     def __repr__(self) -> str:
         return f"Ticket({self.model} version {self.version}, step {self.step}, run {self.run})"
 
 
-class Publisher:
-    """`AsyncPublisher` for a plain training loop; use it as a context manager, or call `close`."""
+class Publisher(SyncClient[AsyncPublisher]):
+    """`AsyncPublisher` for a synchronous training loop; use it as a context manager, or call `close`."""
 
-    def __init__(
-        self,
-        relay: str,
-        model: str = "policy",
-        *,
-        run: str | None = None,
-        wait: Wait = "copied",
-        force_tcp: bool = False,
-        timeout_s: float = 10.0,
-        rank: int = 0,
-        num_ranks: int = 1,
-    ) -> None:
-        self._twin = AsyncPublisher(
-            relay,
-            model,
-            run=run,
-            wait=wait,
-            force_tcp=force_tcp,
-            timeout_s=timeout_s,
-            rank=rank,
-            num_ranks=num_ranks,
-        )
-        self._loop = LoopThread("laminar-publisher")
-        self.model, self.run = self._twin.model, self._twin.run
+    def __init__(self, relay: str, model: str = "policy", **options: Unpack[PublisherOptions]) -> None:
+        super().__init__(AsyncPublisher(relay, model, **options), "laminar-publisher")
+        self.model, self.run = self._client.model, self._client.run
 
-    def publish(
-        self,
-        tensors: NamedTensors,
-        *,
-        step: int,
-        wait: Wait | None = None,
-        timeout_s: float = WAIT_TIMEOUT_S,
-        allow_change: bool = False,
-        check_nan: bool = True,
-    ) -> Ticket:
-        """As `AsyncPublisher.publish`."""
-        work = self._twin.publish(
-            tensors, step=step, wait=wait, timeout_s=timeout_s, allow_change=allow_change, check_nan=check_nan
-        )
-        return Ticket(self._loop.run(work), self._loop)
+    def publish(self, tensors: NamedTensors, *, step: int, **options: Unpack[PublishOptions]) -> Ticket:
+        """See `AsyncPublisher.publish`."""
+        return Ticket(self._loop.run(self._client.publish(tensors, step=step, **options)), self._loop)
 
     def status(self) -> PublisherStatus:
-        """As `AsyncPublisher.status`."""
-        return self._loop.run(self._twin.status())
-
-    def close(self) -> None:
-        if not self._loop.closed:
-            try:
-                self._loop.run(self._twin.close())
-            finally:
-                self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        """See `AsyncPublisher.status`."""
+        return self._loop.run(self._client.status())

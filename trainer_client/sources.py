@@ -1,8 +1,8 @@
-"""From what a trainer has in its hands to `TensorSource`s: names, dtypes, shapes, and how to read the bytes.
+"""`TensorSource`s of a trainer's tensors: names, dtypes, shapes, and how to read the bytes.
 
 Invariants:
-- everything that can be refused is refused here, before a byte moves, by the tensor's name;
-- the order of the caller is kept; a tensor that appears under several names travels once, under the first;
+- every tensor that cannot be published is refused here, by name, before a byte moves;
+- the caller's order is kept; a tensor with several names is published once, under the first;
 - nothing imports torch: a torch tensor can only come from a caller that already did.
 """
 
@@ -25,7 +25,7 @@ NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What will be published. `tied` maps each name that is left out to the name that carries its tensor."""
+    """The tensors to publish. `tied` maps each name that is left out to the name that carries its tensor."""
 
     tensors: tuple[TensorSource, ...]
     tied: Mapping[str, str]
@@ -36,9 +36,9 @@ class Sources:
 
 
 def sources_of(tensors: NamedTensors, *, check_nan: bool = False) -> Sources:
-    """Reads names, dtypes and shapes. InvalidRequest names what is not a tensor or has no safetensors dtype.
+    """Reads names, dtypes and shapes. Raises InvalidRequest for what is not a tensor or has no safetensors dtype.
 
-    With `check_nan` reading a tensor that begins with NaN is refused, too.
+    With `check_nan`, reading a tensor that begins with NaN raises InvalidRequest as well.
     """
     kept: list[TensorSource] = []
     owner_of: dict[object, str] = {}
@@ -47,7 +47,7 @@ def sources_of(tensors: NamedTensors, *, check_nan: bool = False) -> Sources:
         source, identity = _source(name, tensor)
         owner = owner_of.setdefault(identity, name)
         if owner == name:
-            kept.append(_looked_at(source) if check_nan and source.dtype in _NAN else source)
+            kept.append(_nan_checked(source) if check_nan and source.dtype in _NAN else source)
         else:
             tied[name] = owner
     if not kept:
@@ -55,9 +55,10 @@ def sources_of(tensors: NamedTensors, *, check_nan: bool = False) -> Sources:
     return Sources(tuple(kept), tied)
 
 
-NAN_LOOK_BYTES = 64 << 10
-"""Of each tensor, while it is read anyway. A training step that went wrong leaves NaN everywhere: its beginning tells;
-to look at all bytes would take longer than to copy them. What lies deeper, engines' probes find."""
+NAN_CHECK_BYTES = 64 << 10
+"""Bytes that are checked at the beginning of each tensor, while it is read. A training step that went wrong leaves NaN
+everywhere, so the beginning is enough; a check of all bytes would take longer than their copy. Engines' probes find
+the rest."""
 
 
 def _floats(dtype: str) -> Callable[[memoryview], bool]:
@@ -73,10 +74,10 @@ _NAN: dict[str, Callable[[memoryview], bool]] = {
 """Whether bytes of a dtype hold NaN."""
 
 
-def _looked_at(source: TensorSource) -> TensorSource:
+def _nan_checked(source: TensorSource) -> TensorSource:
     def read() -> memoryview:
         view = source.read().cast("B")
-        if _NAN[source.dtype](view[:NAN_LOOK_BYTES]):
+        if _NAN[source.dtype](view[:NAN_CHECK_BYTES]):
             raise InvalidRequest(
                 f"tensor {source.name!r} holds NaN: this version is not published",
                 hint="look at the training step before; pass check_nan=False if it is meant to",
@@ -94,7 +95,7 @@ def source_bytes(source: TensorSource) -> int:
 def _pairs(tensors: NamedTensors) -> list[tuple[str, Any]]:
     if not isinstance(tensors, Iterable):
         raise InvalidRequest(
-            f"a {type(tensors).__name__} is no named tensors",
+            f"a {type(tensors).__name__} does not hold named tensors",
             hint="pass model.state_dict(), model.named_parameters() or a list of (name, tensor)",
         )
     pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)

@@ -40,7 +40,7 @@ TORCH_DTYPES: dict[torch.dtype, str] = {
 
 def source(name: str, tensor: torch.Tensor) -> tuple[TensorSource, object]:
     """One tensor to publish, and its identity (see `trainer_client.sources`)."""
-    _refuse_what_has_no_bytes(name, tensor)
+    _check_has_bytes(name, tensor)
     dtype = TORCH_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise unsupported_dtype(name, str(tensor.dtype), map(str, TORCH_DTYPES))
@@ -49,7 +49,7 @@ def source(name: str, tensor: torch.Tensor) -> tuple[TensorSource, object]:
     return TensorSource(name, dtype, tuple(data.shape), _reader(data), resident=plain), _identity(name, data)
 
 
-def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor) -> None:
+def _check_has_bytes(name: str, tensor: torch.Tensor) -> None:
     if hasattr(tensor, "full_tensor"):  # torch.distributed.tensor.DTensor, without importing torch.distributed
         raise InvalidRequest(
             f"tensor {name!r} is a DTensor: this process holds only a shard of it",
@@ -62,9 +62,7 @@ def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor) -> None:
             f"tensor {name!r} is {'quantised' if tensor.is_quantized else tensor.layout}, not a dense array",
             hint="call .to_dense() or .dequantize(), or publish its parts as tensors of their own",
         )
-    if (
-        tensor.numel() and tensor.data_ptr() == 0
-    ):  # it wraps other tensors: all of its kind would seem tied at address 0
+    if tensor.numel() and tensor.data_ptr() == 0:  # a wrapper of other tensors; at address 0 all would seem tied
         raise InvalidRequest(
             f"tensor {name!r} is a {type(tensor).__module__}.{type(tensor).__name__} with no memory of its own",
             hint="call .dequantize(), or publish the tensors inside it under names of their own",
@@ -72,9 +70,9 @@ def _refuse_what_has_no_bytes(name: str, tensor: torch.Tensor) -> None:
 
 
 def _identity(name: str, data: torch.Tensor) -> object:
-    """Tied weights share it. Views that merely overlap do not: each is a tensor of its own.
+    """The identity that tied weights share. Views that merely overlap have different ones: each is a tensor of its own.
 
-    Nor do views that read the same memory as other values: torch negates and conjugates when a view is read.
+    So have views that read other values from the same memory: torch negates and conjugates when a view is read.
     """
     if data.numel() == 0:
         return name
@@ -102,11 +100,11 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def _to_host(data: torch.Tensor) -> torch.Tensor:
-    """Pinned memory comes from torch's caching host allocator, so tensors of one size reuse one buffer."""
+    """A copy in pinned memory, from torch's caching host allocator: tensors of one size reuse one buffer."""
     pinned = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
     return pinned.copy_(data)
 
 
 def from_numpy(array: Any) -> torch.Tensor:
-    """The same memory as a torch tensor."""
+    """A torch tensor that shares the memory of `array`."""
     return torch.from_numpy(array)

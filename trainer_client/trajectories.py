@@ -1,7 +1,7 @@
-"""What a trainer receives: trajectories as the gateway records them, and many of them packed into flat arrays.
+"""Trajectories packed into flat arrays, as a trainer computes with them.
 
 Invariants:
-- the lists per token of a trajectory have equal length; `pack` refuses one whose lists have not;
+- the lists per token of a trajectory have equal length; `pack` refuses a trajectory whose lists differ;
 - packed rows stand in the order of the batch, back to back, without padding: row i is
   `cu_seqlens[i]:cu_seqlens[i + 1]`, which is what variable-length attention kernels take;
 - a loss mask of 1 marks a token that the policy sampled; its `logprobs` entry is the behaviour policy's.
@@ -45,7 +45,7 @@ class Packed:
         return len(self.input_ids)
 
     def row(self, index: int) -> slice:
-        """Where trajectory `index` lies in the arrays per token."""
+        """The slice of trajectory `index` in the arrays per token."""
         return slice(int(self.cu_seqlens[index]), int(self.cu_seqlens[index + 1]))
 
     def staleness(self, trainer_version: int) -> npt.NDArray[np.int64]:
@@ -53,7 +53,7 @@ class Packed:
         return trainer_version - self.versions[self.loss_mask]
 
     def torch(self) -> PackedTensors:
-        """The same memory as torch tensors."""
+        """Torch tensors that share the memory of these arrays."""
         from trainer_client.torch_sources import from_numpy
 
         return PackedTensors(*(from_numpy(getattr(self, field.name)) for field in fields(self)))

@@ -1,1 +1,1 @@
-"""The environments that come with the package. Another is a class with the same two methods; see `environment.py`."""
+"""The environments that come with the package; each implements the protocol of `environment.py`."""

@@ -1,10 +1,10 @@
 """Single-turn problems with a verifier, from the `reasoning-gym` library: one question, one reply.
 
 Each conversation begins with worked examples, other problems of the same dataset with their answers: they show the
-form that the verifier wants, whatever the dataset.
+form of answers that the dataset's verifier expects.
 
-Scoring: the dataset's own `score_answer`, in [0, 1], with the whole reply as the answer. The library gives part of
-the credit to a reply that holds the answer among other words, the less the more words there are.
+Scoring: the dataset's own `score_answer`, in [0, 1], with the whole reply as the answer. The library gives partial
+credit for a reply that holds the answer among other words: the more words, the less.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DEFAULT_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "letter_counting": {"min_words": 2, "max_words": 4},
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
 }
-"""Used where none is given: what a model of 135 M parameters can begin to learn. Other datasets: the library's own."""
+"""Default configurations, in which a model of 135 M parameters learns. Other datasets have the library's own."""
 
 _STREAM_SIZE = 2**31
-"""Tasks are generated one by one as they are asked for, so a size is no cost."""
+"""Number of tasks of a dataset. Tasks are generated on demand, so a large number costs nothing."""
 
 
 _EXAMPLES_SEED = 4_000_000_000
@@ -39,14 +39,14 @@ class UnknownDataset(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`entry` is the library's, as `score_answer` wants it back."""
+    """A task; `entry` is the library's record of it, which `score_answer` takes."""
 
     task_id: str
     entry: Mapping[str, Any]
 
 
 class Reasoning:
-    """See the module. `dataset` is a name of reasoning-gym, `config` its keyword arguments."""
+    """The environment of one dataset of reasoning-gym; `config` holds the dataset's keyword arguments."""
 
     name = "reasoning"
 
@@ -69,9 +69,8 @@ class Reasoning:
             self._opening.append({"role": "assistant", "content": str(example["answer"])})
 
     def tasks(self, seed: int) -> Iterator[Problem]:
-        entries = _create(
-            self._dataset, self._config, seed=(seed * 1_000_003) % _STREAM_SIZE
-        )  # to which the library adds the index
+        # The library adds the index of a task to this seed: neighbouring seeds of ours must lie far apart.
+        entries = _create(self._dataset, self._config, seed=(seed * 1_000_003) % _STREAM_SIZE)
         for index in range(_STREAM_SIZE):
             yield Problem(f"{self._dataset}-{seed}-{index}", entries[index])
 
@@ -91,7 +90,7 @@ def datasets() -> list[str]:
 
 
 def _create(dataset: str, config: Mapping[str, Any], *, seed: int) -> Any:
-    import reasoning_gym  # takes a second to import: not for those who only want the other environment
+    import reasoning_gym  # takes a second to import, which the other environment need not pay
 
     if dataset not in datasets():
         raise UnknownDataset(f"reasoning-gym has no dataset {dataset!r}; `agents-env list --datasets` names them")

@@ -7,12 +7,12 @@
     user       57. Result?
     assistant  57
 
-Chains have 1 to 8 calls, most of them 1 or 2 and few 7 or 8: the long tail that a rollout system has to live with.
+Chains have 1 to 8 calls, most of them 1 or 2 and few 7 or 8: a long tail, as rollouts have it.
 A call is plain text rather than an OpenAI tool call, for small models whose template knows no tools.
 
 Scoring: the share of turns that were right, in [0, 1]. A call is right when the reply is nothing but one call and its
-value is what the step asks of the number last shown; the answer is right when it is nothing but the number that the
-whole chain gives. A wrong turn does not end the chain: the length is a property of the task, not of the model.
+value is the result of the step on the number last shown; the answer is right when it is nothing but the result of
+the whole chain. A wrong turn does not end the chain: the length is a property of the task, not of the model.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from agents_env.environment import Chat, Message, Outcome
 from agents_env.environments.calculator import BadExpression, calculate, format_number
 
 LENGTHS_OF_TEN: tuple[tuple[int, ...], ...] = (*((1,),) * 4, *((2,),) * 3, (3,), (4, 5), (6, 7, 8))
-"""Every ten tasks in a row hold chains of these lengths, one drawn from each entry, in random order. Drawn one by one,
-lengths would make the reward of a dozen tasks say more of their lengths than of the model."""
+"""Every ten tasks in a row have chains of these lengths, one drawn from each entry, in random order. With independent
+lengths, the mean reward of a dozen tasks would depend more on their lengths than on the model."""
 VALUE_MAX = 200
-"""Values stay between 0 and this: the task is calling the tool, not copying long numbers."""
+"""Values stay between 0 and this: the task is to call the tool, not to copy long numbers."""
 CALL_TOKENS_MAX = 20
 """Longest right call, `calc(199 - 9)`, is 9 tokens of SmolLM2; the rest is room for being wrong."""
 ANSWER_TOKENS_MAX = 12
@@ -45,8 +45,8 @@ WORKED_EXAMPLE: tuple[Message, ...] = (
     {"role": "user", "content": "14. Result?"},
     {"role": "assistant", "content": "14"},
 )
-"""How every conversation begins. Told in words only, or with the example inside the system message, SmolLM2-135M makes
-next to no right call (0 to 0.03 of the reward); shown as turns of a conversation it starts at 0.7."""
+"""The beginning of every conversation. With instructions only, or with the example inside the system message,
+SmolLM2-135M makes hardly a right call (a reward of 0 to 0.03); with the example as turns it starts at 0.7."""
 
 Operation = Literal["Add", "Subtract", "Multiply by"]
 _SYMBOL: dict[Operation, str] = {"Add": "+", "Subtract": "-", "Multiply by": "*"}
@@ -92,7 +92,7 @@ class Chain:
 
 
 class ToolChain:
-    """See the module. Stateless: one instance serves any number of rollouts."""
+    """The environment of this module. Stateless: one instance serves any number of rollouts."""
 
     name = "tool-chain"
 

@@ -63,10 +63,10 @@ class PlainDisplay:
         sys.stdout.flush()
 
     def update(self, recording: Recording, progress: Progress) -> None:
-        for t, words in events(recording):
-            if (t, words) not in self._shown:
-                self._shown.add((t, words))
-                print(f"[{t - progress.zero_unix_s:5.0f} s] {words}")
+        for t, event in events(recording):
+            if (t, event) not in self._shown:
+                self._shown.add((t, event))
+                print(f"[{t - progress.zero_unix_s:5.0f} s] {event}")
         now = time.monotonic()
         if now >= self._next_line_s:
             self._next_line_s = now + LINE_INTERVAL_S

@@ -44,13 +44,13 @@ TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""What GGUF calls a tensor of Llama's architecture, and what `transformers` calls it."""
+"""Names of the tensors of Llama's architecture: GGUF's to those of `transformers`."""
 
 Progress = Callable[[str], None]
 
 
 class ModelUnavailable(Exception):
-    """The model could not be fetched; the message says what to do."""
+    """The model could not be fetched; the message names a remedy."""
 
 
 def cache_dir() -> Path:

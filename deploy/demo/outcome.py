@@ -1,4 +1,4 @@
-"""What a run leaves behind: the verdict, and the files of its report."""
+"""The result of a run: the verdict, and the files of its report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deploy.demo.run import Outcome
 
 
 def verdict(outcome: Outcome, summary: Summary, recording: Recording, settings: Settings) -> tuple[bool, str]:
-    """Whether the run may end with status 0, and why: what went wrong, or what was shown and what was not."""
+    """Whether the run ends with status 0, and why: the problems, or else what was shown and what was not."""
     problems = [] if outcome.problem is None else [outcome.problem.splitlines()[0]]
     if summary.turns_lost:
         problems.append(f"{summary.turns_lost} turns were lost")
@@ -28,19 +28,19 @@ def verdict(outcome: Outcome, summary: Summary, recording: Recording, settings: 
         problems.append(f"no turn was cut, though {summary.engines_killed} engines were killed in mid-generation")
     if problems:
         return False, "; ".join(problems)
-    words = [f"no turn was lost, and all {len(outcome.exits)} processes ended cleanly"]
+    shown = [f"no turn was lost, and all {len(outcome.exits)} processes ended cleanly"]
     if summary.steps < settings.steps:
-        words.append(
+        shown.append(
             f"{summary.steps} of {settings.steps} training steps fitted into {settings.budget_s:.0f} s on this "
             "processor, which is no fault: give it more (--budget-s)"
         )
     if not summary.repacks:
-        words.append(no_repack(recording))
-    return True, "; ".join(words)
+        shown.append(no_repack(recording))
+    return True, "; ".join(shown)
 
 
 def no_repack(recording: Recording) -> str:
-    """Why nothing was packed, and why that is no fault: the planner looked, and had nothing to gain."""
+    """Why nothing was packed, and why that is no fault: no plan would have gained anything."""
     looks = [plan for seen in recording.of(GatewayStatus) for plan in seen.repack.plans if plan.reasons]
     if not looks:
         return (

@@ -2,7 +2,7 @@
 
 Invariants:
 - every child is reaped, and its exit status kept, before the supervisor closes;
-- a child that nobody asked to end, and that was not due to end by itself, is a failure that `failure()` reports;
+- a child that ends without a request, and was not due to end by itself, is a failure that `failure()` reports;
 - children live in sessions of their own: Ctrl-C at the terminal reaches only the supervisor, which ends them in order;
 - a supervisor that is killed takes its children with it (Linux: parent-death signal).
 """
@@ -27,11 +27,11 @@ from protos.process import TIED
 READY_POLL_S = 0.03
 LOG_TAIL_CHARS = 1500
 
-Ending = Literal["running", "by itself", "asked", "killed on purpose", "unexpected", "killed: ignored SIGTERM"]
+Ending = Literal["running", "by itself", "on request", "killed on purpose", "unexpected", "killed: ignored SIGTERM"]
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message is for the person who started it."""
+    """The demo cannot continue; the message is for the person who started it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Command:
     argv: tuple[str, ...]
     ready_timeout_s: float | None = 90.0  # None: it writes no ready file
     ends_by_itself: bool = False
-    niceness: int = 0  # once it is ready: its start is as urgent as anybody's
+    niceness: int = 0  # from when it is ready: its start has the usual priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Exit:
         return self.status == 0 or self.ending == "killed on purpose"
 
     def __str__(self) -> str:
-        told = f"{self.name} (pid {self.pid}) ended with status {self.status} ({self.ending})"
+        text = f"{self.name} (pid {self.pid}) ended with status {self.status} ({self.ending})"
         if self.status == -signal.SIGKILL and self.ending == "by itself":
-            return f"{told}: killed from outside; the kernel does that when memory runs out (see dmesg)"
-        return told
+            return f"{text}: killed from outside; the kernel does that when memory runs out (see dmesg)"
+        return text
 
 
 @dataclass
@@ -90,11 +90,11 @@ class Child:
         return self.log_path.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()
 
     def signal(self, number: int, ending: Ending) -> None:
-        """Signals it, and records why it will have ended; nothing when it has ended already."""
+        """Signals the process and records the reason of its end; does nothing when it has ended already."""
         if not self.alive:
             return
         self.ending = ending
-        with suppress(ProcessLookupError):  # it ended between the look and the signal
+        with suppress(ProcessLookupError):  # it ended between the check and the signal
             self.process.send_signal(number)
 
 
@@ -116,7 +116,7 @@ class Supervisor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing outlives the supervisor, however it is left."""
+        """Kills all children that still run, on every way out."""
         for child in self._children.values():
             child.signal(signal.SIGKILL, "killed: ignored SIGTERM")
         await asyncio.gather(*(child.watcher for child in self._children.values() if child.watcher is not None))
@@ -130,7 +130,7 @@ class Supervisor:
         return self._children[name]
 
     async def start(self, command: Command) -> Child:
-        """Runs `command` and waits for its ready file. DemoError names what went wrong and shows its last words."""
+        """Runs `command` and waits for its ready file. DemoError names the problem and shows the end of its log."""
         previous = self._children.get(command.name)
         assert previous is None or not previous.alive, f"{command.name} is running already"
         ready_path = self._directory / f"{command.name}.ready.json"
@@ -152,7 +152,7 @@ class Supervisor:
                 start.cancel()
 
     async def failure(self) -> Exit:
-        """The first process that ended though nobody asked it to."""
+        """The first process that ended unexpectedly."""
         return await asyncio.shield(self._failure)
 
     async def wait(self, name: str) -> Exit:
@@ -170,7 +170,7 @@ class Supervisor:
         child = self._children.get(name)
         if child is None:
             return None
-        child.signal(signal.SIGTERM, "asked")
+        child.signal(signal.SIGTERM, "on request")
         try:
             return await asyncio.wait_for(self.wait(name), timeout_s)
         except TimeoutError:
@@ -215,11 +215,11 @@ class Supervisor:
     async def _until_ready(self, child: Child, ready_path: Path, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while (ready := _read_json(ready_path)) is None:
-            words = f"Its last words ({child.log_path}):\n{child.log_tail()}"
+            log = f"The end of its log ({child.log_path}):\n{child.log_tail()}"
             if not child.alive:
-                raise DemoError(f"{child.name} ended with {child.process.returncode} before it was ready. {words}")
+                raise DemoError(f"{child.name} ended with {child.process.returncode} before it was ready. {log}")
             if time.monotonic() > deadline:
-                raise DemoError(f"{child.name} was not ready after {timeout_s:.0f} s. {words}")
+                raise DemoError(f"{child.name} was not ready after {timeout_s:.0f} s. {log}")
             await asyncio.sleep(READY_POLL_S)
         child.ready = ready
 

@@ -1,4 +1,4 @@
-"""What the demo saw, in the words of those who said it. Nothing here decides or does anything.
+"""The observations of a run: events and status of the gateway, the trainer and the relays, and the demo's own notes.
 
 A recording is a list of observations in the order in which they reached the demo. All times are unix seconds of
 this one machine. Fields that a daemon adds later are ignored; a field that has another type than here is refused.
@@ -81,7 +81,7 @@ class SessionChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True):
-    """Trainer: how one version went out; written at `t`, when every relay held it. Times from publish's begin."""
+    """Trainer: one publish, reported at `t`, when all relays held the version. Durations since the call."""
 
     t: float
     version: int
@@ -112,8 +112,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerPace(msgspec.Struct, frozen=True, kw_only=True):
-    """Trainer: what it means to do next. `groups` 0: nothing more. `steps`: how many will have been done in the end,
-    which is `left_s` away."""
+    """Trainer: its plan for the next step. `groups` 0: there is none. `steps`: the expected number at the end, which is
+    `left_s` away."""
 
     t: float
     done: int
@@ -158,7 +158,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """Gateway: what its planner made of the engines of one version the last time it looked."""
+    """Gateway: the newest repack plan for the engines of one version."""
 
     version: int
     moves: int = 0
@@ -198,7 +198,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """Demo: something it did or noticed itself."""
+    """Demo: an action or an observation of its own."""
 
     t: float
     kind: str  # "phase" | "kill" | "restart" | "warning"

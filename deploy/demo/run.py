@@ -1,7 +1,7 @@
-"""One run of the demo: set up, work, kill an engine and bring it back, shut down in order, tell how it went.
+"""One run of the demo: set up, work, kill an engine and restart it, shut down in order, return the outcome.
 
 Invariants:
-- the run ends: by the trainer's last step, by a process that failed, because nothing goes on any more, or by the user;
+- the run ends: with the trainer's last step, with a process that failed, when nothing progresses, or by the user;
 - it has time for as many steps as fit (`pace`), and no deadline: a slow machine is no fault;
 - however it ends, every process is ended in the order of `shut_down`, and its exit status is part of the outcome.
 """
@@ -36,13 +36,13 @@ CHILD_ENV = {
 DISPLAY_INTERVAL_S = 0.3
 KILL_POLL_S = 0.2
 KILLS_MAX = 3
-"""Turns may end between the look at an engine and its death: then none was cut, and another engine is killed."""
+"""Turns may end between the status and the kill: then none was cut, and another engine is killed."""
 KILL_GRACE_S = 60.0
-"""How long after the trainer's last step an engine is still waited for that has turns to cut."""
+"""How long the run waits, after the trainer's last step, for an engine that has turns to cut."""
 CUT_SEEN_S = 10.0
-"""How long a cut may take to show in the gateway's counts."""
+"""How long a cut may take to appear in the gateway's counters."""
 STALL_S = 300.0
-"""Without a token, a trajectory or a part of a training step for so long, something is wrong, however slow it is."""
+"""A run in which no token, trajectory or part of a training step came for so long is stalled, however slow it is."""
 STALL_POLL_S = 1.0
 AWAY_S = 4.0
 """How long the killed engine stays away: long enough to see the others carry its turns."""
@@ -51,7 +51,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 class Interrupted(DemoError):
-    """The user asked to stop."""
+    """The user stopped the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class Run:
-    """Owner of a run's processes and of what is seen of them."""
+    """The owner of a run's processes and of its recording."""
 
     def __init__(self, commands: Plan, recording: Recording, display: Display, stop: asyncio.Event) -> None:
         self._commands = commands
@@ -156,7 +156,7 @@ class Run:
             await asyncio.gather(killing, trained, stalled, return_exceptions=True)
 
     async def _await_kill(self, killing: asyncio.Task[None], processes: Supervisor) -> None:
-        """An engine that was killed comes back; one that has yet to be gets some time more: agents go on meanwhile."""
+        """Waits until a killed engine is back, and for some time until one can be killed: agents continue meanwhile."""
         await asyncio.wait({killing}, timeout=KILL_GRACE_S)
         self._enough.set()
         await killing
@@ -186,11 +186,11 @@ class Run:
         self._note("restart", f"{name} is up again", engine=name)
 
     async def _victim(self, watchers: Watchers, began: float) -> tuple[str, str] | None:
-        """Whom to kill, once it is time, and why; None when it is too late."""
+        """The engine to kill, once it is time, and the reason; None when it is too late."""
         while not self._enough.is_set():
             used = (time.monotonic() - began) / self._settings.budget_s
             if self._choose_victim(used).engine is not None:
-                await watchers.look()  # what was seen last may be half a second old, and a turn be over by now
+                await watchers.look()  # the last status may be half a second old, and a turn may have ended since
                 choice = self._choose_victim(used)
                 if choice.engine is not None:
                     return choice.engine, choice.reason
@@ -202,7 +202,7 @@ class Run:
         return choose_victim(status, steps_done, self._settings.steps, budget_used)
 
     async def _cut_since(self, before: int, watchers: Watchers) -> bool:
-        """Whether turns were cut by what has just happened."""
+        """Whether the gateway has counted more cut turns than `before`, within CUT_SEEN_S."""
         until = time.monotonic() + CUT_SEEN_S
         while time.monotonic() < until:
             await watchers.look()
@@ -215,7 +215,7 @@ class Run:
         return (self._recording.last(GatewayStatus) or GatewayStatus()).counter("turns_cut")
 
     async def _stalled(self) -> str:
-        """Returns what stands still once nothing has gone on for `STALL_S`."""
+        """Returns a description once nothing has progressed for `STALL_S`."""
         seen, since = self._how_far(), time.monotonic()
         while time.monotonic() - since < STALL_S:
             await asyncio.sleep(STALL_POLL_S)
@@ -224,7 +224,7 @@ class Run:
                 seen, since = now, time.monotonic()
         steps, _, tokens, trajectories = seen
         return (
-            f"nothing went on for {STALL_S:.0f} s, after {steps} training steps, {tokens} tokens and {trajectories} "
+            f"no progress for {STALL_S:.0f} s, after {steps} training steps, {tokens} tokens and {trajectories} "
             "trajectories: see the logs of the trainer and of the gateway"
         )
 
@@ -246,7 +246,7 @@ class Run:
                     raise Interrupted("stopped on request")
                 if failure.done() and not main.done():
                     failed = failure.result()
-                    raise DemoError(f"{failed}. Its last words:\n{processes.child(failed.name).log_tail()}")
+                    raise DemoError(f"{failed}. The end of its log:\n{processes.child(failed.name).log_tail()}")
                 for watcher in watchers.tasks:
                     if watcher.done():
                         watcher.result()
@@ -281,7 +281,7 @@ async def shut_down(processes: Supervisor, watchers: Watchers) -> None:
 
     1 environments: they finish or abandon what they roll out
     2 trainer: it has ended by itself unless the run was cut short
-    3 a last look at what the gateway and the trainer have to tell
+    3 the last status and events of the gateway and the trainer are read
     4 gateway
     5 engines
     6 relays

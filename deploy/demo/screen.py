@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs. Pure: a recording in, a rich renderable or one plain line out."""
+"""The live view of a run. Pure: a recording in, a rich renderable or one plain line out."""
 
 from __future__ import annotations
 
@@ -80,16 +80,16 @@ def line(recording: Recording, progress: Progress) -> str:
 def how_far(recording: Recording, progress: Progress) -> str:
     """The steps done, the share of the next one, and when training will have ended, as the trainer expects it."""
     done, pace = len(recording.of(Step)), recording.last(TrainerPace)
-    words = f"step {done} of {progress.steps}"
+    text = f"step {done} of {progress.steps}"
     if pace is None or done >= pace.steps:
-        return words
+        return text
     within = recording.last(StepProgress)
     if within is not None and within.step == done + 1:
-        words += f" and {within.share:.0%} of the next"
+        text += f" and {within.share:.0%} of the next"
     if pace.steps < progress.steps:
-        words += f" ({pace.steps} fit into {progress.budget_s:.0f} s)"
+        text += f" ({pace.steps} fit into {progress.budget_s:.0f} s)"
     left_s = pace.left_s - (progress.zero_unix_s + progress.seconds - pace.t)
-    return f"{words}, some {max(left_s, 0):.0f} s to go"
+    return f"{text}, some {max(left_s, 0):.0f} s to go"
 
 
 def spark(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
@@ -160,9 +160,9 @@ def _versions(recording: Recording, relays: Sequence[str]) -> Table:
 def _relay_state(seen: Sequence[RelaySeen]) -> Text:
     """Where one version stands on one relay: its latest state, with the progress of a transfer."""
     kinds = {one.kind for one in seen}
-    for kind, word, style in (("retired", "retired", "dim"), ("lost", "lost", "red"), ("available", "held", "green")):
+    for kind, label, style in (("retired", "retired", "dim"), ("lost", "lost", "red"), ("available", "held", "green")):
         if kind in kinds:
-            return Text(word, style=style)
+            return Text(label, style=style)
     if not seen:
         return Text("·", style="dim")
     last = seen[-1]
@@ -189,7 +189,7 @@ def _rewards(recording: Recording, steps: int) -> Text:
 
 def _events(recording: Recording, zero_unix_s: float) -> Panel:
     lines = events(recording)[-EVENTS_SHOWN:]
-    text = "\n".join(f"{t - zero_unix_s:6.1f} s  {words}" for t, words in lines)
+    text = "\n".join(f"{t - zero_unix_s:6.1f} s  {event}" for t, event in lines)
     return Panel(Text(text), title="events", title_align="left", box=box.ROUNDED, padding=(0, 1))
 
 
@@ -200,14 +200,14 @@ def events(recording: Recording) -> list[tuple[float, str]]:
         if isinstance(seen, Note):
             lines.append((seen.t, seen.text))
         elif isinstance(seen, Refresh):
-            words = f"{seen.engine} loaded v{seen.to_version} (had v{seen.from_version}) in {seen.seconds:.2f} s"
-            lines.append((seen.t_unix_s, words))
+            text = f"{seen.engine} loaded v{seen.to_version} (had v{seen.from_version}) in {seen.seconds:.2f} s"
+            lines.append((seen.t_unix_s, text))
         elif isinstance(seen, Repack):
-            words = f"repack: {len(seen.moves)} sessions of v{seen.version} move, {', '.join(seen.freed)} is freed"
-            lines.append((seen.t_unix_s, words))
+            text = f"repack: {len(seen.moves)} sessions of v{seen.version} move, {', '.join(seen.freed)} is freed"
+            lines.append((seen.t_unix_s, text))
         elif isinstance(seen, Step):
-            words = f"step {seen.step}: reward {seen.reward_mean:.2f}, v{seen.version} published"
-            lines.append((seen.t, words))
+            text = f"step {seen.step}: reward {seen.reward_mean:.2f}, v{seen.version} published"
+            lines.append((seen.t, text))
     return sorted(lines)
 
 

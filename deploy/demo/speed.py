@@ -1,5 +1,5 @@
-"""What this processor computes fastest in, measured before anything is started: `gateway engine-dtype`, in a process of
-its own, so that the demo itself needs no torch."""
+"""The number format that this processor is fastest in, measured by `gateway engine-dtype` before anything else starts:
+a process of its own, so that the demo itself needs no torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from deploy.demo.processes import DemoError
 from gateway.core.dtypes import Choice
 
 TIMEOUT_S = 120.0
-"""It takes a second beside the start of Python and torch: only a hang takes this long."""
+"""The measurement takes a second, besides the start of Python and torch."""
 
 
 def measure_speed(model_dir: Path, root: Path, env: Mapping[str, str]) -> Choice:
-    """Raises DemoError with the measurement's own words when it fails."""
+    """Raises DemoError with the command's output when it fails."""
     command = [sys.executable, "-m", "gateway", "engine-dtype", "--train", "--json", "--model", str(model_dir)]
     try:
         done = subprocess.run(

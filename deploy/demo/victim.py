@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deploy.demo.recording import GatewayStatus
 
 RUNNING_MIN = 2
-"""With fewer turns in flight they may all end between the look and the kill."""
+"""Fewer turns may all end between the status and the kill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def choose_victim(status: GatewayStatus | None, steps_done: int, steps: int, bud
         return Choice(None, f"{steps_done} of {steps} steps done: not a third yet")
     serving = [] if status is None else [engine for engine in status.engines if engine.state == "serving"]
     if len(serving) < 2:
-        return Choice(None, "fewer than two engines serve: nobody could go on with the turns")
+        return Choice(None, "fewer than two engines serve: no other could continue the turns")
     counts = Counter(engine.version for engine in serving)
     busy = [engine for engine in serving if engine.running >= RUNNING_MIN]
     if not busy:

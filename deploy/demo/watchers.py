@@ -1,7 +1,7 @@
-"""Looks at the running parts from outside, through what they offer to everybody, and records what it sees.
+"""Records the status and events of the running processes, read through their public interfaces.
 
 Invariants:
-- a part that does not answer never fails the run: it is noted once, and asked again;
+- a process that does not answer never fails the run: the recording gets one note, and requests are repeated;
 - every event of the gateway's timeline is read exactly once, in order, the last ones by `Watchers.last_look`.
 """
 
@@ -31,7 +31,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 
 
 class Watchers:
-    """Owner of everything that watches: background tasks from the call that begins one until the last look."""
+    """The owner of the background tasks that record, each from the call that begins it until `last_look`."""
 
     def __init__(self, recording: Recording, model: str) -> None:
         self._recording = recording
@@ -66,7 +66,7 @@ class Watchers:
         self._begin(watch_trainer(self._trainer, self._recording))
 
     async def look(self, what: str = "a look") -> None:
-        """Looks at the gateway now: for who acts on what is seen."""
+        """Reads the gateway's status now, for a caller that acts on it."""
         assert self._gateway is not None
         try:
             await self._gateway.look()
@@ -74,7 +74,7 @@ class Watchers:
             self._recording.add(_warning(f"the gateway did not answer {what}: {error!r}"))
 
     async def last_look(self) -> None:
-        """Ends the watching, then reads what came since: call it when nothing new can come."""
+        """Ends the tasks, then reads what is new; to be called once nothing more can come."""
         await self._end_tasks()
         if self._trainer is not None:
             self._recording.extend(self._trainer.read())
@@ -87,7 +87,7 @@ class Watchers:
     async def _end_tasks(self) -> None:
         for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)  # a failure of one was raised by who waits on them
+        await asyncio.gather(*self.tasks, return_exceptions=True)  # who waits for a task has raised its failure
 
 
 class GatewayWatcher:
@@ -99,10 +99,10 @@ class GatewayWatcher:
         self._session = session
         self._next = 0
         self._silent = False
-        self._looking = asyncio.Lock()  # two looks at once would read the same events
+        self._lock = asyncio.Lock()  # two readers at once would read the same events
 
     async def watch(self) -> None:
-        """For ever; cancel it."""
+        """Runs until it is cancelled."""
         while True:
             try:
                 await self.look()
@@ -115,12 +115,12 @@ class GatewayWatcher:
 
     async def look(self) -> None:
         """Reads everything that is new."""
-        async with self._looking:
+        async with self._lock:
             while await self._page() == TIMELINE_PAGE:
                 pass
-            told = await self._get("/status")
+            answer = await self._get("/status")
             try:
-                status = msgspec.convert(told, GatewayStatus, strict=False)
+                status = msgspec.convert(answer, GatewayStatus, strict=False)
             except msgspec.ValidationError as error:
                 raise DemoError(f"the gateway's /status is not what the demo reads: {error}") from error
             self._recording.add(msgspec.structs.replace(status, t=time.time()))
@@ -141,7 +141,7 @@ class GatewayWatcher:
 
 
 async def watch_versions(name: str, client: RelayClient, model: str, recording: Recording) -> None:
-    """Records when a relay holds, seals or drops a version. For ever; cancel it."""
+    """Records when a relay holds, seals or drops a version. Runs until it is cancelled."""
     async for event in client.watch(model):
         seen = event.version
         recording.add(
@@ -158,7 +158,7 @@ async def watch_versions(name: str, client: RelayClient, model: str, recording: 
 
 
 async def watch_transfers(name: str, client: RelayClient, model: str, recording: Recording) -> None:
-    """Records the progress of versions on their way into a relay. For ever; cancel it."""
+    """Records the progress of versions on their way into a relay. Runs until it is cancelled."""
     silent = False
     while True:
         try:
@@ -194,7 +194,7 @@ class TrainerEvents:
 
 
 async def watch_trainer(events: TrainerEvents, recording: Recording) -> None:
-    """For ever; cancel it."""
+    """Runs until it is cancelled."""
     while True:
         recording.extend(events.read())
         await asyncio.sleep(STATUS_INTERVAL_S)

@@ -257,7 +257,7 @@ def _num_lanes(bars: Iterable[Bar], engine: str) -> int:
 
 
 def _sessions(recording: Recording) -> dict[str, dict[str, Any]]:
-    """What is known of every session in the end."""
+    """The last known state of every session."""
     known: dict[str, dict[str, Any]] = {}
     for seen in recording.of(SessionChange):
         before = known.get(seen.session_id, {})
@@ -320,7 +320,7 @@ def _use(engine: EngineStatus) -> tuple[int, float]:
 
 
 def _notes(recording: Recording, clock: _Clock) -> tuple[dict[str, Any], ...]:
-    """The demo's own words and the gateway's, in order of time."""
+    """The demo's notes and the gateway's events, in order of time."""
     lines = [(seen.t, seen.kind, seen.text) for seen in recording.of(Note)]
     lines += [
         (

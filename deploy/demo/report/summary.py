@@ -12,7 +12,7 @@ from deploy.demo.recording import GatewayStatus, Note, Publish, Recording, Sessi
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """summary.json. Counts are of the whole run; seconds are means over versions unless said otherwise."""
+    """summary.json. Counts are of the whole run; seconds are means over versions unless stated otherwise."""
 
     steps: int  # of the trainer
     versions_published: int  # sealed; the starting weights (version 1) among them

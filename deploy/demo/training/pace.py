@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from statistics import fmean
 
 RECENT = 3
-"""Steps that tell how long the next one will take: answers become shorter, and the machine busier, as a run goes on."""
+"""Number of steps from which the next one's duration is estimated: only recent ones, since answers become shorter and
+the machine busier during a run."""
 FIRST_WAIT_S = 8.0
 """How long the first step waits for trajectories, by what was seen on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A step that was done: so many prompts' trajectories, after so long a wait for them."""
+    """A finished step: its number of prompts, and how long it waited for their trajectories."""
 
     groups: int
     wait_s: float
@@ -28,8 +29,8 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The next step. `groups` 0: there is none any more. `end_s`: when the last step will probably end, on the clock
-    of `elapsed_s`; `steps`: how many will be done then."""
+    """The next step; `groups` 0: there is none. `end_s` is the expected end of the last step, as `elapsed_s` counts,
+    and `steps` the number of steps done by then."""
 
     groups: int
     steps: int
@@ -48,7 +49,7 @@ class Pace:
     group_s: float
 
     def next(self, taken: Sequence[Taken], elapsed_s: float) -> Next:
-        """What the step after those `taken` is to be."""
+        """The plan for the step after `taken`."""
         done = len(taken)
         wait_s, group_s = self._recent(taken)
         left_s, missing = self.budget_s - elapsed_s, self.steps - done

@@ -37,7 +37,7 @@ async def test_a_daemon_announces_itself_and_ends_when_asked(tmp_path: Path) -> 
         assert child.ready == {"url": "here"}
         exit = await processes.stop("daemon", 10.0)
     assert exit is not None
-    assert (exit.status, exit.ending, exit.clean) == (0, "asked", True)
+    assert (exit.status, exit.ending, exit.clean) == (0, "on request", True)
 
 
 async def test_start_all_runs_side_by_side(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_run_kills_an_engine_brings_it_back_and_ends_by_itself(whole: Played) 
 
 
 def test_processes_end_consumers_first(whole: Played) -> None:
-    order = [exit.name for exit in whole.outcome.exits if exit.ending == "asked"]
+    order = [exit.name for exit in whole.outcome.exits if exit.ending == "on request"]
     ranks = {"agents-tool-chain": 1, "agents-reasoning": 1, "gateway": 2, "etcd": 5}
     ranks |= dict.fromkeys(ENGINES, 3) | dict.fromkeys(RELAYS, 4)
     assert [ranks[name] for name in order] == sorted(ranks.values())
@@ -139,7 +139,7 @@ async def test_a_run_in_which_nothing_goes_on_ends_with_what_stands_still(tmp_pa
     outcome = (await play(plan, Recording(), STALL_S=0.3, STALL_POLL_S=0.05)).outcome
     assert outcome.problem is not None
     # None of the gateway's tokens, where it was not looked at yet.
-    assert re.match("nothing went on for 0 s, after 0 training steps, [07] tokens and 0 traj", outcome.problem)
+    assert re.match("no progress for 0 s, after 0 training steps, [07] tokens and 0 traj", outcome.problem)
     assert all(exit.clean for exit in outcome.exits)
 
 

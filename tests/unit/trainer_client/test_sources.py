@@ -175,7 +175,7 @@ def test_a_generator_of_pairs_is_read_once() -> None:
         ({"__metadata__": torch.ones(1)}, "safetensors reserves it"),
         ({"": torch.ones(1)}, "cannot be a tensor's name"),
         ({1: torch.ones(1)}, "expected pairs"),
-        (torch.nn.Linear(1, 1), "a Linear is no named tensors .*state_dict"),
+        (torch.nn.Linear(1, 1), "a Linear does not hold named tensors .*state_dict"),
         ([torch.ones(1)], "expected pairs.*state_dict"),
     ],
 )
