@@ -20,7 +20,7 @@ from gateway.store import Database
 async def experience_app(
     database: Database, staleness_max: int = 4
 ) -> AsyncIterator[tuple[web.Application, Stores, Parts]]:
-    config = GatewayConfig("policy", Path(), None, (), fleet=FleetConfig(staleness_max=staleness_max))
+    config = GatewayConfig(model="policy", tokenizer=Path(), fleet=FleetConfig(staleness_max=staleness_max))
     async with contextlib.AsyncExitStack() as stack:
         stores = await open_stores(database, stack)
         parts = assemble(config, stores)
