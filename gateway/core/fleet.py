@@ -257,13 +257,13 @@ class FleetState:
     token_s: float = SECONDS_PER_TOKEN  # of one turn, on the mean of all engines, as learnt
     turn_tokens: float = 256.0  # that a turn typically generates, as learnt; before that, a guess
     prefill_tokens_per_s: float = 1000.0
-    kept: PinnedVersions = field(init=False)
+    pinned: PinnedVersions = field(init=False)
     _on: dict[Version, set[SessionId]] = field(default_factory=dict, init=False)  # `session_versions`, by version
     _order: LoadOrder = field(default_factory=LoadOrder, init=False)
     _displaced: set[EngineName] = field(default_factory=set, init=False)  # whose places in it are to be found anew
 
     def __post_init__(self) -> None:
-        self.kept = PinnedVersions(self.config.pinned_versions_max)
+        self.pinned = PinnedVersions(self.config.pinned_versions_max)
         for engine in self.engines.values():
             self.add(engine)
 

@@ -150,7 +150,7 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
         session.version_changes.append(change)
     session.version = engine.version
     session.engine = engine.name
-    fleet.kept.note(session.session_id, session.version if session.insists else None)
+    fleet.pinned.note(session.session_id, session.version if session.insists else None)
     fleet.prefixes.sent(demand.prefix, engine.name, engine.holding)
     if not session.spec.ephemeral:
         fleet.note_session(session.session_id, engine.version, session.spec.on_version_loss)
@@ -255,9 +255,9 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         if not pools:
             return Wait(f"no engine with an open intake serves {_bounds(spec)}")
     if demand.session.insists:
-        full, pools = bool(pools), [pool for pool in pools if fleet.kept.room_for(pool.version)]
+        full, pools = bool(pools), [pool for pool in pools if fleet.pinned.room_for(pool.version)]
         if full and not pools:
-            return Wait(fleet.kept.full, cause="version")
+            return Wait(fleet.pinned.full, cause="version")
     for pool in pools:
         chosen = _choose(pool, demand, fleet)
         if chosen is not None:

@@ -72,7 +72,7 @@ class VersionPins:
 
     async def update(self, now: float) -> None:
         """Pins, renews and releases what is due. A failure costs its version alone, and is retried by the next call."""
-        wanted, fallbacks = self._fleet.kept.versions(), self._fleet.fallbacks()
+        wanted, fallbacks = self._fleet.pinned.versions(), self._fleet.fallbacks()
         for version in [*(v for v in self._pins if v not in wanted), *wanted]:
             work = self._update_pin(version, now, wanted=version in wanted)
             await self._contain(version, f"version {version}", work)

@@ -77,7 +77,7 @@ class SessionRegistry:
     def unblock(self, state: SessionState) -> None:
         """The session has ended: no engine is held for it, and a parent that waited for it is idle from now on."""
         self._fleet.forget_session(state.session_id)
-        self._fleet.kept.note(state.session_id, None)
+        self._fleet.pinned.note(state.session_id, None)
         parent = None if state.spec.parent_session_id is None else self._live.get(state.spec.parent_session_id)
         if parent is not None and state.spec.blocks_parent:
             parent.touched_unix_s = unix_s()
@@ -100,7 +100,7 @@ class SessionRegistry:
         now = unix_s()
         state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
         self._note_parent(spec)
-        self._fleet.kept.note(state.session_id, spec.version)
+        self._fleet.pinned.note(state.session_id, spec.version)
         key = f"{SESSION_KEY_PREFIX}{secrets.token_hex(12)}"
         if not spec.ephemeral:
             self._note_key(spec.session_id, key)
@@ -130,9 +130,9 @@ class SessionRegistry:
                 "`inflight` changes it under running turns",
                 hint="leave `version`, `max_version` and `on_version_loss` out, or run the gateway with --mode repack",
             )
-        if spec.version is not None and not self._fleet.kept.room_for(spec.version):
+        if spec.version is not None and not self._fleet.pinned.room_for(spec.version):
             raise OutOfCapacity(
-                f"session {spec.session_id} insists on version {spec.version}: {self._fleet.kept.full}",
+                f"session {spec.session_id} insists on version {spec.version}: {self._fleet.pinned.full}",
                 hint="end some of them, or start the gateway with a higher --pinned-versions-max",
                 retry_after_s=5.0,
             )
@@ -195,7 +195,7 @@ class SessionRegistry:
             self._children[parent].discard(state.session_id)
             if not self._children[parent]:
                 del self._children[parent]
-        self._fleet.kept.note(state.session_id, None)
+        self._fleet.pinned.note(state.session_id, None)
         self._fleet.forget_session(state.session_id)
         self._fleet.group_versions.session_ended(state.spec.group_id, state.spec.group_size)
         key = self._key_of.pop(state.session_id, None)

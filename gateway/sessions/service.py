@@ -196,7 +196,7 @@ class TurnService:
             groups = self.fleet.state.group_versions
             if groups.get(state.spec.group_id) is None:
                 groups.note(state.spec.group_id, state.version)
-            self.fleet.state.kept.note(state.session_id, state.version if state.insists else None)
+            self.fleet.state.pinned.note(state.session_id, state.version if state.insists else None)
 
     # -- gateway.turns.running.TurnOwner
 

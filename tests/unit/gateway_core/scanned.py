@@ -141,9 +141,9 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         if not open_:
             return Wait(f"no engine with an open intake serves {_bounds(spec)}")
     if demand.session.insists:
-        full, open_ = bool(open_), [e for e in open_ if fleet.kept.room_for(e.version)]
+        full, open_ = bool(open_), [e for e in open_ if fleet.pinned.room_for(e.version)]
         if full and not open_:
-            return Wait(fleet.kept.full, cause="version")
+            return Wait(fleet.pinned.full, cause="version")
     for version in sorted({e.version for e in open_}, reverse=True):
         chosen = _choose([e for e in open_ if e.version == version], demand, fleet)
         if chosen is not None:

@@ -162,7 +162,7 @@ def session_ends(of: Twins) -> None:
     group_too = of.rng.random() < 0.3
     for into in of.both:
         into.forget_session(one.session_id)
-        into.kept.note(one.session_id, None)
+        into.pinned.note(one.session_id, None)
         if group_too:
             into.group_versions.session_ended(one.spec.group_id, 1)
 

@@ -150,7 +150,7 @@ def test_strict_sessions_begin_on_as_many_versions_as_relays_keep() -> None:
     outcome = place(first, state, FREE)
     assert isinstance(outcome, Placement)
     admit(outcome, first, state)
-    assert state.kept.versions() == [3]
+    assert state.pinned.versions() == [3]
     e0 = state.engines[EngineName("e0")]
     e0.intake_open = False
     second = Demand(session("second", on_version_loss="strict"), 10)
@@ -162,7 +162,7 @@ def test_strict_sessions_begin_on_as_many_versions_as_relays_keep() -> None:
     told.note(second, state, outcome)
     assert told.find(Demand(session("other"), 10), state) is None
     assert told.find(Demand(session("third", on_version_loss="strict"), 10), state) is outcome
-    state.kept.note(first.session.session_id, None)
+    state.pinned.note(first.session.session_id, None)
     assert isinstance(place(second, state, FREE), Placement)
 
 
@@ -304,14 +304,14 @@ def test_whatever_the_fleet_a_session_is_within_its_bounds(
 def test_a_session_that_named_its_version_lets_go_of_it_once_it_began_unless_it_is_strict() -> None:
     for policy, kept in (("segment", []), ("strict", [1])):
         state, demand = fleet(engine("e0", 1)), pinned(1, policy)
-        state.kept.note(demand.session.session_id, Version(1))
+        state.pinned.note(demand.session.session_id, Version(1))
         request = TurnRequest(TurnId("t0"), demand.session.session_id, 0, (1,), SamplingParams(max_tokens=1))
         demand.session.begin_turn(request, 1.0)
         demand.session.end_turn(TurnRecord(request, [2], [-1.0], [], "stop"), 2.0)
         outcome = place(demand, state, FREE)
         assert isinstance(outcome, Placement)
         admit(outcome, demand, state)
-        assert state.kept.versions() == kept
+        assert state.pinned.versions() == kept
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 6)), max_size=40), st.integers(0, 3))
