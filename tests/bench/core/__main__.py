@@ -154,7 +154,7 @@ def planner(made: Scene) -> Repacker:
     for length in lengths(KEPT):
         learnt.ended(length)
     runs = {turn.load.turn_id: _run(turn.session, turn.load.tokens // 4) for turn in made.turns}
-    sessions: Any = SimpleNamespace(runs=runs, lengths=learnt, waiting=dict)
+    sessions: Any = SimpleNamespace(running=runs, lengths=learnt, waiting=dict)
     config: Any = SimpleNamespace(fleet=made.fleet.config, prefill_tokens_per_s=1000.0, seed=0)
     fleet: Any = SimpleNamespace(state=made.fleet)
     return Repacker(config, fleet, sessions, _durations(), None)  # type: ignore[arg-type]
