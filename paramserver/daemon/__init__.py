@@ -1,1 +1,1 @@
-"""The relay's process: start and shutdown, its gRPC service, what operators do to it, its metrics."""
+"""The relay's process: `parts` puts a relay together; start and shutdown, gRPC service, status, metrics, operations."""

@@ -1,1 +1,1 @@
-"""The master's part: publications, drafts, ranks, sealing, and its standing duties."""
+"""The master's part: runs' claims, publications, drafts, the rendezvous of ranks, sealing, and its standing duties."""

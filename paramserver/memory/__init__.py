@@ -1,1 +1,1 @@
-"""The host's memory for snapshots: mappings, the pool, the store above it, and what outlives the process."""
+"""The host's memory for snapshots: mappings, the pool and its allocator, the store, and snapshots left as files."""

@@ -1,1 +1,1 @@
-"""One relay: its lease in the registry, its versions, fetches and watchers."""
+"""One relay: its lease, holdings and elections; its models' versions, and what fetches, shows and drops them."""

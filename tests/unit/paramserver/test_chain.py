@@ -1,4 +1,4 @@
-"""The chain's order, whom each relay asks, and who stands for master."""
+"""The chain's order, from which relays each one fetches, and who stands for master."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ def test_no_cycle_can_form_among_those_that_are_not_complete(seed: int) -> None:
     rng.shuffle(names)
     order, holders = tuple(names[:6]), set(rng.sample(names, 2))
     members = {name: Place(rng.choice("ab")) for name in names}
-    asks = {
+    fetches_from = {
         me: {name for tier in sources(me, plan(*order), holders, members) for name in tier} - holders
         for me in names
         if me not in holders
     }
     ranks = {name: rank for rank, name in enumerate([*order, *names[6:]])}
-    for me, whom in asks.items():
+    for me, whom in fetches_from.items():
         assert all(ranks[other] < ranks[me] for other in whom)
 
 

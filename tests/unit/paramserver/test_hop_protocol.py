@@ -45,9 +45,9 @@ def exactly(sock: socket.socket, num: int) -> bytes:
 def frame(sock: socket.socket) -> tuple[int, int, int, bytes, bytes]:
     """Kind, chunk, first byte, digest and what follows; ALIVE is passed over."""
     while True:
-        kind, chunk, first, length, told = struct.unpack("!BIII16s", exactly(sock, 29))
+        kind, chunk, first, length, chunk_digest = struct.unpack("!BIII16s", exactly(sock, 29))
         if kind != 0:
-            return kind, chunk, first, told, exactly(sock, length)
+            return kind, chunk, first, chunk_digest, exactly(sock, length)
 
 
 def test_a_client_made_from_the_page_fetches_a_version(tmp_path: Path) -> None:
@@ -75,14 +75,14 @@ def test_a_client_made_from_the_page_fetches_a_version(tmp_path: Path) -> None:
         assert frame(sock)[1:3] == (1, 4000), "from a byte in the middle"
     server.close()
     assert [(kind, chunk, first) for kind, chunk, first, _, _ in answers] == [(2, n, 0) for n in numbers]
-    assert all(xxhash.xxh3_128_digest(data) == told for *_, told, data in answers)
+    assert all(xxhash.xxh3_128_digest(data) == chunk_digest for *_, chunk_digest, data in answers)
     assert b"".join(data for *_, data in answers) == CONTENT + SMALL
-    assert root_of(welcome["manifest"], [told for *_, told, _ in answers]) == snapshot.root()
+    assert root_of(welcome["manifest"], [chunk_digest for *_, chunk_digest, _ in answers]) == snapshot.root()
     store.close()
 
 
 def root_of(manifest: dict[str, object], digests: list[bytes]) -> str:
-    """The version root as the page says it."""
+    """The version root as the page defines it."""
     files: list[dict[str, object]] = manifest["files"]  # type: ignore[assignment]
     roots, at = b"", 0
     for file in files:

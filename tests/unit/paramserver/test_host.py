@@ -1,4 +1,4 @@
-"""What `paramserver doctor` says of a host: judgements of numbers, and of the real host and real ports."""
+"""The report of `paramserver doctor`: judgements of numbers, and of the real host and real ports."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def world() -> World:
 
 
 async def test_a_list_that_the_watch_has_overtaken_is_not_taken(world: World) -> None:
-    """Else the view would forget what the watch has told, and never hear of it again."""
+    """Else the view would forget an event of the watch, which is not repeated."""
     lease = await world.lease("a")
     early = await lease._registry.list(keys.ROOT)
     facts = lease.follow()
@@ -184,7 +184,7 @@ async def test_holdings_are_written_and_written_again_after_a_lost_lease(world: 
 
 
 async def test_more_holdings_than_one_transaction_takes_are_all_written_again(world: World) -> None:
-    """Else a relay that hung past its lease would hold what the registry never hears of."""
+    """Else a relay that hung past its lease would hold versions without a key in the registry."""
     a = await world.lease("a")
     tasks = [asyncio.create_task(a.holdings.run()), asyncio.create_task(a.keep())]
     for version in range(1, 301):
@@ -279,7 +279,7 @@ async def test_another_store_is_not_taken_for_the_one_it_began_with(world: World
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     async for facts in a.follow():
-        assert facts == [], "nothing that a foreign store says is believed"
+        assert facts == [], "no event of a foreign store is believed"
         break
     assert set(a.view.members) == {"a"}
 

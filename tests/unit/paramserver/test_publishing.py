@@ -56,7 +56,7 @@ DEADLINE_S = 60.0  # of what hangs
 
 
 class LossyRegistry(MemoryRegistry):
-    """Applies what it is told; `answers_lost` of the next transactions that write a key with `about` say nothing.
+    """Applies every transaction; the replies of the next `answers_lost` that write a key with `about` are lost.
 
     While `hung` is there, those wait until it is set.
     """
@@ -206,7 +206,7 @@ async def host(world: World) -> Host:
 
 
 class SlowKernel:
-    """Allocates memory only when told to."""
+    """Allocates memory only once the test permits it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_calls = 0
@@ -229,7 +229,7 @@ async def test_while_the_kernel_allocates_the_relay_goes_on_and_the_publisher_as
     for _ in range(2):
         with pytest.raises(Preparing, match=r"memory for the next version of policy is being allocated, 0 B of 4 MiB"):
             await host.announce()
-    assert kernel.num_calls == 1, "who asks again waits for the same memory"
+    assert kernel.num_calls == 1, "another announcement waits for the same memory"
     assert host.pool.sweep() == 0
     with pytest.raises(OutOfCapacity, match="10 MiB wanted, 9 MiB available"):  # promised already
         host.pool.reserve([10 * MIB])
@@ -499,7 +499,7 @@ async def test_one_publisher_at_a_time_and_a_run_has_a_name(host: Host) -> None:
 
 
 async def test_a_claim_ends_with_the_epoch_in_which_it_was_made(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease ran out, and this relay was elected again before the publisher's stream heard of it."""
+    """The lease ran out, and this relay was elected again before the publisher's stream noticed."""
     await host.duties.locate(MODEL)
     first = host.claims.claim(MODEL, "one", "host:1")
     draft = await host.announce(run="one")
@@ -516,7 +516,7 @@ async def test_a_claim_ends_with_the_epoch_in_which_it_was_made(host: Host, monk
 
 
 async def test_a_client_whose_connection_broke_unheard_takes_its_own_claim_over_at_once(host: Host) -> None:
-    """This side hears of the break a minute later, or never; until then its own claim would refuse it."""
+    """The relay notices the break a minute later, or never; until then the publisher's own claim would refuse it."""
     await host.duties.locate(MODEL)
     first = host.claims.claim(MODEL, "one", "host:1", client="x")
     draft = await host.announce(run="one")
@@ -597,7 +597,7 @@ async def test_ranks_that_wait_for_room_are_not_said_to_be_missing(host: Host) -
 
 
 async def test_a_publisher_hears_that_its_version_before_came_to_nothing(host: Host) -> None:
-    """It was told that it is copied; what became of it, only a ticket that is asked would say."""
+    """`publish` returned at copied; what became of the version, only its ticket would show."""
     draft = await host.announce()
     write(draft)
     host.publications.abort(MODEL, 1, draft.token, "its master lost the registry")
@@ -636,7 +636,7 @@ async def test_a_doubt_that_cannot_be_read_back_is_settled_when_the_registry_is_
     world.store.reachable = False
     await host.commit(draft)
     world.store.end_lease(host.lease.lease_id)
-    host.lease.view.remove(keys.master_key(MODEL))  # the last that the watch told
+    host.lease.view.remove(keys.master_key(MODEL))  # the last event of the watch
     before = host.registry.num_lists
 
     async def read_back() -> bool:
@@ -855,10 +855,10 @@ async def test_a_fleet_pin_released_while_it_is_told_leaves_nothing_in_the_regis
 
 async def test_adopting_needs_no_model(host: Host) -> None:
     service = RelayService(host.parts, data_address="h:2", publish_socket=None)
-    context = Told()
+    context = AbortedCall()
     with pytest.raises(ConnectionAbortedError):
         await service.Adopt(pb.AdoptRequest(), context)  # type: ignore[arg-type]
-    [(status, message)] = context.told
+    [(status, message)] = context.aborted
     assert (status, "is the store that a belongs to" in message) == ("FAILED_PRECONDITION", True), message
 
 
@@ -867,26 +867,26 @@ async def test_a_version_that_goes_while_its_pin_is_told_is_not_held(host: Host)
     service = RelayService(host.parts, data_address="h:2", publish_socket=None)
     host.registry.about, host.registry.hung = "", asyncio.Event()
     request = pb.AcquireRequest(model=MODEL, version=1, holder="engine", ttl_s=60.0, copies=1)
-    context = Told()
+    context = AbortedCall()
     asking = asyncio.create_task(service.Acquire(request, context))  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
     host.reconciler.withdraw(MODEL, 1, "its bytes turned out bad")
     host.registry.hung.set()
     with pytest.raises(ConnectionAbortedError):
         await asking
-    [(status, message)] = context.told
+    [(status, message)] = context.aborted
     assert status == "NOT_FOUND"
     assert "not held" in message
 
 
-class Told:
-    """A call's context that keeps what the caller is told."""
+class AbortedCall:
+    """A call's context that keeps how it was aborted."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
+        self.aborted: list[tuple[str, str]] = []
 
     async def abort(self, status: Any, message: str, trailers: Any) -> None:
-        self.told.append((status.name, message))
+        self.aborted.append((status.name, message))
         raise ConnectionAbortedError
 
 
@@ -899,7 +899,7 @@ async def test_a_plans_number_is_given_once_though_the_registry_has_not_heard_of
         host.lease.view.members[joined] = Member(joined, joined, "h:1", "h:2")
         plan = (await host.announce()).announced.plan
         assert orders.setdefault(plan.number, plan.order) == plan.order
-        host.lease.view.plans[MODEL] = known  # a list tells what the registry has
+        host.lease.view.plans[MODEL] = known  # a list gives the registry's plan
         del host.lease.view.members[joined]
     assert len(orders) == 3
 
@@ -930,7 +930,7 @@ async def test_a_version_without_a_holder_is_lost_after_a_while_and_numbers_go_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("silent", [False, True], ids=["says that it holds it", "does not answer"])
+@pytest.mark.parametrize("silent", [False, True], ids=["holds it", "does not answer"])
 async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no_holder(
     world: World, host: Host, silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -942,10 +942,10 @@ async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no
     await other.registry.transact([], [Delete(keys.master_key(MODEL)), Delete(keys.holder_key(MODEL, 1, "a"))])
     monkeypatch.setattr(host.elections, "stand", _stands_for_nothing)
 
-    async def asked_often() -> bool:
+    async def queried_often() -> bool:
         return other.dialled.num_asked >= 3
 
-    await until(asked_often, "the new master asked before it gave the version up")
+    await until(queried_often, "the new master queried it before it gave the version up")
     assert world.recorded(1, "ended") is None
     assert host.shown() == [1]
     said = [r.getMessage() for r in caplog.records if "no holder in the registry" in r.getMessage()]
@@ -958,7 +958,7 @@ async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no
 async def test_a_silent_relay_keeps_nobody_from_an_election_nor_from_asking_for_another_model(
     world: World, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is asked for up to 2 s, and again after a while: a model without a master must not wait for that."""
+    """A query takes up to 2 s, and is repeated: a model without a master must not wait for that."""
     monkeypatch.setattr(duties, "LOST_GRACE_S", 0.2)
     monkeypatch.setattr(host.elections, "stand", _stands_for_nothing)
     await host.publish()
@@ -967,26 +967,26 @@ async def test_a_silent_relay_keeps_nobody_from_an_election_nor_from_asking_for_
     gone = [Delete(keys.master_key(MODEL)), Delete(keys.holder_key(MODEL, 1, "a"))]
     await other.registry.transact([], gone)
 
-    async def asks() -> bool:
-        return MODEL in hung.asked
+    async def queries() -> bool:
+        return MODEL in hung.queried
 
-    await until(asks, "the new master asks what is held")
+    await until(queries, "the new master queries what is held")
     await other.elections.want("newer")
 
     async def elected() -> bool:
         return other.elections.is_master("newer")
 
     await until(elected, "the model without a version has its master meanwhile", timeout_s=DEADLINE_S)
-    assert hung.asked == [MODEL], "the answer is still waited for, once"
+    assert hung.queried == [MODEL], "the reply is still waited for, once"
     sealed, announced = (world.store.keys[keys.version_key(MODEL, 1, what)].value for what in ("sealed", "announced"))
     copies = {"sealed": _of_model("newer", sealed), "announced": announced.replace(b'"policy"', b'"newer"')}
     writes = [Put(keys.version_key("newer", 1, what), value) for what, value in copies.items()]  # type: ignore[arg-type]
     await other.registry.transact([], writes)
 
-    async def asks_for_both() -> bool:
-        return sorted(hung.asked) == sorted(["newer", MODEL])
+    async def queries_both() -> bool:
+        return sorted(hung.queried) == sorted(["newer", MODEL])
 
-    await until(asks_for_both, "what is held of the other one is asked beside it", timeout_s=DEADLINE_S)
+    await until(queries_both, "the other one is queried beside it", timeout_s=DEADLINE_S)
     hung.go_on.set()
 
 
@@ -1032,15 +1032,15 @@ class SilentPeer(Peer):
 
 
 class HungPeer(SilentPeer):
-    """One that answers when told to."""
+    """One that answers once the test permits it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.queried: list[str] = []
         self.go_on = asyncio.Event()
 
     async def versions(self, model: str) -> list[Sealed]:
-        self.asked.append(model)
+        self.queried.append(model)
         await self.go_on.wait()
         return []
 
@@ -1077,7 +1077,7 @@ async def _gone(what: Sized) -> bool:
     return not what
 
 
-# ---- an error that nobody foresaw costs one thing alone
+# ---- an unexpected error costs one thing alone
 
 
 class FailsFor:
@@ -1145,7 +1145,7 @@ async def test_an_undone_duty_of_a_master_costs_its_model_alone(
 async def test_quarantine_that_cannot_be_looked_at_ends_no_relay(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file system without leases says so whenever it is asked."""
+    """A file system without leases refuses each check."""
     num_swept = 0
 
     def refuses() -> int:
@@ -1177,18 +1177,18 @@ async def test_work_in_the_background_that_fails_again_and_again_is_logged_once(
 async def test_a_call_that_fails_in_a_way_nobody_foresaw_is_answered_in_words(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, str]] = []
+    aborted: list[tuple[str, str]] = []
 
     class Context:
         async def abort(self, status: Any, message: str, trailers: Any) -> None:
-            told.append((status.name, message))
+            aborted.append((status.name, message))
             raise ConnectionAbortedError
 
     service = RelayService(host.parts, data_address="h:2", publish_socket=None)
     monkeypatch.setattr(host.duties, "locate", lambda model: 1 // 0)
     with pytest.raises(ConnectionAbortedError):
         await service.Locate(pb.LocateRequest(model=MODEL), Context())  # type: ignore[arg-type]
-    assert told == [("INTERNAL", "Locate failed: ZeroDivisionError: integer division or modulo by zero")]
+    assert aborted == [("INTERNAL", "Locate failed: ZeroDivisionError: integer division or modulo by zero")]
 
 
 async def test_an_error_in_sealing_that_nobody_foresaw_is_tried_again(
