@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -183,11 +183,12 @@ class _Handlers:
 
     async def plan(self, request: web.Request) -> web.Response:
         """The plans that the planner would make now, with their reasons; nothing is moved."""
-        return answer_json(Plans([_plan_report(plan) for plan in self._repacker.plan()]))
+        return answer_json(Plans([_plan_report(plan) for plan in await self._repacker.plan()]))
 
     async def repack(self, request: web.Request) -> web.Response:
         """Repacks now, whatever the mode; returns the plans, whose moves have begun."""
-        return answer_json(Plans([_plan_report(plan) for plan in self._repacker.repack()]))
+        plans = await self._shielded.run(self._repacker.repack(), "repack")
+        return answer_json(Plans([_plan_report(plan) for plan in plans]))
 
     async def receipts(self, request: web.Request) -> web.Response:
         """Every move, newest first: price and gain as estimated, and as measured (null while not known)."""
@@ -209,7 +210,7 @@ def _receipt_report(receipt: Receipt) -> ReceiptReport:
         receipt.emptied_after_s,
         EstimatedAndMeasured(receipt.estimate.price_s, receipt.price_measured_s),
         EstimatedAndMeasured(receipt.estimate.gain_s, receipt.gain_measured_s),
-        [MoveReport(**asdict(m.move), outcome=m.outcome, pause_s=m.pause_s) for m in receipt.moves],
+        [MoveReport(**msgspec.structs.asdict(m.move), outcome=m.outcome, pause_s=m.pause_s) for m in receipt.moves],
     )
 
 

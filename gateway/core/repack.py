@@ -10,17 +10,32 @@ Invariants of a plan:
   earlier plans, what this plan sends, and the growth expected of all turns;
 - no engine is both source and destination; every session of a source moves, or none does;
 - no session moves more often than `moves_max`.
+
+**Horizons.** A turn's KV grows while it decodes, and goes when a call ends, so a plan that fits now may not fit later.
+KV is therefore compared now and at four later times, in typical turns' lengths: at a quarter and a half, since growth
+comes before the first ends; at one, when most of today's turns are over; at two, when only the long tail decodes and
+sessions hold what their next turn begins from. What happens after that, later plans decide.
+
+**Prices.** To move a session costs its destination the prefill of all its tokens. To free an engine gains the time that
+its longest session would still hold it, times the share of its batch that stays empty meanwhile. Both are seconds of an
+engine; an engine whose gain is not above its price stays.
+
+A plan is made in parts, each of bounded work: the event loop that plans also carries every token of the fleet.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import operator
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
 
 from gateway.core.fleet import TurnLoad
 from gateway.core.lengths import TurnLengths
@@ -28,6 +43,8 @@ from gateway.core.types import EngineName, SessionId, TurnId, Version
 
 HORIZONS = (0.25, 0.5, 1.0, 2.0)
 """Times at which a plan has to fit, in typical turns' lengths."""
+PART_SESSIONS = 512
+"""Sessions that one part of a plan tries to move: about a millisecond's work, and twice that to begin their moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +53,29 @@ class RepackConfig:
     prefill_tokens_per_s: float = 1000.0  # price of moving: every token of a moved session is computed again
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLoad:
+class SessionLoad(msgspec.Struct, frozen=True, gc=False):
     """What a turn, or (`turn_id` None) a session that waits for a tool, weighs on its engine."""
 
     session_id: SessionId
     turn_id: TurnId | None
-    tokens: int
-    growth: tuple[int, ...] = ()  # KV tokens more (or less) at each horizon; one length for all
+    kv_at: Sequence[int]  # KV tokens now and at each horizon; of one length in a plan, none below 0
     remaining_s: float = 0.0  # how long it will probably still hold its engine
     moves: int = 0
     stays: bool = False  # it has to end where it began
+
+    @property
+    def tokens(self) -> int:
+        return self.kv_at[0]
 
     @property
     def key(self) -> str:
         """Tells it from others: a session may run several turns at once."""
         return self.turn_id or self.session_id
 
-    def kv_at(self, horizons: int) -> tuple[int, ...]:
-        """Its KV tokens now and at each of so many horizons."""
-        if not self.growth:
-            return (self.tokens,) * (horizons + 1)
-        return (self.tokens, *[self.tokens + more for more in self.growth])
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineView:
-    """One engine as the planner sees it. `batch_max` is B and `kv_max` C_max, as learnt."""
+    """One engine as the planner sees it; nobody changes it. `batch_max` is B and `kv_max` C_max, as learnt."""
 
     name: EngineName
     version: Version
@@ -71,25 +84,20 @@ class EngineView:
     kv_max: float
     intake_open: bool
     queued: int
-    sessions: tuple[SessionLoad, ...]  # running or waiting for a tool
-    inbound: tuple[SessionLoad, ...] = ()  # planned onto it, not there yet
+    sessions: Sequence[SessionLoad]  # running or waiting for a tool
+    inbound: Sequence[SessionLoad] = ()  # planned onto it, not there yet
     leaving: bool = False  # an earlier plan is emptying it
+    num_turns: int = field(init=False)
+    tokens: int = field(init=False)  # of `sessions`, now
+    kv_at: Sequence[int] = field(init=False)  # of sessions and inbound, now and at each horizon; empty without any
 
-    @property
-    def turns(self) -> list[SessionLoad]:
-        return [s for s in self.sessions if s.turn_id is not None]
-
-    @property
-    def tokens(self) -> int:
-        return sum(s.tokens for s in self.sessions)
-
-    @property
-    def expected(self) -> list[SessionLoad]:
-        return [*self.sessions, *self.inbound]
+    def __post_init__(self) -> None:
+        self.num_turns = sum([s.turn_id is not None for s in self.sessions])
+        self.tokens = sum([s.kv_at[0] for s in self.sessions])
+        self.kv_at = list(map(sum, zip(*[s.kv_at for s in (*self.sessions, *self.inbound)], strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(msgspec.Struct, frozen=True, gc=False):
     turn_id: TurnId | None
     session_id: SessionId
     source: EngineName
@@ -130,138 +138,68 @@ class Plan:
         return sum(f.gain_s for f in self.freed)
 
 
-@dataclass(slots=True, eq=False)
-class _Bin:
-    """What a destination will hold: grows as the plan does. `kv_at`: its KV tokens now and at each horizon.
-
-    `each_at`: the same of each of its own sessions. `most_at`: the most that one which takes all of them, one by one in
-    their order, holds more on the way; growth may be negative, so that is not what they come to in the end.
-    """
-
-    view: EngineView
-    tie: float
-    kv_at: tuple[int, ...]
-    each_at: Sequence[tuple[int, ...]] = ()
-    most_at: tuple[int, ...] = ()
-    sessions: int = 0
-    limit: float = field(init=False)
-    most: int = field(init=False)  # of `kv_at`
-
-    def __post_init__(self) -> None:
-        self.limit, self.most = self.view.kv_max * self.view.kv_capacity_tokens, max(self.kv_at)
-
-    def fits(self, kv_at: tuple[int, ...], num: int = 1) -> bool:
-        """So much more, of so many sessions."""
-        if self.sessions + num > self.view.batch_max:
-            return False
-        return all(kv + more <= self.limit for kv, more in zip(self.kv_at, kv_at, strict=True))
-
-    def add(self, kv_at: tuple[int, ...]) -> None:
-        self.kv_at, self.sessions = tuple(map(operator.add, self.kv_at, kv_at)), self.sessions + 1
-        self.most = max(self.kv_at)
-
-    def copy(self) -> _Bin:
-        return _Bin(self.view, self.tie, self.kv_at, sessions=self.sessions)
+# -- what turns weigh
 
 
-Routes = Sequence[tuple[SessionLoad, _Bin]]
-
-
-class _Destinations:
-    """Engines that sessions may go to, the fullest first. One without turns is none: it is free already."""
-
-    def __init__(self, bins: Iterable[_Bin]) -> None:
-        self._fullest = sorted((b for b in bins if b.view.turns or b.view.inbound), key=_fullness)
-        self._places = sum(self._free(b) for b in self._fullest)
-
-    def remove(self, one: _Bin) -> None:
-        if one in self._fullest:
-            self._fullest.remove(one)
-            self._places -= self._free(one)
-
-    def take(self, routes: Routes) -> None:
-        """The sessions are on their way there."""
-        for one in dict.fromkeys(there for _, there in routes):
-            self.remove(one)
-            for load in (load for load, there in routes if there is one):
-                one.add(load.kv_at(len(one.kv_at) - 1))
-            bisect.insort(self._fullest, one, key=_fullness)
-            self._places += self._free(one)
-
-    def routes(self, source: _Bin) -> Routes:
-        """A destination for every session of `source`, or nothing.
-
-        The fullest engine that takes all of it; else the largest session first, each to the fullest that takes it.
-        """
-        num = len(source.each_at)
-        if num > self._places - self._free(source):
-            return []
-        roomiest = max(one.limit for one in self._fullest) - source.most_at[0]
-        begin = bisect.bisect_left(self._fullest, -roomiest, key=lambda one: -one.kv_at[0])  # those before are too full
-        for one in itertools.islice(self._fullest, begin, None):
-            if one is not source and one.fits(source.most_at, num):
-                return [(load, one) for load in source.view.sessions]
-        return self._spread(source)
-
-    def _spread(self, source: _Bin) -> Routes:
-        least = min(map(min, source.each_at))
-        able = [
-            b for b in self._fullest if b is not source and b.sessions < b.view.batch_max and b.most + least <= b.limit
-        ]
-        trial = [b.copy() for b in able]  # with what they take of this source
-        found: list[tuple[SessionLoad, _Bin]] = []
-        loads = zip(source.view.sessions, source.each_at, strict=True)
-        for load, kv_at in sorted(loads, key=lambda of: (-of[0].tokens, of[0].key)):
-            least = min(kv_at)  # where a destination holds the most, it comes to this at least
-            at = next((i for i, b in enumerate(trial) if b.most + least <= b.limit and b.fits(kv_at)), None)
-            if at is None:
-                return []
-            trial[at].add(kv_at)
-            found.append((load, able[at]))
-        return found
-
-    @staticmethod
-    def _free(one: _Bin) -> int:
-        return max(0, one.view.batch_max - one.sessions)
-
-
-def _fullness(one: _Bin) -> tuple[int, float]:
-    return (-one.kv_at[0], one.tie)
-
-
-def turn_load(
-    turn: TurnLoad,
+def turn_loads(
+    turns: Sequence[TurnLoad],
     *,
-    generated: int,
-    moves: int,
-    ends_session: bool,
+    generated: Sequence[int],
+    moves: Sequence[int],
+    ends_session: Sequence[bool],
     lengths: TurnLengths,
-    each_s: float,
+    each_s: Sequence[float],
     back_s: float,
-    stays: bool = False,
-    expected: int | None = None,
-) -> SessionLoad:
-    """What a running turn weighs and will weigh. `each_s`: seconds per token of its engine; `expected`: of its length.
+    stays: Sequence[bool],
+    expected: Sequence[int],
+) -> list[SessionLoad]:
+    """What running turns weigh and will weigh. `each_s`: an engine's seconds per token; `expected`: of `lengths`.
 
     A call without session frees its KV at its end; any other session comes back for about `back_s`.
     """
-    left = turn.tokens_max - turn.tokens
-    remaining = lengths.remaining(generated, left, expected)
-    mean = lengths.mean
-    ahead = [round(share * mean) for share in HORIZONS] if lengths.known else [remaining] * len(HORIZONS)
-    growth = lengths.growth(turn.tokens, generated, left, ahead, frees=ends_session, expected=expected)
-    remaining_s = max(remaining * each_s, 0.0 if ends_session else back_s)
-    return SessionLoad(turn.session_id, turn.turn_id, turn.tokens, growth, remaining_s, moves, stays)
+    if not turns:
+        return []
+    tokens, left = np.array([t.tokens for t in turns]), np.array([t.tokens_max - t.tokens for t in turns])
+    made, guess, frees = np.array(generated), np.array(expected), np.array(ends_session)
+    remaining = lengths.remaining(made, left, guess)
+    ahead = np.rint(np.multiply(HORIZONS, lengths.mean)).astype(int) if lengths.known else remaining
+    rows = np.broadcast_to(ahead[:, None] if lengths.known else ahead, (len(HORIZONS), len(turns)))
+    growth = lengths.growth(tokens, made, left, rows, frees=frees, expected=guess)
+    kv_at = np.vstack((tokens, tokens + growth)).T.tolist()
+    remaining_s = np.maximum(remaining * np.array(each_s), np.where(frees, 0.0, back_s)).tolist()
+    session_ids, turn_ids = [t.session_id for t in turns], [t.turn_id for t in turns]
+    return list(map(SessionLoad, session_ids, turn_ids, kv_at, remaining_s, moves, stays))
+
+
+def steady(tokens: int) -> Sequence[int]:
+    """KV tokens now and at each horizon, of what does not grow."""
+    return (tokens,) * (1 + len(HORIZONS))
+
+
+# -- plans
+
+
+def behind(versions: Iterable[Version], newest: Version) -> list[Version]:
+    """Of the versions of all engines, the older ones that more than one engine serves: those that can be packed."""
+    return sorted(version for version, count in Counter(versions).items() if count > 1 and version < newest)
 
 
 def plan_repack(
     engines: Sequence[EngineView], newest: Version, config: RepackConfig, *, seed: int = 0
 ) -> tuple[Plan, ...]:
-    """One plan per version that is behind `newest` and has more than one engine; may hold no moves, then says why."""
-    counts = Counter(e.version for e in engines if e.version < newest)
-    several = sorted(version for version, count in counts.items() if count > 1)
-    named = sorted(engines, key=lambda e: e.name)  # whatever order they come in, a seed gives one plan
-    return tuple(_plan_group([e for e in named if e.version == v], v, config, seed) for v in several)
+    """One plan for each of the versions `behind`; may hold no moves, then says why."""
+    groups = {v: [e for e in engines if e.version == v] for v in behind((e.version for e in engines), newest)}
+    return tuple(whole(list(plan_parts(group, v, config, seed=seed))) for v, group in groups.items())
+
+
+def whole(parts: Sequence[Plan]) -> Plan:
+    """The plan that was made in `parts`."""
+    return Plan(
+        parts[0].version,
+        tuple(move for part in parts for move in part.moves),
+        tuple(sorted((freed for part in parts for freed in part.freed), key=lambda f: f.engine)),
+        tuple(reason for part in parts for reason in part.reasons),
+    )
 
 
 def past_peak(engine: EngineView) -> str:
@@ -274,84 +212,193 @@ def past_peak(engine: EngineView) -> str:
         return f"{engine.queued} turns wait on it"
     if engine.tokens >= engine.kv_max * engine.kv_capacity_tokens:
         return "its KV is full"
-    if len(engine.turns) >= engine.batch_max:
+    if engine.num_turns >= engine.batch_max:
         return "it runs a full batch"
     return ""
 
 
-def _plan_group(group: Sequence[EngineView], version: Version, config: RepackConfig, seed: int) -> Plan:
+def plan_parts(group: Sequence[EngineView], version: Version, config: RepackConfig, *, seed: int = 0) -> Iterator[Plan]:
+    """The plan for the engines of one version, part after part; at least one, which may be empty.
+
+    The moves of a part may begin before the next part is made: parts only ever add to what destinations will hold.
+    """
+    group = sorted(group, key=lambda e: e.name)  # whatever order they come in, a seed gives one plan
     tie = random.Random(f"{seed}:{version}")
     past = {e.name: past_peak(e) for e in group}
-    reasons = [f"{name} stays: {why}" for name, why in past.items() if why]
-    horizons = max((len(s.growth) for e in group for s in e.expected), default=0)
-    bins = [_bin(e, tie.random(), horizons) for e in group if not past[e.name]]
+    bins = [_Bin(e, tie.random()) for e in group if not past[e.name]]
     order = sorted(bins, key=lambda b: (b.view.tokens, b.tie))
     destinations = _Destinations(order)
-    taken = {b.view.name for b in order if b.view.inbound}
-    moves, freed = list[Move](), list[Freed]()
-    for one in order:
-        source = one.view
-        if source.name in taken:
-            continue  # others come to it
-        why_not = _why_not_at_all(source, config)
-        routes = [] if why_not else destinations.routes(one)
-        if not why_not:
-            why_not = _why_not(source, routes, config)
-        if why_not:
-            reasons.append(f"{source.name} stays: {why_not}")
-            continue
-        destinations.take(routes)
-        destinations.remove(one)
-        taken |= {d.view.name for _, d in routes}
-        moves += [_move(load, source, d, config) for load, d in routes]
-        freed.append(_freed(source, config))
-        reasons.append(_told(source, routes))
-    reasons += [f"{b.view.name} stays: others come to it" for b in order if b.view.inbound]
-    return Plan(version, tuple(moves), tuple(sorted(freed, key=lambda f: f.engine)), tuple(reasons))
+    taken = {b.view.name for b in order if b.view.inbound}  # others come to them: they are no sources
+    part = _Part(version, reasons=[f"{name} stays: {why}" for name, why in past.items() if why])
+    for source in order:
+        if part.sessions >= PART_SESSIONS:
+            yield part.plan()
+            part = _Part(version)
+        if source.view.name not in taken:
+            taken |= _free(source, destinations, config, part)
+    part.reasons += [f"{b.view.name} stays: others come to it" for b in order if b.view.inbound]
+    yield part.plan()
 
 
-def _bin(view: EngineView, tie: float, horizons: int) -> _Bin:
-    none = (0,) * (horizons + 1)
-    each_at = [load.kv_at(horizons) for load in view.sessions]
-    on_the_way = [list(itertools.accumulate(kv)) for kv in zip(*each_at, strict=True)]
-    kv_at = tuple(kv[-1] for kv in on_the_way) or none
-    found = _Bin(view, tie, kv_at, each_at, tuple(map(max, on_the_way)) or none, len(each_at))
-    for load in view.inbound:
-        found.add(load.kv_at(horizons))
-    return found
-
-
-def _why_not_at_all(source: EngineView, config: RepackConfig) -> str:
-    if not source.turns:
-        return "it is empty already"
-    staying = [s for s in source.sessions if s.stays]
-    if staying:
-        return f"{len(staying)} of its turns have to end where they began"
-    tired = [s for s in source.sessions if s.moves >= config.moves_max]
-    return f"{len(tired)} of its sessions have moved {config.moves_max} times" if tired else ""
-
-
-def _why_not(source: EngineView, routes: Routes, config: RepackConfig) -> str:
+def _free(source: _Bin, destinations: _Destinations, config: RepackConfig, part: _Part) -> set[EngineName]:
+    """Plans to free one engine, if that pays and others have room for all of it. Returns where its sessions go."""
+    view, freed = source.view, _freed(source.view, config)
+    why_not = _unmoved(view, config) or _overpriced(freed)
+    routes = () if why_not else destinations.take(source)
+    part.sessions += len(view.sessions)
     if not routes:
-        return "the engines of its version have no room for all of it"
-    found = _freed(source, config)
-    if found.gain_s <= found.price_s:
-        return f"prefilling again costs {found.price_s:.2f} s and frees only {found.gain_s:.2f} s"
-    return ""
+        why_not = why_not or "the engines of its version have no room for all of it"
+        part.reasons.append(f"{view.name} stays: {why_not}")
+        return set()
+    part.moves += [_move(load, view, b, config) for load, b in routes]
+    part.freed.append(freed)
+    there = {b.view.name for _, b in routes}
+    where = " and ".join(sorted(there))
+    part.reasons.append(f"{view.name} goes to {where}: {view.num_turns} turns, {view.tokens} tokens to prefill again")
+    return there
+
+
+def _unmoved(source: EngineView, config: RepackConfig) -> str:
+    """Why none of its sessions is to move, wherever to; empty if that is open."""
+    if not source.num_turns:
+        return "it is empty already"
+    if staying := sum([s.stays for s in source.sessions]):
+        return f"{staying} of its turns have to end where they began"
+    tired = sum([s.moves >= config.moves_max for s in source.sessions])
+    return f"{tired} of its sessions have moved {config.moves_max} times" if tired else ""
 
 
 def _freed(source: EngineView, config: RepackConfig) -> Freed:
     """Gain: how long its longest session would hold it, times the share of its batch left empty."""
-    busy = len(source.turns) / source.batch_max
-    drain_s = max(s.remaining_s for s in source.sessions)
+    busy = source.num_turns / source.batch_max
+    drain_s = max([s.remaining_s for s in source.sessions], default=0.0)
     return Freed(source.name, source.tokens / config.prefill_tokens_per_s, drain_s * (1 - busy), busy)
 
 
+def _overpriced(freed: Freed) -> str:
+    if freed.gain_s > freed.price_s:
+        return ""
+    return f"prefilling again costs {freed.price_s:.2f} s and frees only {freed.gain_s:.2f} s"
+
+
 def _move(load: SessionLoad, source: EngineView, to: _Bin, config: RepackConfig) -> Move:
-    price_s = load.tokens / config.prefill_tokens_per_s
-    return Move(load.turn_id, load.session_id, source.name, to.view.name, load.tokens, price_s)
+    tokens = load.kv_at[0]
+    price_s = tokens / config.prefill_tokens_per_s
+    return Move(load.turn_id, load.session_id, source.name, to.view.name, tokens, price_s)
 
 
-def _told(source: EngineView, routes: Routes) -> str:
-    where = " and ".join(sorted({d.view.name for _, d in routes}))
-    return f"{source.name} goes to {where}: {len(source.turns)} turns, {source.tokens} tokens to prefill again"
+@dataclass(slots=True)
+class _Part:
+    """What was decided since the last part, and of how many sessions."""
+
+    version: Version
+    moves: list[Move] = field(default_factory=list)
+    freed: list[Freed] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    sessions: int = 0
+
+    def plan(self) -> Plan:
+        freed = sorted(self.freed, key=lambda f: f.engine)
+        return Plan(self.version, tuple(self.moves), tuple(freed), tuple(self.reasons))
+
+
+@dataclass(slots=True, eq=False)
+class _Bin:
+    """What an engine will hold: grows as the plan does.
+
+    `peak`: the time at which it holds the most; `room`: what is left of C_max then. What is too much at the peak does
+    not fit, so that one comparison rules most engines out.
+    """
+
+    view: EngineView
+    tie: float
+    limit: int = field(init=False)
+    kv_at: Sequence[int] = field(init=False)
+    sessions: int = field(init=False)
+    peak: int = field(init=False)
+    room: int = field(init=False)
+    place: tuple[int, float] = field(init=False)  # in the order of destinations
+
+    def __post_init__(self) -> None:
+        self.limit = math.floor(self.view.kv_max * self.view.kv_capacity_tokens)
+        self.hold(self.view.kv_at or (0,), len(self.view.sessions) + len(self.view.inbound))
+
+    def fits(self, kv_at: Sequence[int], num: int = 1) -> bool:
+        """So much more, of so many sessions."""
+        if self.sessions + num > self.view.batch_max:
+            return False
+        most: int = max(map(operator.add, self.kv_at, kv_at))
+        return most <= self.limit
+
+    def add(self, kv_at: Sequence[int], num: int = 1) -> None:
+        self.hold(list(map(operator.add, self.kv_at, kv_at)), self.sessions + num)
+
+    def hold(self, kv_at: Sequence[int], sessions: int) -> None:
+        most = max(kv_at)
+        self.kv_at, self.sessions = kv_at, sessions
+        self.peak, self.room = kv_at.index(most), self.limit - most
+
+
+Routes = Sequence[tuple[SessionLoad, _Bin]]
+_PLACE = operator.attrgetter("place")
+
+
+class _Destinations:
+    """Engines that sessions may go to, the fullest first. One without turns is none: it is free already."""
+
+    def __init__(self, bins: Iterable[_Bin]) -> None:
+        self._fullest: list[_Bin] = []
+        for one in bins:
+            if one.view.num_turns or one.view.inbound:
+                self._insert(one)
+        self._limit_max = max((b.limit for b in self._fullest), default=0)
+
+    def take(self, source: _Bin) -> Routes:
+        """A destination for every session of `source`, which is none itself any more; or nothing, and nothing changes.
+
+        The fullest engine that takes all of it; else the largest session first, each to the fullest that takes it.
+        """
+        self._remove(source)
+        routes = self._whole(source) or self._spread(source)
+        if not routes:
+            self._insert(source)
+        for one in dict.fromkeys(there for _, there in routes):
+            self._remove(one)
+            self._insert(one)
+        return routes
+
+    def _whole(self, source: _Bin) -> Routes:
+        kv_at, num = source.kv_at, source.sessions
+        too_full = bisect.bisect_left(self._fullest, (kv_at[0] - self._limit_max,), key=_PLACE)
+        for one in itertools.islice(self._fullest, too_full, None):
+            if kv_at[one.peak] <= one.room and one.fits(kv_at, num):
+                one.add(kv_at, num)
+                return [(load, one) for load in source.view.sessions]
+        return ()
+
+    def _spread(self, source: _Bin) -> Routes:
+        sessions = sorted(source.view.sessions, key=lambda s: (-s.kv_at[0], s.key))
+        least = list(map(min, zip(*[load.kv_at for load in sessions], strict=True)))
+        able = [b for b in self._fullest if least[b.peak] <= b.room and b.sessions < b.view.batch_max]
+        before: dict[_Bin, tuple[Sequence[int], int]] = {}
+        routes: list[tuple[SessionLoad, _Bin]] = []
+        for load in sessions:
+            kv_at = load.kv_at
+            one = next((b for b in able if kv_at[b.peak] <= b.room and b.fits(kv_at)), None)
+            if one is None:
+                for changed, held in before.items():
+                    changed.hold(*held)
+                return ()
+            before.setdefault(one, (one.kv_at, one.sessions))
+            one.add(kv_at)
+            routes.append((load, one))
+        return routes
+
+    def _insert(self, one: _Bin) -> None:
+        one.place = (-one.kv_at[0], one.tie)
+        bisect.insort(self._fullest, one, key=_PLACE)
+
+    def _remove(self, one: _Bin) -> None:
+        at = bisect.bisect_left(self._fullest, one.place, key=_PLACE)
+        assert self._fullest[at] is one
+        del self._fullest[at]

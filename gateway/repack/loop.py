@@ -1,20 +1,39 @@
-"""The repack loop: every few seconds, and right after a version arrives, plans, and has the plan carried out."""
+"""The repack loop: every few seconds, and right after a version arrives, plans, and has the plan carried out.
+
+The event loop that plans also carries every token of the fleet. So a round works in steps that are bounded however
+large the fleet is, and other tasks run in between: engines are looked at `STEP_SESSIONS` at a time, and each part of a
+plan (`plan_parts`) begins its moves before the next one is made. What changes meanwhile costs at most a move that comes
+to nothing: its turn has ended, or its engine is gone. Moves take seconds, so that happens anyway.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import msgspec
 
 from gateway.config import GatewayConfig
 from gateway.core.curves import SECONDS_PER_TOKEN
 from gateway.core.fleet import EngineState, TurnLoad
 from gateway.core.lengths import SessionDurations
 from gateway.core.receipts import ReceiptBook
-from gateway.core.repack import EngineView, Plan, RepackConfig, SessionLoad, plan_repack, turn_load
+from gateway.core.repack import (
+    EngineView,
+    Plan,
+    RepackConfig,
+    SessionLoad,
+    behind,
+    plan_parts,
+    steady,
+    turn_loads,
+    whole,
+)
 from gateway.core.sessions import SessionState
-from gateway.core.types import EngineName, Version
+from gateway.core.types import EngineName, SessionId, TurnId, Version
 from gateway.fleet.fleet import Fleet
 from gateway.repack.mover import TurnMover
 from gateway.sessions.service import TurnService
@@ -23,8 +42,10 @@ from gateway.turns.running import RunningTurn
 
 log = logging.getLogger(__name__)
 
+STEP_SESSIONS = 1024
+"""Looked at without a pause: a few milliseconds."""
 Waiting = Mapping[tuple[EngineName, Version], Sequence[SessionState]]
-"""Sessions that wait for a tool, by engine and version."""
+"""Sessions that wait for a tool, by the engine that they will come back to and their version."""
 
 
 class Repacker:
@@ -42,7 +63,7 @@ class Repacker:
         self._config, self._fleet, self._timeline = config, fleet, timeline
         self._sessions, self._durations = sessions, durations
         self._mover = TurnMover(fleet, sessions)
-        self._round = 0
+        self._round, self._planning = 0, asyncio.Lock()
 
     @property
     def book(self) -> ReceiptBook:
@@ -57,31 +78,44 @@ class Repacker:
             except TimeoutError:
                 pass  # the periodic check
             self._fleet.version_available.clear()
-            self.repack()
+            await self.repack()
 
     async def close(self) -> None:
         await self._mover.close()
 
-    def plan(self) -> tuple[Plan, ...]:
+    async def plan(self) -> tuple[Plan, ...]:
         """What would be done now; nothing is changed."""
-        rate = self.prefill_tokens_per_s
-        seed = self._config.seed + self._round
-        return plan_repack(self._views(), self._fleet.state.newest, RepackConfig(prefill_tokens_per_s=rate), seed=seed)
+        return await self._plans(carry_out=False)
+
+    async def repack(self) -> tuple[Plan, ...]:
+        """Plans, and begins to carry out what pays. One round at a time: a plan counts what earlier ones sent."""
+        async with self._planning:
+            self._round += 1
+            self._fleet.state.prefill_tokens_per_s = self.prefill_tokens_per_s
+            self.last = await self._plans(carry_out=True)
+        return self.last
+
+    async def _plans(self, *, carry_out: bool) -> tuple[Plan, ...]:
+        """One plan for each version that can be packed."""
+        config = RepackConfig(prefill_tokens_per_s=self.prefill_tokens_per_s)
+        seed, plans = self._config.seed + self._round, list[Plan]()
+        waiting = await self._sessions_that_wait()
+        serving = self._serving()
+        for version in behind((e.version for e in serving if e.kv_capacity_tokens), self._fleet.state.newest):
+            group = [e for e in serving if e.version == version]
+            views, parts = await self._views(version, group, waiting), list[Plan]()
+            for part in plan_parts(views, version, config, seed=seed):
+                parts.append(part)
+                if carry_out and part.moves:
+                    self._carry_out(part)
+                await asyncio.sleep(0)
+            plans.append(whole(parts))
+        return tuple(plans)
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """As the last moves measured it; as configured before there were enough."""
         return self.book.prefill_tokens_per_s(self._config.prefill_tokens_per_s)
-
-    def repack(self) -> tuple[Plan, ...]:
-        """Plans, and begins to carry out what pays."""
-        self._round += 1
-        self._fleet.state.prefill_tokens_per_s = self.prefill_tokens_per_s
-        self.last = self.plan()
-        for plan in self.last:
-            if plan.moves:
-                self._carry_out(plan)
-        return self.last
 
     def _carry_out(self, plan: Plan) -> None:
         self._sessions.counters.repacks += 1
@@ -90,7 +124,7 @@ class Repacker:
         self._timeline.add(
             "repack",
             version=plan.version,
-            moves=[asdict(move) for move in plan.moves],
+            moves=[msgspec.structs.asdict(move) for move in plan.moves],
             freed=[freed.engine for freed in plan.freed],
             price_s=plan.price_s,
             gain_s=plan.gain_s,
@@ -100,22 +134,18 @@ class Repacker:
 
     # -- what the planner sees
 
-    def _views(self) -> list[EngineView]:
-        all_serving = self._serving()
-        serving = [e for e in all_serving if e.kv_capacity_tokens]
-        newest = self._fleet.state.newest
-        waiting, contexts = self._sessions.waiting(), _smallest_contexts(all_serving)
-        held = {
-            e.name: [] if e.intake_open or e.version >= newest else self._loads(e, waiting, contexts) for e in serving
-        }
-        inbound: dict[EngineName, list[SessionLoad]] = {e.name: [] for e in serving}
-        for load in (load for loads in held.values() for load in loads):
-            there = self._mover.inbound.get(load.key)
-            if there in inbound and load not in held[there]:
-                inbound[there].append(load)
-        return [self._view(e, held[e.name], inbound[e.name]) for e in serving]
+    async def _views(self, version: Version, group: Sequence[EngineState], waiting: Waiting) -> list[EngineView]:
+        """Of the engines of a version, those whose KV is known."""
+        context, inbound = _smallest_context(group), self._inbound(group)
+        views: list[EngineView] = []
+        async for step in _in_steps([e for e in group if e.kv_capacity_tokens]):
+            engines = [e for e in step if e.status == "serving" and e.version == version]  # still
+            closed = [e for e in engines if not e.intake_open]
+            held = dict(zip((e.name for e in closed), self._loads(closed, waiting, context), strict=True))
+            views += [self._view(e, held.get(e.name, ()), inbound.get(e.name, ())) for e in engines]
+        return views
 
-    def _view(self, engine: EngineState, held: list[SessionLoad], inbound: list[SessionLoad]) -> EngineView:
+    def _view(self, engine: EngineState, held: Sequence[SessionLoad], inbound: Sequence[SessionLoad]) -> EngineView:
         return EngineView(
             name=engine.name,
             version=engine.version,
@@ -124,58 +154,113 @@ class Repacker:
             kv_max=self._fleet.state.kv_ceiling(engine).value,
             intake_open=engine.intake_open,
             queued=engine.waiting_reported,
-            sessions=tuple(held),
-            inbound=tuple(inbound),
+            sessions=held,
+            inbound=inbound,
             leaving=engine.leaving,
         )
 
-    def loads(self, engine: EngineState) -> list[SessionLoad]:
+    async def loads(self, engine: EngineState) -> Sequence[SessionLoad]:
         """What lies on one engine, as the planner sees it."""
-        return self._loads(engine, self._sessions.waiting(), _smallest_contexts(self._serving()))
+        context = _smallest_context([e for e in self._serving() if e.version == engine.version])
+        [found] = self._loads([engine], await self._sessions_that_wait(), context)
+        return found
 
     def _serving(self) -> list[EngineState]:
         return [e for e in self._fleet.state.sorted_engines() if e.status == "serving"]
 
-    def _loads(self, engine: EngineState, all_waiting: Waiting, contexts: Mapping[Version, int]) -> list[SessionLoad]:
-        each_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
-        back_s = self._durations.typical_s / 2
-        runs = [(load, self._sessions.running.get(load.turn_id)) for load in engine.turns.values()]
-        smallest = contexts.get(engine.version, 0)
-        running = [self._running(load, run, each_s, back_s, smallest) for load, run in runs if run is not None]
-        relayed = [
-            SessionLoad(t.session_id, t.turn_id, t.tokens, stays=True) for t in engine.turns.values() if t.relayed
-        ]
-        waiting = (self._waiting(s, back_s) for s in all_waiting.get((engine.name, engine.version), ()))
-        return [*running, *relayed, *waiting]
+    async def _sessions_that_wait(self) -> Waiting:
+        found = defaultdict[tuple[EngineName, Version], list[SessionState]](list)
+        live = list(self._sessions.live)
+        for begin in range(0, len(live), STEP_SESSIONS):
+            for state in live[begin : begin + STEP_SESSIONS]:
+                if state.engine is not None and state.version is not None and not state.running and state.tokens:
+                    found[state.engine, state.version].append(state)
+            await asyncio.sleep(0)
+        return found
 
-    def _running(self, load: TurnLoad, run: RunningTurn, each_s: float, back_s: float, smallest: int) -> SessionLoad:
-        """`smallest`: context of the version's engines; what may outgrow it stays where it is."""
-        return turn_load(
-            load,
-            generated=len(run.record.token_ids),
-            moves=run.session.moves,
-            ends_session=run.session.spec.ephemeral,
+    def _loads(
+        self, engines: Sequence[EngineState], all_waiting: Waiting, context: int
+    ) -> Sequence[Sequence[SessionLoad]]:
+        """Of each engine. `context`: the smallest of the version's engines."""
+        runs, turns, each_s = self._sessions.running, list[tuple[TurnLoad, RunningTurn]](), list[float]()
+        nums = list[int]()
+        for engine in engines:
+            found = [(load, run) for load in engine.turns.values() if (run := runs.get(load.turn_id)) is not None]
+            pace_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
+            turns += found
+            each_s += [pace_s] * len(found)
+            nums.append(len(found))
+        running = iter(self._running(turns, each_s, context))
+        return [
+            [*itertools.islice(running, num), *_relayed(engine), *self._waiting(engine, all_waiting)]
+            for engine, num in zip(engines, nums, strict=True)
+        ]
+
+    def _running(
+        self, turns: Sequence[tuple[TurnLoad, RunningTurn]], each_s: Sequence[float], context: int
+    ) -> list[SessionLoad]:
+        """What may outgrow the `context` stays where it is."""
+        sessions = [run.session for _, run in turns]
+        return turn_loads(
+            [load for load, _ in turns],
+            generated=[len(run.record.token_ids) for _, run in turns],
+            moves=[session.moves for session in sessions],
+            ends_session=[session.spec.ephemeral for session in sessions],
             lengths=self._sessions.lengths,
             each_s=each_s,
-            back_s=back_s,
-            stays=run.request.sampling.in_place or 0 < smallest < load.tokens_max,
-            expected=run.session.spec.expected_output_tokens,
+            back_s=self._back_s,
+            stays=[run.request.sampling.in_place or 0 < context < load.tokens_max for load, run in turns],
+            expected=[session.spec.expected_output_tokens or 0 for session in sessions],
         )
 
-    def _waiting(self, session: SessionState, back_s: float) -> SessionLoad:
-        return SessionLoad(
-            session.session_id,
-            None,
-            session.tokens,
-            remaining_s=back_s,
-            moves=session.moves,
-        )
+    def _waiting(self, engine: EngineState, all_waiting: Waiting) -> list[SessionLoad]:
+        sessions = all_waiting.get((engine.name, engine.version), ())
+        still = [s for s in sessions if not s.running]
+        return [SessionLoad(s.session_id, None, steady(s.tokens), self._back_s, s.moves) for s in still]
+
+    @property
+    def _back_s(self) -> float:
+        """How long a session probably goes on after one of its turns."""
+        return self._durations.typical_s / 2
+
+    def _inbound(self, group: Sequence[EngineState]) -> Mapping[EngineName, Sequence[SessionLoad]]:
+        """What earlier plans sent from one engine of the group to another, and is not there yet."""
+        engines = {engine.name: engine for engine in group}
+        found = defaultdict[EngineName, list[SessionLoad]](list)
+        turns, to = list[tuple[TurnLoad, RunningTurn]](), list[EngineName]()
+        for key, there in self._mover.inbound.items():
+            if there not in engines or key in engines[there].turns:
+                continue
+            run, session = self._sessions.running.get(TurnId(key)), self._sessions.live.find(SessionId(key))
+            if run is not None and run.engine is not None and run.engine in engines:
+                turns.append((engines[run.engine].turns[run.request.turn_id], run))
+                to.append(there)
+            elif session is not None and session.engine != there:
+                found[there].append(SessionLoad(session.session_id, None, steady(session.tokens)))
+        for there, load in zip(to, self._running(turns, [0.0] * len(turns), 0), strict=True):
+            found[there].append(load)
+        return found
 
 
-def _smallest_contexts(serving: Sequence[EngineState]) -> Mapping[Version, int]:
-    """Of each version's engines, where they told theirs."""
-    found: dict[Version, int] = {}
-    for engine in serving:
-        if engine.context_tokens:
-            found[engine.version] = min(engine.context_tokens, found.get(engine.version, engine.context_tokens))
-    return found
+def _relayed(engine: EngineState) -> list[SessionLoad]:
+    return [
+        SessionLoad(t.session_id, t.turn_id, steady(t.tokens), stays=True) for t in engine.turns.values() if t.relayed
+    ]
+
+
+async def _in_steps(engines: Sequence[EngineState]) -> AsyncIterator[Sequence[EngineState]]:
+    """As many at a time as have some `STEP_SESSIONS` turns; other tasks run in between."""
+    step, num = list[EngineState](), 0
+    for engine in engines:
+        step.append(engine)
+        num += 1 + len(engine.turns)
+        if num >= STEP_SESSIONS:
+            yield step
+            await asyncio.sleep(0)
+            step, num = [], 0
+    yield step
+
+
+def _smallest_context(engines: Sequence[EngineState]) -> int:
+    """Of engines that report theirs; 0 if none does."""
+    return min((engine.context_tokens for engine in engines if engine.context_tokens), default=0)

@@ -51,11 +51,14 @@ class TurnMover:
     def start(self, plan: Plan) -> None:
         """Returns at once; the plan is carried out in tasks, one for each engine it frees."""
         for freed in plan.freed:
+            source = self._fleet.state.engines.get(freed.engine)
+            if source is None:
+                continue  # it left the fleet while the plan was made
             moves = [m for m in plan.moves if m.source == freed.engine]
             reason = next(r for r in plan.reasons if r.startswith(f"{freed.engine} goes"))
             now, unix_s = time.monotonic(), time.time()
             receipt = self.book.open(plan.version, freed, moves, reason, now=now, unix_s=unix_s)
-            self._fleet.state.engines[freed.engine].leaving = True
+            source.leaving = True
             self.inbound |= {m.key: m.destination for m in moves}
             self._tasks.start(self._empty(receipt), f"empty-{freed.engine}-{receipt.number}")
 

@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gateway.config import GatewayConfig
@@ -262,14 +261,6 @@ class TurnService:
     def running(self) -> Mapping[TurnId, RunningTurn]:
         """The turns in flight; the mapping changes with them."""
         return self.joinable.running
-
-    def waiting(self) -> Mapping[tuple[EngineName, Version], Sequence[SessionState]]:
-        """Sessions that wait for a tool, by the engine that they will come back to and their version."""
-        found: defaultdict[tuple[EngineName, Version], list[SessionState]] = defaultdict(list)
-        for state in self.live:
-            if state.engine is not None and state.version is not None and not state.running and state.tokens:
-                found[state.engine, state.version].append(state)
-        return found
 
     def version_histogram(self) -> Mapping[int, int]:
         versions = self.fleet.state.session_versions.values()

@@ -17,7 +17,7 @@ from gateway.core.fleet import EngineState, FleetConfig, FleetState, TurnLoad
 from gateway.core.intake import intake_changes
 from gateway.core.lengths import TurnLengths
 from gateway.core.refresh import refresh_decisions
-from gateway.core.repack import EngineView, Move, RepackConfig, SessionLoad, plan_repack, turn_load
+from gateway.core.repack import EngineView, Move, RepackConfig, SessionLoad, plan_repack, turn_loads
 from gateway.core.scheduler import Admission, Demand, Placement, admit, place
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
@@ -327,8 +327,8 @@ class Rollouts:
             kv_max=self._ceiling(engine),
             intake_open=engine.intake_open,
             queued=0,
-            sessions=tuple(self._load(self._turns[t], each_s) for t in engine.turns) if takes_part else (),
-            inbound=tuple(self._load(self._turns[t], each_s) for t in coming if t is not None),
+            sessions=self._loads([self._turns[t] for t in engine.turns], each_s) if takes_part else (),
+            inbound=self._loads([self._turns[t] for t in coming if t is not None], each_s),
             leaving=engine.leaving,
         )
 
@@ -337,15 +337,17 @@ class Rollouts:
         ceiling.observe(min(1.0, engine.tokens / engine.kv_capacity_tokens), len(engine.turns), 0)
         return ceiling.value
 
-    def _load(self, turn: SimTurn, each_s: float) -> SessionLoad:
-        return turn_load(
-            turn.load,
-            generated=int(turn.generated),
-            moves=turn.session.moves,
-            ends_session=True,
+    def _loads(self, turns: Sequence[SimTurn], each_s: float) -> list[SessionLoad]:
+        return turn_loads(
+            [turn.load for turn in turns],
+            generated=[int(turn.generated) for turn in turns],
+            moves=[turn.session.moves for turn in turns],
+            ends_session=[True] * len(turns),
             lengths=self._learnt,
-            each_s=each_s,
+            each_s=[each_s] * len(turns),
             back_s=0.0,
+            stays=[False] * len(turns),
+            expected=[0] * len(turns),
         )
 
     # -- figures

@@ -1,7 +1,8 @@
 """`make bench-core`: what decisions cost in a fleet of 1,024 engines with 20,480 turns. In-process, in processor time.
 
 - `place`: a turn's engine, among turns that come, grow and end, and beside it what booking and ends cost;
-- `publish`: what is decided when a version arrives everywhere at once: intakes, refreshes, and the plan of moves.
+- `publish`: what is decided when a version arrives everywhere at once: intakes, refreshes, and the plan of moves; in
+  all, and the longest without a pause for other tasks.
 
 Writes bench-results/core.json.
 """
@@ -14,22 +15,23 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from gateway.core.intake import intake_changes
 from gateway.core.lengths import KEPT, SessionDurations, TurnLengths
 from gateway.core.order import Pool
 from gateway.core.refresh import refresh_decisions
-from gateway.core.repack import RepackConfig, plan_repack
 from gateway.core.scheduler import Wait, place
 from gateway.core.types import SamplingParams, Version
 from gateway.repack.loop import Repacker
 from tests.bench.core.scene import FREE, NEWEST, ONE, SEVERAL, Scene, scene
 from tests.bench.figures import ROUNDS, Figure, keep, median, show
 from tests.bench.repack.trace import lengths
+
+Outcome = TypeVar("Outcome")
 
 PLACEMENTS = 1_000
 """Of a round."""
@@ -44,8 +46,10 @@ for longer than an event of theirs takes."""
 def timed(into: list[float]) -> Iterator[None]:
     """Adds the milliseconds of processor time that the block took."""
     began = time.process_time()
-    yield
-    into.append((time.process_time() - began) * 1e3)
+    try:
+        yield
+    finally:
+        into.append((time.process_time() - began) * 1e3)
 
 
 # -- placements
@@ -107,18 +111,24 @@ def p99(values: Sequence[float]) -> float:
 
 def publish_figures() -> Iterator[Figure]:
     rounds = [publish(seed) for seed in range(ROUNDS)]
-    parts = {part: statistics.median(r[part] for r in rounds) for part in rounds[0]}
     what = "all that is decided when a version arrives everywhere: intakes, refreshes, plan of moves"
-    details = {f"{part}_ms": round(ms, 3) for part, ms in parts.items()}
-    yield median("publish_ms", what, [sum(r.values()) for r in rounds], bar=PUBLISH_MS, unit="ms", details=details)
-    fleet = [sum(r[part] for part in ("arrived", "intake", "refresh")) for r in rounds]
+    details = {f"{part}_ms": round(statistics.median(sum(r[part]) for r in rounds), 3) for part in rounds[0]}
+    whole = [sum(map(sum, r.values())) for r in rounds]
+    yield median("publish_ms", what, whole, bar=PUBLISH_MS, unit="ms", details=details)
+    fleet = [sum(sum(r[part]) for part in FLEET) for r in rounds]
     yield median("publish_fleet_ms", "of it, without the plan", fleet, better="reported", unit="ms")
-    plan = [sum(r[part] for part in ("views", "plan")) for r in rounds]
+    plan = [sum(r["plan"]) for r in rounds]
     yield median("publish_plan_ms", "of it, the plan and what it sees", plan, better="reported", unit="ms")
+    holds = [max(whole, *r["plan"]) for r, whole in zip(rounds, fleet, strict=True)]
+    yield median("publish_hold_ms", "of it, the longest without a pause", holds, bar=PUBLISH_MS, unit="ms")
 
 
-def publish(seed: int) -> Mapping[str, float]:
-    """Milliseconds of each part."""
+FLEET = ("arrived", "intake", "refresh")
+"""Parts that follow each other without a pause."""
+
+
+def publish(seed: int) -> Mapping[str, Sequence[float]]:
+    """Milliseconds of each part, and of the plan from each pause to the next."""
     made, newer = scene(SEVERAL, seed=seed), Version(NEWEST + 1)
     repacker, parts = planner(made), defaultdict[str, list[float]](list)
     gc.collect()
@@ -131,15 +141,22 @@ def publish(seed: int) -> Mapping[str, float]:
         changes = intake_changes(made.fleet, 1000.0)
     with timed(parts["refresh"]):
         going = refresh_decisions(made.fleet, 1000.0)
-    with timed(parts["views"]):
-        views = repacker._views()
-    with timed(parts["plan"]):
-        plans = plan_repack(views, newer, RepackConfig(), seed=seed)
+    plans = paused(repacker.plan(), parts["plan"])
     gc.unfreeze()
     assert len(changes) == len(list(made.fleet.serving(Pool(NEWEST)))), "every open intake closes"
     assert going, "those that are empty load it"
     assert sum(len(plan.freed) for plan in plans) > 0, "some engines can be emptied"
-    return {part: sum(ms) for part, ms in parts.items()}
+    return parts
+
+
+def paused(work: Coroutine[Any, Any, Outcome], steps: list[float]) -> Outcome:
+    """The result of what waits for nothing, but pauses; with the milliseconds of each step."""
+    while True:
+        try:
+            with timed(steps):
+                work.send(None)
+        except StopIteration as end:
+            return cast(Outcome, end.value)
 
 
 def _durations() -> SessionDurations:
@@ -154,7 +171,7 @@ def planner(made: Scene) -> Repacker:
     for length in lengths(KEPT):
         learnt.ended(length)
     runs = {turn.load.turn_id: _run(turn.session, turn.load.tokens // 4) for turn in made.turns}
-    sessions: Any = SimpleNamespace(running=runs, lengths=learnt, waiting=dict)
+    sessions: Any = SimpleNamespace(running=runs, lengths=learnt, live=())
     config: Any = SimpleNamespace(fleet=made.fleet.config, prefill_tokens_per_s=1000.0, seed=0)
     fleet: Any = SimpleNamespace(state=made.fleet)
     return Repacker(config, fleet, sessions, _durations(), None)  # type: ignore[arg-type]

@@ -9,20 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.core.repack import (
-    EngineView,
-    Freed,
-    Move,
-    Plan,
-    RepackConfig,
-    SessionLoad,
-    _freed,
-    _move,
-    _told,
-    _why_not,
-    _why_not_at_all,
-    past_peak,
-)
+from gateway.core.repack import EngineView, Freed, Move, Plan, RepackConfig, SessionLoad, past_peak
 from gateway.core.types import Version
 
 
@@ -46,15 +33,14 @@ class _Bin:
         return _Bin(self.view, self.tie, self.kv_at, self.sessions)
 
     def _with(self, load: SessionLoad) -> tuple[int, ...]:
-        growth = load.growth or (0,) * (len(self.kv_at) - 1)
-        return tuple(kv + load.tokens + more for kv, more in zip(self.kv_at, (0, *growth), strict=True))
+        return tuple(kv + more for kv, more in zip(self.kv_at, load.kv_at, strict=True))
 
 
 def plan_group(group: Sequence[EngineView], version: Version, config: RepackConfig, seed: int) -> Plan:
     tie = random.Random(f"{seed}:{version}")
     reasons = [f"{e.name} stays: {why}" for e in group if (why := past_peak(e))]
-    horizons = max((len(s.growth) for e in group for s in e.expected), default=0)
-    bins = [_bin(e, tie.random(), horizons) for e in group if not past_peak(e)]
+    times = max((len(s.kv_at) for e in group for s in (*e.sessions, *e.inbound)), default=1)
+    bins = [_bin(e, tie.random(), times) for e in group if not past_peak(e)]
     order = sorted(bins, key=lambda b: (b.view.tokens, b.tie))
     taken = {b.view.name for b in order if b.view.inbound}
     moves, freed = list[Move](), list[Freed]()
@@ -79,9 +65,9 @@ def plan_group(group: Sequence[EngineView], version: Version, config: RepackConf
     return Plan(version, tuple(moves), tuple(sorted(freed, key=lambda f: f.engine)), tuple(reasons))
 
 
-def _bin(view: EngineView, tie: float, horizons: int) -> _Bin:
-    found = _Bin(view, tie, (0,) * (horizons + 1))
-    for load in view.expected:
+def _bin(view: EngineView, tie: float, times: int) -> _Bin:
+    found = _Bin(view, tie, (0,) * times)
+    for load in (*view.sessions, *view.inbound):
         found.add(load)
     return found
 
@@ -93,7 +79,7 @@ def _routes(source: EngineView, others: Sequence[_Bin]) -> list[tuple[SessionLoa
     engine without turns is no destination: it is free already.
     """
     real = {b.view.name: b for b in others}
-    fullest = sorted((b.copy() for b in others if b.view.turns or b.view.inbound), key=lambda b: (-b.kv_at[0], b.tie))
+    fullest = sorted((b.copy() for b in others if _turns(b.view) or b.view.inbound), key=lambda b: (-b.kv_at[0], b.tie))
     for one in fullest:
         whole = one.copy()
         if all(_take(load, [whole]) is not None for load in source.sessions):
@@ -113,3 +99,44 @@ def _take(load: SessionLoad, bins: Sequence[_Bin]) -> _Bin | None:
             one.add(load)
             return one
     return None
+
+
+def _turns(view: EngineView) -> list[SessionLoad]:
+    return [s for s in view.sessions if s.turn_id is not None]
+
+
+def _why_not_at_all(source: EngineView, config: RepackConfig) -> str:
+    if not _turns(source):
+        return "it is empty already"
+    staying = [s for s in source.sessions if s.stays]
+    if staying:
+        return f"{len(staying)} of its turns have to end where they began"
+    tired = [s for s in source.sessions if s.moves >= config.moves_max]
+    return f"{len(tired)} of its sessions have moved {config.moves_max} times" if tired else ""
+
+
+def _why_not(source: EngineView, routes: Sequence[object], config: RepackConfig) -> str:
+    if not routes:
+        return "the engines of its version have no room for all of it"
+    found = _freed(source, config)
+    if found.gain_s <= found.price_s:
+        return f"prefilling again costs {found.price_s:.2f} s and frees only {found.gain_s:.2f} s"
+    return ""
+
+
+def _freed(source: EngineView, config: RepackConfig) -> Freed:
+    busy = len(_turns(source)) / source.batch_max
+    drain_s = max(s.remaining_s for s in source.sessions)
+    tokens = sum(s.tokens for s in source.sessions)
+    return Freed(source.name, tokens / config.prefill_tokens_per_s, drain_s * (1 - busy), busy)
+
+
+def _move(load: SessionLoad, source: EngineView, to: _Bin, config: RepackConfig) -> Move:
+    price_s = load.tokens / config.prefill_tokens_per_s
+    return Move(load.turn_id, load.session_id, source.name, to.view.name, load.tokens, price_s)
+
+
+def _told(source: EngineView, routes: Sequence[tuple[SessionLoad, _Bin]]) -> str:
+    where = " and ".join(sorted({d.view.name for _, d in routes}))
+    tokens = sum(s.tokens for s in source.sessions)
+    return f"{source.name} goes to {where}: {len(_turns(source))} turns, {tokens} tokens to prefill again"

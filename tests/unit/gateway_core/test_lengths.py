@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.fleet import TurnLoad
 from gateway.core.lengths import KEPT, SEEN_MIN, TurnLengths
-from gateway.core.repack import SessionLoad, turn_load
+from gateway.core.repack import SessionLoad, turn_loads
 from gateway.core.types import SessionId, TurnId
 from tests.bench.repack.trace import lengths
+from tests.unit.gateway_core.scanned_lengths import turn_load
 
 
 def learnt(values: list[int]) -> TurnLengths:
@@ -38,26 +42,26 @@ def test_who_is_past_the_median_has_longer_to_go() -> None:
 
 def test_a_call_frees_its_kv_and_a_session_keeps_it() -> None:
     known = learnt([100] * 50 + [300] * 50)
-    assert known.growth(1000, 0, 500, (200,), frees=True) == (-400,)  # half are gone, the others hold 200 more
-    assert known.growth(1000, 0, 500, (200, 0), frees=False) == (150, 0)
-    assert known.growth(1000, 0, 50, (200,), frees=False) == (38,), "no more than its budget"
+    assert known.growth(1000, 0, 500, 200, frees=True) == -400  # half are gone, the others hold 200 more
+    assert known.growth(1000, 0, 500, np.array([200, 0]), frees=False).tolist() == [150, 0]
+    assert known.growth(1000, 0, 50, 200, frees=False) == 38, "no more than its budget"
 
 
 TOKENS = st.integers(0, 6000)
 LENGTHS = st.lists(st.integers(0, 5000), max_size=300)
-EXPECTED = st.none() | st.integers(1, 9000) | st.just(2**53 - 1)
+EXPECTED = st.just(0) | st.integers(1, 9000) | st.just(2**53 - 1)
 
 
 @given(LENGTHS, TOKENS, st.integers(1, 6000), TOKENS, EXPECTED)
 @settings(max_examples=200)
 def test_expectations_stay_within_what_can_be(
-    values: list[int], generated: int, left: int, further: int, expected: int | None
+    values: list[int], generated: int, left: int, further: int, expected: int
 ) -> None:
     known = learnt(values)
     assert 1 <= known.remaining(generated, left, expected) <= max(1, left)
     assert 0.0 <= known.alive(generated, further, expected) <= 1.0
-    assert 0 <= known.growth(77, generated, left, (further,), frees=False, expected=expected)[0] <= min(left, further)
-    assert -77 <= known.growth(77, generated, left, (further,), frees=True, expected=expected)[0] <= min(left, further)
+    assert 0 <= known.growth(77, generated, left, further, frees=False, expected=expected) <= min(left, further)
+    assert -77 <= known.growth(77, generated, left, further, frees=True, expected=expected) <= min(left, further)
 
 
 @given(st.lists(st.integers(1, 5000), max_size=300), st.integers(1, 9000), st.integers(1, 20_000))
@@ -93,16 +97,57 @@ def test_a_turn_of_so_many_times_the_length_has_a_tail_of_so_many_times_the_leng
 def test_what_is_expected_of_a_turn_weighs_in_plans() -> None:
     def weighs(known: TurnLengths, expected: int | None, generated: int = 0) -> SessionLoad:
         turn = TurnLoad(TurnId("t"), SessionId("s"), 100 + generated, 10_100)
-        how = {"generated": generated, "moves": 0, "ends_session": True, "each_s": 0.1, "back_s": 0.0}
-        return turn_load(turn, lengths=known, expected=expected, **how)  # type: ignore[arg-type]
+        return weighed(known, [turn], [generated], [True], [expected])[0]
 
     known = learnt([100, 300] * 50)
     assert [weighs(known, e).remaining_s for e in (None, 50, 2000)] == [20.0, 5.0, 200.0]
-    short, usual, long = (weighs(known, e).growth for e in (50, None, 2000))
-    assert short[2] < usual[2] < long[2] == 200, "by when others have typically ended"
+    short, usual, long = (weighs(known, e).kv_at for e in (50, None, 2000))
+    assert short[3] < usual[3] < long[3] == 300, "by when others have typically ended"
     assert weighs(known, 50, 60) == weighs(known, None, 60), "it has outlived that"
     assert [weighs(learnt([]), e).remaining_s for e in (None, 400)] == [500.0, 40.0], "before anything was learnt"
-    assert weighs(learnt([]), 400).growth == (400,) * 4
+    assert weighs(learnt([]), 400).kv_at == [100, *[500] * 4]
+
+
+def weighed(
+    known: TurnLengths, turns: list[TurnLoad], generated: list[int], ends: list[bool], expected: list[int | None]
+) -> list[SessionLoad]:
+    return turn_loads(
+        turns,
+        generated=generated,
+        moves=[0] * len(turns),
+        ends_session=ends,
+        lengths=known,
+        each_s=[0.1] * len(turns),
+        back_s=7.0,
+        stays=[False] * len(turns),
+        expected=[tokens or 0 for tokens in expected],
+    )
+
+
+TURNS = st.tuples(TOKENS, st.integers(1, 500), st.integers(0, 6000), st.booleans(), st.none() | st.integers(1, 9000))
+
+
+@given(LENGTHS, st.lists(TURNS, min_size=1, max_size=20))
+@settings(max_examples=200)
+def test_many_turns_at_once_weigh_what_each_weighs(values: list[int], drawn: list[Any]) -> None:
+    generated, prompts, left, ends, expected = map(list, zip(*drawn, strict=True))
+    tokens = [a + b for a, b in zip(generated, prompts, strict=True)]
+    turns = [TurnLoad(TurnId("t"), SessionId("s"), n, n + more) for n, more in zip(tokens, left, strict=True)]
+    expected_loads = [
+        turn_load(
+            turn,
+            values,
+            generated=generated[i],
+            moves=0,
+            ends_session=ends[i],
+            each_s=0.1,
+            back_s=7.0,
+            stays=False,
+            expected=expected[i],
+        )
+        for i, turn in enumerate(turns)
+    ]
+    assert weighed(learnt(values), turns, generated, ends, expected) == expected_loads
 
 
 def test_memory_is_bounded_and_old_lengths_fade() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.core.types import EngineName, Version
+from gateway.core.types import EngineName
 from gateway.engines.base import EngineChunk
 from gateway.engines.connections import EVENTS_AT_ONCE_MAX
 from protos.errors import TurnLost
@@ -132,9 +132,7 @@ async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> No
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             assert run.move(E1) is None
             found.fleet.places.interrupt(run.request.turn_id)
-            found.fleet.state.newest = Version(1)  # only engines that a version waits for are looked at
-            found.fleet.state.engines[E0].intake_open = False
-            assert [load.stays for view in found.repacker._views() for load in view.sessions] == [True]
+            assert [load.stays for load in await found.repacker.loads(found.fleet.state.engines[E0])] == [True]
             e0.go.set()
             check_whole(run, await heard(run))
         assert e1.asked == []

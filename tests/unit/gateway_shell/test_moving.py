@@ -120,3 +120,14 @@ async def test_a_move_that_fails_as_nobody_foresaw_leaves_the_others_on_their_wa
         [receipt] = mover.book.receipts
         assert [m.outcome for m in receipt.moves] == ["failed", "moved", "moved"]
     assert "nobody thought of it" in caplog.text
+
+
+async def test_an_engine_that_left_while_its_moves_were_planned_costs_these_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, 1) as (_, mover, runs, e1):
+        planned = plan_for(runs)
+        gone = Move(None, runs[0].request.session_id, EngineName("e9"), E1, 7, 0.007)
+        freed = (Freed(gone.source, 0.1, 5.0, 0.5), *planned.freed)
+        e1.go.set()
+        mover.start(Plan(planned.version, (gone, *planned.moves), freed, ("e9 goes to e1: all", *planned.reasons)))
+        await until(lambda: not mover.inbound, "the end of every move")
+        assert [(r.engine, [m.outcome for m in r.moves]) for r in mover.book.receipts] == [("e0", ["moved"])]

@@ -498,7 +498,7 @@ async def test_a_planner_sees_them_as_turns_that_stay(tmp_path: Path) -> None:
         running = asyncio.create_task(ask(http, chat(stream=True)))
         await until(lambda: asked_of(e0) == [1], "a stream")
         [state] = found.fleet.state.sorted_engines()
-        [load] = found.parts.repacker.loads(state)
+        [load] = await found.parts.repacker.loads(state)
         assert (load.stays, load.turn_id) == (True, next(iter(state.turns)))
         e0.go.set()
         await running

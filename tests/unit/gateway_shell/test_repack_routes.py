@@ -13,7 +13,7 @@ import pytest
 from gateway.app import start
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet import FleetConfig
-from gateway.core.repack import Plan
+from gateway.core.types import Version
 from gateway.operate.repack_view import describe, request_plans
 from gateway.repack import loop
 from gateway.runtime import supervisor
@@ -88,15 +88,15 @@ async def test_a_round_that_fails_as_nobody_foresaw_is_said_and_the_next_one_com
 ) -> None:
     rounds = 0
 
-    def plans(*_: object, **__: object) -> tuple[Plan, ...]:
+    def none_behind(*_: object) -> list[Version]:
         nonlocal rounds
         rounds += 1
         if rounds == 1:
             raise ZeroDivisionError("nobody thought of it")
-        return ()
+        return []
 
     monkeypatch.setattr(supervisor, "RETRY_S", 0.01)
-    monkeypatch.setattr(loop, "plan_repack", plans)
+    monkeypatch.setattr(loop, "behind", none_behind)
     async with CuttingEngine("e0") as e0, running(tmp_path, e0, repack_interval_s=0.01):
         await until(lambda: rounds > 2, "further rounds")
     assert caplog.text.count("repack failed, and begins again until it does not") == 1

@@ -79,8 +79,8 @@ async def test_what_a_client_expects_of_a_turn_is_what_plans_reckon_with_and_no_
             running = [asyncio.create_task(post(http, f"/s/{name}/v1/completions", asked)) for name in ("s", "any")]
             await until(lambda: found.sessions.counters.tokens_generated == 4, "two tokens each")
             repacker, [engine] = found.parts.repacker, found.fleet.state.sorted_engines()
-            grown = {load.session_id: load.growth for load in repacker.loads(engine)}
-            assert grown == {"s": (2,) * 4, "any": (3,) * 4}, "two of four are left, and half of seven"
+            grown = {load.session_id: load.kv_at for load in await repacker.loads(engine)}
+            assert grown == {"s": [3, *[5] * 4], "any": [3, *[6] * 4]}, "two of four are left, and half of seven"
             e0.go.set()
             for told in await asyncio.gather(*running):
                 assert told["usage"]["completion_tokens"] == 9
