@@ -223,7 +223,7 @@ class EngineAdapter(Protocol):
         """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced,
         SnapshotRefused: it never was.
 
-        Turns that run meanwhile are aborted; with `keep_running` they stand still and go on under the new weights,
+        Turns that run meanwhile are aborted; with `keep_running` they pause and continue under the new weights,
         their KV computed anew. No KV of the old weights is used afterwards.
         """
         ...

@@ -145,7 +145,7 @@ class Wire:
 
 
 TETHER_READ_BYTES = 1 << 12
-"""What an engine sends on a tether, unrequested, is read in such pieces and dropped."""
+"""Size of the pieces in which unrequested bytes on a tether are read and dropped."""
 
 Take = Callable[[list[bytes]], Awaitable[object] | None]
 """Takes events that came together; returns an awaitable if the next ones have to wait for it, else None."""

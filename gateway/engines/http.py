@@ -127,7 +127,7 @@ class EngineHttp:
         return (await self._call(method, path, None, None))[0]
 
     async def tokenize(self, model: str, text: str) -> tuple[int, ...] | None:
-        """By the route that vLLM, SGLang and the embedded engine share; None: it is not there, or returns no ids."""
+        """The ids of `text`, by the route that all dialects share; None: it is not there, or returns no ids."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         status, answer = await self._call("POST", "/tokenize", body, None)
         if status != 200:
@@ -158,7 +158,7 @@ class EngineHttp:
 
 
 class HttpAdapter:
-    """What the adapters of all dialects share. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
+    """The common base of the adapters. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
 
     NOT_FOUND_HINT = ""
 

@@ -102,14 +102,14 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     async def answered(self) -> None:
-        """Until the response's head is there. Raises StreamCut; for events also Refused, with the error's body."""
+        """Returns with the response's head. Raises StreamCut; for events also Refused, with the error's body."""
         while not self.status or (self.status != 200 and not self._done and not self._passes):
             await self._more()
         if self.status != 200 and not self._passes:
             raise Refused(self.status, self._error.decode(errors="replace"))
 
     async def some(self) -> bool:
-        """Until events wait; False once the response is over. Raises the cut, after the events before it."""
+        """Returns True once events wait, False once the response is over. Raises the cut after the events before."""
         while not self.waiting:
             if self._done:
                 return False
@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         return self._done
 
     async def more(self, push: Push | None = None) -> None:
-        """Until something happened; with `push`, until it returns True. Raises the cut, or what `push` raised."""
+        """Returns once anything happened; with `push`, once that was True. Raises the cut, or what `push` raised."""
         self._listen()
         self._push = push
         try:
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
         self._listen()
 
     async def _more(self) -> None:
-        """Until something happened. Raises the cut, if there is one."""
+        """Returns once anything happened. Raises the cut, if there is one."""
         if self._cut is not None:
             raise self._cut
         self._waiter = self._loop.create_future()
@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
     # -- read in batches
 
     def _join_batches(self) -> None:
-        """From now on its events may wait for those of other streams: the first ones are handed over."""
+        """Reads the socket in batches from now on: the stream's first events are handed over, the others may wait."""
         if self._fd is not None and not (self._batched or self.paused or self._done or self._lost):
             self._batched = True
             self._transport.pause_reading()

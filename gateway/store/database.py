@@ -309,7 +309,7 @@ class Database:
                 self._commit_one_by_one(batch)
 
     def _commit_one_by_one(self, batch: Iterable[_Job]) -> None:
-        """In order, up to the first owed job that the store refuses: no later job may overtake it."""
+        """Commits in order, up to the first owed job that the store refuses: no later job may overtake it."""
         error: Exception | None = None
         for job in batch:
             if error is None:
@@ -330,7 +330,7 @@ class Database:
             job.future.set_exception(self._callers_error(error))
 
     def _transact(self, batch: Sequence[_Job]) -> None:
-        """All in one transaction. Raises what the store or one of them raised; then none has had an effect, and no
+        """Runs all in one transaction. Raises what the store or one of them raised; then none has had an effect, and no
         caller has a result yet.
 
         There is no savepoint for each: operations hardly ever fail, and a statement waits for the interpreter's lock.
@@ -385,7 +385,7 @@ class Database:
         )
 
     def _give_up_owed(self) -> None:
-        """At the close: one more attempt, and then the callers get the failure."""
+        """Tries the owed jobs once more, at the close; then their callers get the failure."""
         if self._owed:
             self._commit(self._take_owed())
         for job in self._take_owed():

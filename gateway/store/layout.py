@@ -76,7 +76,7 @@ def claim(connection: sqlite3.Connection, name: str, model: str, vocabulary: str
 
 
 def _count(connection: sqlite3.Connection, name: str) -> None:
-    """From layout 0, which lacks tables alone; its trigger does less than today's and is made anew with them."""
+    """Migrates layout 0, which lacks tables alone. Its trigger does less than today's, and is made anew with them."""
     for table, columns in _UNCOUNTED.items():
         found = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         if found and found != columns:
@@ -89,8 +89,8 @@ def _count(connection: sqlite3.Connection, name: str) -> None:
 
 
 def _add_column(connection: sqlite3.Connection, column: str) -> None:
-    """To `turns`, as null in older rows: ends without a number are ordered by their time (before 4), and a prompt that
-    inherits nothing is whole (before 5)."""
+    """Adds it to `turns`, null in older rows: ends without a number are ordered by their time (before 4), and a prompt
+    that inherits nothing is whole (before 5)."""
     found = {row[1] for row in connection.execute("PRAGMA table_info(turns)")}
     if found and column not in found:
         connection.execute(f"ALTER TABLE turns ADD COLUMN {column} INTEGER")

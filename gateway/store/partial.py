@@ -265,7 +265,7 @@ class PartialResponsePool:
                 await self._write()
 
     async def _write(self) -> None:
-        """All that is unwritten, in one commit."""
+        """Writes everything unwritten in one commit."""
         if self._due is not None:
             self._due.cancel()
             self._due = None

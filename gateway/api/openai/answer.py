@@ -3,7 +3,7 @@
 Invariants:
 - the turn has left its engine and the record holds its answer before the client sees the finish: the client's next
   request, sent at once, finds both;
-- a client that disconnects leaves its turns, which go on for a while: the same request joins them (`X-Laminar-Joined`);
+- a client that disconnects leaves its turns, which run on for a grace period: a retry joins them (`X-Laminar-Joined`);
 - a failure before the first byte is an error of its own status; after it, the stream's last event, or a body cut off.
 """
 

@@ -23,7 +23,7 @@ from aiohttp import web
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment of server-sent events: every client skips it, and proxies see a living connection."""
 KEEP_ALIVE_S = 15.0
-"""Silence is looked for this often: a filler follows after one to two of these periods. Proxies commonly wait 60 s."""
+"""Period of the check for silence: a filler follows after one to two periods. Proxies commonly wait for 60 s."""
 QUIET_S_MAX = 75.0
 """Beyond the 60 s that a turn waits for an engine by default; longer waits are kept alive from then on."""
 

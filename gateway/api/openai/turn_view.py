@@ -25,7 +25,7 @@ from protos.trajectories import Segment, VersionChange
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What one delta adds. `finish_reason` is set on the last piece only."""
+    """The part of an answer that one delta adds. Only the last piece has a `finish_reason`."""
 
     text: str
     reasoning: str
@@ -42,7 +42,7 @@ Show = Callable[[Piece], Awaitable[object] | None]
 
 @dataclass(slots=True)
 class Answer:
-    """What a turn has generated so far."""
+    """A turn's answer so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

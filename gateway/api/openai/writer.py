@@ -43,7 +43,7 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every chunk of a response, or its one body, begins with."""
+    """The beginning of every chunk of a response, or of its one body."""
 
     api: Api
     turn_id: str
@@ -59,7 +59,7 @@ class AnswerHead:
         return f"{'chatcmpl' if self.api == 'chat' else 'cmpl'}-{self.turn_id}"
 
     def prompt_ids(self, choice: int) -> Sequence[int]:
-        """Of a batch each prompt has as many choices."""
+        """The prompt of a choice: each prompt of a batch has the same number of choices."""
         return self.prompts[choice * len(self.prompts) // self.shape.choices]
 
     def fields(self, kind: str) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def _measure(model: Path | None, *, train: bool, cores: int | None = None) -> Ch
 
 
 def _best_dtype(model: Path, device: str) -> Dtype:
-    """What `--dtype auto` stands for: measured on a processor; GPUs have bf16."""
+    """The dtype of `--dtype auto`: measured on a processor, bf16 on a GPU."""
     from gateway.engines.embedded.engine import pick_device
 
     if pick_device(device).type != "cpu":

@@ -139,7 +139,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a request is checked against."""
+    """The limits that a request is checked against."""
 
     model: str
     max_model_len: int

@@ -1,1 +1,1 @@
-"""What the embedded engine computes: weights, the forward pass, attention over KV, sampling. Needs torch."""
+"""The computation of the embedded engine: weights, the forward pass, attention over KV, sampling. Needs torch."""

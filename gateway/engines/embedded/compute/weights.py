@@ -63,7 +63,7 @@ class Snapshot:
             raise InvalidRequest(f"{self.directory} lacks {_some(missing)}", hint="publish every tensor of the model")
         if unknown := sorted(names - layout.keys() - ignored):
             raise InvalidRequest(
-                f"{self.directory} holds {_some(unknown)}, which this model has not",
+                f"{self.directory} holds {_some(unknown)}, which this model does not have",
                 hint="publish the tensors of the served model, by their checkpoint names",
             )
         for name, shape in layout.items():
