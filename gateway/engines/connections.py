@@ -66,7 +66,7 @@ class Wire:
             await connection.answered()
             events = Events(connection)
             yield events
-            if events.is_complete:
+            if events.is_complete:  # its last bytes are still to come: the connection is kept once they came
                 connection.end(lambda: self._release(connection))
         finally:
             if not connection.ending:

@@ -267,7 +267,7 @@ class Connection(asyncio.Protocol):
         self._has_begun = self._has_begun or bool(self.waiting)
         try:
             wakes = bool(self.waiting) and push()
-        except Exception as e:  # noqa: BLE001 (raised where it waits)
+        except Exception as e:  # noqa: BLE001 (the event loop called this: the task that reads the stream gets the error)
             waiter.set_exception(e)
             return
         if wakes or self._done or self._cut is not None:

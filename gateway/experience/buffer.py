@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import sqlite3
 import time
@@ -204,6 +205,7 @@ class ExperienceBuffer:
                     if (leased := await self._lease(reader, chosen, lease_s)) is None:
                         continue
                     return leased
+                # Cleared under the lock: a change after this look sets the event again, so none is missed.
                 self._changed.clear()
             await self._wait_for_change(remaining_s)
 
@@ -246,19 +248,8 @@ class ExperienceBuffer:
 
     def statistics(self) -> BufferStatistics:
         self._lapse()
-        c, s = self._counters, self._state
-        return BufferStatistics(
-            trajectories=len(s) - s.num_leased,
-            leased=s.num_leased,
-            capacity=s.capacity,
-            added=c.added,
-            sampled=c.sampled,
-            acked=c.acked,
-            lapsed_leases=c.lapsed_leases,
-            evicted_stale=c.evicted_stale,
-            evicted_for_room=c.evicted_for_room,
-            evicted_equal=c.evicted_equal,
-        )
+        state, counters = self._state, dataclasses.asdict(self._counters)
+        return BufferStatistics(len(state) - state.num_leased, state.num_leased, state.capacity, **counters)
 
     def groups(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """By group, the number of trajectories that no reader has; and the groups closed with fewer than their size."""

@@ -348,7 +348,7 @@ class Database:
         if self._write_failure and (wrote or any(job.operation is _write_nothing for job in batch)):
             log.info("store %s can be written again", self._name)
             self._write_failure = ""
-        for job, result in zip(batch, results, strict=True):
+        for job, result in zip(batch, results, strict=True):  # only after the commit: a result promises that it is kept
             job.future.set_result(result)
 
     def _roll_back(self) -> None:

@@ -269,6 +269,7 @@ class PartialResponsePool:
         if self._due is not None:
             self._due.cancel()
             self._due = None
+        # One step without an await: what is appended from here on belongs to the next write, and to its landing.
         taken, self._unwritten = self._unwritten, Unwritten()
         landing, self._landing = self._landing, _Landing()
         num_tokens, self._buffered_tokens = self._buffered_tokens, 0

@@ -120,7 +120,7 @@ class Responder:
     async def _read(self, late: LateBody, prepared: PreparedRequest, choice: Choice) -> Answer:
         async with choice.run:
             late.begin()
-            choice.run.sent(0)
+            choice.run.sent(0)  # it is sent whole, after its end: until then the client has none of it
             await choice.reader.read(choice.run, choice.answer, None)
             choice.read = True
             await self._record(prepared, choice)

@@ -57,7 +57,7 @@ class KeptAlive:
         filling, self._filling = self._filling, None
         if filling is None:
             return
-        filling.cancel()
+        filling.cancel()  # it may still wait for a client that does not read
         await asyncio.wait([filling])
         failure = None if filling.cancelled() else filling.exception()
         if failure is not None and not isinstance(failure, ConnectionError):  # a client that left is no failure

@@ -117,7 +117,7 @@ class _RelayedAnswer(KeptAlive):
         self.begin()
 
     def off_engine(self) -> None:
-        self._begun = False
+        self._begun = False  # a filler now would name the version of the engine that failed, and bind the retry to it
 
     @property
     def _fills(self) -> bool:

@@ -75,7 +75,7 @@ class EngineService:
             yield stream
         finally:
             del self._streams[request.request_id]
-            if not stream.finished:
+            if not stream.finished:  # also when it was left during the submit, which the loop carries out all the same
                 self.loop.abort([request.request_id])
 
     def _deliver(self, deltas: list[Delta]) -> None:
