@@ -78,8 +78,8 @@ def serve(engines: tuple[str, ...], log_level: str, ready_file: Path | None, **o
 
 @cli.command()
 @click.option("--url", default="http://127.0.0.1:8080", help="Address of a running gateway.")
-@click.option("--dry-run", is_flag=True, help="Show what would move now, and why; nothing moves.")
-@click.option("--json", "as_json", is_flag=True, help="The gateway's answer as JSON.")
+@click.option("--dry-run", is_flag=True, help="Show what would move now, with the reasons; nothing moves.")
+@click.option("--json", "as_json", is_flag=True, help="The gateway's response as JSON.")
 def repack(url: str, dry_run: bool, as_json: bool) -> None:
     """Packs the long tail of a running gateway now, or shows the plan."""
     from gateway.operate.repack_view import describe, request_plans
@@ -93,16 +93,16 @@ def repack(url: str, dry_run: bool, as_json: bool) -> None:
 
 @cli.command()
 @click.option("--url", default="http://127.0.0.1:8080", help="Address of a running gateway.")
-@click.option("--json", "as_json", is_flag=True, help="All fields, as `GET /status` answers.")
+@click.option("--json", "as_json", is_flag=True, help="All fields, as in the response of `GET /status`.")
 @click.option(
     "--wait-s",
     type=Number(min=0),
     default=0.0,
     show_default=True,
-    help="Wait so long for the gateway to answer and for an engine to serve; exit status 1 if none does by then.",
+    help="Wait so long until the gateway answers and an engine serves; exit status 1 if none does by then.",
 )
 def status(url: str, as_json: bool, wait_s: float) -> None:
-    """Shows the engines, turns, buffer and faults of a running gateway."""
+    """Shows the engines, turns, buffer and problems of a running gateway."""
     from gateway.operate.repack_view import call, wait_for_engine
     from gateway.operate.status_view import show
 

@@ -36,7 +36,7 @@ class EngineSpec:
 class GatewayConfig:
     """The options of `gateway serve`, in the order of its help. Times in seconds, sizes in bytes."""
 
-    model: Annotated[str, Name(), "The served model's name, as engines and relays know it."]
+    model: Annotated[str, Name(), "Name of the served model, the same at engines and relays."]
     tokenizer: Annotated[
         Path,
         click.Path(exists=True, file_okay=False, path_type=Path),
@@ -45,17 +45,19 @@ class GatewayConfig:
     engines: Annotated[
         tuple[EngineSpec, ...],
         Flag("--engine", metavar="NAME=KIND=URL[@RELAY]"),
-        f"An engine; repeat for each of them. KIND: {', '.join(ENGINE_KINDS)}.",
+        f"An engine; repeat the option for each one. KIND: {', '.join(ENGINE_KINDS)}.",
     ] = ()
     etcd: Annotated[str | None, HostPort(), "Where relays register engines (`paramserver serve --engine`)."] = None
-    relay: Annotated[str | None, HostPort(), "Relay of engines that name none: where they load versions from."] = None
+    relay: Annotated[str | None, HostPort(), "Relay from which engines without a relay of their own load versions."] = (
+        None
+    )
     data: Annotated[
         Path | None,
         DIRECTORY,
         "Where to keep sessions and trajectories for the next start. Without it they are in memory, and lost at exit.",
     ] = None
     host: Annotated[str, "Address to listen on."] = "127.0.0.1"
-    port: Annotated[int, PORT, "0: any free port."] = 8080
+    port: Annotated[int, PORT, "Port to listen on; 0: any free one."] = 8080
     fleet: FleetConfig = field(default_factory=FleetConfig)
     repack_interval_s: Annotated[float, INTERVAL, "Time between two plans for packing turns."] = 5.0
     prefill_tokens_per_s: Annotated[float, Meta(gt=0), "Prefill speed of an engine: the planner's price of a move."] = (
@@ -66,12 +68,12 @@ class GatewayConfig:
         int, Meta(ge=1), "Polls of an engine that fail in a row before its turns go on elsewhere."
     ] = 3
     stall_timeout_s: Annotated[
-        float, Meta(gt=0), "An engine that sends nothing of a turn for so long has lost it: the turn goes on elsewhere."
+        float, Meta(gt=0), "Silence of an engine after which it has lost a turn, which then continues elsewhere."
     ] = 60.0
     placement_timeout_s: Annotated[
         float, Meta(ge=0), "How long a turn that an engine lost waits for another engine before it fails."
     ] = 120.0
-    disconnect_grace_s: Annotated[float, Meta(ge=0), "How long a turn runs on after its client disconnected."] = 5.0
+    disconnect_grace_s: Annotated[float, Meta(ge=0), "How long a turn continues after its client disconnected."] = 5.0
     recovery_grace_s: Annotated[float, Meta(ge=0), "How long a turn that a restart resumed waits for its client."] = (
         60.0
     )
@@ -85,7 +87,7 @@ class GatewayConfig:
         "Tokens that an engine sends in one event. Default: 1 to 48, by the turns' number, speed and clients.",
     ] = None
     queue_max: Annotated[int, Meta(ge=1), "Turns that may wait for an engine at once; further ones get 429."] = 1024
-    session_idle_s: Annotated[float, Meta(ge=0), "A session without a request for so long is abandoned."] = 1800.0
+    session_idle_s: Annotated[float, Meta(ge=0), "Time without a request after which a session is abandoned."] = 1800.0
     reward_window_s: Annotated[
         float, Meta(ge=0), "How long after a session's finish its reward may be given or changed."
     ] = 600.0
@@ -106,16 +108,16 @@ class GatewayConfig:
     ] = True
     relay_text: Annotated[
         bool,
-        "Calls that name no session and ask for no token ids are passed to an engine's own text API as they are: "
+        "Forward calls that name no session and request no token ids to an engine's own text API, unchanged: "
         "many times cheaper. These calls have no record, token ids or versions of spans; a call that breaks off is not "
         "resumed; retries are not joined; the engine alone checks the fields. Engines of kind embedded take only "
         "/v1/completions.",
     ] = False
     probe: Annotated[
         bool,
-        "Ask each engine for one token before and after a load, to see whether it computes with the new weights.",
+        "Request one token of each engine before and after a load, to verify that it computes with the new weights.",
     ] = True
-    seed: Annotated[int, "Of the planner's random choice between equal plans."] = 0
+    seed: Annotated[int, "Seed of the planner's random choice between equal plans."] = 0
 
 
 def parse_engine(text: str) -> EngineSpec:

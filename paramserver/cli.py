@@ -31,7 +31,7 @@ DRAIN_POLL_S = 0.3
 
 
 def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What every daemon takes."""
+    """The options of every daemon."""
     for option in (
         click.option(
             "--ready-file",
@@ -93,7 +93,7 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
     if config.etcd:
         await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
         return
-    # Beside the pool, and kept: versions that began at 1 again would be older than those that engines serve.
+    # Beside the pool, and kept: with a new etcd versions would begin at 1 again, below those that engines serve.
     pool_dir = config.pool_dir.resolve()
     async with LocalEtcd(data_dir=pool_dir.with_name(f"{pool_dir.name}.etcd")) as etcd:
         config = dataclasses.replace(config, etcd=etcd.endpoint)
@@ -156,11 +156,11 @@ def status(relay: str, as_json: bool) -> None:
 
 @cli.command()
 @relay_option
-@click.option("--wait-s", type=click.FloatRange(0), default=600.0, help="How long to wait until nobody needs it.")
+@click.option("--wait-s", type=click.FloatRange(0), default=600.0, help="How long to wait until it is not needed.")
 def drain(relay: str, wait_s: float) -> None:
-    """Makes a relay ready to be stopped: it gives up mastership, leaves the chain, and waits until nobody needs it.
+    """Prepares a relay to be stopped: it gives up mastership and leaves the chain. Waits until the relay is not needed.
 
-    What it holds is served on meanwhile. Exit status 1 when it is still needed after --wait-s.
+    It serves its versions meanwhile. Exit status 1 when it is still needed after --wait-s.
     """
 
     async def wait() -> list[str]:
@@ -178,27 +178,25 @@ def drain(relay: str, wait_s: float) -> None:
     if needed:
         click.echo(f"error: still needed after {wait_s:g} s as {'; '.join(needed)}", err=True)
         sys.exit(1)
-    click.echo("nobody needs it: stop it when you like")
+    click.echo("it is not needed any more: it can be stopped")
 
 
 @cli.command()
 @relay_option
 @click.option(
-    "--continues", default="", metavar="ID", help="An earlier etcd, whose versions go on in the one there now."
+    "--continues", default="", metavar="ID", help="Id of an earlier etcd, whose versions continue in the present one."
 )
 @click.option("--model", default="", help="With --continues: its next version is above --above.")
-@click.option(
-    "--above", type=click.IntRange(0, NUMBER_MAX), default=0, help="The newest version that anybody knows of."
-)
+@click.option("--above", type=click.IntRange(0, NUMBER_MAX), default=0, help="The newest version known anywhere.")
 def adopt(relay: str, continues: str, model: str, above: int) -> None:
     """Makes a relay join the etcd that is there now, after the one it belonged to was replaced by an empty one.
 
-    Until then it serves what it has and takes nothing new: a wiped etcd counts its revisions from the start, so old
-    masters would look new. What it holds sealed comes along under the same numbers; the next version's number lies some
-    1000 above, so that it is not one that other relays hold already. Run it for every relay.
+    Until then the relay serves what it has and takes nothing new: an empty etcd counts its revisions from the start, so
+    old masters would look new. Its sealed versions keep their numbers. The next version's number is some 1000 higher:
+    no other relay holds a version of that number. Run it for every relay.
 
-    Gateways and trainers refuse versions of an etcd that replaced the one they know, and name the id to give as
-    --continues when no relay is left that was there: run that once, on any relay.
+    Gateways and trainers refuse versions of an etcd that replaced the earlier one. When no relay of the earlier one is
+    left, their message names its id, for --continues: run that once, on any relay.
     """
 
     async def call() -> tuple[str, list[str]]:
@@ -206,7 +204,7 @@ def adopt(relay: str, continues: str, model: str, above: int) -> None:
             return await client.adopt(continues=continues, model=model, above=above)
 
     store_id, versions = _run(call())
-    click.echo(f"{'goes on in' if continues else 'joined'} {store_id} with {', '.join(versions) or 'no version'}")
+    click.echo(f"{'continues in' if continues else 'joined'} {store_id} with {', '.join(versions) or 'no version'}")
 
 
 @cli.command()
@@ -215,8 +213,8 @@ def adopt(relay: str, continues: str, model: str, above: int) -> None:
 def drop(relay: str, model: str) -> None:
     """Ends a model: all its versions, on every relay, in memory and on disk.
 
-    Refused while somebody publishes to it. Engines that still map a version keep its bytes until they let go. A model
-    of that name may be published again; its numbers go on where they ended.
+    Refused while it has a publisher. Engines that still map a version keep its bytes until they unmap it. A model of
+    that name may be published again; its numbers continue.
     """
 
     async def call() -> list[int]:
@@ -246,8 +244,10 @@ def versions(relay: str, model: str, as_json: bool) -> None:
 @config_option(RelayConfig, "pool_dir", help="As the relay will have it.")
 @config_option(RelayConfig, "name", help="As the relay will have it.")
 @config_option(RelayConfig, "pool_bytes", help="As the relay will have it.")
-@config_option(RelayConfig, "etcd", help="Look whether it answers in time.")
-@click.option("--relay", "relays", type=HostPort(), multiple=True, help="Look whether its ports are open from here.")
+@config_option(RelayConfig, "etcd", help="Check whether it answers in time.")
+@click.option(
+    "--relay", "relays", type=HostPort(), multiple=True, help="Check whether its ports are reachable from here."
+)
 @config_option(RelayConfig, "lease_ttl_s", help="As the relay will have it.")
 def doctor(
     pool_dir: Path | None, name: str, pool_bytes: int, etcd: str | None, relays: tuple[str, ...], lease_ttl_s: float
@@ -277,7 +277,7 @@ def doctor(
     help="Directory to write; resumes what an earlier pull left there.",
 )
 @config_option(RelayConfig, "stripes", help="TCP connections.")
-@click.option("--patience-s", type=click.FloatRange(0.1), default=30.0, help="Give up when no byte came for so long.")
+@click.option("--patience-s", type=click.FloatRange(0.1), default=30.0, help="Give up after so long without a byte.")
 def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, patience_s: float) -> None:
     """Copies a version from a relay into a directory of safetensors files, every digest checked.
 

@@ -66,16 +66,20 @@ class RelayConfig:
         "HOST:PORT of etcd. Without it, one of its own runs on loopback, its data in POOL_DIR.etcd.",
     ]
     _: KW_ONLY
-    host: Annotated[str, "Address to listen on, which the other relays get, too."] = "127.0.0.1"
-    advertise: Annotated[str, "Address or name that the others get instead, as with --host 0.0.0.0."] = ""
+    host: Annotated[str, "Address to listen on, and by which other relays reach this one."] = "127.0.0.1"
+    advertise: Annotated[
+        str, "Address or name by which other relays reach this one instead, as with --host 0.0.0.0."
+    ] = ""
     port: Annotated[int, PORT, "gRPC port; 0: any free one."] = 0
     data_port: Annotated[int, PORT, "Port for bytes; 0: any free one."] = 0
     engines: Annotated[
         tuple[EngineBeside, ...],
         Flag("--engine", metavar="KIND=URL"),
-        f"An engine on this host, for gateways with the same --etcd to find; KIND: {', '.join(ENGINE_KINDS)}.",
+        f"An engine on this host, registered for gateways with the same --etcd; KIND: {', '.join(ENGINE_KINDS)}.",
     ] = ()
-    publish_host: Annotated[bool, "Whether this relay should become master."] = True
+    publish_host: Annotated[
+        bool, "Candidate for master. Another relay becomes master only when no candidate is left."
+    ] = True
     zone: Annotated[str, "Where this host is: relays of a zone are neighbours in the chain."] = ""
     rack: Annotated[str, "Where in its zone: relays of a rack are neighbours too."] = ""
     pool_dir: Annotated[
@@ -87,7 +91,7 @@ class RelayConfig:
     pool_bytes: Annotated[int, Size(), "Memory for snapshots, allocated at start: about four times a version."] = (
         4 << 30
     )
-    retain: Annotated[int, Meta(ge=1), "Newest versions to keep though nobody pins them."] = 2
+    retain: Annotated[int, Meta(ge=1), "Newest versions to keep without a pin."] = 2
     spill: Annotated[
         Path | None,
         DIRECTORY,
@@ -97,14 +101,14 @@ class RelayConfig:
     stripes: Annotated[int, Meta(ge=1, le=16), "TCP connections per hop."] = 2
     transport: Annotated[
         Literal["tcp", "nixl"],
-        "What moves bytes between relays; nixl (RDMA where the hosts have it) with those that speak it too.",
+        "Transport of bytes between relays; nixl (RDMA where the hosts have it) with relays that have it too.",
     ] = "tcp"
-    lease_ttl_s: Annotated[float, Meta(ge=1.0), "A relay silent to etcd for so long is no member."] = 5.0
-    silence_s: Annotated[float, Meta(ge=0.2), "An upstream silent for so long is bypassed."] = 0.5
+    lease_ttl_s: Annotated[float, Meta(ge=1.0), "Time without contact to etcd after which a relay is no member."] = 5.0
+    silence_s: Annotated[float, Meta(ge=0.2), "Silence of an upstream relay after which it is bypassed."] = 0.5
     distrust_publisher: Annotated[
-        bool, "Map no memory into publishers: they send their bytes, which are copied and hashed again here."
+        bool, "Map no memory into publishers: they send their bytes, which this relay copies and hashes again."
     ] = False
-    metrics_port: Annotated[int | None, PORT, "Serve Prometheus metrics there."] = None
+    metrics_port: Annotated[int | None, PORT, "Port of the Prometheus metrics. Default: none are served."] = None
     max_rate: Annotated[int | None, Size(), "Bytes per second to send at most: links may be shared with training."] = (
         None
     )

@@ -49,7 +49,7 @@ class FleetConfig:
     mode: Annotated[
         Mode,
         "repack: the long tail is packed onto few engines; drain: engines empty by themselves; inflight: turns pause "
-        "while their engine loads, and go on mixed; barrier: all engines wait for the last turn.",
+        "while their engine loads, and continue with mixed versions; barrier: all engines wait for the last turn.",
     ] = "repack"
     max_running: Annotated[int, Meta(ge=1), "Turns that one engine runs at once."] = 64  # B of the paper
     kv_max: Annotated[  # C_max of the paper
@@ -58,9 +58,11 @@ class FleetConfig:
     intake_batch: Annotated[
         int, Meta(ge=1), "New sessions that an engine takes on one version; then its intake closes."
     ] = 64
-    intake_age_s: Annotated[float, Meta(ge=0), "An engine's intake closes so long after it opened."] = 600.0
+    intake_age_s: Annotated[float, Meta(ge=0), "Time after which an engine's intake closes."] = 600.0
     intake_min_batch: Annotated[
-        int, Meta(ge=1), "With a newer version at its relay, an engine's intake closes only after so many sessions."
+        int,
+        Meta(ge=1),
+        "Least number of new sessions after which a newer version at the relay closes an engine's intake.",
     ] = 1
     version_hold_s: Annotated[
         float,
@@ -84,9 +86,11 @@ class FleetConfig:
         "Tokens of waiting strict sessions that make an engine load their version again, even for few sessions.",
     ] = 16_384
     drain_max_s: Annotated[
-        float, Meta(ge=0), "How long few remaining turns may keep an engine from loading a newer version."
+        float, Meta(ge=0), "How long the last turns of an engine may delay its load of a newer version."
     ] = 60.0
-    min_util: Annotated[float, Meta(gt=0, le=1), "Turns of an engine are few below this share of --max-running."] = 0.25
+    min_util: Annotated[
+        float, Meta(gt=0, le=1), "An engine with fewer turns than this share of --max-running has only its last ones."
+    ] = 0.25
     staleness_max: Annotated[
         int, Meta(ge=0), "How many versions a trajectory may be behind the trainer when it is sampled."
     ] = 4

@@ -243,4 +243,4 @@ def test_the_commands_of_operators_run(fleet: Documented) -> None:
 def test_numbers_continue_after_an_etcd_that_was_lost(fleet: Documented) -> None:
     (command,) = lines(blocks("docs/guide.md", "sh")[0])
     done = fleet.run(command)
-    assert re.search(r"goes on in \S+ with policy above version \d+", done.stdout), done.stderr
+    assert re.search(r"continues in \S+ with policy above version \d+", done.stdout), done.stderr

@@ -56,7 +56,7 @@ async def test_a_drained_master_hands_over_and_is_safe_to_stop(relays: Relays) -
         assert "still needed after 1.5 s as pin of engine-7 on policy version 1" in still.stderr
         await head.release(lease)
         done = await asyncio.to_thread(command, "drain", "--relay", a.ready["grpc"])
-        assert (done.returncode, done.stdout) == (0, "nobody needs it: stop it when you like\n")
+        assert (done.returncode, done.stdout) == (0, "it is not needed any more: it can be stopped\n")
 
         async def led_by_b() -> bool:
             return any(model.master == "b" for model in (await other.status()).models)
