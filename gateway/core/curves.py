@@ -110,12 +110,12 @@ class Gaps:
         """The next tokens follow none: what lies before them is a queue and a prefill."""
         self._last_at = None
 
-    def came(self, tokens: int) -> bool:
-        """Whether it is time to read the clock, and call `looked`."""
+    def count(self, tokens: int) -> bool:
+        """Whether it is time to read the clock, and call `measure`."""
         self._tokens += tokens
         return self._tokens >= GAP_TOKENS or self._last_at is None
 
-    def looked(self, now: float) -> tuple[int, float] | None:
+    def measure(self, now: float) -> tuple[int, float] | None:
         """Tokens, and the seconds that they took; None of the first, which follow none."""
         last_at, tokens = self._last_at, self._tokens
         self._last_at, self._tokens = now, 0

@@ -101,7 +101,7 @@ def _restore_turn(sessions: TurnService, state: SessionState, turn: KeptTurn) ->
     if turn.outcome is None:
         sessions.resume(state, turn.record)
         return True
-    sessions.keep(state, turn.record, turn.ended_unix_s or time.time())
+    sessions.restore_turn(state, turn.record, turn.ended_unix_s or time.time())
     return False
 
 

@@ -147,7 +147,7 @@ class TurnService:
 
     # -- gateway.sessions.recovery
 
-    def keep(self, state: SessionState, record: TurnRecord, ended_unix_s: float) -> None:
+    def restore_turn(self, state: SessionState, record: TurnRecord, ended_unix_s: float) -> None:
         """A turn that ended before the restart: whether its client got the answer is not known."""
         self._want_version(state)
         turn = self._restored_run(state, record, "unknown")

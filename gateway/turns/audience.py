@@ -163,7 +163,7 @@ class Audience:
         self._attached -= 1
         self._changed.set()
 
-    async def gone(self) -> None:
+    async def all_left(self) -> None:
         """Returns when no client reads."""
         while self._attached:
             self._changed.clear()

@@ -297,7 +297,7 @@ class Driver:
             self._transcript.take(chunk)
             assert self._load is not None
             self._load.tokens += num_tokens
-            if self._pace.came(num_tokens):
+            if self._pace.count(num_tokens):
                 self._note_pace()
             if self._awaited is not None:
                 self._note_arrival(self._awaited)
@@ -313,7 +313,7 @@ class Driver:
 
     def _note_pace(self) -> None:
         """Adds the time that the tokens since the last measurement took to the engine's decode curve."""
-        seen = self._pace.looked(time.monotonic())
+        seen = self._pace.measure(time.monotonic())
         if seen is not None and self._engine is not None:
             self._fleet.decoded(self._engine, *seen)
 

@@ -270,7 +270,7 @@ class RunningTurn:
         """
         try:
             async with asyncio.timeout(patience_s):
-                await self.audience.gone()
+                await self.audience.all_left()
         except TimeoutError:
             return  # a client reads it
         if self._ended:
@@ -301,7 +301,7 @@ class RunningTurn:
         """Returns when the turn is over and nobody reads it any more."""
         if self._task is not None:
             await asyncio.wait({self._task})
-        await self.audience.gone()
+        await self.audience.all_left()
 
     @property
     def task(self) -> asyncio.Task[None] | None:

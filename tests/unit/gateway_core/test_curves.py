@@ -111,7 +111,7 @@ def test_a_turns_tokens_are_told_with_the_time_they_took(events: list[int]) -> N
     gaps, now, told = Gaps(), 100.0, []
 
     def came(tokens: int) -> tuple[int, float] | None:
-        return gaps.looked(now) if gaps.came(tokens) else None
+        return gaps.measure(now) if gaps.count(tokens) else None
 
     gaps.begin()
     assert came(3) is None, "the first follow a prefill"
