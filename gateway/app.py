@@ -36,8 +36,8 @@ from gateway.sessions.group_registry import GroupRegistry
 from gateway.sessions.group_service import GroupService
 from gateway.sessions.recovery import recover
 from gateway.sessions.registry import SessionRegistry
-from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer
+from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool, Timeline
 from gateway.store.groups import GroupStore
 from gateway.store.layout import claim

@@ -34,8 +34,8 @@ from gateway.operate.report import (
 )
 from gateway.repack.loop import Repacker
 from gateway.runtime.clock import unix_s
-from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer
+from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool
 
 RATE_WINDOW_S = 10.0

@@ -36,7 +36,7 @@ from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 from gateway.fleet.fleet import Fleet
 from gateway.repack.mover import TurnMover
-from gateway.sessions.service import TurnService
+from gateway.sessions.turn_service import TurnService
 from gateway.store import Timeline
 from gateway.turns.running import RunningTurn
 

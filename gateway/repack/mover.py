@@ -23,7 +23,7 @@ from gateway.core.repack import Move, Plan
 from gateway.core.types import EngineName
 from gateway.fleet.fleet import Fleet
 from gateway.runtime.supervisor import Supervisor
-from gateway.sessions.service import TurnService
+from gateway.sessions.turn_service import TurnService
 from gateway.turns.running import RunningTurn
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.sessions.group_registry import GroupRegistry
 from gateway.sessions.registry import environment
-from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer, count
+from gateway.sessions.turn_service import TurnService
 from gateway.store import PartialResponsePool, Timeline
 from gateway.store.database import Operation
 from gateway.store.groups import Group

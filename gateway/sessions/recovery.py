@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from gateway.core.fleet import FleetState
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, TurnId
-from gateway.sessions.service import TurnService
+from gateway.sessions.turn_service import TurnService
 from gateway.store import PartialResponsePool
 from gateway.store.partial_rows import KeptTurn
 from gateway.store.sessions import KeptSession, SessionStore

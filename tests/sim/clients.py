@@ -33,8 +33,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.ports import SessionIdentity
 from gateway.runtime.clock import unix_s
 from gateway.sessions.registry import SessionRegistry
-from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer
+from gateway.sessions.turn_service import TurnService
 from gateway.store import PartialResponsePool, Timeline
 from gateway.store.sessions import SessionStore
 from gateway.turns.running import RunningTurn

@@ -18,8 +18,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.repack.loop import Repacker
 from gateway.sessions.endings import Endings
 from gateway.sessions.recovery import recover
-from gateway.sessions.service import TurnService
 from gateway.sessions.trainer import Trainer
+from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool, Timeline
 from gateway.turns.running import RunningTurn
 from tests.support.cutting_engine import MODEL, CuttingEngine, said, until

@@ -131,7 +131,7 @@ async def test_a_session_can_be_finished_right_after_its_client_left(tmp_path: P
 async def test_a_turn_that_somebody_reads_is_not_ended_by_a_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.sessions.service.CONCLUDE_PATIENCE_S", 0.1)
+    monkeypatch.setattr("gateway.sessions.turn_service.CONCLUDE_PATIENCE_S", 0.1)
     engine = CuttingEngine("e0", chunk=1, hold_at=4)
     async with engine, gateway(tmp_path, engine) as (_, http):
         await post(http, "/s/s/v1/completions", {"model": MODEL, "prompt": [5], "max_tokens": 2})
