@@ -1,9 +1,9 @@
-"""The repack loop: every few seconds, and right after a version arrives, plans, and has the plan carried out.
+"""The repack loop: plans every few seconds, and when a version arrives, and passes the plans to the mover.
 
 The event loop that plans also carries every token of the fleet. So a round works in steps that are bounded however
-large the fleet is, and other tasks run in between: engines are looked at `STEP_SESSIONS` at a time, and each part of a
-plan (`plan_parts`) begins its moves before the next one is made. What changes meanwhile costs at most a move that comes
-to nothing: its turn has ended, or its engine is gone. Moves take seconds, so that happens anyway.
+large the fleet is, and other tasks run in between: `STEP_SESSIONS` sessions are read at a time, and each part of a plan
+(`plan_parts`) starts its moves before the next part is made. What changes meanwhile costs at most a move that fails,
+because its turn has ended or its engine is gone. Moves take seconds, so that happens anyway.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from gateway.turns.running import RunningTurn
 log = logging.getLogger(__name__)
 
 STEP_SESSIONS = 1024
-"""Looked at without a pause: a few milliseconds."""
+"""Sessions read without a pause: a few milliseconds."""
 Waiting = Mapping[tuple[EngineName, Version], Sequence[SessionState]]
-"""Sessions that wait for a tool, by the engine that they will come back to and their version."""
+"""Sessions that wait for a tool, by the engine that holds their prefix and their version."""
 
 
 class Repacker:
-    """Owns the plans and their history. `last` is the newest plan of each version looked at."""
+    """Owner of the plans and their receipts. `last`: the newest plan of each version."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Repacker:
         return self._mover.book
 
     async def run(self) -> None:
-        """Until cancelled; moves that are under way then go on, up to `close`."""
+        """Until cancelled; moves in progress then continue until `close`."""
         while True:
             try:
                 async with asyncio.timeout(self._config.repack_interval_s):
@@ -84,11 +84,11 @@ class Repacker:
         await self._mover.close()
 
     async def plan(self) -> tuple[Plan, ...]:
-        """What would be done now; nothing is changed."""
+        """The plans that would be made now; changes nothing."""
         return await self._plans(carry_out=False)
 
     async def repack(self) -> tuple[Plan, ...]:
-        """Plans, and begins to carry out what pays. One round at a time: a plan counts what earlier ones sent."""
+        """Plans, and starts the moves. One round at a time: a plan counts what earlier ones sent."""
         async with self._planning:
             self._round += 1
             self._fleet.state.prefill_tokens_per_s = self.prefill_tokens_per_s
@@ -135,7 +135,7 @@ class Repacker:
     # -- what the planner sees
 
     async def _views(self, version: Version, group: Sequence[EngineState], waiting: Waiting) -> list[EngineView]:
-        """Of the engines of a version, those whose KV is known."""
+        """The views of those engines of a version whose KV is known."""
         context, inbound = _smallest_context(group), self._inbound(group)
         views: list[EngineView] = []
         async for step in _in_steps([e for e in group if e.kv_capacity_tokens]):
@@ -160,7 +160,7 @@ class Repacker:
         )
 
     async def loads(self, engine: EngineState) -> Sequence[SessionLoad]:
-        """What lies on one engine, as the planner sees it."""
+        """The sessions on one engine, as the planner sees them."""
         context = _smallest_context([e for e in self._serving() if e.version == engine.version])
         [found] = self._loads([engine], await self._sessions_that_wait(), context)
         return found
@@ -181,35 +181,35 @@ class Repacker:
     def _loads(
         self, engines: Sequence[EngineState], all_waiting: Waiting, context: int
     ) -> Sequence[Sequence[SessionLoad]]:
-        """Of each engine. `context`: the smallest of the version's engines."""
-        runs, turns, each_s = self._sessions.running, list[tuple[TurnLoad, RunningTurn]](), list[float]()
+        """The sessions of each engine. `context`: the smallest of the version's engines."""
+        by_id, turns, each_s = self._sessions.running, list[tuple[TurnLoad, RunningTurn]](), list[float]()
         nums = list[int]()
         for engine in engines:
-            found = [(load, run) for load in engine.turns.values() if (run := runs.get(load.turn_id)) is not None]
+            found = [(load, turn) for load in engine.turns.values() if (turn := by_id.get(load.turn_id)) is not None]
             pace_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
             turns += found
             each_s += [pace_s] * len(found)
             nums.append(len(found))
         running = iter(self._running(turns, each_s, context))
         return [
-            [*itertools.islice(running, num), *_relayed(engine), *self._waiting(engine, all_waiting)]
+            [*itertools.islice(running, num), *_forwarded(engine), *self._waiting(engine, all_waiting)]
             for engine, num in zip(engines, nums, strict=True)
         ]
 
     def _running(
         self, turns: Sequence[tuple[TurnLoad, RunningTurn]], each_s: Sequence[float], context: int
     ) -> list[SessionLoad]:
-        """What may outgrow the `context` stays where it is."""
-        sessions = [run.session for _, run in turns]
+        """A turn that may outgrow the `context` is not moved."""
+        sessions = [turn.session for _, turn in turns]
         return turn_loads(
             [load for load, _ in turns],
-            generated=[len(run.record.token_ids) for _, run in turns],
+            generated=[len(turn.record.token_ids) for _, turn in turns],
             moves=[session.moves for session in sessions],
             ends_session=[session.spec.ephemeral for session in sessions],
             lengths=self._sessions.lengths,
             each_s=each_s,
             back_s=self._back_s,
-            stays=[run.request.sampling.in_place or 0 < context < load.tokens_max for load, run in turns],
+            stays=[turn.request.sampling.in_place or 0 < context < load.tokens_max for load, turn in turns],
             expected=[session.spec.expected_output_tokens or 0 for session in sessions],
         )
 
@@ -224,16 +224,16 @@ class Repacker:
         return self._durations.typical_s / 2
 
     def _inbound(self, group: Sequence[EngineState]) -> Mapping[EngineName, Sequence[SessionLoad]]:
-        """What earlier plans sent from one engine of the group to another, and is not there yet."""
+        """What earlier plans move from one engine of the group to another, and has not arrived."""
         engines = {engine.name: engine for engine in group}
         found = defaultdict[EngineName, list[SessionLoad]](list)
         turns, to = list[tuple[TurnLoad, RunningTurn]](), list[EngineName]()
         for key, there in self._mover.inbound.items():
             if there not in engines or key in engines[there].turns:
                 continue
-            run, session = self._sessions.running.get(TurnId(key)), self._sessions.live.find(SessionId(key))
-            if run is not None and run.engine is not None and run.engine in engines:
-                turns.append((engines[run.engine].turns[run.request.turn_id], run))
+            turn, session = self._sessions.running.get(TurnId(key)), self._sessions.live.find(SessionId(key))
+            if turn is not None and turn.engine is not None and turn.engine in engines:
+                turns.append((engines[turn.engine].turns[turn.request.turn_id], turn))
                 to.append(there)
             elif session is not None and session.engine != there:
                 found[there].append(SessionLoad(session.session_id, None, steady(session.tokens)))
@@ -242,14 +242,14 @@ class Repacker:
         return found
 
 
-def _relayed(engine: EngineState) -> list[SessionLoad]:
+def _forwarded(engine: EngineState) -> list[SessionLoad]:
     return [
         SessionLoad(t.session_id, t.turn_id, steady(t.tokens), stays=True) for t in engine.turns.values() if t.relayed
     ]
 
 
 async def _in_steps(engines: Sequence[EngineState]) -> AsyncIterator[Sequence[EngineState]]:
-    """As many at a time as have some `STEP_SESSIONS` turns; other tasks run in between."""
+    """As many engines at a time as have some `STEP_SESSIONS` turns; other tasks run in between."""
     step, num = list[EngineState](), 0
     for engine in engines:
         step.append(engine)
