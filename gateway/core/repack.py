@@ -43,8 +43,8 @@ from gateway.core.types import EngineName, SessionId, TurnId, Version
 
 HORIZONS = (0.25, 0.5, 1.0, 2.0)
 """Times at which a plan has to fit, in typical turns' lengths."""
-PART_SESSIONS = 512
-"""Sessions that one part of a plan tries to move: about a millisecond's work, and twice that to begin their moves."""
+PART_SESSIONS = 256
+"""Sessions that one part of a plan tries to move: about a millisecond to plan, and some five to start their moves."""
 
 
 @dataclass(frozen=True, slots=True)
