@@ -12,7 +12,7 @@ from typing import get_args
 
 import click
 
-from gateway.faultkit.engine import CuttingEngine
+from gateway.faultkit.engine import ScriptedEngine
 from gateway.faultkit.script import RESUMABLE, Cut, CutKind, cuts_by_seed
 from protos.errors import LaminarError
 from protos.options import PORT, PORT_MAX
@@ -69,7 +69,7 @@ def faultkit(
     if port and port + num_engines - 1 > PORT_MAX:
         raise click.BadParameter(f"{num_engines} engines from {port} on end above {PORT_MAX}", param_hint="--port")
     engines = [
-        CuttingEngine(
+        ScriptedEngine(
             f"e{i}",
             port=port and port + i,
             draw=cuts_by_seed(seed * num_engines + i, share, after_max, chosen),
@@ -93,7 +93,7 @@ def _kinds(text: str) -> tuple[CutKind, ...]:
     return chosen  # type: ignore[return-value]  # each is one of the literal's
 
 
-async def _serve(engines: list[CuttingEngine], ready_file: Path | None) -> None:
+async def _serve(engines: list[ScriptedEngine], ready_file: Path | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -112,7 +112,7 @@ async def _serve(engines: list[CuttingEngine], ready_file: Path | None) -> None:
     click.echo(f"{asked} requests; " + ", ".join(f"{kind} {count}" for kind, count in sorted(drawn.items())))
 
 
-def _counting(engine: CuttingEngine, drawn: Counter[str]) -> Callable[[], Cut | None]:
+def _counting(engine: ScriptedEngine, drawn: Counter[str]) -> Callable[[], Cut | None]:
     draw = engine.draw
     assert draw is not None
 

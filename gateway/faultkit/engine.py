@@ -56,8 +56,8 @@ class Asked:
 
 
 @dataclass
-class CuttingEngine:
-    """`async with CuttingEngine("e0") as engine`: serves at `engine.url`.
+class ScriptedEngine:
+    """`async with ScriptedEngine("e0") as engine`: serves at `engine.url`.
 
     Each request takes one of `cuts`, and `always` when there are none left. `before_cut` is awaited with the number of
     ids, prompt included, that were generated. A stream waits before token `hold_at` (of its request) until `go` is set.

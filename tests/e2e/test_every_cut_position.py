@@ -22,7 +22,7 @@ from aiohttp import web
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec, GatewayConfig
 from tests.support import processes
-from tests.support.cutting_engine import until
+from tests.support.scripted_engine import until
 from tests.support.tiny_model import VOCAB, Dtype, tiny_model
 
 pytestmark = pytest.mark.slow

@@ -19,9 +19,9 @@ import pytest
 
 from gateway.tokens import Codec
 from tests.support import processes
-from tests.support.cutting_engine import CuttingEngine, in_thread
 from tests.support.fleet import until
 from tests.support.processes import Daemon
+from tests.support.scripted_engine import ScriptedEngine, in_thread
 from tests.support.tiny_model import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -112,7 +112,7 @@ def tool_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     def says(prompt: Sequence[int]) -> list[int]:
         return [*codec.encode(tool_user(codec.decode(prompt))), EOS]
 
-    with in_thread(CuttingEngine(says=says, chunk=3, burst=True)) as url:
+    with in_thread(ScriptedEngine(says=says, chunk=3, burst=True)) as url:
         gateway = _serve(tmp_path_factory.mktemp("tools"), url)
         yield gateway
         assert gateway.daemon.stop() == 0, gateway.daemon.log()

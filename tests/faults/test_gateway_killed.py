@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from tests.support import processes
-from tests.support.cutting_engine import CuttingEngine, said, until
 from tests.support.processes import Daemon
+from tests.support.scripted_engine import ScriptedEngine, said, until
 from tests.support.words import tokenizer
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ PAUSE_S, PAUSE_BEFORE_KILL_S = 0.1, 1.0
 """Of an engine before each event of four tokens; slow at last: what a loaded machine has not read yet is no loss."""
 
 
-def serve(directory: Path, engines: Sequence[CuttingEngine], port: int) -> Daemon:
+def serve(directory: Path, engines: Sequence[ScriptedEngine], port: int) -> Daemon:
     flags = [f"--engine={e.name}=vllm={e.url}" for e in engines]
     command = ["gateway", "serve", "--model=policy", f"--tokenizer={tokenizer(directory / 'model')}"]
     where = [f"--data={directory / 'data'}", f"--port={port}", "--max-running=200", "--intake-batch=1000"]
@@ -76,7 +76,7 @@ async def sdk_asks(client: openai.AsyncOpenAI, number: int) -> list[int]:
     return ids
 
 
-async def keeps_up(http: aiohttp.ClientSession, engines: Sequence[CuttingEngine]) -> None:
+async def keeps_up(http: aiohttp.ClientSession, engines: Sequence[ScriptedEngine]) -> None:
     """Until the gateway has read and written nearly all that engines said, and they still say more."""
     begun = sum(e.said_tokens for e in engines)
     async with asyncio.timeout(180):
@@ -92,8 +92,8 @@ async def keeps_up(http: aiohttp.ClientSession, engines: Sequence[CuttingEngine]
 
 async def test_kill_9_with_200_turns_in_flight(tmp_path: Path, request: pytest.FixtureRequest, port: int) -> None:
     async with (
-        CuttingEngine("e0", chunk=4, pause_s=PAUSE_S, hold_at=HELD_AT) as e0,
-        CuttingEngine("e1", chunk=4, pause_s=PAUSE_S, hold_at=HELD_AT) as e1,
+        ScriptedEngine("e0", chunk=4, pause_s=PAUSE_S, hold_at=HELD_AT) as e0,
+        ScriptedEngine("e1", chunk=4, pause_s=PAUSE_S, hold_at=HELD_AT) as e1,
         aiohttp.ClientSession(
             f"http://127.0.0.1:{port}", connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)
         ) as http,

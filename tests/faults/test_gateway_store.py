@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from tests.faults.test_gateway_killed import serve
-from tests.support.cutting_engine import MODEL, CuttingEngine, said
+from tests.support.scripted_engine import MODEL, ScriptedEngine, said
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ async def until_health(http: aiohttp.ClientSession, wanted: int) -> str:
 async def test_a_disk_that_takes_nothing_more_for_a_while(
     tmp_path: Path, request: pytest.FixtureRequest, port: int
 ) -> None:
-    async with CuttingEngine("e0") as e0, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+    async with ScriptedEngine("e0") as e0, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
         gateway = await asyncio.to_thread(serve, tmp_path, [e0], port)
         request.addfinalizer(gateway.kill)
         await until_health(http, 200)

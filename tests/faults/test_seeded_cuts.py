@@ -22,10 +22,10 @@ import pytest
 
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.faultkit.engine import CuttingEngine
+from gateway.faultkit.engine import ScriptedEngine
 from gateway.faultkit.script import RESUMABLE, Cut, CutKind, cuts_by_seed
 from gateway.tokens import Codec
-from tests.support.cutting_engine import until
+from tests.support.scripted_engine import until
 from tests.support.tiny_model import tiny_model
 
 SEEDS = int(os.environ.get("LAMINAR_FAULTKIT_SEEDS", "100"))
@@ -87,7 +87,7 @@ async def gateway(
         specs = []
         for i in range(3):
             draw = counting(cuts_by_seed(1000 + i, share, 60, kinds), drawn)
-            engine = CuttingEngine(f"e{i}", chunk=1 + i * 2, split=i == 1, draw=draw, says=says, vocab_size=VOCABULARY)
+            engine = ScriptedEngine(f"e{i}", chunk=1 + i * 2, split=i == 1, draw=draw, says=says, vocab_size=VOCABULARY)
             engine.revive_s = 0.2
             await stack.enter_async_context(engine)
             specs.append(EngineSpec(engine.name, "vllm", engine.url, None))

@@ -14,7 +14,7 @@ from protos import grpc_errors
 from protos.errors import NotFound
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
-from tests.support.cutting_engine import MODEL
+from tests.support.scripted_engine import MODEL
 
 
 class FakeRelay(pb_grpc.RelayServicer):

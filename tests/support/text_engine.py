@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.faultkit.script import Cut
-from tests.support.cutting_engine import Asked, CuttingEngine
+from tests.support.scripted_engine import Asked, ScriptedEngine
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -21,7 +21,7 @@ def words(name: str, version: str, num: int) -> list[str]:
 
 
 @dataclass
-class TextEngine(CuttingEngine):
+class TextEngine(ScriptedEngine):
     """Answers with `words`, one for each of `max_tokens`. A cut comes after so many of them; in an answer that is not
     streamed, before it (0) or in its middle. `hold_text_at`: waits for `go` before that word, or the whole answer."""
 

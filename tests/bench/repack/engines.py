@@ -29,7 +29,7 @@ import uvloop
 from aiohttp import web
 
 from tests.bench.repack.trace import COMMITTED, TOKENS_PER_UNIT, decode_ms, lengths, token, units
-from tests.support.cutting_engine import LOAD_STEPS, MODEL
+from tests.support.scripted_engine import LOAD_STEPS, MODEL
 
 BASE = 997
 PROMPT_UNITS = units(COMMITTED["trace"]["prompt_tokens"])

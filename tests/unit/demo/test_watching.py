@@ -17,7 +17,7 @@ from deploy.demo.processes import DemoError
 from deploy.demo.recording import EngineChange, GatewayStatus, Note, Recording, Segment, Step
 from deploy.demo.watchers import TIMELINE_PAGE, GatewayWatcher, TrainerEvents, Watchers
 from gateway.core.types import EngineName
-from tests.support.cutting_engine import CuttingEngine
+from tests.support.scripted_engine import ScriptedEngine
 from tests.unit.gateway_shell.test_status import gateway as real_gateway
 
 
@@ -104,7 +104,7 @@ async def test_a_gateway_that_answers_what_cannot_be_read_is_one_clear_line() ->
 
 async def test_a_real_gateways_status_and_timeline_are_read(tmp_path: Path) -> None:
     recording = Recording()
-    async with CuttingEngine("e0", dtype="float32") as e0, real_gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0", dtype="float32") as e0, real_gateway(tmp_path, e0) as (found, http):
         await until(lambda: found.fleet.state.engines[EngineName("e0")].dtype == "float32")
         async with http.post("/v1/completions", json={"model": "policy", "prompt": [5], "max_tokens": 2}) as answer:
             assert answer.status == 200

@@ -16,7 +16,7 @@ from gateway.api.openai.requests import decode_chat
 from gateway.core.types import SamplingParams
 from gateway.engines.base import EngineChunk, EngineFailed, RequestRefused
 from gateway.engines.sglang import LOADER, SglangEngine
-from tests.support.cutting_engine import until
+from tests.support.scripted_engine import until
 from tests.support.sglang.engine import Engine
 from tests.support.sglang.server import Server
 from tests.support.sglang.weights import read_directory, said

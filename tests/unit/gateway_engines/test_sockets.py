@@ -11,7 +11,7 @@ import pytest
 
 from gateway.engines import sockets
 from gateway.engines.sockets import SHARE_S, Sockets, of
-from tests.support.cutting_engine import until
+from tests.support.scripted_engine import until
 
 
 class Clock:

@@ -22,8 +22,8 @@ from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool, Timeline
 from gateway.turns.running import RunningTurn
-from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
 from tests.support.reading import heard
+from tests.support.scripted_engine import MODEL, ScriptedEngine, said, until
 
 PROMPT = (11, 12, 13)
 BUDGET = 12
@@ -55,10 +55,10 @@ class Shell:
         parent, depth = (None, 0) if newest is None else (newest.turn_id, newest.depth + 1)
         return self.sessions.start(TurnRequest(turn_id, session.session_id, depth, prompt, params, parent))
 
-    def status(self, engine: CuttingEngine) -> str:
+    def status(self, engine: ScriptedEngine) -> str:
         return self.fleet.state.engines[EngineName(engine.name)].status
 
-    def turns_on(self, engine: CuttingEngine) -> list[str]:
+    def turns_on(self, engine: ScriptedEngine) -> list[str]:
         return list(self.fleet.state.engines[EngineName(engine.name)].turns)
 
     async def taken(self, length: int) -> None:
@@ -76,10 +76,10 @@ class Shell:
 @contextlib.asynccontextmanager
 async def shell(
     directory: Path,
-    *engines: CuttingEngine,
+    *engines: ScriptedEngine,
     relay: str | None = None,
     fleet: FleetConfig | None = None,
-    broken: Sequence[CuttingEngine] = (),
+    broken: Sequence[ScriptedEngine] = (),
     **config: Any,
 ) -> AsyncIterator[Shell]:
     """Engines are looked at when they come and when a stream breaks, else not: no test waits for a poll.

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.core.admission import stranded
 from gateway.core.types import Version
-from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_shell.test_rewards import post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
 
@@ -29,7 +29,7 @@ async def refused(http: aiohttp.ClientSession) -> Any:
 
 
 async def test_groups_that_lost_a_member_do_not_fill_the_bound_for_ever(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (_, http):
         await post(http, "/experience/sample", GROUPS)  # it takes two at once, and none may be older
         lost = []
         for group in ("a", "b"):
@@ -60,7 +60,7 @@ async def test_groups_that_lost_a_member_do_not_fill_the_bound_for_ever(tmp_path
 
 async def test_a_member_of_a_group_that_has_begun_is_admitted_whatever_is_buffered(tmp_path: Path) -> None:
     """Its group's version is served no more, so it is placed like a new session."""
-    async with CuttingEngine("e0", version="3") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (found, http):
+    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (found, http):
         await post(http, "/experience/sample", GROUPS)
         members = {group: [await member(http, group, i) for i in range(2)] for group in ("a", "b")}
         for first, _ in members.values():
@@ -76,7 +76,7 @@ async def test_a_member_of_a_group_that_has_begun_is_admitted_whatever_is_buffer
 
 
 async def test_a_sample_by_hand_caps_nobody(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (_, http):
         look = {"reader": "by hand", "trainer_version": 0, "trajectories": 1, "staleness_max": 0}
         await post(http, "/experience/sample", look)
         for name in ("s0", "s1", "s2"):
@@ -91,7 +91,7 @@ async def test_a_sample_by_hand_caps_nobody(tmp_path: Path) -> None:
 async def test_a_refused_request_for_a_batch_holds_nobody_up(tmp_path: Path, unclear: dict[str, int]) -> None:
     """It says of no batch how large it is; a batch of none would let no session in, also after a restart."""
     body = {"model": MODEL, "prompt": [5], "max_tokens": 2}
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0, queue_timeout_s=0.2) as (_, http):
             for _ in range(2):
                 await post(
@@ -109,7 +109,7 @@ async def test_groups_are_looked_through_only_where_that_decides(
     """With thousands of them a look takes milliseconds, and every turn's end changes what may be placed."""
     looks = list[int]()
     monkeypatch.setattr("gateway.sessions.trainer.stranded", lambda *args: looks.append(1) or stranded(*args))
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (found, http):
         await post(http, "/experience/sample", GROUPS)  # it takes two at once, and none may be older
         first = await member(http, "a", 0)
         await turn(http, first, [5])
@@ -129,7 +129,7 @@ async def test_groups_are_looked_through_only_where_that_decides(
 async def test_a_trainer_version_that_cannot_be_makes_nothing_stale(tmp_path: Path) -> None:
     """As when a step is passed for a version: all that was rolled out would be dropped for good, for every reader."""
     asked = {"reader": "r", "trajectories": 1, "trainer_version": 3}
-    async with CuttingEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
         found.fleet.state.newest = Version(3)
         await turn(http, "s", [5])
         await post(http, "/sessions/s/finish", {"reward": 1.0})

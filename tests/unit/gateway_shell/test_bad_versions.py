@@ -14,8 +14,8 @@ from gateway.core.refresh import LOAD_TRIES
 from gateway.core.types import EngineName
 from gateway.fleet import pins as pins_module
 from gateway.fleet import refresh
-from tests.support.cutting_engine import Answer, CuttingEngine, until
 from tests.support.fake_relay import relay
+from tests.support.scripted_engine import Answer, ScriptedEngine, until
 from tests.unit.gateway_shell.shell import check_whole, read, shell
 from tests.unit.gateway_shell.test_versions import AT_ONCE, serve
 
@@ -41,7 +41,7 @@ async def test_however_many_bad_versions_are_published_the_last_good_one_serves(
     monkeypatch.setattr(refresh, "RETRY_S", 0.01)
     monkeypatch.setattr(pins_module, "UPDATE_S", 0.01)
     bad = range(2, 2 + num_bad)
-    e0 = CuttingEngine("e0", answer=refuses(*bad))
+    e0 = ScriptedEngine("e0", answer=refuses(*bad))
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=AT_ONCE) as found:
         holder.retain = 2
         await serve(found, holder, 1, e0)
@@ -67,7 +67,7 @@ async def test_a_newer_version_is_tried_at_once_not_after_the_wait_of_the_one_th
 ) -> None:
     monkeypatch.setattr(refresh, "RETRY_S", 3600.0)
     monkeypatch.setattr(refresh, "RETRY_MAX_S", 3600.0)
-    e0 = CuttingEngine("e0", answer=refuses(2))
+    e0 = ScriptedEngine("e0", answer=refuses(2))
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address) as found:
         await serve(found, holder, 1, e0)
         holder.publish(2)
@@ -79,7 +79,7 @@ async def test_a_pin_that_was_taken_away_is_made_again_while_the_version_is_ther
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pins_module, "UPDATE_S", 3600.0)
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address) as found:
         await serve(found, holder, 1, e0)
         pins, now = found.fleet.pins, time.monotonic()

@@ -19,7 +19,7 @@ from gateway.cli import cli
 from gateway.config import EngineSpec, GatewayConfig, parse_engine
 from protos.errors import InvalidRequest, UnsupportedField
 from tests.support import processes
-from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.support.words import tokenizer
 
 pytestmark = pytest.mark.slow  # each starts the daemon itself
@@ -191,7 +191,7 @@ def test_a_start_that_fails_lets_go_of_its_engines(two_of_one_name: str) -> None
 
 
 async def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         flags = [
             f"--tokenizer={tokenizer(tmp_path / 'model')}",
             f"--engine=e0=vllm={e0.url}",
@@ -214,7 +214,7 @@ async def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with data", "in memory"])
 async def test_a_second_signal_waits_for_no_turn(tmp_path: Path, kept: bool) -> None:
-    async with CuttingEngine("e0", hold_at=2) as e0:
+    async with ScriptedEngine("e0", hold_at=2) as e0:
         flags = [f"--tokenizer={tokenizer(tmp_path / 'model')}", f"--engine=e0=vllm={e0.url}"]
         flags += [f"--data={tmp_path / 'd'}"] if kept else []
         command = ["gateway", "serve", "--model=policy", "--port=0", *flags]

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from gateway.cli import cli
 from gateway.core.types import EngineName
-from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.test_status import complete, gateway
 
 
@@ -19,8 +19,8 @@ async def status(url: str, *flags: str) -> Result:
 
 
 async def test_engines_turns_and_what_is_wrong(tmp_path: Path) -> None:
-    gone = CuttingEngine("gone", url="http://127.0.0.1:9")
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, gone) as (found, http):
+    gone = ScriptedEngine("gone", url="http://127.0.0.1:9")
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, gone) as (found, http):
         await complete(http)
         told = await status(found.url)
         assert told.exit_code == 0, told.output
@@ -43,7 +43,7 @@ async def test_engines_turns_and_what_is_wrong(tmp_path: Path) -> None:
 
 
 async def test_engines_that_compute_in_different_dtypes_are_named(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", dtype="bfloat16"), CuttingEngine("e1", dtype="float32")
+    e0, e1 = ScriptedEngine("e0", dtype="bfloat16"), ScriptedEngine("e1", dtype="float32")
     async with e0, e1, gateway(tmp_path, e0, e1) as (found, _):
         await until(lambda: all(e.dtype for e in found.fleet.state.sorted_engines()), "what they compute in")
         told = (await status(found.url)).output
@@ -55,7 +55,7 @@ async def test_engines_that_compute_in_different_dtypes_are_named(tmp_path: Path
 
 
 async def test_one_dtype_is_no_warning_and_an_untold_one_a_question_mark(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", dtype="float32"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0", dtype="float32"), ScriptedEngine("e1")
     async with e0, e1, gateway(tmp_path, e0, e1) as (found, _):
         await until(lambda: found.fleet.state.engines[EngineName("e0")].dtype, "what it computes in")
         told = (await status(found.url)).output
@@ -70,10 +70,10 @@ def test_who_does_not_answer_is_named() -> None:
 
 
 async def test_it_waits_for_an_engine_that_serves(tmp_path: Path) -> None:
-    gone = CuttingEngine("gone", url="http://127.0.0.1:9")
+    gone = ScriptedEngine("gone", url="http://127.0.0.1:9")
     async with gateway(tmp_path, gone) as (found, _):
         result = await status(found.url, "--wait-s", "0.1")
         assert result.exit_code == 1
         assert f"no engine of {found.url} serves after 0.1 s: gone is " in result.output
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, _):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, _):
         assert (await status(found.url, "--wait-s", "60")).exit_code == 0

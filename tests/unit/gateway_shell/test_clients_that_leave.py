@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_shell.test_rewards import SAMPLE, post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
 
@@ -44,7 +44,7 @@ async def trained(http: aiohttp.ClientSession) -> list[dict[str, Any]]:
 
 
 async def test_the_tail_that_no_client_was_sent_is_not_trained_on(tmp_path: Path) -> None:
-    engine = CuttingEngine("e0", chunk=1, hold_at=4)
+    engine = ScriptedEngine("e0", chunk=1, hold_at=4)
     async with engine, gateway(tmp_path, engine, disconnect_grace_s=30.0) as (found, http):
         read = await stream_and_leave(http, "s", 4)
         await until(lambda: found.sessions.counters.turns_orphaned == 1, "the client is seen to have left")
@@ -63,7 +63,7 @@ async def test_the_tail_that_no_client_was_sent_is_not_trained_on(tmp_path: Path
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "in flight"])
 async def test_what_no_client_was_sent_is_not_trained_on_after_a_restart_either(tmp_path: Path, ended: bool) -> None:
     """Of a turn in flight nobody knows how much was sent; its client did not see its end, and no agent acted on it."""
-    engine = CuttingEngine("e0", chunk=1, hold_at=4)
+    engine = ScriptedEngine("e0", chunk=1, hold_at=4)
     async with engine:
         async with gateway(tmp_path, engine, disconnect_grace_s=30.0) as (found, http):
             await stream_and_leave(http, "s", 4)
@@ -82,7 +82,7 @@ async def test_what_no_client_was_sent_is_not_trained_on_after_a_restart_either(
 
 @pytest.mark.slow
 async def test_who_asks_again_after_a_restart_is_trained_on_all(tmp_path: Path) -> None:
-    engine = CuttingEngine("e0", chunk=1, hold_at=4)
+    engine = ScriptedEngine("e0", chunk=1, hold_at=4)
     async with engine:
         async with gateway(tmp_path, engine, disconnect_grace_s=30.0) as (found, http):
             await stream_and_leave(http, "s", 4)
@@ -97,7 +97,7 @@ async def test_who_asks_again_after_a_restart_is_trained_on_all(tmp_path: Path) 
 
 
 async def test_who_asks_again_and_gets_the_rest_is_trained_on_all(tmp_path: Path) -> None:
-    engine = CuttingEngine("e0", chunk=1, hold_at=4)
+    engine = ScriptedEngine("e0", chunk=1, hold_at=4)
     async with engine, gateway(tmp_path, engine, disconnect_grace_s=30.0) as (found, http):
         await stream_and_leave(http, "s", 4)
         await until(lambda: found.sessions.counters.turns_orphaned == 1, "the client is seen to have left")
@@ -110,7 +110,7 @@ async def test_who_asks_again_and_gets_the_rest_is_trained_on_all(tmp_path: Path
 
 
 async def test_a_plain_answer_is_trained_on_whole(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         await turn(http, "s", [5])
         await post(http, "/sessions/s/finish", {"reward": 1.0})
         [one] = await trained(http)
@@ -119,7 +119,7 @@ async def test_a_plain_answer_is_trained_on_whole(tmp_path: Path) -> None:
 
 async def test_a_session_can_be_finished_right_after_its_client_left(tmp_path: Path) -> None:
     """The turn ends with what was sent, although it would have gone on for the grace."""
-    engine = CuttingEngine("e0", chunk=1, hold_at=4)
+    engine = ScriptedEngine("e0", chunk=1, hold_at=4)
     async with engine, gateway(tmp_path, engine, disconnect_grace_s=30.0) as (_, http):
         await stream_and_leave(http, "s", 4)
         told = await post(http, "/sessions/s/finish", {"reward": 1.0})
@@ -132,7 +132,7 @@ async def test_a_turn_that_somebody_reads_is_not_ended_by_a_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.sessions.turn_service.CONCLUDE_PATIENCE_S", 0.1)
-    engine = CuttingEngine("e0", chunk=1, hold_at=4)
+    engine = ScriptedEngine("e0", chunk=1, hold_at=4)
     async with engine, gateway(tmp_path, engine) as (_, http):
         await post(http, "/s/s/v1/completions", {"model": MODEL, "prompt": [5], "max_tokens": 2})
         asked = {"model": MODEL, "prompt": [5], "max_tokens": NUM, "stream": True, "return_token_ids": True}
@@ -146,7 +146,7 @@ async def test_a_turn_that_somebody_reads_is_not_ended_by_a_finish(
 
 
 async def test_choices_beyond_the_sessions_turns_leave_nothing_running(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await post(http, "/sessions", {"session_id": "s", "max_turns": 2})
         asked = {"model": MODEL, "prompt": [5], "max_tokens": 4, "n": 3}
         told = await post(http, "/s/s/v1/completions", asked, 409)
@@ -158,7 +158,7 @@ async def test_choices_beyond_the_sessions_turns_leave_nothing_running(tmp_path:
 
 async def test_of_two_requests_at_once_the_one_without_room_leaves_nothing_running(tmp_path: Path) -> None:
     """Each has room when it comes; only one has when its turns begin."""
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, disconnect_grace_s=60.0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, disconnect_grace_s=60.0) as (found, http):
         await post(http, "/sessions", {"session_id": "s", "max_turns": 3})
         asked = {"model": MODEL, "prompt": [5], "max_tokens": 4, "n": 2}
 
@@ -174,7 +174,7 @@ async def test_of_two_requests_at_once_the_one_without_room_leaves_nothing_runni
 
 @pytest.mark.parametrize("name", ["a#b", "a?b", "%41", "a%2Fb", "ü+&=", "a%252Fb"])
 async def test_a_name_with_what_urls_use_is_the_same_session_by_its_base_url(tmp_path: Path, name: str) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         made = await post(http, "/sessions", {"session_id": name})
         async with http.post(
             URL(made["base_url"] + "/completions", encoded=True), json={"model": MODEL, "prompt": [5], "max_tokens": 2}
@@ -186,7 +186,7 @@ async def test_a_name_with_what_urls_use_is_the_same_session_by_its_base_url(tmp
 
 @pytest.mark.parametrize("name", [".", "..", "a b", "a/b", "a\x00b", ""])
 async def test_names_that_no_url_can_hold_are_refused(tmp_path: Path, name: str) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         if name:
             await post(http, "/sessions", {"session_id": name}, 400)
         else:
@@ -194,7 +194,7 @@ async def test_names_that_no_url_can_hold_are_refused(tmp_path: Path, name: str)
 
 
 async def test_of_an_answer_that_is_sent_whole_nothing_was_seen_before_its_end(tmp_path: Path) -> None:
-    engine = CuttingEngine("e0", chunk=1, hold_at=4)
+    engine = ScriptedEngine("e0", chunk=1, hold_at=4)
     async with engine, gateway(tmp_path, engine, disconnect_grace_s=30.0) as (found, http):
         asked = {"model": MODEL, "prompt": [5], "max_tokens": NUM}
         leaving = asyncio.create_task(post(http, "/s/s/v1/completions", asked))

@@ -16,7 +16,7 @@ import pytest
 
 from gateway.app import start
 from gateway.runtime.garbage import collect_regularly
-from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.test_status import config
 
 pytestmark = pytest.mark.slow  # full passes of the garbage collector
@@ -80,7 +80,7 @@ async def test_no_full_pass_while_turns_run(passes: list[int]) -> None:
 async def test_a_turn_that_ended_leaves_no_cycle(tmp_path: Path, stream: bool) -> None:
     """Its client gone and its window over: by reference counts alone."""
     body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4, "stream": stream}
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         found = await start(dataclasses.replace(config(tmp_path, e0), idempotency_window_s=0.0))
         await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
         async with aiohttp.ClientSession(found.url) as http:

@@ -16,7 +16,7 @@ from gateway.experience import ExperienceBuffer
 from gateway.turns.running import RunningTurn
 from protos.errors import Conflict, Unavailable
 from protos.trajectories import Trajectory
-from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_shell.shell import read, shell
 from tests.unit.gateway_shell.test_groups import rolled_out
 from tests.unit.gateway_shell.test_rewards import branches, post, rewards, turn
@@ -25,7 +25,7 @@ from tests.unit.gateway_shell.test_status import gateway, get
 
 async def test_a_finish_asked_again_tells_the_same_also_after_a_restart(tmp_path: Path) -> None:
     asked = {"reward": 1.0, "metrics": {"steps": 3.0}}
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             await turn(http, "s", [5])
             told = await post(http, "/sessions/s/finish", asked)
@@ -50,7 +50,7 @@ async def test_a_finish_goes_on_without_its_caller_and_is_joined(
         await add(self, *leaves, **along)
 
     monkeypatch.setattr(ExperienceBuffer, "add", held)
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         session = found.session()
         await read(found.run(session))
         asked = Finish(reward=1.0)
@@ -79,7 +79,7 @@ async def test_an_abandonment_goes_on_without_its_caller(tmp_path: Path, monkeyp
         await abort(self, why)
 
     monkeypatch.setattr(RunningTurn, "abort", held)
-    e0 = CuttingEngine("e0", hold_at=2)
+    e0 = ScriptedEngine("e0", hold_at=2)
     async with e0, shell(tmp_path, e0) as found:
         session = found.session("s")
         reading = asyncio.create_task(read(found.run(session)))
@@ -92,7 +92,7 @@ async def test_an_abandonment_goes_on_without_its_caller(tmp_path: Path, monkeyp
         with pytest.raises(Conflict, match="its session was abandoned"):
             await reading
         await until(lambda: found.sessions.live.ended(session.session_id), "its end")
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         assert len(found.sessions.live) == 0, "on disk, too"
 
 
@@ -106,7 +106,7 @@ async def test_a_client_that_hangs_up_while_it_finishes_finds_it_finished(
         await add(self, *leaves, **along)
 
     monkeypatch.setattr(ExperienceBuffer, "add", held)
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await turn(http, "s", [5])
         with pytest.raises(asyncio.TimeoutError):
             await http.post("/sessions/s/finish", json={"reward": 1.0}, timeout=aiohttp.ClientTimeout(0.05))
@@ -116,7 +116,7 @@ async def test_a_client_that_hangs_up_while_it_finishes_finds_it_finished(
 
 
 async def test_rewards_given_before_the_end_survive_a_restart(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             first, left, _ = await branches(http, "s")
             await post(http, "/sessions/s/reward", {"turns": {first: 0.25}, "leaves": {left: -1.0}})
@@ -135,7 +135,7 @@ async def test_rewards_given_before_the_end_survive_a_restart(tmp_path: Path) ->
 
 
 async def test_a_group_goes_on_after_a_restart(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             group = await post(http, "/groups", {"size": 3, "group_min": 2, "resample_max": 1})
             first, second, third = group["sessions"]
@@ -161,7 +161,7 @@ async def test_a_member_that_ended_as_the_gateway_died_is_counted_at_the_restart
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end is on disk, its group has not heard of it."""
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             group = await post(http, "/groups", {"size": 2, "resample_max": 1})
             with monkeypatch.context() as patched:
@@ -186,7 +186,7 @@ async def test_a_session_that_cannot_be_ended_keeps_no_other_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await post(http, "/groups", {"size": 1, "resample_max": 1})  # to be replaced, with no room for another
         await post(http, "/sessions", {"session_id": "s"})
         object.__setattr__(found.sessions.config, "sessions_max", 0)
@@ -195,7 +195,7 @@ async def test_a_session_that_cannot_be_ended_keeps_no_other_from_its_end(
 
 
 async def test_a_finish_that_met_a_fault_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await turn(http, "s", [5])
 
         async def failing(segments: Any) -> Any:
@@ -212,7 +212,7 @@ async def test_a_finish_that_met_a_fault_can_be_made_again(tmp_path: Path, monke
 async def test_an_early_end_that_cannot_be_kept_is_told_to_every_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
         run = found.run()
 
         async def refused(*_: object) -> None:
@@ -237,7 +237,7 @@ async def test_a_clock_that_is_set_ends_no_session_and_no_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By hours, as where it was wrong at the boot."""
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         session, used = found.session("s"), found.session("used")
         for each in (session, used):
             await read(found.run(each))
@@ -254,7 +254,7 @@ async def test_a_clock_that_is_set_ends_no_session_and_no_lease(
 async def test_a_clock_that_is_set_back_vouches_for_nothing_that_was_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with CuttingEngine("e0", version="3", tells_versions=False) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", version="3", tells_versions=False) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         await read(found.run(session))
         await found.fleet.evidence.collect([s for t in session.tree.turns.values() for s in t.segments])
@@ -271,7 +271,7 @@ async def test_an_end_that_cannot_be_kept_is_told_to_who_has_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Readers hear of the end before it is on disk, and show it only when they have left."""
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         run = found.run()
 
         async def refused(*_: object) -> None:

@@ -9,9 +9,9 @@ from gateway.core.endings import Finish
 from gateway.core.fleet import FleetConfig
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName
-from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import relay
 from tests.support.reading import heard
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 
@@ -21,12 +21,12 @@ async def finished(found: Shell, session: SessionState) -> list[str]:
     return [s.evidence for s in leaf.segments]
 
 
-def looks(engine: CuttingEngine) -> int:
+def looks(engine: ScriptedEngine) -> int:
     return sum(path == "/weight_info" for path, _ in engine.calls)
 
 
 async def test_an_engine_that_tells_versions_with_its_tokens_is_not_asked_again(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         session = found.session()
         await read(found.run(session))
         before = looks(e0)
@@ -35,7 +35,7 @@ async def test_an_engine_that_tells_versions_with_its_tokens_is_not_asked_again(
 
 
 async def test_an_engine_that_does_not_tell_is_looked_at_once_for_many_segments(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", tells_versions=False) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", tells_versions=False) as e0, shell(tmp_path, e0) as found:
         sessions = [found.session() for _ in range(4)]
         for session in sessions:
             for _ in range(2):
@@ -47,7 +47,7 @@ async def test_an_engine_that_does_not_tell_is_looked_at_once_for_many_segments(
 
 
 async def test_a_moved_turn_has_evidence_for_both_its_segments(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1")
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         session = found.session()
         async with found.run(session) as run:
@@ -58,7 +58,7 @@ async def test_a_moved_turn_has_evidence_for_both_its_segments(tmp_path: Path) -
 
 
 async def test_an_engine_whose_label_changed_behind_our_back_is_not_trained_on(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", tells_versions=False) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", tells_versions=False) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         await read(found.run(session))
         e0.version = "9"
@@ -68,7 +68,7 @@ async def test_an_engine_whose_label_changed_behind_our_back_is_not_trained_on(t
 
 
 async def test_nobody_can_vouch_for_an_engine_that_is_gone_or_another_one_now(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", tells_versions=False)
+    e0 = ScriptedEngine("e0", tells_versions=False)
     async with e0, shell(tmp_path, e0) as found:
         first, second = found.session(), found.session()
         for session in (first, second):
@@ -81,7 +81,7 @@ async def test_nobody_can_vouch_for_an_engine_that_is_gone_or_another_one_now(tm
 
 
 async def test_an_engine_is_looked_at_before_it_is_refreshed(tmp_path: Path) -> None:
-    e0, at_once = CuttingEngine("e0", tells_versions=False), FleetConfig(version_hold_s=0.0)
+    e0, at_once = ScriptedEngine("e0", tells_versions=False), FleetConfig(version_hold_s=0.0)
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=at_once) as found:
         for version in (1, 2):
             holder.publish(version)

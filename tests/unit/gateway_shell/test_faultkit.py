@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from gateway.cli import cli
 from gateway.faultkit.script import CutKind, cuts_by_seed, said
 from tests.support import processes
-from tests.support.cutting_engine import CuttingEngine
+from tests.support.scripted_engine import ScriptedEngine
 
 
 def test_engines_say_what_their_script_says_and_tell_how_often_they_cut(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_seed_draws_the_same_cuts_again() -> None:
 @pytest.mark.parametrize("rounds", range(4))
 async def test_what_was_accepted_as_an_engine_dies_is_reset_too(rounds: int) -> None:
     """Else the socket is left open, and whoever runs when it is collected fails with its warning."""
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         with socket.create_connection(("127.0.0.1", int(e0.url.rpartition(":")[2])), 60.0) as client:
             for _ in range(rounds):
                 await asyncio.sleep(0)

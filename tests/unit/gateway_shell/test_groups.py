@@ -12,7 +12,7 @@ import aiohttp
 
 from gateway.app import DATABASE_NAME
 from gateway.core.fleet import FleetConfig
-from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_shell.test_rewards import post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
 
@@ -30,7 +30,7 @@ async def sampled(http: aiohttp.ClientSession, wait_s: float = 0.0) -> list[tupl
 
 
 async def test_a_group_is_made_whole_and_read_whole(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         group = await post(http, "/groups", {"size": 3, "session": {"tags": {"environment": "x"}}})
         assert [m["sample_index"] for m in group["sessions"]] == [0, 1, 2]
         assert len({m["api_key"] for m in group["sessions"]}) == 3
@@ -45,7 +45,7 @@ async def test_a_group_is_made_whole_and_read_whole(tmp_path: Path) -> None:
 
 
 async def test_a_groups_size_has_one_word_and_the_older_one_is_taken_too(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         for asked in ({"group_size": 2}, {"size": 2}, {"size": 2, "group_size": 2}):
             group = await post(http, "/groups", asked)
             assert (group["group_size"], group["size"], len(group["sessions"])) == (2, 2, 2)
@@ -57,7 +57,7 @@ async def test_a_groups_size_has_one_word_and_the_older_one_is_taken_too(tmp_pat
 
 
 async def test_what_is_one_members_own_is_refused_for_all_of_them(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         for wrong in ({"session_id": "a"}, {"group_id": "g"}, {"group_size": 3}, {"sample_index": 1}):
             told = await post(http, "/groups", {"group_size": 2, "session": wrong}, 400)
             assert told["error"]["param"] == f"session.{next(iter(wrong))}"
@@ -66,7 +66,7 @@ async def test_what_is_one_members_own_is_refused_for_all_of_them(tmp_path: Path
 
 
 async def test_a_group_of_several_versions_is_marked(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
         group = await post(http, "/groups", {"size": 2})
         path = f"/groups/{group['group_id']}"
         await rolled_out(http, group["sessions"][0])
@@ -82,7 +82,7 @@ async def test_a_group_of_several_versions_is_marked(tmp_path: Path) -> None:
 
 
 async def test_a_failed_member_is_replaced_and_then_the_group_closes_short(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         group = await post(http, "/groups", {"size": 3, "group_min": 2, "resample_max": 1})
         first, second, third = group["sessions"]
         told = await post(http, f"/sessions/{first['session_id']}/abandon", {"reason": "its tool died"})
@@ -99,7 +99,7 @@ async def test_a_failed_member_is_replaced_and_then_the_group_closes_short(tmp_p
 
 
 async def test_a_short_group_is_known_to_be_whole_after_a_restart(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             group = await post(http, "/groups", {"size": 3, "group_min": 1})
             await rolled_out(http, group["sessions"][1])
@@ -110,7 +110,7 @@ async def test_a_short_group_is_known_to_be_whole_after_a_restart(tmp_path: Path
 
 
 async def test_abandoning_a_group_aborts_its_members_and_takes_its_trajectories_out(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=2) as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0", hold_at=2) as e0, gateway(tmp_path, e0) as (found, http):
         group = await post(http, "/groups", {"size": 3})
         e0.hold_at = None
         await rolled_out(http, group["sessions"][0])
@@ -129,7 +129,7 @@ async def test_abandoning_a_group_aborts_its_members_and_takes_its_trajectories_
 
 
 async def test_a_group_that_cannot_reach_its_minimum_is_given_up(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         group = await post(http, "/groups", {"size": 2})
         await rolled_out(http, group["sessions"][0])
         await post(http, f"/sessions/{group['sessions'][1]['session_id']}/abandon")
@@ -138,7 +138,7 @@ async def test_a_group_that_cannot_reach_its_minimum_is_given_up(tmp_path: Path)
 
 
 async def test_what_is_wrong_with_a_group_is_named(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         for body, param in (({"size": 0}, "size"), ({"size": 2, "group_min": 3}, "group_min"), ({}, "group_size")):
             assert (await post(http, "/groups", body, 400))["error"]["param"] == param
         await post(http, "/groups/nobody/abandon", status=404)
@@ -147,7 +147,7 @@ async def test_what_is_wrong_with_a_group_is_named(tmp_path: Path) -> None:
 async def test_a_place_that_nobody_can_take_again_is_given_up_and_stops_no_start(tmp_path: Path) -> None:
     """Its row is lost, and the gateway comes back in a mode that makes no such session."""
     strict = {"on_version_loss": "strict"}
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             group = await post(http, "/groups", {"size": 3, "group_min": 1, "resample_max": 9, "session": strict})
             path, lost = f"/groups/{group['group_id']}", group["sessions"][1]["session_id"]
@@ -163,7 +163,7 @@ async def test_a_place_that_nobody_can_take_again_is_given_up_and_stops_no_start
 
 
 async def test_a_member_that_ends_while_the_gateway_ends_is_sampled_again_by_the_next_one(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (found, http):
             group = await post(http, "/groups", {"size": 2, "resample_max": 1})
             path, first = f"/groups/{group['group_id']}", group["sessions"][0]["session_id"]

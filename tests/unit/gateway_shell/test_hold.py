@@ -12,8 +12,8 @@ from gateway.core import hold
 from gateway.core.endings import Finish
 from gateway.core.fleet import FleetConfig
 from protos.errors import OutOfCapacity
-from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import relay
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.shell import check_whole, read, shell
 from tests.unit.gateway_shell.test_versions import serve
 
@@ -26,7 +26,7 @@ async def test_a_session_that_waits_for_its_tool_holds_up_new_ones_no_longer_tha
     """It then goes on under the new version, as its policy says; the log names it and the option once."""
     caplog.set_level("INFO")
     monkeypatch.setattr(hold, "HOLD_WORTH_S", {"segment": 0.2})
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=FOR_EVER) as found:
         await serve(found, holder, 1, e0)
         session = found.session("waits-for-a-tool")
@@ -47,7 +47,7 @@ async def test_a_session_that_waits_for_its_tool_holds_up_new_ones_no_longer_tha
 
 
 async def test_who_is_refused_meanwhile_is_told_who_holds_the_engine(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     bound = {"fleet": FOR_EVER, "queue_timeout_s": 0.1}
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, **bound) as found:
         await serve(found, holder, 1, e0)
@@ -60,7 +60,7 @@ async def test_who_is_refused_meanwhile_is_told_who_holds_the_engine(tmp_path: P
 
 @pytest.mark.parametrize("again", [False, True], ids=["at once", "after a restart"])
 async def test_a_session_that_waits_for_its_reward_alone_holds_no_engine(tmp_path: Path, again: bool) -> None:
-    async with relay() as (holder, address), CuttingEngine("e0") as e0:
+    async with relay() as (holder, address), ScriptedEngine("e0") as e0:
         async with shell(tmp_path, e0, relay=address, fleet=FOR_EVER) as found:
             await serve(found, holder, 1, e0)
             session = found.session("s")
@@ -76,7 +76,7 @@ async def test_a_session_that_waits_for_its_reward_alone_holds_no_engine(tmp_pat
 async def test_a_turn_that_waits_for_the_trainer_ends_no_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine could take it, with or without the hold."""
     monkeypatch.setattr(hold, "HOLD_WORTH_S", {"segment": 0.05})
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=FOR_EVER) as found:
         await serve(found, holder, 1, e0)
         await read(found.run(found.session("waits-for-a-tool")))

@@ -9,14 +9,14 @@ import pytest
 from gateway.turns import joinable
 from gateway.turns.joinable import PROMPT_TOKEN_BYTES, TOKEN_BYTES
 from tests.support import codecs
-from tests.support.cutting_engine import CuttingEngine
+from tests.support.scripted_engine import ScriptedEngine
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, read, shell
 
 
 async def test_the_oldest_go_first_when_their_prompts_take_too_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, idempotency_window_s=600.0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, idempotency_window_s=600.0) as found:
         turns = found.sessions.joinable
         runs = [found.run() for _ in range(4)]
         for run in runs:

@@ -19,8 +19,8 @@ from gateway.core.types import EngineName, SamplingParams, TurnId, TurnOrigin, T
 from gateway.store import PartialResponsePool
 from gateway.turns.running import RunningTurn
 from protos.errors import Conflict, OutOfCapacity
-from tests.support.cutting_engine import CuttingEngine, said, until
 from tests.support.reading import heard
+from tests.support.scripted_engine import ScriptedEngine, said, until
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, Shell, check_at_rest, check_whole, read, shell
 
 
@@ -52,7 +52,7 @@ async def leave(run: RunningTurn, after: int) -> None:
 
 
 async def test_a_client_that_comes_back_reads_the_running_turn_from_its_beginning(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
         session = found.session()
         run = begun(found, session)
         await leave(run, 4)
@@ -69,7 +69,7 @@ async def test_a_client_that_comes_back_reads_the_running_turn_from_its_beginnin
 
 
 async def test_two_readers_get_the_same_and_the_turn_lives_while_one_stays(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         run = begun(found, session)
         async with run:
@@ -83,7 +83,7 @@ async def test_two_readers_get_the_same_and_the_turn_lives_while_one_stays(tmp_p
 
 
 async def test_a_retry_in_the_middle_of_a_move_joins_the_turn_that_is_moved(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1", hold_at=0)
+    e0, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1", hold_at=0)
     async with e0, e1, shell(tmp_path, e0, e1, disconnect_grace_s=60.0) as found:
         session = found.session()
         run = begun(found, session)
@@ -101,7 +101,7 @@ async def test_a_retry_in_the_middle_of_a_move_joins_the_turn_that_is_moved(tmp_
 
 
 async def test_an_orphan_that_ends_in_its_grace_is_answered_to_the_retry(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
         session = found.session()
         run = begun(found, session)
         await leave(run, 4)
@@ -116,7 +116,7 @@ async def test_an_orphan_that_ends_in_its_grace_is_answered_to_the_retry(tmp_pat
 
 
 async def test_an_orphan_is_aborted_after_its_grace_and_a_later_retry_gets_its_tokens(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=0.02) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=0.02) as found:
         session = found.session()
         run = begun(found, session)
         await leave(run, 4)
@@ -136,7 +136,7 @@ async def test_an_orphan_is_aborted_after_its_grace_and_a_later_retry_gets_its_t
 
 
 async def test_a_given_up_turn_of_a_session_that_went_on_becomes_a_branch(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         await leave(begun(found, session), 4)
         e0.hold_at = None
@@ -148,7 +148,7 @@ async def test_a_given_up_turn_of_a_session_that_went_on_becomes_a_branch(tmp_pa
 
 
 async def test_a_lost_turn_keeps_its_tokens_for_the_retry(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", hold_at=4)
+    e0 = ScriptedEngine("e0", hold_at=4)
     async with e0, shell(tmp_path, e0, placement_timeout_s=0.1, poll_interval_s=0.02) as found:
         session = found.session()
         run = begun(found, session)
@@ -157,7 +157,7 @@ async def test_a_lost_turn_keeps_its_tokens_for_the_retry(tmp_path: Path) -> Non
             await e0.die()
             with pytest.raises(Exception, match="is lost"):
                 await read(run)
-        async with CuttingEngine("e0", url=e0.url, started_unix_s=2.0) as returned:
+        async with ScriptedEngine("e0", url=e0.url, started_unix_s=2.0) as returned:
             state = found.fleet.state.sorted_engines()[0]
             await until(lambda: (state.status, state.incarnation) == ("serving", "2.0"), "the engine's return")
             again = await join(found, Call("same", session.session_id))
@@ -169,7 +169,7 @@ async def test_a_lost_turn_keeps_its_tokens_for_the_retry(tmp_path: Path) -> Non
 
 async def test_a_turn_that_was_refused_for_its_wait_waits_no_longer_when_it_is_asked_for_again(tmp_path: Path) -> None:
     full: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_timeout_s": 0.1, "placement_timeout_s": 60.0}
-    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **full) as found, found.run() as first:
+    async with ScriptedEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **full) as found, found.run() as first:
         session = found.session()
         with pytest.raises(OutOfCapacity, match=r"within 0\.1 s"):
             await read(begun(found, session))
@@ -183,7 +183,7 @@ async def test_a_turn_that_was_refused_for_its_wait_waits_no_longer_when_it_is_a
 
 async def test_a_client_that_left_the_queue_keeps_its_place(tmp_path: Path) -> None:
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "disconnect_grace_s": 60.0}
-    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **config) as found, found.run():
+    async with ScriptedEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **config) as found, found.run():
         session = found.session()
         run = begun(found, session)
         waiting = asyncio.create_task(read(run))
@@ -201,7 +201,7 @@ async def test_a_client_that_left_the_queue_keeps_its_place(tmp_path: Path) -> N
 
 async def test_siblings_without_a_session_never_merge(tmp_path: Path) -> None:
     """Eight requests of one body, one client gone: the next of them joins that turn; with two gone, none does."""
-    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+    async with ScriptedEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
         runs = [begun(found, found.session(ephemeral=True), f"t{i}") for i in range(8)]
         reading = [asyncio.create_task(read(run)) for run in runs]
         await until(lambda: len(e0.asked) == 8, "eight turns")
@@ -220,7 +220,7 @@ async def test_siblings_without_a_session_never_merge(tmp_path: Path) -> None:
 
 
 async def test_a_turn_that_is_over_is_forgotten_after_its_window(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, idempotency_window_s=10.0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, idempotency_window_s=10.0) as found:
         session = found.session(ephemeral=True)
         run = begun(found, session)
         await read(run)
@@ -235,7 +235,7 @@ async def test_a_turn_that_is_over_is_forgotten_after_its_window(tmp_path: Path)
 
 
 async def test_an_abandoned_sessions_turn_cannot_be_joined(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         run = begun(found, session)
         async with run:
@@ -248,7 +248,7 @@ async def test_an_abandoned_sessions_turn_cannot_be_joined(tmp_path: Path) -> No
 
 async def test_a_turn_that_anybody_may_have_asked_for_stays_so_when_a_marked_retry_joins_it(tmp_path: Path) -> None:
     """A sibling takes up the unread turn, leaves, and comes back marked: it is still nobody's alone."""
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
         session = found.session()
         await leave(begun(found, session), 4)
         sibling = await join(found, Call("same", session.session_id))
@@ -275,7 +275,7 @@ async def test_two_retries_while_an_orphan_is_given_up_have_one_driver(
         await end(self, turn_id, outcome, num_tokens)
 
     monkeypatch.setattr(PartialResponsePool, "end", held)
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         leaving = asyncio.create_task(leave(begun(found, session), 4))
         await entered.wait()  # it is being given up
@@ -298,7 +298,7 @@ async def test_two_retries_while_an_orphan_is_given_up_have_one_driver(
 async def test_a_retry_of_a_sibling_that_was_refused_gets_a_turn_of_its_own(tmp_path: Path) -> None:
     """Four equal requests of a session at once, and one place: each gets its own answer in the end."""
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_max": 0}
-    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **config) as found:
+    async with ScriptedEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **config) as found:
         session = found.session()
         first = begun(found, session)
         async with first:
@@ -321,7 +321,7 @@ async def test_a_retry_of_a_sibling_that_was_refused_gets_a_turn_of_its_own(tmp_
 
 
 async def test_a_retry_of_what_was_refused_before_it_had_a_turn_joins_no_sibling(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", hold_at=2) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         async with begun(found, session):
             found.sessions.refused(Call("same", session.session_id))
@@ -334,7 +334,7 @@ async def test_a_retry_of_what_was_refused_before_it_had_a_turn_joins_no_sibling
 
 async def test_the_first_choice_of_a_call_without_a_session_stays_while_the_second_runs(tmp_path: Path) -> None:
     config: dict[str, Any] = {"idempotency_window_s": 10.0, "disconnect_grace_s": 60.0}
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, **config) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, **config) as found:
         session = found.session(ephemeral=True)
         origin = TurnOrigin("same", unnamed=True)
         first, second = (
@@ -368,7 +368,7 @@ async def test_the_first_choice_of_a_call_without_a_session_stays_while_the_seco
 
 async def test_who_leaves_unread_makes_no_turn_unread_that_another_is_about_to_have(tmp_path: Path) -> None:
     """Its first connection is given up late, while its retry has read all and its answer is on the way."""
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
         session = found.session()
         run = begun(found, session)
         async with run:

@@ -10,8 +10,8 @@ from pathlib import Path
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName
 from gateway.turns.running import RunningTurn
-from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.reading import slowly
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, read, shell
 
 E0, E1 = EngineName("e0"), EngineName("e1")
@@ -38,7 +38,7 @@ async def settled(found: Shell) -> None:
 
 
 async def test_a_reader_that_is_cancelled_at_any_step_leaks_no_count(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         left = []
         for steps in STEPS:
             left.append(await left_after(steps, asyncio.create_task(read(found.run()))))
@@ -47,7 +47,7 @@ async def test_a_reader_that_is_cancelled_at_any_step_leaks_no_count(tmp_path: P
 
 
 async def test_a_stream_that_is_closed_after_any_delta_leaks_no_count(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         for deltas in range(4):
             async with found.run(tokens_per_event=3) as run, contextlib.aclosing(slowly(run)) as stream:
                 for _ in range(deltas):
@@ -56,7 +56,7 @@ async def test_a_stream_that_is_closed_after_any_delta_leaks_no_count(tmp_path: 
 
 
 async def test_a_reader_that_leaves_the_queue_at_any_step_leaks_no_count(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", hold_at=2)
+    e0 = ScriptedEngine("e0", hold_at=2)
     async with e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
         for steps in range(0, 30, 2):
             e0.go.clear()
@@ -71,7 +71,7 @@ async def test_a_reader_that_leaves_the_queue_at_any_step_leaks_no_count(tmp_pat
 
 
 async def test_a_reader_that_leaves_at_any_step_of_a_move_leaks_no_count_on_either_engine(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1", hold_at=4)
+    e0, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1", hold_at=4)
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         for steps in range(0, 60, 3):  # idle engines take turns: the moves go both ways
             run = found.run()

@@ -13,7 +13,7 @@ from gateway.api.openai import history
 from gateway.api.openai.history import Prompt
 from gateway.api.openai.routes import LONG_BODY_BYTES
 from gateway.ports import SessionView
-from tests.support.cutting_engine import MODEL, CuttingEngine
+from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.unit.gateway_shell.test_rewards import post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
 
@@ -33,7 +33,7 @@ async def test_a_key_that_comes_twice_at_once_is_one_turn(
 
     monkeypatch.setattr(history, "completion_prompt", making)
     body = LONG if session is None else {**LONG, "session_id": session}
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
 
         async def ask() -> tuple[str, str | None]:
             async with http.post("/v1/completions", json=body, headers={"Idempotency-Key": "k"}) as answer:
@@ -62,7 +62,7 @@ async def test_a_turn_that_ends_while_another_prompt_is_made_disturbs_nobody(
         return make(codec, view, prompt, **how)
 
     monkeypatch.setattr(history, "completion_prompt", slowly)
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         await turn(http, "s", [5])
         asked = asyncio.create_task(post(http, "/s/s/v1/completions", LONG))
         assert await asyncio.to_thread(making.wait, HANG_S)

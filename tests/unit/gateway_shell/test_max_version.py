@@ -14,14 +14,14 @@ import pytest
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
-from tests.support.cutting_engine import MODEL, CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_shell.test_rewards import post
 from tests.unit.gateway_shell.test_status import config, gateway, get
 
 
 @asynccontextmanager
-async def refreshed(directory: Path, *engines: CuttingEngine) -> AsyncIterator[tuple[Gateway, Any, FakeRelay]]:
+async def refreshed(directory: Path, *engines: ScriptedEngine) -> AsyncIterator[tuple[Gateway, Any, FakeRelay]]:
     """A gateway whose engines load what a relay has, as soon as they may; and its client."""
     async with AsyncExitStack() as stack:
         holder, address = await stack.enter_async_context(relay())
@@ -50,8 +50,8 @@ async def test_a_session_is_not_moved_past_it_and_its_version_is_loaded_again_wh
     tmp_path: Path,
 ) -> None:
     async with (
-        CuttingEngine("e0") as e0,
-        CuttingEngine("e1") as e1,
+        ScriptedEngine("e0") as e0,
+        ScriptedEngine("e1") as e1,
         refreshed(tmp_path, e0, e1) as (found, http, holder),
     ):
         await post(http, "/sessions", {"session_id": "bound", "max_version": 1, "on_version_loss": "segment"})
@@ -76,7 +76,7 @@ async def test_a_session_is_not_moved_past_it_and_its_version_is_loaded_again_wh
 
 
 async def test_a_new_session_is_told_when_every_engine_is_past_it(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (_, http):
         for name, newest in (("same", 3), ("older", 2)):
             await post(http, "/sessions", {"session_id": name, "max_version": newest})
         await turn(http, "same")
@@ -88,7 +88,7 @@ async def test_a_new_session_is_told_when_every_engine_is_past_it(tmp_path: Path
 
 @pytest.mark.parametrize("bounds", [{"min_version": 4}, {"version": 4}, {"version": 4, "min_version": 2}], ids=str)
 async def test_it_is_no_older_than_what_else_is_asked_for(tmp_path: Path, bounds: dict[str, int]) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         told = (await post(http, "/sessions", {**bounds, "max_version": 3}, 400))["error"]
         assert (told["param"], told["message"]) == ("max_version", "`max_version`=3 is out of range (at least 4)")
         await post(http, "/sessions", {**bounds, "max_version": 4})

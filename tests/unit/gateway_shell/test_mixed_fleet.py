@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from gateway.app import start
 from gateway.config import EngineSpec
-from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.support.sglang.engine import Engine
 from tests.support.sglang.server import Server
 from tests.support.sglang.weights import said
@@ -37,7 +37,7 @@ async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field
     sglang = Engine(WEIGHTS, "0", MODEL, step_s=0.005)
     async with (
         serving_app(Server(sglang, incremental=incremental, disconnect_s=0.5).app()) as url,
-        CuttingEngine("vllm", says=says, chunk=1, pause_s=0.005, dtype="bfloat16") as vllm,
+        ScriptedEngine("vllm", says=says, chunk=1, pause_s=0.005, dtype="bfloat16") as vllm,
     ):
         engines = (EngineSpec("vllm", "vllm", vllm.url, None), EngineSpec("sglang", "sglang", url, None))
         found = await start(dataclasses.replace(config(tmp_path), engines=engines, tokens_per_event=1))
@@ -73,7 +73,7 @@ async def test_a_call_that_was_asked_for_is_held_to_by_sglang_and_never_sent_to_
     sglang = Engine(WEIGHTS, "0", MODEL, encode=lambda text: [*tokenizer.encode(text).ids, EOS_ID] if text else [])
     async with (
         serving_app(Server(sglang, incremental=True, disconnect_s=0.5).app()) as url,
-        CuttingEngine("embedded") as other,
+        ScriptedEngine("embedded") as other,
     ):
         engines = (EngineSpec("embedded", "embedded", other.url, None), EngineSpec("sglang", "sglang", url, None))
         found = await start(dataclasses.replace(config(tmp_path), tokenizer=tiny_model(), engines=engines, probe=False))

@@ -12,15 +12,15 @@ from gateway.core.types import EngineName
 from gateway.engines.base import EngineChunk
 from gateway.engines.connections import EVENTS_AT_ONCE_MAX
 from protos.errors import TurnLost
-from tests.support.cutting_engine import Cut, CuttingEngine, until
 from tests.support.reading import heard
+from tests.support.scripted_engine import Cut, ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
 E0, E1 = EngineName("e0"), EngineName("e1")
 
 
 async def test_a_move_keeps_its_place_and_tells_how_long_the_pause_was(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1", hold_at=0)
+    e0, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1", hold_at=0)
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         async with found.run() as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
@@ -39,7 +39,7 @@ async def test_a_move_keeps_its_place_and_tells_how_long_the_pause_was(tmp_path:
 
 
 async def test_a_move_of_a_turn_that_ends_first_comes_to_nothing(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         async with found.run() as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             arrived = run.move(E1)
@@ -54,7 +54,7 @@ async def test_a_turn_whose_finish_was_heard_does_not_leave_any_more(
 ) -> None:
     """Its task comes to the finish only after the read that brought it: to go on elsewhere would be to say too much."""
     moved: list[object] = []
-    async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with ScriptedEngine("e0") as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         run = found.run()
         driver = run._driver
         heard = driver._take
@@ -74,7 +74,7 @@ async def test_a_turn_whose_finish_was_heard_does_not_leave_any_more(
 
 
 async def test_a_move_whose_first_stream_there_is_cut_comes_to_nothing(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1", always=Cut("503"))
+    e0, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1", always=Cut("503"))
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         async with found.run() as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
@@ -87,7 +87,7 @@ async def test_a_move_whose_first_stream_there_is_cut_comes_to_nothing(tmp_path:
 
 
 async def test_a_destination_that_left_the_version_gets_nothing(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1")
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         async with found.run() as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
@@ -101,7 +101,7 @@ async def test_a_destination_that_left_the_version_gets_nothing(tmp_path: Path) 
 
 
 async def test_a_released_turn_goes_on_wherever_there_is_a_place(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         async with found.run() as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             found.fleet.state.engines[E0].leaving = True  # as for an engine that is to load
@@ -113,7 +113,7 @@ async def test_a_released_turn_goes_on_wherever_there_is_a_place(tmp_path: Path)
 
 
 async def test_decode_curves_are_learnt_from_streams(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", chunk=1) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", chunk=1) as e0, shell(tmp_path, e0) as found:
         for _ in range(8):
             await _read(found, budget=4 * EVENTS_AT_ONCE_MAX)
         curve = found.fleet.state.engines[E0].curve
@@ -126,7 +126,7 @@ async def _read(found: Shell, budget: int) -> None:
 
 
 async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1")
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         async with found.run(in_place=True) as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
@@ -140,7 +140,7 @@ async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> No
 
 
 async def test_what_has_to_end_where_it_began_is_lost_when_cut_unless_it_had_not_begun(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", cuts=deque([Cut("eof", 4), Cut("eof", 0)])), CuttingEngine("e1", always=Cut("503"))
+    e0, e1 = ScriptedEngine("e0", cuts=deque([Cut("eof", 4), Cut("eof", 0)])), ScriptedEngine("e1", always=Cut("503"))
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         told = (
             r"knows how far its JSON schema is fulfilled after 4 tokens: .*ended a stream.*\(send the request again\)"

@@ -14,7 +14,7 @@ from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, Version
 from gateway.repack.mover import MOVES_AT_ONCE, TurnMover
 from gateway.turns.running import RunningTurn
-from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
 E0, E1 = EngineName("e0"), EngineName("e1")
@@ -23,11 +23,11 @@ E0, E1 = EngineName("e0"), EngineName("e1")
 @asynccontextmanager
 async def running(
     directory: Path, count: int
-) -> AsyncIterator[tuple[Shell, TurnMover, list[RunningTurn], CuttingEngine]]:
+) -> AsyncIterator[tuple[Shell, TurnMover, list[RunningTurn], ScriptedEngine]]:
     """`count` turns held on e0 after four tokens; e1 says nothing before `go`."""
     async with AsyncExitStack() as stack:
-        e0 = await stack.enter_async_context(CuttingEngine("e0", hold_at=4))
-        e1 = await stack.enter_async_context(CuttingEngine("e1", hold_at=0))
+        e0 = await stack.enter_async_context(ScriptedEngine("e0", hold_at=4))
+        e1 = await stack.enter_async_context(ScriptedEngine("e1", hold_at=0))
         found = await stack.enter_async_context(shell(directory, e0, e1))
         runs = [found.run(on_e0(found)) for _ in range(count)]
         reading = [asyncio.create_task(read(run)) for run in runs]

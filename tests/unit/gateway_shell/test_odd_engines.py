@@ -23,8 +23,8 @@ from gateway.fleet.handle import EngineHandle
 from gateway.fleet.watcher import EngineWatcher
 from gateway.runtime import supervisor
 from paramserver.client import Lease, RelayClient
-from tests.support.cutting_engine import Answer, CuttingEngine, until
 from tests.support.fake_relay import relay
+from tests.support.scripted_engine import Answer, ScriptedEngine, until
 from tests.unit.gateway_shell.shell import check_at_rest, check_whole, read, shell
 from tests.unit.gateway_shell.test_status import gateway, get
 
@@ -71,7 +71,7 @@ async def check_serves(found: Gateway, http: aiohttp.ClientSession) -> Any:
 
 @pytest.mark.parametrize("how", ODD)
 async def test_an_engine_that_answers_oddly_is_the_only_one_to_suffer(tmp_path: Path, how: str) -> None:
-    e0, odd = CuttingEngine("e0"), CuttingEngine("odd", answers=dict(ODD[how]))
+    e0, odd = ScriptedEngine("e0"), ScriptedEngine("odd", answers=dict(ODD[how]))
     async with e0, odd, gateway(tmp_path, e0, odd, poll_interval_s=0.05) as (found, http):
         await until(lambda: state_of(found, "e0") == "serving", "the sound one")
         told = (await check_serves(found, http))["odd"]
@@ -87,7 +87,7 @@ async def test_an_engine_that_answers_oddly_is_the_only_one_to_suffer(tmp_path: 
 
 @pytest.mark.parametrize("label", ["²", "٣", "9" * 19, "1e3", "-1", ""])
 async def test_a_label_that_names_no_version_is_the_one_it_was_started_with(tmp_path: Path, label: str) -> None:
-    e0, odd = CuttingEngine("e0"), CuttingEngine("odd", answers={"/weight_info": f'{{"weight_version": "{label}"}}'})
+    e0, odd = ScriptedEngine("e0"), ScriptedEngine("odd", answers={"/weight_info": f'{{"weight_version": "{label}"}}'})
     async with e0, odd, gateway(tmp_path, e0, odd) as (found, http):
         await until(lambda: state_of(found, "odd") == "serving", "it holds version 0")
         assert (await check_serves(found, http))["odd"]["version"] == 0
@@ -95,7 +95,7 @@ async def test_a_label_that_names_no_version_is_the_one_it_was_started_with(tmp_
 
 @pytest.mark.parametrize("host", ["a" * 64 + ".example", "xn--" + "é" * 60, "a..b", "." + "a" * 300])
 async def test_a_host_that_cannot_be_is_refused_where_it_is_named(tmp_path: Path, host: str) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         for check in (True, False):
             wanted = {"name": "odd", "url": f"http://{host}:8000", "check": check}
             async with http.post("/admin/engines", json=wanted) as answer:
@@ -109,7 +109,7 @@ async def test_a_host_that_no_resolver_takes_is_an_engine_that_cannot_be_reached
 ) -> None:
     """Whatever the door let through."""
     monkeypatch.setattr("gateway.api.admin.is_address", lambda url: True)
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, poll_interval_s=0.05) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, poll_interval_s=0.05) as (found, http):
         wanted = {"name": "odd", "url": f"http://{'a' * 64}.example:8000", "check": False}
         async with http.post("/admin/engines", json=wanted) as answer:
             assert answer.status == 201, await answer.text()
@@ -126,7 +126,7 @@ async def test_what_nobody_foresaw_is_the_engines_state_too_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bug in its adapter: that engine cannot be used, is looked at again, and serves once it answers."""
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     looks, broken = 0, True
 
     async def metrics(adapter: VllmEngine) -> EngineReport:
@@ -160,7 +160,7 @@ async def test_a_look_that_fails_in_the_gateway_itself_costs_no_other_engine(
         met(watching, member, *rest)
 
     monkeypatch.setattr(EngineWatcher, "_join", meet)
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with e0, e1, gateway(tmp_path, e0, e1, poll_interval_s=0.05) as (found, http):
         assert "nobody thought of it" in (await check_serves(found, http))["e1"]["last_error"]
         broken = False
@@ -171,7 +171,7 @@ async def test_a_load_that_fails_as_nobody_foresaw_fences_its_engine_alone_and_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refresh, "RETRY_S", 0.01)
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     keep, failures = refresh._renew, 0
 
     def keeps(client: RelayClient, lease: Lease) -> Any:
@@ -194,7 +194,7 @@ async def test_a_load_that_fails_as_nobody_foresaw_fences_its_engine_alone_and_i
 async def test_a_decision_that_fails_stops_no_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fleet's tick: an assertion in a decision is said, and ages and holds run out all the same."""
     monkeypatch.setattr(fleet, "TICK_S", 0.01)
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         changed, calls = Fleet.reconcile, 0
 
         def changes(self: Fleet) -> None:
@@ -213,7 +213,7 @@ async def test_a_decision_that_fails_stops_no_clock(tmp_path: Path, monkeypatch:
 async def test_an_event_that_nobody_foresaw_cuts_its_turn_which_goes_on_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    odd, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    odd, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1")
     async with odd, e1, shell(tmp_path, odd, e1) as found:
         monkeypatch.setattr(odd, "_event", lambda *_: b'data: {"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n\n")
         runs = [found.run() for _ in range(2)]
@@ -225,7 +225,7 @@ async def test_an_event_that_nobody_foresaw_cuts_its_turn_which_goes_on_elsewher
 
 @pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 63])
 async def test_an_id_that_no_vocabulary_has_is_a_cut(tmp_path: Path, token: int) -> None:
-    odd, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    odd, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with odd, e1, shell(tmp_path, odd, e1) as found:
         odd.says = lambda prompt: [token]
         for run in [found.run() for _ in range(2)]:
@@ -239,7 +239,7 @@ async def test_an_engine_that_says_more_than_it_was_asked_for_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """Else one that never ends would fill the record, the pool and the disk with one turn."""
-    odd, e1 = CuttingEngine("e0", chunk=chunk), CuttingEngine("e1")
+    odd, e1 = ScriptedEngine("e0", chunk=chunk), ScriptedEngine("e1")
     async with odd, e1, shell(tmp_path, odd, e1) as found:
         say = odd._say
         monkeypatch.setattr(odd, "_say", lambda prompt, budget: say(prompt, 100 * budget))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.api.openapi import ROUTES, schema
 from gateway.app import start
-from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.test_status import config
 
 EXAMPLES = 150
@@ -28,7 +28,7 @@ ANYTHING: Any = st.recursive(
 
 
 async def test_every_route_is_in_the_schema_and_none_besides(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         found = await start(config(tmp_path, e0))
         async with aiohttp.ClientSession(found.url) as http, http.get("/openapi.json") as answer:
             served = await answer.json()
@@ -73,7 +73,7 @@ def test_every_route_says_what_it_answers() -> None:
 
 async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
     """As JSON to the struct and back: nothing is lost, and nothing is missing."""
-    async with CuttingEngine("e0") as e0, contextlib.AsyncExitStack() as stack:
+    async with ScriptedEngine("e0") as e0, contextlib.AsyncExitStack() as stack:
         found = await start(config(tmp_path, e0))
         stack.push_async_callback(found.close, drain_timeout_s=0.1)
         http = await stack.enter_async_context(aiohttp.ClientSession(found.url))
@@ -166,7 +166,7 @@ async def test_nothing_asked_by_the_schema_meets_a_5xx(tmp_path: Path) -> None:
         drawn.append(request)
 
     draw()
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         found = await start(config(tmp_path, e0))
         await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
         async with aiohttp.ClientSession(found.url, timeout=aiohttp.ClientTimeout(total=20)) as http:

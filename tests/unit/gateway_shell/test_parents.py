@@ -13,7 +13,7 @@ import pytest
 from gateway.app import Gateway
 from gateway.core.endings import Ended
 from gateway.core.types import SessionId
-from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_shell.shell import shell
 from tests.unit.gateway_shell.test_rewards import post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
@@ -32,7 +32,7 @@ def set_idle(found: Gateway, seconds: float) -> None:
 
 
 async def test_a_child_names_a_session_that_lives(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         for name in ("gone", "unrewarded", "given-up"):
             await turn(http, name, [5])
         await post(http, "/sessions/gone/finish", {"reward": 1.0})
@@ -55,7 +55,7 @@ async def test_a_child_names_a_session_that_lives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["finish", "finish without a reward", "abandon"])
 async def test_children_end_with_their_parent_before_its_end_is_told(tmp_path: Path, end: str) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await made(http, "p")
         for name, parent in (("busy", "p"), ("calm", "p"), ("told", "p"), ("grandchild", "calm"), ("other", None)):
             await made(http, name, parent)
@@ -80,7 +80,7 @@ async def test_a_parent_is_not_idle_while_a_child_that_blocks_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         for name in ("waits", "left", "alone"):
             await made(http, name)
         await made(http, "tool", "waits", blocks_parent=True)
@@ -109,7 +109,7 @@ async def test_a_parent_is_not_idle_while_a_child_that_blocks_it_lives(
 
 async def test_families_outlive_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             for name in ("p", "q"):
                 await made(http, name)
@@ -127,7 +127,7 @@ async def test_families_outlive_the_gateway(tmp_path: Path, monkeypatch: pytest.
 async def test_a_group_of_children_is_not_sampled_again_without_their_parent(
     tmp_path: Path, finished: int, state: str
 ) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await made(http, "p")
         asked = {"size": 3, "group_min": 1, "resample_max": 9, "session": {"parent_session_id": "p"}}
         group = await post(http, "/groups", asked)

@@ -18,8 +18,8 @@ from gateway.core.types import EngineName, Version
 from gateway.fleet.pins import FALLBACK_HOLDER, TTL_S
 from paramserver.client import Lease, RelayClient
 from protos.errors import OutOfCapacity, Unavailable
-from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, read, shell
 from tests.unit.gateway_shell.test_versions import serve
 
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.slow  # leases are renewed and run out by the clock
 
 
 @asynccontextmanager
-async def one_engine(directory: Path, **fleet: Any) -> AsyncIterator[tuple[Shell, FakeRelay, CuttingEngine]]:
+async def one_engine(directory: Path, **fleet: Any) -> AsyncIterator[tuple[Shell, FakeRelay, ScriptedEngine]]:
     settings = FleetConfig(version_hold_s=0.0, **fleet)
     async with (
         relay() as (holder, address),
-        CuttingEngine("e0") as e0,
+        ScriptedEngine("e0") as e0,
         shell(directory, e0, relay=address, fleet=settings, queue_timeout_s=0.3) as found,
     ):
         await serve(found, holder, 1, e0)
@@ -81,7 +81,7 @@ async def test_a_pin_that_was_taken_away_is_made_again_and_the_timeline_says_so(
 
 
 async def test_a_restarted_gateway_pins_the_versions_of_its_sessions(tmp_path: Path) -> None:
-    async with relay() as (holder, address), CuttingEngine("e0") as e0:
+    async with relay() as (holder, address), ScriptedEngine("e0") as e0:
         fleet = FleetConfig(version_hold_s=0.0)
         async with shell(tmp_path, e0, relay=address, fleet=fleet) as found:
             await serve(found, holder, 1, e0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gateway.core.types import EngineName, SamplingParams, TurnId, TurnRequest
-from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.shell import BUDGET, Shell, check_at_rest, read, shell
 
 
@@ -20,7 +20,7 @@ async def where(found: Shell, prompt: list[int], name: str, *, ephemeral: bool =
 
 async def test_siblings_and_calls_without_a_session_follow_their_prompt(tmp_path: Path) -> None:
     first, second = list(range(100, 740)), list(range(900, 1540))
-    async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with ScriptedEngine("e0") as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         assert await where(found, first, "a") == "e0"
         assert await where(found, second, "b") == "e1", "idle engines take turns"
         assert await where(found, [*first, 7], "c") == "e0"
@@ -31,7 +31,7 @@ async def test_siblings_and_calls_without_a_session_follow_their_prompt(tmp_path
 
 async def test_an_engine_that_was_restarted_holds_nothing(tmp_path: Path) -> None:
     prompt = list(range(100, 164))
-    async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with ScriptedEngine("e0") as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         state = found.fleet.state.engines[EngineName("e0")]
         state.suspected = True
         assert await where(found, prompt, "a") == "e1"

@@ -16,14 +16,14 @@ from gateway.core.types import SamplingParams, Version
 from gateway.engines.base import EngineChunk, EngineFailed, NoLogprob, StreamCut
 from gateway.fleet import refresh
 from gateway.fleet.probe import PROMPT, Probe, compare, probe
-from tests.support.cutting_engine import Cut, CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
+from tests.support.scripted_engine import Cut, ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 from tests.unit.gateway_shell.test_versions import serve
 
 
 @asynccontextmanager
-async def probed(directory: Path, e0: CuttingEngine) -> AsyncIterator[tuple[Shell, FakeRelay]]:
+async def probed(directory: Path, e0: ScriptedEngine) -> AsyncIterator[tuple[Shell, FakeRelay]]:
     fleet = FleetConfig(version_hold_s=0.0)
     async with relay() as (holder, address), e0, shell(directory, e0, relay=address, fleet=fleet, probe=True) as found:
         yield found, holder
@@ -34,7 +34,7 @@ def findings(found: Shell) -> list[Any]:
 
 
 async def test_an_engine_that_computes_as_before_is_shown(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0")  # what it says depends on the prompt alone
+    e0 = ScriptedEngine("e0")  # what it says depends on the prompt alone
     async with probed(tmp_path, e0) as (found, holder):
         await serve(found, holder, 1, e0)
         await serve(found, holder, 2, e0)
@@ -50,7 +50,7 @@ async def test_an_engine_that_gives_no_token_after_its_load_loads_again_before_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refresh, "RETRY_S", 0.01)
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with probed(tmp_path, e0) as (found, holder):
         await serve(found, holder, 1, e0)
         e0.cuts = deque([Cut("eof", 0)])
@@ -68,7 +68,7 @@ async def test_an_engine_that_gives_no_token_after_its_load_loads_again_before_i
 
 
 async def test_an_engine_that_takes_no_probe_serves(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", always=Cut("400"))
+    e0 = ScriptedEngine("e0", always=Cut("400"))
     async with probed(tmp_path, e0) as (found, holder):
         await serve(found, holder, 1, e0)
         await until(lambda: findings(found) == ["none"], "a refresh")

@@ -16,7 +16,7 @@ from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId
 from gateway.fleet import places
 from protos.errors import OutOfCapacity
-from tests.support.cutting_engine import BLOCK_TOKENS, BLOCKS, CuttingEngine, until
+from tests.support.scripted_engine import BLOCK_TOKENS, BLOCKS, ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 E0 = EngineName("e0")
@@ -46,7 +46,7 @@ def occupy(found: Shell, tokens: int, name: str = "first") -> None:
 
 async def test_a_session_that_has_begun_goes_before_new_ones_and_has_a_place_in_the_queue(tmp_path: Path) -> None:
     one = FleetConfig(max_running=1)
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=one, queue_max=2) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, fleet=one, queue_max=2) as found:
         live = found.session("live")
         await read(found.run(live))
         occupy(found, 3)
@@ -65,7 +65,7 @@ async def test_a_session_that_has_begun_goes_before_new_ones_and_has_a_place_in_
 
 async def test_a_session_that_has_begun_waits_for_nobody_on_an_idle_engine(tmp_path: Path) -> None:
     """New ones wait for the trainer; a turn of a live session does not queue behind them."""
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, queue_max=3) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, queue_max=3) as found:
         live = found.session("live")
         await read(found.run(live))
         found.trainer.requested(1, 0, 0)
@@ -79,7 +79,7 @@ async def test_a_session_that_has_begun_waits_for_nobody_on_an_idle_engine(tmp_p
 async def test_a_prompt_that_needs_much_room_is_not_overtaken_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         live = found.session("live")
         await read(found.run(live))
         occupy(found, KV_TOKENS // 2)
@@ -100,8 +100,8 @@ async def test_a_prompt_that_needs_much_room_is_not_overtaken_for_ever(
 
 async def test_a_small_engine_that_joins_takes_only_what_fits(tmp_path: Path) -> None:
     """Longer sessions go on where they fit; nobody is refused for the sake of the smallest context."""
-    small = CuttingEngine("small", answers={"/v1/models": '{"data": [{"id": "policy", "max_model_len": 16}]}'})
-    async with CuttingEngine("e0") as e0, small, shell(tmp_path, e0, small) as found:
+    small = ScriptedEngine("small", answers={"/v1/models": '{"data": [{"id": "policy", "max_model_len": 16}]}'})
+    async with ScriptedEngine("e0") as e0, small, shell(tmp_path, e0, small) as found:
         states = found.fleet.state.engines
         assert {name: state.context_tokens for name, state in states.items()} == {"e0": 4096, "small": 16}
         for _ in range(4):
@@ -115,8 +115,8 @@ async def test_a_small_engine_that_joins_takes_only_what_fits(tmp_path: Path) ->
 
 
 async def test_a_turn_is_not_moved_where_it_would_outgrow_the_context(tmp_path: Path) -> None:
-    small = CuttingEngine("small", answers={"/v1/models": '{"data": [{"id": "policy", "max_model_len": 16}]}'})
-    async with CuttingEngine("e0", hold_at=4) as e0, small, shell(tmp_path, e0, small) as found:
+    small = ScriptedEngine("small", answers={"/v1/models": '{"data": [{"id": "policy", "max_model_len": 16}]}'})
+    async with ScriptedEngine("e0", hold_at=4) as e0, small, shell(tmp_path, e0, small) as found:
         run = found.run(budget=20)
         reading = asyncio.create_task(read(run))
         await until(lambda: len(run.record.token_ids) == 4, "tokens")
@@ -126,7 +126,7 @@ async def test_a_turn_is_not_moved_where_it_would_outgrow_the_context(tmp_path: 
 
 
 async def test_who_fits_nowhere_is_told_how_long_the_contexts_are(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, queue_timeout_s=0.05) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, queue_timeout_s=0.05) as found:
         with pytest.raises(OutOfCapacity, match="have contexts of 4096 tokens at most, and it may come to 5003"):
             await read(found.run(budget=5000))
 
@@ -145,7 +145,7 @@ async def test_turns_that_leave_together_are_decided_on_together(
 
     monkeypatch.setattr(places, "place", counted)
     limits = FleetConfig(mode="inflight", max_running=TOGETHER)
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=limits) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, fleet=limits) as found:
         engine, sessions = found.fleet.state.engines[E0], [found.session(f"s{i}") for i in range(TOGETHER)]
         demands = [Demand(session, 3, turn_id=TurnId(f"turn-{session.session_id}")) for session in sessions]
         for demand in demands:

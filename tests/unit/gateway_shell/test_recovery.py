@@ -9,7 +9,7 @@ from gateway.core.endings import Finish
 from gateway.core.retries import Call
 from gateway.core.types import EngineName, SamplingParams, SessionId, TopLogprob, TurnId, TurnOrigin, TurnRequest
 from gateway.turns.running import RunningTurn
-from tests.support.cutting_engine import CuttingEngine, said, until
+from tests.support.scripted_engine import ScriptedEngine, said, until
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, Shell, check_at_rest, check_whole, read, shell
 
 S = SessionId("s")
@@ -22,7 +22,7 @@ def begun(found: Shell, name: str, *, digest: str = "same", unnamed: bool = Fals
     return found.sessions.start(TurnRequest(TurnId(name), session, 0, PROMPT, params, origin=origin))
 
 
-async def four_tokens_and_death(tmp_path: Path, e0: CuttingEngine, *, unnamed: bool = False, **sampling: Any) -> None:
+async def four_tokens_and_death(tmp_path: Path, e0: ScriptedEngine, *, unnamed: bool = False, **sampling: Any) -> None:
     """A life that ends in the midst of a turn."""
     async with shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
         found.session("call" if unnamed else S, ephemeral=unnamed)
@@ -35,7 +35,7 @@ async def four_tokens_and_death(tmp_path: Path, e0: CuttingEngine, *, unnamed: b
 
 
 async def test_a_turn_in_flight_goes_on_and_its_client_gets_the_tokens_of_before(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0:
+    async with ScriptedEngine("e0", hold_at=4) as e0:
         await four_tokens_and_death(tmp_path, e0)
         async with shell(tmp_path, e0) as found:
             joined = await found.sessions.join(Call("same", S), 1)
@@ -49,7 +49,7 @@ async def test_a_turn_in_flight_goes_on_and_its_client_gets_the_tokens_of_before
 
 
 async def test_a_call_without_a_session_goes_on_too(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0:
+    async with ScriptedEngine("e0", hold_at=4) as e0:
         await four_tokens_and_death(tmp_path, e0, unnamed=True)
         async with shell(tmp_path, e0) as found:
             joined = await found.sessions.join(Call("same", None), 1)
@@ -59,7 +59,7 @@ async def test_a_call_without_a_session_goes_on_too(tmp_path: Path) -> None:
 
 
 async def test_a_turn_that_nobody_asks_for_is_given_up_after_its_grace(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0:
+    async with ScriptedEngine("e0", hold_at=4) as e0:
         await four_tokens_and_death(tmp_path, e0)
         e0.hold_at = 0
         async with shell(tmp_path, e0, recovery_grace_s=0.02) as found:
@@ -70,7 +70,7 @@ async def test_a_turn_that_nobody_asks_for_is_given_up_after_its_grace(tmp_path:
 
 
 async def test_alternatives_of_tokens_survive(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4, top=[{"token_id:5": -1.0}, {"token_id:6": -2.0}]) as e0:
+    async with ScriptedEngine("e0", hold_at=4, top=[{"token_id:5": -1.0}, {"token_id:6": -2.0}]) as e0:
         await four_tokens_and_death(tmp_path, e0, top_logprobs=1)
         async with shell(tmp_path, e0) as found:
             [run] = await found.sessions.join(Call("same", S), 1) or []
@@ -80,7 +80,7 @@ async def test_alternatives_of_tokens_survive(tmp_path: Path) -> None:
 
 
 async def test_a_session_is_as_it_was(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with shell(tmp_path, e0) as found:
             session = found.session(S, group_size=4, tags={"environment": "sums"})
             for _ in range(2):
@@ -103,7 +103,7 @@ async def test_a_session_is_as_it_was(tmp_path: Path) -> None:
 
 
 async def test_an_answer_that_was_whole_can_be_asked_for_again(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with shell(tmp_path, e0) as found:
             found.session(S)
             run = begun(found, "t0")
@@ -120,7 +120,7 @@ async def test_an_answer_that_was_whole_can_be_asked_for_again(tmp_path: Path) -
 
 
 async def test_a_death_between_the_two_ends_of_a_session_does_not_give_it_out_twice(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with shell(tmp_path, e0) as found:
             session = found.session(S)
             await read(found.run(session))
@@ -131,9 +131,9 @@ async def test_a_death_between_the_two_ends_of_a_session_does_not_give_it_out_tw
 
 
 async def test_engines_stay_on_the_version_of_recovered_sessions(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4, version="5") as e0:
+    async with ScriptedEngine("e0", hold_at=4, version="5") as e0:
         await four_tokens_and_death(tmp_path, e0)
-        async with CuttingEngine("e1", version="6") as e1, shell(tmp_path, e1, e0) as found:
+        async with ScriptedEngine("e1", version="6") as e1, shell(tmp_path, e1, e0) as found:
             [run] = await found.sessions.join(Call("same", S), 1) or []
             check_whole(run, await read(run))
             assert {s.version for s in run.segments} == {5}

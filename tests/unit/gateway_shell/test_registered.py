@@ -18,9 +18,9 @@ from paramserver.client import RegisteredEngine
 from paramserver.core import view as keys
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Delete, Put
-from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import relay
 from tests.support.reading import heard
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_whole, read, shell
 
 
@@ -30,7 +30,7 @@ class Relay:
     def __init__(self, store: MemoryStore, address: str) -> None:
         self._registry, self._address = MemoryRegistry(store), address
 
-    async def register(self, engine: CuttingEngine, kind: str = "vllm", name: str = "") -> None:
+    async def register(self, engine: ScriptedEngine, kind: str = "vllm", name: str = "") -> None:
         record = RegisteredEngine(name or engine.name, kind, engine.url, self._address)
         await self._registry.transact([], [Put(keys.engine_key(record.name), msgspec.json.encode(record))])
 
@@ -60,7 +60,7 @@ def serving(found: Shell) -> list[str]:
 
 
 async def test_an_engine_comes_with_its_registration_and_goes_with_it(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1")
     async with relay() as (_, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
         await registered.register(e0)
         await until(lambda: serving(found) == ["e0"], "e0")
@@ -77,7 +77,7 @@ async def test_an_engine_comes_with_its_registration_and_goes_with_it(tmp_path: 
 
 
 async def test_a_registration_that_changes_is_taken_over(tmp_path: Path) -> None:
-    e0, again = CuttingEngine("e0"), CuttingEngine("e0")
+    e0, again = ScriptedEngine("e0"), ScriptedEngine("e0")
     async with relay() as (_, address), e0, again, shell(tmp_path) as found, following(found, address) as registered:
         await registered.register(e0)
         await until(lambda: serving(found) == ["e0"], "e0")
@@ -90,7 +90,7 @@ async def test_a_registration_that_changes_is_taken_over(tmp_path: Path) -> None
 
 
 async def test_engines_of_the_configuration_stay_whatever_relays_say(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with relay() as (_, address), e0, e1, shell(tmp_path, e0) as found, following(found, address) as registered:
         await registered.register(e1, name="e0")  # a taken name
         await registered.register(e0, name="x")  # a taken address
@@ -105,7 +105,7 @@ async def test_engines_of_the_configuration_stay_whatever_relays_say(tmp_path: P
 
 
 async def test_what_an_operator_took_out_stays_out_until_it_registers_anew(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with relay() as (_, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
         await registered.register(e0)
         await until(lambda: serving(found) == ["e0"], "e0")
@@ -119,7 +119,7 @@ async def test_what_an_operator_took_out_stays_out_until_it_registers_anew(tmp_p
 
 @pytest.mark.parametrize("others", [False, True])
 async def test_a_relay_is_let_go_with_the_last_engine_beside_it(others: bool, tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with relay() as (holder, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
         await registered.register(e0)
         await until(lambda: serving(found) == ["e0"], "e0")
@@ -136,7 +136,7 @@ async def test_a_relay_is_let_go_with_the_last_engine_beside_it(others: bool, tm
 
 
 async def test_an_engine_that_joins_late_beside_a_known_relay_loads_before_it_serves(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with relay() as (holder, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
         holder.publish(7)
         await registered.register(e0)
@@ -155,7 +155,7 @@ ODD_URLS = ("http://127.0.0.1:99999", "http://[::1", f"http://{'a' * 64}.example
 
 @pytest.mark.parametrize("url", ODD_URLS)
 async def test_a_registration_that_cannot_be_followed_costs_its_own_engine_alone(tmp_path: Path, url: str) -> None:
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with relay() as (_, address), e0, e1, shell(tmp_path) as found, following(found, address) as registered:
         await registered.register(e0)
         await registered.put("a", RegisteredEngine("a", "vllm", url, address))
@@ -174,7 +174,7 @@ async def test_a_registration_that_cannot_be_followed_costs_its_own_engine_alone
 async def test_what_fails_with_one_engine_as_nobody_foresaw_is_said_and_the_others_are_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    add, e0, e1 = Fleet.add, CuttingEngine("e0"), CuttingEngine("e1")
+    add, e0, e1 = Fleet.add, ScriptedEngine("e0"), ScriptedEngine("e1")
 
     def adds(fleet: Fleet, spec: EngineSpec) -> None:
         if spec.name == "e0":
@@ -190,7 +190,7 @@ async def test_what_fails_with_one_engine_as_nobody_foresaw_is_said_and_the_othe
 
 
 async def test_a_store_whose_id_nobody_can_read_still_has_engines(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with (
         relay() as (_, address),
         e0,

@@ -22,8 +22,8 @@ from gateway.config import EngineSpec
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName
 from gateway.fleet import text_proxy
-from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, pass_time, until
 from tests.support.fake_relay import relay
+from tests.support.scripted_engine import MODEL, Cut, ScriptedEngine, pass_time, until
 from tests.support.text_engine import CHAT, COMPLETION, TextEngine, asked_of, said_in, words
 from tests.unit.gateway_shell.test_status import config
 
@@ -36,7 +36,7 @@ ENGINE, VERSION = "X-Laminar-Engine", "X-Laminar-Weight-Version"
 
 @contextlib.asynccontextmanager
 async def gateway(
-    directory: Path, *engines: CuttingEngine, kind: str = "vllm", relay: str | None = None, **settings: Any
+    directory: Path, *engines: ScriptedEngine, kind: str = "vllm", relay: str | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
     """A gateway that relays text over `engines`, all of which serve."""
     specs = tuple(EngineSpec(e.name, kind, e.url, relay) for e in engines)
@@ -106,7 +106,7 @@ async def test_the_engine_gets_the_body_and_the_client_the_answer_byte_by_byte(t
         check_at_rest(found)
 
 
-async def raw(engine: CuttingEngine, path: str, body: bytes) -> bytes:
+async def raw(engine: ScriptedEngine, path: str, body: bytes) -> bytes:
     """What the engine itself answers."""
     async with aiohttp.ClientSession() as http, http.post(engine.url + path, data=body) as answer:
         return await answer.read()

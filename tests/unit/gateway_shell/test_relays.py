@@ -18,8 +18,8 @@ from gateway.store import Database
 from gateway.store.lineage import LineageStore
 from paramserver.client import RelayClient
 from protos.errors import Corrupt
-from tests.support.cutting_engine import until
 from tests.support.fake_relay import relay
+from tests.support.scripted_engine import until
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from gateway.core.types import Version
 from gateway.operate.repack_view import describe, request_plans
 from gateway.repack import loop
 from gateway.runtime import supervisor
-from tests.support.cutting_engine import MODEL, CuttingEngine, said, until
 from tests.support.fake_relay import relay
+from tests.support.scripted_engine import MODEL, ScriptedEngine, said, until
 from tests.support.words import tokenizer
 from tests.unit.gateway_shell.test_status import gateway as running
 
@@ -30,7 +30,7 @@ async def test_a_dry_run_moves_nothing_and_a_round_leaves_its_receipt(tmp_path: 
     async with AsyncExitStack() as stack:
         found_relay, address = await stack.enter_async_context(relay())
         found_relay.publish(1)
-        engines = [await stack.enter_async_context(CuttingEngine(f"e{i}", hold_at=6)) for i in range(2)]
+        engines = [await stack.enter_async_context(ScriptedEngine(f"e{i}", hold_at=6)) for i in range(2)]
         config = GatewayConfig(
             model=MODEL,
             tokenizer=tokenizer(tmp_path / "model"),
@@ -97,6 +97,6 @@ async def test_a_round_that_fails_as_nobody_foresaw_is_said_and_the_next_one_com
 
     monkeypatch.setattr(supervisor, "RETRY_S", 0.01)
     monkeypatch.setattr(loop, "behind", none_behind)
-    async with CuttingEngine("e0") as e0, running(tmp_path, e0, repack_interval_s=0.01):
+    async with ScriptedEngine("e0") as e0, running(tmp_path, e0, repack_interval_s=0.01):
         await until(lambda: rounds > 2, "further rounds")
     assert caplog.text.count("repack failed, and begins again until it does not") == 1

@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from tests.support.cutting_engine import Cut, CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
 from tests.support.reading import heard
+from tests.support.scripted_engine import Cut, ScriptedEngine, until
 from tests.unit.gateway_shell.shell import BUDGET, Shell, check_whole, read, shell
 
 
-async def loaded(found: Shell, holder: FakeRelay, *engines: CuttingEngine) -> None:
+async def loaded(found: Shell, holder: FakeRelay, *engines: ScriptedEngine) -> None:
     """Version 7 on every engine."""
     holder.publish(7)
     await until(lambda: all((e.version, found.status(e)) == ("7", "serving") for e in engines), "version 7")
 
 
 async def test_an_idle_engine_that_restarts_is_noticed_before_the_next_turn(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address) as found:
         await loaded(found, holder, e0)
         state = found.fleet.state.sorted_engines()[0]
         await e0.die()
         await until(lambda: state.suspected or found.status(e0) != "serving", "notice of the broken connection")
-        async with CuttingEngine("e0", url=e0.url, started_unix_s=2.0) as again:
+        async with ScriptedEngine("e0", url=e0.url, started_unix_s=2.0) as again:
             found.fleet.suspect(state.name)  # stands for the next poll
             run = found.run()
             check_whole(run, await read(run))
@@ -36,14 +36,14 @@ async def test_an_idle_engine_that_restarts_is_noticed_before_the_next_turn(tmp_
 
 
 async def test_a_turn_cut_by_a_restart_waits_for_the_refresh_rather_than_mix_versions(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", hold_at=4)
+    e0 = ScriptedEngine("e0", hold_at=4)
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address) as found:
         await loaded(found, holder, e0)
         run = found.run()
         async with run:
             await until(lambda: len(run.record.token_ids) == 4, "tokens")
             await e0.die()
-            async with CuttingEngine("e0", url=e0.url, started_unix_s=2.0) as again:
+            async with ScriptedEngine("e0", url=e0.url, started_unix_s=2.0) as again:
                 check_whole(run, await heard(run))
                 assert [asked.version for asked in again.asked] == ["7"]
         assert [(s.version, s.cause) for s in run.segments] == [(7, "start"), (7, "cut")]
@@ -52,7 +52,7 @@ async def test_a_turn_cut_by_a_restart_waits_for_the_refresh_rather_than_mix_ver
 
 async def test_a_turn_that_broke_off_is_not_sent_there_again_before_the_engine_answered(tmp_path: Path) -> None:
     """The look after a cut hangs: the turn waits, though the engine would have taken it."""
-    e0 = CuttingEngine("e0", cuts=deque([Cut("reset", 2)]))
+    e0 = ScriptedEngine("e0", cuts=deque([Cut("reset", 2)]))
     async with e0, shell(tmp_path, e0) as found:
         e0.answers["/metrics"] = "hang"
         run = found.run()
@@ -62,12 +62,12 @@ async def test_a_turn_that_broke_off_is_not_sent_there_again_before_the_engine_a
             assert len(e0.asked) == 1
             e0.answers.clear()
             await e0.die()  # the hanging look fails; the next one finds it
-            async with CuttingEngine("e0", url=e0.url, started_unix_s=1.0):
+            async with ScriptedEngine("e0", url=e0.url, started_unix_s=1.0):
                 check_whole(run, await heard(run))
 
 
 async def test_an_engine_met_fenced_loads_before_it_serves_whatever_its_label_says(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", version="7", paused=True)
+    e0 = ScriptedEngine("e0", version="7", paused=True)
     async with relay() as (holder, address), e0:
         holder.publish(7)
         async with shell(tmp_path, e0, relay=address) as found:
@@ -77,7 +77,7 @@ async def test_an_engine_met_fenced_loads_before_it_serves_whatever_its_label_sa
 
 
 async def test_an_engine_met_fenced_with_nothing_to_load_serves_once_it_is_resumed(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", paused=True)
+    e0 = ScriptedEngine("e0", paused=True)
     async with e0, shell(tmp_path, broken=[e0], poll_interval_s=0.01) as found:
         await until(lambda: found.status(e0) == "joining", "a first look")
         for _ in range(3):
@@ -89,7 +89,7 @@ async def test_an_engine_met_fenced_with_nothing_to_load_serves_once_it_is_resum
 
 async def test_tokens_of_another_version_are_not_taken_where_the_engine_tells_it_first(tmp_path: Path) -> None:
     """Somebody else loaded a version: the first event says so, and a look finds the new label."""
-    e0 = CuttingEngine("e0", version="7", version_early=True)
+    e0 = ScriptedEngine("e0", version="7", version_early=True)
     async with e0, shell(tmp_path, e0) as found:
         session = found.session()
         await read(found.run(session))
@@ -102,7 +102,7 @@ async def test_tokens_of_another_version_are_not_taken_where_the_engine_tells_it
 
 
 async def test_a_version_told_at_the_end_alone_is_believed_and_the_engine_looked_at(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", version="7")
+    e0 = ScriptedEngine("e0", version="7")
     async with e0, shell(tmp_path, e0) as found:
         e0.version = "default"  # a restart that nothing else showed: what it was started with
         run = found.run()

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_shell.test_status import gateway
 
 SAMPLE = {"reader": "t", "trainer_version": 0, "trajectories": 8}
@@ -41,7 +41,7 @@ async def rewards(http: aiohttp.ClientSession) -> list[tuple[float, list[float |
 
 
 async def test_rewards_of_session_turn_and_leaf(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         first, left, _ = await branches(http, "s")
         await post(http, "/sessions/s/reward", {"turns": {first: 0.25}})
         told = await post(http, "/sessions/s/finish", {"reward": 1.0, "leaves": {left: -1.0}})
@@ -50,7 +50,7 @@ async def test_rewards_of_session_turn_and_leaf(tmp_path: Path) -> None:
 
 
 async def test_rewards_change_after_the_finish_until_a_trainer_has_it(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         first, left, right = await branches(http, "s")
         await post(http, "/sessions/s/finish", {"reward": 1.0, "leaves": {left: -1.0}})
         assert (await post(http, "/sessions/s/reward", {"reward": 2.0, "turns": {right: 0.5}}))["state"] == "finished"
@@ -64,7 +64,7 @@ async def test_rewards_change_after_the_finish_until_a_trainer_has_it(tmp_path: 
 
 async def test_a_finish_without_reward_waits_for_it(tmp_path: Path) -> None:
     """As routers' clients finish: they know nothing of rewards."""
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         await turn(http, "s", [5])
         assert (await post(http, "/finish_session?session_id=s"))["state"] == "unrewarded"
         await post(http, "/s/s/v1/completions", {"model": MODEL, "prompt": [5]}, 409)
@@ -81,7 +81,7 @@ async def test_a_window_that_ended_takes_no_reward_and_who_waited_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         for session in ("early", "never", "idle"):
             await turn(http, session, [5])
         await post(http, "/sessions/early/finish", {"reward": 1.0})

@@ -9,14 +9,14 @@ import pytest
 
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import SessionId
-from tests.support.cutting_engine import MODEL, CuttingEngine, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_shell.shell import check_at_rest, read, shell
 from tests.unit.gateway_shell.test_rewards import post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
 
 
 async def test_a_session_has_no_more_turns_than_it_may(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         await post(http, "/sessions", {"session_id": "s", "max_turns": 2})
         for prompt in ([5], [6]):
             await turn(http, "s", prompt)
@@ -28,7 +28,7 @@ async def test_a_session_has_no_more_turns_than_it_may(tmp_path: Path) -> None:
 
 
 async def test_a_session_uses_no_more_context_than_it_may(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         await post(http, "/sessions", {"session_id": "s", "max_context_tokens": 6})
         asked = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 100}
         told = await post(http, "/s/s/v1/completions", asked)
@@ -42,7 +42,7 @@ async def test_a_session_past_its_deadline_is_abandoned_with_its_running_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
-    async with CuttingEngine("e0", hold_at=2) as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0", hold_at=2) as e0, gateway(tmp_path, e0) as (found, http):
         await post(http, "/sessions", {"session_id": "late", "deadline_s": 2.0})
         await post(http, "/sessions", {"session_id": "calm", "deadline_s": 600.0})
         asked = {"model": MODEL, "prompt": [5], "max_tokens": 9}
@@ -53,7 +53,7 @@ async def test_a_session_past_its_deadline_is_abandoned_with_its_running_turn(
 
 
 async def test_the_more_urgent_of_those_who_wait_goes_first(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", hold_at=2)
+    e0 = ScriptedEngine("e0", hold_at=2)
     async with e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
         first = asyncio.create_task(read(found.run(found.session("first"))))
         await until(lambda: e0.asked, "the one that runs")
@@ -70,7 +70,7 @@ async def test_the_more_urgent_of_those_who_wait_goes_first(tmp_path: Path) -> N
 
 
 async def test_what_a_client_expects_of_a_turn_is_what_plans_reckon_with_and_no_limit(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=2) as e0:
+    async with ScriptedEngine("e0", hold_at=2) as e0:
         async with gateway(tmp_path, e0) as (found, http):
             await post(http, "/sessions", {"session_id": "s", "expected_output_tokens": 4})
             await post(http, "/sessions", {"session_id": "any"})
@@ -92,7 +92,7 @@ async def test_what_a_client_expects_of_a_turn_is_what_plans_reckon_with_and_no_
 async def test_calls_of_one_user_are_one_session_unless_that_is_switched_off(tmp_path: Path, from_user: bool) -> None:
     asked = {"model": MODEL, "prompt": [5], "max_tokens": 2, "user": "u"}
     told: list[tuple[str, str]] = []
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, session_from_user=from_user) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, session_from_user=from_user) as (found, http):
         for body in (asked, {**asked, "prompt": [6]}, {**asked, "metadata": {"session_id": "s"}}):
             async with http.post("/v1/completions", json=body) as answer:
                 assert answer.status == 200, await answer.text()
@@ -107,7 +107,7 @@ async def test_calls_of_one_user_are_one_session_unless_that_is_switched_off(tmp
 
 
 async def test_a_session_that_has_ended_tells_how(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         await turn(http, "s", [5])
         told = await post(http, "/sessions/s/finish", {"reward": 0.5})
         assert await get(http, "/sessions/s") == {"session_id": "s", "state": "finished", "result": told}
@@ -121,7 +121,7 @@ async def test_a_session_that_has_ended_tells_how(tmp_path: Path) -> None:
 
 
 async def test_what_clients_of_engines_look_for_is_there(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         assert (await get(http, "/health"))["serving_engines"] == ["e0"]
         refused = await post(http, "/admin/engines", {"name": "x", "url": f"{e0.url}/v1/"}, 400)
         assert f"without the /v1: {e0.url}" in refused["error"]["message"]

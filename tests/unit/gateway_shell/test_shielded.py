@@ -14,7 +14,7 @@ from gateway.experience import ExperienceBuffer
 from gateway.sessions.endings import Endings
 from gateway.store import Database
 from protos.trajectories import Trajectory
-from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.test_rewards import SAMPLE, post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
 
@@ -35,7 +35,7 @@ async def test_a_group_is_abandoned_with_all_its_members(tmp_path: Path, monkeyp
         await gate.wait()
         await after(self, *ended)
 
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         group = await post(http, "/groups", {"size": 8})
         monkeypatch.setattr(Endings, "_after", held)
         await hang_up(http, f"/groups/{group['group_id']}/abandon", {}, entered)
@@ -55,7 +55,7 @@ async def test_a_late_reward_ends_its_session(tmp_path: Path, monkeypatch: pytes
         await gate.wait()
         await add(self, *leaves, **along)
 
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await turn(http, "s", [5])
         await post(http, "/sessions/s/finish", {})
         monkeypatch.setattr(ExperienceBuffer, "add", held)
@@ -73,7 +73,7 @@ async def test_a_reader_that_hangs_up_leaves_no_lease(tmp_path: Path, monkeypatc
         await gate.wait()
         return await run(self, operation)
 
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await turn(http, "s", [5])
         await post(http, "/sessions/s/finish", {"reward": 1.0})
         monkeypatch.setattr(Database, "run", held)

@@ -18,13 +18,13 @@ from yarl import URL
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.types import EngineName
-from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, said, until
+from tests.support.scripted_engine import MODEL, Cut, ScriptedEngine, said, until
 from tests.support.words import tokenizer
 
 PROMPT = [5, 6, 7]
 
 
-def config(directory: Path, *engines: CuttingEngine) -> GatewayConfig:
+def config(directory: Path, *engines: ScriptedEngine) -> GatewayConfig:
     specs = tuple(EngineSpec(e.name, "vllm", e.url, None) for e in engines)
     codec = tokenizer(directory / "model")
     return GatewayConfig(model=MODEL, tokenizer=codec, data=directory, port=0, engines=specs, dead_after_polls=1)
@@ -32,7 +32,7 @@ def config(directory: Path, *engines: CuttingEngine) -> GatewayConfig:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    directory: Path, *engines: CuttingEngine, **settings: Any
+    directory: Path, *engines: ScriptedEngine, **settings: Any
 ) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
     """A running gateway over `engines`, all seen, and a client of it."""
     found = await start(dataclasses.replace(config(directory, *engines), **settings))
@@ -73,8 +73,8 @@ async def complete(http: aiohttp.ClientSession, path: str = "/v1/completions", m
 
 
 async def test_what_status_and_metrics_tell_of_cut_turns(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", cuts=deque([Cut("500"), Cut("eof", 2)]), version="3")
-    async with e0, CuttingEngine("e1", version="3") as e1, gateway(tmp_path, e0, e1) as (_, http):
+    e0 = ScriptedEngine("e0", cuts=deque([Cut("500"), Cut("eof", 2)]), version="3")
+    async with e0, ScriptedEngine("e1", version="3") as e1, gateway(tmp_path, e0, e1) as (_, http):
         for _ in range(3):  # idle engines take turns: the second goes to e1
             code, answer = await complete(http)
             assert (code, answer["choices"][0]["token_ids"]) == (200, said(PROMPT, 6)[0])
@@ -97,7 +97,7 @@ async def test_what_status_and_metrics_tell_of_cut_turns(tmp_path: Path) -> None
 
 
 async def test_a_running_turn_shows(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0", hold_at=4) as e0, gateway(tmp_path, e0) as (found, http):
         asking = asyncio.create_task(complete(http, "/sessions/s1/v1/completions"))
         await until(lambda: found.sessions.counters.tokens_generated == 4, "four tokens")
         status, counted = await get(http, "/status"), await metrics(http)
@@ -117,7 +117,7 @@ async def test_a_running_turn_shows(tmp_path: Path) -> None:
 
 
 async def test_health_is_whether_any_engine_serves(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, gateway(tmp_path, e0, e1) as (found, http):
+    async with ScriptedEngine("e0") as e0, ScriptedEngine("e1") as e1, gateway(tmp_path, e0, e1) as (found, http):
         assert (await get(http, "/healthz"))["serving_engines"] == ["e0", "e1"]
         for engine, left in ((e0, ["e1"]), (e1, [])):
             await engine.die()
@@ -133,7 +133,7 @@ async def test_health_is_whether_any_engine_serves(tmp_path: Path) -> None:
 
 
 async def test_an_error_of_an_engine_that_answers_again_is_history(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         member = found.fleet.handles[EngineName("e0")]
 
         async def told() -> tuple[str, str]:
@@ -154,7 +154,7 @@ async def test_an_error_of_an_engine_that_answers_again_is_history(tmp_path: Pat
 
 
 async def test_engines_come_and_go(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, ScriptedEngine("e1") as e1, gateway(tmp_path, e0) as (found, http):
         added = {"name": "e1", "url": e1.url}
         async with http.post("/admin/engines", json=added) as answer:
             assert answer.status == 201
@@ -180,7 +180,7 @@ async def test_engines_come_and_go(tmp_path: Path) -> None:
 @contextlib.asynccontextmanager
 async def closing(directory: Path, drain_timeout_s: float) -> AsyncIterator[tuple[Any, ...]]:
     """A gateway that is told to close while a turn is held: its engine, its URL, the client's request, the closing."""
-    async with CuttingEngine("e0", hold_at=4) as e0:
+    async with ScriptedEngine("e0", hold_at=4) as e0:
         found = await start(config(directory, e0))
         async with aiohttp.ClientSession(found.url) as http:
             await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
@@ -219,7 +219,7 @@ async def test_closing_hands_over_what_has_not_finished_in_time(tmp_path: Path) 
 
 
 async def test_a_gateway_that_closes_takes_no_new_session(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0:
+    async with ScriptedEngine("e0", hold_at=4) as e0:
         found = await start(config(tmp_path, e0))
         async with aiohttp.ClientSession(found.url) as http:
             await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
@@ -232,7 +232,7 @@ async def test_a_gateway_that_closes_takes_no_new_session(tmp_path: Path) -> Non
 
 
 async def test_a_request_before_the_first_engine_was_seen_is_not_called_too_long(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         found = await start(config(tmp_path, e0))
         async with aiohttp.ClientSession(found.url) as http:
             code, answer = await complete(http)
@@ -256,8 +256,8 @@ async def test_a_wrong_number_is_named(tmp_path: Path, path: str) -> None:
 
 
 async def test_an_engine_that_is_no_use_is_not_taken_in(tmp_path: Path) -> None:
-    e1, critic = CuttingEngine("e1"), CuttingEngine("x", answers={"/v1/models": '{"data": [{"id": "critic"}]}'})
-    async with CuttingEngine("e0") as e0, e1, critic, gateway(tmp_path, e0) as (found, http):
+    e1, critic = ScriptedEngine("e1"), ScriptedEngine("x", answers={"/v1/models": '{"data": [{"id": "critic"}]}'})
+    async with ScriptedEngine("e0") as e0, e1, critic, gateway(tmp_path, e0) as (found, http):
         await e1.die()
         refused = {
             e1.url: (

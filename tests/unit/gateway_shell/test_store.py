@@ -16,7 +16,7 @@ import pytest
 from gateway.app import DATABASE_NAME
 from gateway.core.types import SessionId
 from gateway.store import Database
-from tests.support.cutting_engine import MODEL, Cut, CuttingEngine, said, until
+from tests.support.scripted_engine import MODEL, Cut, ScriptedEngine, said, until
 from tests.unit.gateway_data.disk import Disk
 from tests.unit.gateway_shell.test_rewards import SAMPLE, branches, post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
@@ -56,7 +56,7 @@ async def test_what_was_acknowledged_survives_a_power_cut(tmp_path: Path, monkey
     live.mkdir()
     power = PowerCuts(live, monkeypatch)
     left: list[Path] = []
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(live, e0) as (_, http):
             told = []
             for number in range(3):
@@ -95,7 +95,7 @@ async def test_what_was_acknowledged_survives_a_power_cut(tmp_path: Path, monkey
 
 
 async def test_an_id_that_no_tokenizer_has_ends_no_thread(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", cuts=deque([Cut("huge_id", 2)])) as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0", cuts=deque([Cut("huge_id", 2)])) as e0, gateway(tmp_path, e0) as (_, http):
         body = {"model": MODEL, "prompt": [5], "max_tokens": 6, "return_token_ids": True}
         for _ in range(2):
             async with asyncio.timeout(30):
@@ -123,7 +123,7 @@ DAMAGES = {
 async def test_a_damaged_row_is_named_and_costs_what_it_says_alone(
     tmp_path: Path, table: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (found, http):
             await post(http, "/groups", {"size": 1, "group_id": "g"})
             for name in ("over", "bad", "good"):
@@ -149,7 +149,7 @@ async def test_a_damaged_row_is_named_and_costs_what_it_says_alone(
 
 async def test_a_clock_that_went_back_while_ends_were_known_by_it_stops_no_start(tmp_path: Path) -> None:
     """Files of before ends were numbered: a turn that goes on from one seems to have ended before it."""
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             await branches(http, "s")
         with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
@@ -161,7 +161,7 @@ async def test_a_clock_that_went_back_while_ends_were_known_by_it_stops_no_start
 
 
 async def test_a_full_disk_shows_and_ends_by_itself(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await turn(http, "s", [5])
         database: Database = found.stores.database
         disk = Disk()

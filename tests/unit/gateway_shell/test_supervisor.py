@@ -11,7 +11,7 @@ import pytest
 from gateway.runtime import supervisor
 from gateway.runtime.supervisor import Supervisor, rpc_result
 from protos.errors import Unavailable
-from tests.support.cutting_engine import until
+from tests.support.scripted_engine import until
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from gateway.core.reasons import closed_reason
 from gateway.core.types import EngineName
 from gateway.fleet.watcher import PROBE_TEXT
 from gateway.tokens import Codec
-from tests.support.cutting_engine import Answer, CuttingEngine, until
+from tests.support.scripted_engine import Answer, ScriptedEngine, until
 from tests.support.tiny_model import tiny_model
 from tests.unit.gateway_shell.shell import shell
 from tests.unit.gateway_shell.test_cli_status import status
@@ -29,8 +29,8 @@ def telling(ids: object) -> dict[str, Answer]:
 async def test_an_engine_with_another_tokenizer_does_not_serve_and_says_so(tmp_path: Path) -> None:
     """Of the same size, even: nothing but its answers would show it."""
     size = max(OURS) + 1
-    same = CuttingEngine("same", answers=telling(OURS))
-    other = CuttingEngine("other", answers=telling([(token + size // 2) % size for token in OURS]))
+    same = ScriptedEngine("same", answers=telling(OURS))
+    other = ScriptedEngine("other", answers=telling([(token + size // 2) % size for token in OURS]))
     async with (
         same,
         other,
@@ -53,13 +53,13 @@ async def test_an_engine_with_another_tokenizer_does_not_serve_and_says_so(tmp_p
     ids=["no route", "an error", "no JSON", "no ids", "another first space"],
 )
 async def test_who_does_not_tell_or_nearly_agrees_is_believed(tmp_path: Path, answer: Answer) -> None:
-    e0 = CuttingEngine("e0", answers={"/tokenize": answer})
+    e0 = ScriptedEngine("e0", answers={"/tokenize": answer})
     async with e0, gateway(tmp_path, e0, tokenizer=tiny_model()) as (found, _):
         await until(lambda: state_of(found, "e0") == "serving", "it serves")
 
 
 async def test_a_fresh_gateway_on_a_paused_engine_says_what_it_waits_for(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0", paused=True)
+    e0 = ScriptedEngine("e0", paused=True)
     async with e0, gateway(tmp_path, poll_interval_s=0.05) as (found, http):
         async with http.post("/admin/engines", json={"name": "e0", "url": e0.url}) as answer:
             assert answer.status == 201
@@ -75,7 +75,7 @@ async def test_a_fresh_gateway_on_a_paused_engine_says_what_it_waits_for(tmp_pat
 @pytest.mark.slow
 async def test_turns_that_wait_for_the_trainer_are_told_with_what_they_wait_for(tmp_path: Path) -> None:
     body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4}
-    async with CuttingEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=60.0) as (found, http):
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=60.0) as (found, http):
         await until(lambda: state_of(found, "e0") == "serving", "a serving engine")
         async with http.post("/sessions/s0/v1/completions", json=body) as answer:
             assert answer.status == 200
@@ -93,7 +93,7 @@ async def test_turns_that_wait_for_the_trainer_are_told_with_what_they_wait_for(
 
 
 async def test_an_engine_that_waits_for_its_relays_word_says_so(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, relay="127.0.0.1:1", broken=[e0]) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, relay="127.0.0.1:1", broken=[e0]) as found:
         state = found.fleet.state.engines[EngineName("e0")]
         await until(lambda: state.status == "joining", "it was met")
         why = closed_reason(found.fleet.state, state, 0.0)
@@ -101,7 +101,7 @@ async def test_an_engine_that_waits_for_its_relays_word_says_so(tmp_path: Path) 
 
 
 async def test_loads_that_were_made_good_are_not_called_errors(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with e0, gateway(tmp_path, e0) as (found, _):
         found.fleet._refresher.failures = 15
         told = (await status(found.url)).output

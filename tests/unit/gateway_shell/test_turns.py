@@ -24,9 +24,9 @@ from gateway.turns import audience, driver
 from gateway.turns.audience import UNREAD_TOKENS_MAX
 from gateway.turns.running import RunningTurn
 from protos.errors import OutOfCapacity, Unavailable
-from tests.support.cutting_engine import Cut, CutKind, CuttingEngine, pass_time, said, until
 from tests.support.fake_relay import relay
 from tests.support.reading import heard, slowly
+from tests.support.scripted_engine import Cut, CutKind, ScriptedEngine, pass_time, said, until
 from tests.unit.gateway_shell.shell import (
     BUDGET,
     PROMPT,
@@ -63,11 +63,11 @@ def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "CUT_BACKOFF_S", 0.01)
 
 
-def cutting(name: str, *cuts: Cut, **how: Any) -> CuttingEngine:
-    return CuttingEngine(name, cuts=deque(cuts), **how)
+def cutting(name: str, *cuts: Cut, **how: Any) -> ScriptedEngine:
+    return ScriptedEngine(name, cuts=deque(cuts), **how)
 
 
-def asks(*engines: CuttingEngine) -> list[tuple[int, int]]:
+def asks(*engines: ScriptedEngine) -> list[tuple[int, int]]:
     """Of every request: how many generated ids its prompt held, and how many it asked for."""
     return sorted((len(a.prompt) - len(PROMPT), a.body["max_tokens"]) for e in engines for a in e.asked)
 
@@ -83,7 +83,7 @@ def cut_counts(found: Shell) -> tuple[int, int, int, dict[str, int]]:
 
 @pytest.mark.parametrize("how", [{"chunk": 1}, {"chunk": 5, "split": True}], ids=str)
 async def test_an_uncut_turn(tmp_path: Path, how: dict[str, Any]) -> None:
-    async with CuttingEngine("e0", **how) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", **how) as e0, shell(tmp_path, e0) as found:
         run = found.run(seed=7)
         check_whole(run, await read(run))
         assert spans(run) == [("e0", 0, BUDGET, "start")]
@@ -96,7 +96,7 @@ async def test_an_uncut_turn(tmp_path: Path, how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("kind", "reason", "after"), CUTS, ids=lambda value: str(value))
 async def test_a_cut_turn_goes_on_elsewhere_as_if_uncut(tmp_path: Path, kind: CutKind, reason: str, after: int) -> None:
-    async with cutting("e0", Cut(kind, after)) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with cutting("e0", Cut(kind, after)) as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         e0.before_cut = found.taken
         run = found.run(seed=7, min_tokens=8)
         reading = asyncio.create_task(read(run))
@@ -167,7 +167,7 @@ async def test_with_one_engine_left_the_turn_resumes_on_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["reset", "eof", "done", "abort"])
 async def test_cut_after_the_last_token_of_the_budget_nothing_more_is_asked(tmp_path: Path, kind: CutKind) -> None:
-    async with cutting("e0", Cut(kind, BUDGET)) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with cutting("e0", Cut(kind, BUDGET)) as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         e0.before_cut = found.taken
         run = found.run()
         check_whole(run, await read(run))
@@ -176,7 +176,7 @@ async def test_cut_after_the_last_token_of_the_budget_nothing_more_is_asked(tmp_
 
 
 async def test_cut_after_the_last_token_leaves_no_booking(tmp_path: Path) -> None:
-    async with cutting("e0", Cut("eof", BUDGET)) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with cutting("e0", Cut("eof", BUDGET)) as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         await read(found.run())
         check_at_rest(found)
 
@@ -211,7 +211,7 @@ async def test_the_turn_waits_for_its_engine_to_return(tmp_path: Path) -> None:
         run = found.run()
         reading = asyncio.create_task(read(run))
         await until(lambda: found.status(e0) == "dead", "notice of the death")
-        async with CuttingEngine("e0", url=e0.url, started_unix_s=2.0):
+        async with ScriptedEngine("e0", url=e0.url, started_unix_s=2.0):
             check_whole(run, await reading)
         assert [s.incarnation for s in run.segments if s.end > s.start] == ["1.0", "2.0"]
         assert found.sessions.counters.turns_lost == 0
@@ -220,7 +220,7 @@ async def test_the_turn_waits_for_its_engine_to_return(tmp_path: Path) -> None:
 
 async def test_a_turn_that_is_always_cut_is_lost_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "CUT_BACKOFF_S", 0.0)
-    async with CuttingEngine("e0", always=Cut("eof")) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", always=Cut("eof")) as e0, shell(tmp_path, e0) as found:
         with pytest.raises(Unavailable, match=r"cut 20 times, last by .*without a finish reason"):
             await read(found.run())
         assert cut_counts(found) == (20, 19, 1, {"early_end": 20})
@@ -228,7 +228,7 @@ async def test_a_turn_that_is_always_cut_is_lost_at_last(tmp_path: Path, monkeyp
 
 
 async def test_a_refused_request_is_the_clients_and_asks_nobody_else(tmp_path: Path) -> None:
-    async with cutting("e0", Cut("400")) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with cutting("e0", Cut("400")) as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         session = found.session()
         with pytest.raises(RequestRefused, match="scripted to answer 400"):
             await read(found.run(session))
@@ -240,7 +240,7 @@ async def test_a_refused_request_is_the_clients_and_asks_nobody_else(tmp_path: P
 @pytest.mark.parametrize("queue_max", [0, 1])
 async def test_full_queues_refuse_and_waiting_turns_are_served(tmp_path: Path, queue_max: int) -> None:
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_max": queue_max}
-    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **config) as found:
+    async with ScriptedEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **config) as found:
         runs = [found.run() for _ in range(1 + queue_max)]
         reading = [asyncio.create_task(read(run)) for run in runs]
         await until(lambda: e0.asked and found.fleet.statistics().queued == queue_max, "a full queue")
@@ -259,7 +259,7 @@ async def test_full_queues_refuse_and_waiting_turns_are_served(tmp_path: Path, q
 
 async def test_turns_that_were_cut_are_placed_before_new_ones(tmp_path: Path) -> None:
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_max": 1}
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, **config) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, **config) as found:
         engine = EngineName("e0")
         found.fleet.places.enter(engine, TurnLoad(TurnId("first"), SessionId("other"), 3, 15))
         waiting = {}
@@ -277,7 +277,7 @@ async def test_turns_that_were_cut_are_placed_before_new_ones(tmp_path: Path) ->
 
 async def test_a_wait_that_is_too_long_is_refused_with_its_reason(tmp_path: Path) -> None:
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1), "queue_timeout_s": 0.05}
-    async with CuttingEngine("e0", hold_at=0) as e0, shell(tmp_path, e0, **config) as found:
+    async with ScriptedEngine("e0", hold_at=0) as e0, shell(tmp_path, e0, **config) as found:
         async with found.run():
             with pytest.raises(OutOfCapacity, match=r"within 0\.05 s: open intakes are full"):
                 await read(found.run())
@@ -285,7 +285,7 @@ async def test_a_wait_that_is_too_long_is_refused_with_its_reason(tmp_path: Path
 
 
 async def test_a_client_that_leaves_aborts_upstream(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         run = found.run(session)
         async with run, contextlib.aclosing(slowly(run)) as reading:
@@ -299,7 +299,7 @@ async def test_a_client_that_leaves_aborts_upstream(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
+    async with ScriptedEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
         async with found.run() as first:
             waiting = asyncio.create_task(read(found.run()))
             await until(lambda: found.fleet.statistics().queued == 1, "a queued turn")
@@ -314,7 +314,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> 
 
 
 async def test_a_client_that_leaves_as_it_is_placed_leaves_no_booking(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
         found.fleet.places.enter(EngineName("e0"), TurnLoad(TurnId("first"), SessionId("other"), 3, 15))
         session = found.session()
         place = found.fleet.places.place(Demand(session, 3, turn_id=TurnId("waiting")), resumed=False, timeout_s=5.0)
@@ -330,7 +330,7 @@ async def test_a_client_that_leaves_as_it_is_placed_leaves_no_booking(tmp_path: 
 
 async def test_an_engine_that_dies_between_placing_and_streaming_keeps_no_booking(tmp_path: Path) -> None:
     config: dict[str, Any] = {"fleet": FleetConfig(max_running=1)}
-    async with CuttingEngine("e0") as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1, **config) as found:
+    async with ScriptedEngine("e0") as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1, **config) as found:
         for engine in (e0, e1):
             found.fleet.places.enter(EngineName(engine.name), TurnLoad(TurnId("other"), SessionId("other"), 3, 15))
         run = found.run()
@@ -350,7 +350,7 @@ async def test_a_stream_that_fails_as_it_is_closed_leaves_no_booking(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the engine would look busier than it is for ever, and the least loaded be another one."""
-    async with CuttingEngine("e0", hold_at=4) as e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         adapter = found.fleet.handles[EngineName("e0")].adapter
         whole = adapter.generate
 
@@ -389,7 +389,7 @@ async def test_a_client_that_stops_reading_keeps_no_engines_place(
     """The turn goes on into its record, its place is another's, and the client may read the rest whenever it likes."""
     monkeypatch.setattr(audience, "PATIENCE_S", 0.05)
     budget = 2000
-    async with CuttingEngine("e0", chunk=1) as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
+    async with ScriptedEngine("e0", chunk=1) as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
         run = found.run(budget=budget)
         async with run:
             reading = slowly(run)
@@ -405,7 +405,7 @@ async def test_a_client_that_stops_reading_keeps_no_engines_place(
 async def test_a_slow_client_holds_its_stream_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audience, "PATIENCE_S", 3600.0)
     budget, ahead_max = 2000, UNREAD_TOKENS_MAX + EVENTS_AT_ONCE_MAX
-    async with CuttingEngine("e0", chunk=1) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", chunk=1) as e0, shell(tmp_path, e0) as found:
         run, deltas = found.run(budget=budget), []
         async with run:
             appended = found.pool.statistics
@@ -431,7 +431,7 @@ async def test_a_slow_client_holds_its_stream_back(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("at", [0, 4, BUDGET], ids=["first", "middle", "after the last token"])
 async def test_a_moved_turn_shows_no_difference(tmp_path: Path, at: int) -> None:
     e0 = cutting("e0", *([Cut("hang", BUDGET)] if at == BUDGET else []), hold_at=at)
-    async with e0, CuttingEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
+    async with e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         run = found.run()
         async with run:
             await until(lambda: len(run.record.token_ids) == at and e0.asked, f"{at} tokens")
@@ -452,7 +452,7 @@ async def test_a_moved_turn_shows_no_difference(tmp_path: Path, at: int) -> None
 
 
 async def test_a_move_to_an_engine_that_is_gone_is_a_cut_and_goes_on(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0) as found:
         async with found.run() as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             assert run.move(EngineName("e9"))
@@ -465,8 +465,8 @@ async def test_a_move_to_an_engine_that_is_gone_is_a_cut_and_goes_on(tmp_path: P
 
 async def test_an_engine_taken_out_gives_its_turns_to_others(tmp_path: Path) -> None:
     async with (
-        CuttingEngine("e0", hold_at=4) as e0,
-        CuttingEngine("e1") as e1,
+        ScriptedEngine("e0", hold_at=4) as e0,
+        ScriptedEngine("e1") as e1,
         shell(tmp_path, e0, e1, stall_timeout_s=3600.0) as found,
     ):
         async with found.run() as run:
@@ -482,7 +482,7 @@ async def test_an_engine_taken_out_gives_its_turns_to_others(tmp_path: Path) -> 
 async def test_a_version_that_arrives_packs_the_tail_and_refreshes_the_freed_engine(tmp_path: Path) -> None:
     budget = 400  # long enough for the planner to find a move worth its price
     async with relay() as (found_relay, address), AsyncExitStack() as stack:
-        e0, e1 = [await stack.enter_async_context(CuttingEngine(f"e{i}", hold_at=6)) for i in range(2)]
+        e0, e1 = [await stack.enter_async_context(ScriptedEngine(f"e{i}", hold_at=6)) for i in range(2)]
         found = await stack.enter_async_context(shell(tmp_path, e0, e1, relay=address))
         repacking = asyncio.create_task(found.repacker.run())
         runs = [found.run(budget=budget) for _ in range(2)]
@@ -516,7 +516,7 @@ async def test_a_version_that_arrives_packs_the_tail_and_refreshes_the_freed_eng
 @pytest.mark.parametrize("wanted", [0, 1, 3])
 @pytest.mark.parametrize("ended", [False, True], ids=["running", "ended"])
 async def test_a_turn_finished_early_has_the_tokens_before_the_stop(tmp_path: Path, wanted: int, ended: bool) -> None:
-    async with CuttingEngine("e0", hold_at=None if ended else 6) as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", hold_at=None if ended else 6) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         async with found.run(session) as run:
             await until(lambda: len(run.record.token_ids) == (BUDGET if ended else 6), "what comes before")
@@ -538,7 +538,7 @@ async def test_a_turn_finished_early_has_the_tokens_before_the_stop(tmp_path: Pa
 
 
 async def test_a_stop_that_matches_just_as_the_engine_ends_closes_the_turn_in_the_pool(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
         session = found.session()
         async with found.run(session) as run:
             await until(lambda: session.turns == 1, "the end")
@@ -561,7 +561,7 @@ async def test_a_turn_finished_early_between_two_engines(tmp_path: Path, monkeyp
 
 
 async def test_an_abandoned_sessions_turn_is_aborted(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, stall_timeout_s=3600.0) as found:
+    async with ScriptedEngine("e0", hold_at=4) as e0, shell(tmp_path, e0, stall_timeout_s=3600.0) as found:
         session = found.session()
         async with found.run(session) as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
@@ -570,7 +570,7 @@ async def test_an_abandoned_sessions_turn_is_aborted(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_tells_another_version_is_believed_and_counted(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", version="3", version_told="4") as e0, shell(tmp_path, e0) as found:
+    async with ScriptedEngine("e0", version="3", version_told="4") as e0, shell(tmp_path, e0) as found:
         run = found.run()
         check_whole(run, await read(run))
         assert found.sessions.counters.version_mismatches == 1
@@ -581,7 +581,7 @@ async def test_an_engine_that_tells_another_version_is_believed_and_counted(tmp_
 
 
 async def test_a_session_goes_on_under_another_version_when_its_own_is_gone(tmp_path: Path) -> None:
-    e0, e1 = cutting("e0", Cut("death", 4), version="5"), CuttingEngine("e1", version="6", hold_at=BUDGET)
+    e0, e1 = cutting("e0", Cut("death", 4), version="5"), ScriptedEngine("e1", version="6", hold_at=BUDGET)
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         e0.before_cut = found.taken
         session = found.session()
@@ -596,7 +596,7 @@ async def test_a_session_goes_on_under_another_version_when_its_own_is_gone(tmp_
 
 
 async def test_closing_tells_those_who_wait(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=0)) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=0)) as found:
         waiting = asyncio.create_task(read(found.run()))
         await until(lambda: found.fleet.statistics().queued == 1, "a queued turn")
         await found.fleet.close()
@@ -621,8 +621,8 @@ async def test_cut_after_the_token_that_ends_it_nothing_more_is_asked(tmp_path: 
 async def test_ids_of_another_vocabulary_are_a_cut(tmp_path: Path, alien: int) -> None:
     """Neither recorded, nor shown, nor handed to the database; what came before stands."""
     first = said(PROMPT, 3)[0]
-    odd = CuttingEngine("e0", chunk=1, says=lambda prompt: [*first, alien, 5])
-    async with odd, CuttingEngine("e1") as e1, shell(tmp_path, odd, e1) as found:
+    odd = ScriptedEngine("e0", chunk=1, says=lambda prompt: [*first, alien, 5])
+    async with odd, ScriptedEngine("e1") as e1, shell(tmp_path, odd, e1) as found:
         found.sessions.vocab_size = 1000
         run = found.run(seed=7)
         check_whole(run, await read(run))

@@ -14,9 +14,9 @@ import pytest
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName, VersionPolicy
 from protos.errors import VersionLost
-from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
 from tests.support.reading import heard
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
 pytestmark = pytest.mark.slow  # every policy, with waits that end by themselves
@@ -27,12 +27,12 @@ SLACK_S = 60.0
 
 
 @asynccontextmanager
-async def two_engines(directory: Path, **config: Any) -> AsyncIterator[tuple[Shell, FakeRelay, list[CuttingEngine]]]:
+async def two_engines(directory: Path, **config: Any) -> AsyncIterator[tuple[Shell, FakeRelay, list[ScriptedEngine]]]:
     """Both on version 1."""
     async with AsyncExitStack() as stack:
         found_relay, address = await stack.enter_async_context(relay())
         found_relay.publish(1)
-        engines = [await stack.enter_async_context(CuttingEngine(f"e{i}")) for i in range(2)]
+        engines = [await stack.enter_async_context(ScriptedEngine(f"e{i}")) for i in range(2)]
         fleet = FleetConfig(intake_min_batch=0, **config)
         found = await stack.enter_async_context(shell(directory, *engines, relay=address, fleet=fleet))
         await until(lambda: served(found) == [1, 1], "version 1", 60)

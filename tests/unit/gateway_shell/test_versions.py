@@ -12,14 +12,14 @@ from gateway.core.endings import Finish
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import Version, VersionPolicy
 from protos.errors import OutOfCapacity, UnsupportedField, VersionLost
-from tests.support.cutting_engine import CuttingEngine, until
 from tests.support.fake_relay import FakeRelay, relay
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.shell import Shell, check_at_rest, check_whole, read, shell
 
 AT_ONCE = FleetConfig(version_hold_s=0.0)
 
 
-async def serve(found: Shell, holder: FakeRelay, version: int, *engines: CuttingEngine) -> None:
+async def serve(found: Shell, holder: FakeRelay, version: int, *engines: ScriptedEngine) -> None:
     """Publishes `version` and waits until every engine serves it."""
     holder.publish(version)
     await until(
@@ -28,7 +28,7 @@ async def serve(found: Shell, holder: FakeRelay, version: int, *engines: Cutting
 
 
 async def test_a_strict_session_has_its_version_loaded_again_and_the_engine_goes_back(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=AT_ONCE) as found:
         await serve(found, holder, 1, e0)
         session = found.session(on_version_loss="strict")
@@ -44,7 +44,7 @@ async def test_a_strict_session_has_its_version_loaded_again_and_the_engine_goes
 
 
 async def test_a_session_that_names_its_version_begins_under_it(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with relay() as (holder, address), e0, e1, shell(tmp_path, e0, e1, relay=address, fleet=AT_ONCE) as found:
         await serve(found, holder, 1, e0, e1)
         await serve(found, holder, 2, e0, e1)
@@ -58,7 +58,7 @@ async def test_a_session_that_names_its_version_begins_under_it(tmp_path: Path) 
 
 
 async def test_a_strict_session_whose_version_is_retired_is_told_so_and_the_engine_serves_on(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=AT_ONCE) as found:
         await serve(found, holder, 1, e0)
         session = found.session(on_version_loss="strict")
@@ -73,14 +73,14 @@ async def test_a_strict_session_whose_version_is_retired_is_told_so_and_the_engi
 
 
 async def test_a_strict_session_waits_up_to_its_deadline_when_nothing_can_load_it(tmp_path: Path) -> None:
-    async with CuttingEngine("e0", version="2") as e0, shell(tmp_path, e0, queue_timeout_s=0.1) as found:
+    async with ScriptedEngine("e0", version="2") as e0, shell(tmp_path, e0, queue_timeout_s=0.1) as found:
         session = found.session(version=Version(1), on_version_loss="strict")
         with pytest.raises(OutOfCapacity, match=r"within 0\.1 s: no engine serves version 1: it is loaded once"):
             await read(found.run(session))
 
 
 async def test_mode_inflight_promises_no_version(tmp_path: Path) -> None:
-    async with CuttingEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(mode="inflight")) as found:
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0, fleet=FleetConfig(mode="inflight")) as found:
         promised: list[dict[str, Any]] = [{"version": Version(0)}, {"max_version": Version(0)}]
         for spec in (*promised, {"on_version_loss": "strict"}, {"on_version_loss": "fail"}):
             with pytest.raises(UnsupportedField, match="insists on its version"):
@@ -88,7 +88,7 @@ async def test_mode_inflight_promises_no_version(tmp_path: Path) -> None:
 
 
 async def test_fail_gives_the_turn_up_and_segment_says_what_it_did(tmp_path: Path) -> None:
-    e0 = CuttingEngine("e0")
+    e0 = ScriptedEngine("e0")
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=AT_ONCE) as found:
         await serve(found, holder, 1, e0)
         failing, going_on = found.session(on_version_loss="fail"), found.session()
@@ -111,7 +111,7 @@ async def test_a_straggler_that_waits_for_a_tool_holds_no_engine_beyond_its_boun
     tmp_path: Path, policy: VersionPolicy, versions: tuple[int, ...]
 ) -> None:
     """The engine wants to refresh while the session's tool runs for ever: the hold ends all the same."""
-    e0, hold = CuttingEngine("e0"), FleetConfig(version_hold_s=0.3)
+    e0, hold = ScriptedEngine("e0"), FleetConfig(version_hold_s=0.3)
     async with relay() as (holder, address), e0, shell(tmp_path, e0, relay=address, fleet=hold) as found:
         await serve(found, holder, 1, e0)
         session = found.session(on_version_loss=policy)

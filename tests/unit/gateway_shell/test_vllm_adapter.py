@@ -17,8 +17,18 @@ from gateway.engines.http import CONTROL_TIMEOUT_S, reason_in
 from gateway.engines.kinds import connect
 from gateway.engines.vllm import Reader, VllmEngine
 from gateway.fleet import refresh
-from tests.support.cutting_engine import LOAD_STEPS, MODEL, Answer, Cut, CutKind, CuttingEngine, pass_time, said, until
 from tests.support.fake_relay import relay
+from tests.support.scripted_engine import (
+    LOAD_STEPS,
+    MODEL,
+    Answer,
+    Cut,
+    CutKind,
+    ScriptedEngine,
+    pass_time,
+    said,
+    until,
+)
 from tests.unit.gateway_shell.shell import STALL_S, check_whole, read, shell
 
 PROMPT = (5, 6, 7)
@@ -43,7 +53,7 @@ REASONS: dict[CutKind, str] = {
 
 
 @asynccontextmanager
-async def adapter(engine: CuttingEngine, **how: Any) -> AsyncIterator[VllmEngine]:
+async def adapter(engine: ScriptedEngine, **how: Any) -> AsyncIterator[VllmEngine]:
     made = VllmEngine(engine.url + "/", MODEL, **{"stall_timeout_s": STALL_S, **how})
     try:
         yield made
@@ -61,7 +71,7 @@ async def generate(found: VllmEngine, max_tokens: int = 8, **sampling: Any) -> l
 
 async def test_a_stream_is_read_to_its_finish() -> None:
     tops: list[dict[str, float] | None] = [{"token_id:8": -1.0, "token_id:9": -2.0, "as text": -3.0}, None]
-    async with CuttingEngine(split=True, top=tops, version="12") as e0, adapter(e0) as found:
+    async with ScriptedEngine(split=True, top=tops, version="12") as e0, adapter(e0) as found:
         chunks = await generate(found, top_logprobs=2)
     ids, logprobs = said(PROMPT, 8)
     assert [t for c in chunks for t in c.token_ids] == ids
@@ -72,7 +82,7 @@ async def test_a_stream_is_read_to_its_finish() -> None:
 
 
 async def test_what_is_asked() -> None:
-    async with CuttingEngine() as e0, adapter(e0) as found:
+    async with ScriptedEngine() as e0, adapter(e0) as found:
         await generate(found)
         await generate(found, seed=0, top_k=5, min_tokens=2, stop_token_ids=(4,), ignore_eos=True, top_logprobs=3)
     plain, full = (asked.body for asked in e0.asked)
@@ -88,14 +98,14 @@ async def test_what_is_asked() -> None:
         "logprobs": 0,
         "request_id": "r1",
     }
-    async with CuttingEngine() as e0, adapter(e0) as found:
+    async with ScriptedEngine() as e0, adapter(e0) as found:
         sampled = {"min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": ((5, -1.0),)}
         await generate(found, **sampled, presence_penalty=0.5, frequency_penalty=-1.0, json_schema='{"type":"object"}')
     asked = e0.asked[0].body
     assert (asked["presence_penalty"], asked["frequency_penalty"]) == (0.5, -1.0)
     assert (asked["min_p"], asked["repetition_penalty"], asked["logit_bias"]) == (0.1, 1.2, {"5": -1.0})
     assert asked["structured_outputs"] == {"json": '{"type":"object"}'}
-    async with CuttingEngine() as engine, adapter(engine) as found:
+    async with ScriptedEngine() as engine, adapter(engine) as found:
         await generate(found, regex="yes|no")
     assert engine.asked[0].body["structured_outputs"] == {"regex": "yes|no"}
     extra = {"seed": 0, "top_k": 5, "min_tokens": 2, "stop_token_ids": [4], "ignore_eos": True, "logprobs": 3}
@@ -114,7 +124,7 @@ async def test_every_failure_is_a_cut_with_its_reason_and_what_came_before_stand
             async for chunk in chunks:
                 before.append(chunk)
 
-    async with CuttingEngine(cuts=deque([Cut(kind, 4)]), before_cut=taken) as e0, adapter(e0) as found:
+    async with ScriptedEngine(cuts=deque([Cut(kind, 4)]), before_cut=taken) as e0, adapter(e0) as found:
         taking = asyncio.create_task(take(found))
         if reason == "stalled":
             await until(lambda: e0.asked, "the request")
@@ -129,7 +139,7 @@ async def test_every_failure_is_a_cut_with_its_reason_and_what_came_before_stand
 
 
 async def test_nobody_listening_is_refused() -> None:
-    async with CuttingEngine() as e0, adapter(e0) as found:
+    async with ScriptedEngine() as e0, adapter(e0) as found:
         await e0.die()
         with pytest.raises(StreamCut, match="does not accept connections") as cut:
             await generate(found)
@@ -152,7 +162,7 @@ def test_what_a_server_says_is_told_without_its_wrapping(body: str, reason: str)
 
 
 async def test_a_4xx_is_the_requests_fault() -> None:
-    async with CuttingEngine(cuts=deque([Cut("400")])) as e0, adapter(e0) as found:
+    async with ScriptedEngine(cuts=deque([Cut("400")])) as e0, adapter(e0) as found:
         with pytest.raises(RequestRefused, match=r"127\.0\.0\.1:\d+ refused the request: .*scripted to answer 400"):
             await generate(found)
 
@@ -169,7 +179,7 @@ async def test_a_refusal_that_comes_as_an_event_is_the_requests_fault_too() -> N
 
 
 async def test_leaving_a_stream_early_aborts_it_upstream() -> None:
-    async with CuttingEngine(hold_at=4) as e0, adapter(e0) as found:
+    async with ScriptedEngine(hold_at=4) as e0, adapter(e0) as found:
         async with found.generate(PROMPT, SamplingParams(max_tokens=8), "r1", "s1") as chunks:
             assert (await anext(aiter(chunks))).token_ids == tuple(said(PROMPT, 2)[0])
         await until(lambda: e0.asked[0].left, "the abort")
@@ -178,7 +188,7 @@ async def test_leaving_a_stream_early_aborts_it_upstream() -> None:
 async def test_tokens_come_as_they_are_said() -> None:
     sampling = SamplingParams(max_tokens=8)
     async with (
-        CuttingEngine(hold_at=2) as e0,
+        ScriptedEngine(hold_at=2) as e0,
         adapter(e0) as found,
         found.generate(PROMPT, sampling, "r1", "s1") as chunks,
     ):
@@ -200,7 +210,7 @@ vllm:num_requests_waiting{engine="1",model_name="a b"} 3.0
 vllm:num_requests_waiting_by_reason{reason="capacity"} 100
 vllm:kv_cache_usage_perc 2.5e-01
 """
-    async with CuttingEngine(extra_metrics=metrics, started_unix_s=17.25) as e0, adapter(e0) as found:
+    async with ScriptedEngine(extra_metrics=metrics, started_unix_s=17.25) as e0, adapter(e0) as found:
         assert await found.report() == EngineReport(incarnation="17.25", kv_usage=0.25, running=0, waiting=5)
         e0.answers["/metrics"] = ""
         assert await found.report() == EngineReport("unknown", 0.0, 0, 0)
@@ -216,7 +226,7 @@ vllm:kv_cache_usage_perc 2.5e-01
     ],
 )
 async def test_what_limits_read(metrics: str | None, tokens: int) -> None:
-    async with CuttingEngine(version="41") as e0, adapter(e0) as found:
+    async with ScriptedEngine(version="41") as e0, adapter(e0) as found:
         if metrics is not None:
             e0.answers["/metrics"] = metrics
         assert await found.limits() == EngineLimits(4096, tokens, "41")
@@ -237,7 +247,7 @@ CONFIGURATION = "model='m', kv_cache_dtype=fp8, dtype=torch.bfloat16, max_seq_le
 async def test_what_it_computes_in_is_told_with_its_model_or_in_its_configuration(
     answers: dict[str, Answer], dtype: str
 ) -> None:
-    async with CuttingEngine(answers=answers) as e0, adapter(e0) as found:
+    async with ScriptedEngine(answers=answers) as e0, adapter(e0) as found:
         assert await found.dtype() == dtype
 
 
@@ -251,7 +261,7 @@ async def test_what_it_computes_in_is_told_with_its_model_or_in_its_configuratio
     ],
 )
 async def test_no_word_of_it_and_what_is_no_dtype_are_failures_of_the_look(answers: dict[str, Answer]) -> None:
-    async with CuttingEngine(answers=answers) as e0:
+    async with ScriptedEngine(answers=answers) as e0:
         found = connect("vllm", e0.url, MODEL)
         with pytest.raises(EngineFailed):
             await found.dtype()
@@ -259,7 +269,7 @@ async def test_no_word_of_it_and_what_is_no_dtype_are_failures_of_the_look(answe
 
 
 async def test_another_model_is_named() -> None:
-    async with CuttingEngine() as e0, adapter(e0) as found:
+    async with ScriptedEngine() as e0, adapter(e0) as found:
         e0.answers["/v1/models"] = '{"data": [{"id": "critic"}]}'
         with pytest.raises(EngineFailed, match=r"serves \['critic'\], not 'policy'") as error:
             await found.limits()
@@ -277,7 +287,7 @@ async def test_an_engine_that_cannot_be_looked_at_failed(path: str, failure: Any
         asked.set()
         return failure
 
-    async with CuttingEngine(answer=None if failure == "away" else answer) as e0, adapter(e0) as found:
+    async with ScriptedEngine(answer=None if failure == "away" else answer) as e0, adapter(e0) as found:
         if failure == "away":
             await e0.die()
         looking = asyncio.create_task(found.limits())
@@ -294,14 +304,14 @@ NONSENSE = [("/metrics", "<html>\nnot an engine\n</html>"), ("/v1/models", "{}")
 
 @pytest.mark.parametrize(("path", "answer"), [*NONSENSE, ("/weight_info", "{}")])
 async def test_an_answer_that_no_engine_gives_failed(path: str, answer: str) -> None:
-    async with CuttingEngine(answers={path: answer}) as e0, adapter(e0) as found:
+    async with ScriptedEngine(answers={path: answer}) as e0, adapter(e0) as found:
         with pytest.raises(EngineFailed, match=path):
             await look(found)
 
 
 @pytest.mark.parametrize(("path", "answer"), NONSENSE)
 async def test_one_engine_that_answers_nonsense_harms_no_other(path: str, answer: str, tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0"), CuttingEngine("e1", answers={path: answer})
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1", answers={path: answer})
     async with e0, e1, shell(tmp_path, e0, broken=[e1]) as found:
         await until(lambda: found.fleet.state.sorted_engines()[1].last_error, "notice of the nonsense")
         assert found.status(e1) == "dead"
@@ -326,7 +336,7 @@ async def load(found: VllmEngine, version: int = 3) -> float:
 
 
 async def test_a_load_proves_fences_loads_checks_and_unfences() -> None:
-    async with CuttingEngine() as e0, adapter(e0) as found:
+    async with ScriptedEngine() as e0, adapter(e0) as found:
         assert await load(found) > 0
         assert [path for path, _ in e0.calls] == list(LOAD_STEPS)
         asked = [body["init_info"] for path, body in e0.calls if path == INIT]
@@ -341,7 +351,7 @@ async def test_an_update_that_was_left_open_is_gone_on_with() -> None:
         still_open = path == INIT and body["init_info"].get("expect") == "closed"
         return (500, "rank 0: Conflict: a weight update is open") if still_open else None
 
-    async with CuttingEngine(answer=answer) as e0, adapter(e0) as found:
+    async with ScriptedEngine(answer=answer) as e0, adapter(e0) as found:
         await load(found)
         assert [path for path, _ in e0.calls] == [step for step in LOAD_STEPS if step != "/start_weight_update"]
         assert e0.version == "3"
@@ -353,7 +363,7 @@ async def test_a_step_that_fails_ends_the_load_before_the_engine_is_unfenced(num
     def answer(*_: Any) -> Any:
         return failure if len(e0.calls) > number else None
 
-    async with CuttingEngine(answer=answer) as e0, adapter(e0) as found:
+    async with ScriptedEngine(answer=answer) as e0, adapter(e0) as found:
         with pytest.raises(EngineFailed, match=LOAD_STEPS[number]):
             await load(found)
         called = [path for path, _ in e0.calls]
@@ -365,14 +375,14 @@ async def test_an_engine_that_was_restarted_in_mid_load_is_not_unfenced() -> Non
     def answer(path: str, _: Any) -> None:
         e0.started_unix_s += path == "/update_weights"
 
-    async with CuttingEngine(answer=answer) as e0, adapter(e0) as found:
+    async with ScriptedEngine(answer=answer) as e0, adapter(e0) as found:
         with pytest.raises(EngineFailed, match="was restarted while it loaded version 3"):
             await load(found)
         assert "/resume" not in dict(e0.calls)
 
 
 async def test_an_engine_without_the_control_routes_is_told_what_it_lacks() -> None:
-    async with CuttingEngine(answers={INIT: 404}) as e0, adapter(e0) as found:
+    async with ScriptedEngine(answers={INIT: 404}) as e0, adapter(e0) as found:
         with pytest.raises(EngineFailed, match="answered 404") as error:
             await load(found)
         assert "VLLM_SERVER_DEV_MODE=1" in error.value.hint
@@ -380,7 +390,7 @@ async def test_an_engine_without_the_control_routes_is_told_what_it_lacks() -> N
 
 
 async def test_a_label_that_differs_after_the_load_leaves_the_engine_fenced() -> None:
-    async with CuttingEngine(answers={"/weight_info": '{"weight_version": "2"}'}) as e0, adapter(e0) as found:
+    async with ScriptedEngine(answers={"/weight_info": '{"weight_version": "2"}'}) as e0, adapter(e0) as found:
         with pytest.raises(EngineFailed, match="reports version '2' after loading version 3"):
             await load(found)
         assert "/resume" not in dict(e0.calls)
@@ -393,8 +403,8 @@ async def test_an_engine_stays_fenced_until_a_load_succeeds(
     monkeypatch.setattr(refresh, "RETRY_S", 0.01)
     async with (
         relay() as (holder, address),
-        CuttingEngine("e0") as e0,
-        CuttingEngine("e1") as e1,
+        ScriptedEngine("e0") as e0,
+        ScriptedEngine("e1") as e1,
         AsyncExitStack() as s,
     ):
         found = await s.enter_async_context(shell(tmp_path, e0, e1, relay=address))
@@ -428,7 +438,7 @@ async def test_a_version_that_never_loads_leaves_the_engine_on_the_one_before(
     def answer(path: str, body: Any) -> Any:
         return 500 if path == step and "8" in str(body) else None
 
-    async with relay() as (holder, address), CuttingEngine("e0") as e0, AsyncExitStack() as s:
+    async with relay() as (holder, address), ScriptedEngine("e0") as e0, AsyncExitStack() as s:
         found = await s.enter_async_context(shell(tmp_path, e0, relay=address))
         holder.publish(7)
         await until(lambda: (e0.version, found.status(e0)) == ("7", "serving"), "version 7")

@@ -14,7 +14,7 @@ import pytest
 from gateway.api.openai import events
 from gateway.app import start
 from gateway.core.fleet import FleetConfig
-from tests.support.cutting_engine import CuttingEngine, until
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_shell.test_status import config
 
 KEEP_ALIVE_S, QUEUE_S = 0.02, 0.5
@@ -26,7 +26,7 @@ async def test_a_full_queue_is_a_status_and_a_slow_engine_is_kept_alive(
 ) -> None:
     monkeypatch.setattr(events, "KEEP_ALIVE_S", KEEP_ALIVE_S)
     body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4, "stream": stream}
-    async with CuttingEngine("e0", hold_at=0) as e0:
+    async with ScriptedEngine("e0", hold_at=0) as e0:
         few = dataclasses.replace(config(tmp_path, e0), queue_timeout_s=QUEUE_S, fleet=FleetConfig(max_running=1))
         found = await start(few)
         await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
@@ -48,7 +48,7 @@ async def test_a_queue_that_is_longer_than_proxies_wait_is_kept_alive(
     monkeypatch.setattr(events, "KEEP_ALIVE_S", KEEP_ALIVE_S)
     monkeypatch.setattr(events, "QUIET_S_MAX", 2 * KEEP_ALIVE_S)
     body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4}
-    async with CuttingEngine("e0", hold_at=0) as e0:
+    async with ScriptedEngine("e0", hold_at=0) as e0:
         found = await start(dataclasses.replace(config(tmp_path, e0), fleet=FleetConfig(max_running=1)))
         await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
         async with aiohttp.ClientSession(found.url) as http:
@@ -63,7 +63,7 @@ async def test_a_queue_that_is_longer_than_proxies_wait_is_kept_alive(
 async def test_an_agent_is_told_to_come_back_when_the_trainer_has_enough(tmp_path: Path) -> None:
     body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4}
     wanted = {"reader": "trainer", "trainer_version": 0, "trajectories": 1, "wait_s": 0.01}
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         bound = FleetConfig(staleness_max=1)
         found = await start(dataclasses.replace(config(tmp_path, e0), queue_timeout_s=0.1, fleet=bound))
         await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
@@ -94,7 +94,7 @@ async def test_the_bound_outlives_the_gateway_though_its_trainer_is_not_back(tmp
     """Else agents would fill the buffer of a gateway that was started again with what nobody can use."""
     body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4}
     wanted = {"reader": "trainer", "trainer_version": 0, "trajectories": 1, "wait_s": 0.01}
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         settings = dataclasses.replace(
             config(tmp_path, e0), queue_timeout_s=0.1, fleet=FleetConfig(staleness_max=0), session_idle_s=3600.0
         )
@@ -117,7 +117,7 @@ async def test_the_bound_outlives_the_gateway_though_its_trainer_is_not_back(tmp
 
 async def test_tool_results_of_megabytes_are_taken(tmp_path: Path) -> None:
     """Whatever the context then says of them: a size alone is refused only beyond the limit that is named."""
-    async with CuttingEngine("e0") as e0:
+    async with ScriptedEngine("e0") as e0:
         found = await start(config(tmp_path, e0))
         await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
         async with aiohttp.ClientSession(found.url) as http:

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.support.cutting_engine import until
+from tests.support.scripted_engine import until
 from tests.support.sglang import server as server_module
 from tests.support.sglang.engine import Engine
 from tests.support.sglang.server import Server

@@ -17,7 +17,7 @@ from gateway.faultkit.engine import (
     MODEL,
     Answer,
     Asked,
-    CuttingEngine,
+    ScriptedEngine,
 )
 from gateway.faultkit.script import Cut, CutKind, said
 
@@ -31,7 +31,7 @@ __all__ = [
     "Asked",
     "Cut",
     "CutKind",
-    "CuttingEngine",
+    "ScriptedEngine",
     "in_thread",
     "pass_time",
     "said",
@@ -40,7 +40,7 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def in_thread(engine: CuttingEngine) -> Iterator[str]:
+def in_thread(engine: ScriptedEngine) -> Iterator[str]:
     """Serves in a thread with an event loop of its own, so that the test may block; yields the URL."""
     address: Future[str] = Future()
     ended = asyncio.Event()
