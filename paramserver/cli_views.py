@@ -1,4 +1,4 @@
-"""What `paramserver status` and `paramserver versions` print."""
+"""The output of `paramserver status` and `paramserver versions`."""
 
 from __future__ import annotations
 

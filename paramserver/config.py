@@ -47,7 +47,7 @@ class EngineBeside:
         return cls(kind, url.rstrip("/"))
 
     def name(self, relay: str) -> str:
-        """Of its own among all engines, since a relay's is, and the same whenever this relay starts again."""
+        """The engine's name: unique, since the relay's is, and the same after a restart of the relay."""
         parts = urlsplit(self.url)
         return f"{relay}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 

@@ -1,4 +1,4 @@
-"""What a relay needs of its host, looked at: for `paramserver doctor`, and for the addresses of interfaces.
+"""Checks of what a relay needs of its host: for `paramserver doctor`, and for the addresses of interfaces.
 
 Every check is a pure judgement of numbers that were read; reading is in `look`.
 """
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What was read. Sizes in bytes; None: it could not be read."""
+    """Readings of a host. Sizes in bytes; None: it could not be read."""
 
     pool_dir: Path
     file_system: str

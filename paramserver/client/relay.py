@@ -65,7 +65,7 @@ class SealedVersion:
 
 @dataclass(frozen=True, slots=True)
 class VersionEvent:
-    """What happened to a version; `available` means sealed and held complete by the watched relay."""
+    """A change of a version; `available` means sealed and held complete by the watched relay."""
 
     kind: EventKind
     version: SealedVersion
@@ -123,7 +123,7 @@ class HopStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """What a relay knows of one model: its master, the chain of the newest plan, the versions held here."""
+    """One model at one relay: its master, the chain of the newest plan, the versions held there."""
 
     model: str
     master: str

@@ -120,7 +120,7 @@ class Ticket:
     def _late(
         self, reply: pb.StageReply, want: str, copies: int, timeout_s: float, last: LaminarError | None
     ) -> InDoubt:
-        """What is known of the version at the deadline. A sealed one is published, whatever it waits for."""
+        """The error at the deadline, with the stage reached. A sealed version is published, whatever it waits for."""
         version = f"version {self.version} of {self.model}"
         if want == "sealed" or reply.stage in ("copied", "unknown"):
             return InDoubt(

@@ -53,7 +53,7 @@ def read_heads(heads: Iterable[bytes]) -> Architecture:
 
 
 def compare(before: Architecture, after: Architecture) -> Differences:
-    """What `after` has otherwise, in the order of names."""
+    """The differences of `after`, in the order of names."""
     changes, conversions = [], []
     for name in sorted(before.tensors.keys() | after.tensors.keys()):
         old, new = before.tensors.get(name), after.tensors.get(name)

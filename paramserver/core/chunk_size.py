@@ -18,7 +18,7 @@ holders would share few chunks."""
 NUM_RELAYS_MIN = 2
 """A relay that is alone counts as two: others may join, and a version in few chunks is copied by few threads."""
 WAKE_S = 1e-4
-"""What a relay needs to notice that a chunk is there, and to begin to send it."""
+"""The time in which a relay notices that a chunk is there, and begins to send it."""
 
 
 @dataclass(frozen=True, slots=True)

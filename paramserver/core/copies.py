@@ -13,7 +13,7 @@ from dataclasses import dataclass
 COPY_AFTER_S = 5.0
 """A relay that was only started again offers what it held by then."""
 NEXT_AFTER_S = 60.0
-"""Those before may have no room. Where their copy only takes longer, one too many is made, and not kept."""
+"""Relays before this one may have no room. Where their copy only takes longer, one too many is made, and not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PinnedVersion:
 
 
 class MissingCopies:
-    """What one relay sees of one model; `now` is its monotonic clock. Bounded by the pins there are."""
+    """The missing copies of one model, as one relay sees them; `now` is its monotonic clock. Bounded by the pins."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Who should stand for master of a model.
+"""The order in which relays stand for master of a model.
 
 Invariants:
 - every relay computes the same ranking from the same view; the registry alone decides the election;

@@ -87,7 +87,7 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank publishes of a version. `metadata` goes into the headers of its files.
+    """One rank's share of a version. `metadata` goes into the headers of its files.
 
     `refuse_change`: the version is refused when it has another architecture than the one before.
     """
@@ -139,14 +139,14 @@ def plan_layout(
 
 
 def plan_ranks(parts: Sequence[Part]) -> Layout:
-    """As `plan_layout`, with files of its own for each rank's tensors, in the order of ranks, and one index of all."""
+    """Like `plan_layout`, with files of its own for each rank's tensors, in the order of ranks, and one index."""
     plan = _plan_kept if sum(len(part.tensors) for part in parts) <= KEPT_TENSORS_MAX else _plan
     return plan(tuple(_FixedPart.of(part) for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
 class _FixedPart:
-    """What the layout of a part follows from, hashable."""
+    """The inputs of a part's layout, hashable."""
 
     tensors: tuple[TensorSpec, ...]
     file_bytes_max: int

@@ -25,12 +25,12 @@ class Origin:
 
 
 UNKNOWN = Origin()
-"""Of a relay of a version that does not send its registry's id."""
+"""The origin of versions at an older relay, which does not send its registry's id."""
 
 
 @dataclass
 class Lineage:
-    """What one reader or publisher of a model has seen."""
+    """The registries and numbers that one reader or publisher of a model has seen."""
 
     store_id: str = ""
     newest: int = 0  # that was seen, whether or not it was sealed
@@ -57,7 +57,7 @@ class Lineage:
         return before != (self.store_id, self.newest)
 
     def remedy(self, model: str, relay: str = "HOST:PORT") -> str:
-        """What an operator runs, for one relay of it, to go on with the registry that is there now."""
+        """The command by which an operator goes on with the registry that is there now."""
         return (
             f"bring registry {self.store_id} back (its etcd's data), or go on with this one by "
             f"`paramserver adopt --relay {relay} --continues {self.store_id} --model {model} --above {self.newest}`"

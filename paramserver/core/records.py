@@ -186,7 +186,7 @@ class RegisteredEngine(msgspec.Struct, frozen=True):
 
 
 class Master(msgspec.Struct, frozen=True):
-    """Who holds the election of a model."""
+    """The relay that holds the election of a model."""
 
     name: str
     instance: str
@@ -259,7 +259,7 @@ def version_root(manifest: Manifest, digests: Sequence[bytes]) -> str:
 
 
 def part_root(digests: Iterable[bytes]) -> str:
-    """What one rank commits: the hash of its own chunks' digests, in order."""
+    """The root that one rank commits: the hash of its own chunks' digests, in order."""
     return digest(b"".join(digests)).hex()
 
 
@@ -279,7 +279,7 @@ def check_words(what: str, words: str) -> None:
 
 
 def check_peer_name(name: str) -> str:
-    """Who greets: a relay's name, or "host:pid". It is logged, so it stays on one line, and on a short one."""
+    """Checks the name in a greeting: a relay's, or "host:pid". It is logged, so it is one short line."""
     if not _PEER_NAME.fullmatch(name):
         raise InvalidRequest(
             f"{name[:200]!r} cannot name who greets", hint="up to 200 printable ASCII characters, no space"

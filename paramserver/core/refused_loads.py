@@ -16,7 +16,7 @@ TEXT_MAX = 500
 
 
 def _plain(text: str) -> str:
-    """It comes from the network, and goes to logs and terminals: one line, without control characters."""
+    """Text from the network as one line without control characters: it goes to logs and terminals."""
     return "".join(character if character.isprintable() else " " for character in text[:TEXT_MAX])
 
 
@@ -59,7 +59,7 @@ class RefusedLoads:
             self._models.pop(model, None)
 
     def of(self, model: str, version: int | None = None) -> list[RefusedLoad]:
-        """Of one version, or of all, by version and engine."""
+        """The refused loads of one version, or of all, by version and engine."""
         found = [
             one
             for number, engines in self._models.get(model, {}).items()

@@ -61,7 +61,7 @@ class Stragglers:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Who is at the tail, and why, for people."""
+        """The relays at the tail, and why, for people."""
         return dict(self._slow)
 
     def observe(self, hop: Hop) -> None:
@@ -78,7 +78,7 @@ class Stragglers:
         return self._last.get(relay)
 
     def costs(self) -> list[HopCost]:
-        """What the newest version's hops cost, for choosing the next one's chunks."""
+        """The costs of the newest version's hops, for choosing the next one's chunks."""
         return [HopCost(hop.rate_bytes_s, hop.rtt_s) for hop in self._last.values()]
 
     def forget(self, members: frozenset[str]) -> None:

@@ -20,7 +20,7 @@ Stage = Literal["copied", "sealed", "k_relays", "all", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class TicketQuery:
-    """What a ticket knows: the run that published, and the epoch in which the number was given (None: unknown)."""
+    """The ticket of the query: the run that published, and the epoch in which the number was given (None: unknown)."""
 
     run: str
     epoch: Epoch | None

@@ -107,7 +107,7 @@ class ModelVersions:
 
     @property
     def next_number(self) -> int:
-        """What a master may call the version that it announces next."""
+        """The number that a master may give to its next version."""
         return max(self.newest_known + 1, self._skip_to)
 
     def skip_to(self, number: int) -> None:
@@ -129,7 +129,7 @@ class ModelVersions:
         return stages.count("shown") <= self.retain and not {"known", "filling", "complete"} & set(stages)
 
     def shown(self) -> list[Sealed]:
-        """What may be acquired here, ascending."""
+        """The versions that may be acquired here, ascending."""
         return [state.sealed for _, state in self.items() if state.stage == "shown" and state.sealed]
 
     # ---- events from the registry
@@ -245,7 +245,7 @@ class ModelVersions:
         return effects
 
     def copy_here(self, versions: Collection[int]) -> None:
-        """Those that the fleet wants copies of here, and no others."""
+        """Marks the versions that the fleet wants copies of here, and no others."""
         for version, state in self.items():
             state.copied = version in versions and self.overtaken(version)
             if state.copied and state.stage in ("skipped", "retired"):
@@ -269,7 +269,7 @@ class ModelVersions:
     # ---- decisions
 
     def next_fetch(self) -> list[Effect]:
-        """What to bring here next. To be called after a whole batch of events: the first of them alone may mislead."""
+        """The fetch that is due. To be called after a whole batch of events: the first of them alone may mislead."""
         if any(state.stage == "filling" for state in self._versions.values()):
             return []
         copies: list[Effect] = []
@@ -311,5 +311,5 @@ class ModelVersions:
 
 
 def _outside_the_chain(announced: Announced) -> Announced:
-    """Its chain is long done: it comes from complete holders, as to a late joiner."""
+    """The announcement without its chain, which is long done: complete holders serve it as to a late joiner."""
     return Announced(announced.manifest, Plan(announced.manifest.epoch, 0, ()))

@@ -213,7 +213,7 @@ class View:
         return copies
 
     def pinned_versions(self, model: str) -> list[int]:
-        """Those that the fleet is to keep, for any pin."""
+        """The versions that the fleet is to keep, for any pin."""
         return sorted(version for of, version in self.pins if of == model)
 
     def knows(self, key: str) -> bool:
@@ -226,8 +226,12 @@ class View:
         return found[1] if found is not None else None
 
     def keys_of(self, model: str) -> list[str]:
-        """All that the registry has below a model's name."""
+        """All keys below a model's name."""
         return sorted(key for key in self._raw if key.startswith(f"{_MODELS}{model}/"))
+
+    def give_plan(self, model: str, plan: Plan) -> None:
+        """Takes the plan of this relay as master; the registry has it with the next announcement."""
+        self.plans[model] = plan
 
     def epoch(self, model: str) -> Epoch | None:
         seen = self.masters.get(model)
@@ -282,7 +286,7 @@ class View:
         return self.models - self._num_keys.keys()
 
     def forget(self, model: str) -> None:
-        """Nothing of a keyless model is left."""
+        """Forgets a keyless model."""
         self.models.discard(model)
         self.plans.pop(model, None)
 

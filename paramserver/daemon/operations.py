@@ -1,4 +1,4 @@
-"""What operators do to a running relay: drain it before it is stopped, adopt a registry that was replaced.
+"""Operator commands of a running relay: drain it before it is stopped, adopt a replaced registry, drop a model.
 
 Invariants:
 - a draining relay goes on serving what it has; it is done when nobody needs it for anything;
@@ -25,7 +25,7 @@ NUMBERS_SKIPPED = 1000
 
 
 class Operations:
-    """One relay's operator commands; on the relay's event loop."""
+    """The commands of one relay; on its event loop."""
 
     def __init__(self, parts: RelayParts) -> None:
         self._name, self._lease, self._view = parts.config.name, parts.lease, parts.lease.view

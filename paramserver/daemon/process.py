@@ -178,7 +178,7 @@ def _open_spill(config: RelayConfig, lease: MemberLease, stack: contextlib.Async
 
 
 def find_again(store: Store, left: list[stored.StoredSnapshot]) -> list[Snapshot]:
-    """What an earlier life left whole in shared memory, newest first, as far as the pool holds it."""
+    """The snapshots that an earlier life left whole in shared memory, newest first, as far as the pool holds them."""
     found = []
     for one in left:
         started = time.monotonic()

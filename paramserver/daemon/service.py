@@ -85,7 +85,7 @@ def _check_names(request: Any) -> None:
 
 
 class RelayService(pb_grpc.RelayServicer):
-    """One relay's control interface."""
+    """The control interface of one relay."""
 
     def __init__(self, parts: RelayParts, *, data_address: str, publish_socket: Path | None) -> None:
         self._name, self._view, self._elections = parts.config.name, parts.lease.view, parts.elections

@@ -25,13 +25,13 @@ ENOUGH_S = 0.02  # after which a call returns, so that the fetch can report how 
 
 
 class Arrival(Protocol):
-    """One chunk's bytes from some byte on. One thread's."""
+    """The bytes of one chunk from some byte on; for one thread."""
 
     def receive(self) -> int:
         """Receives some of what is missing: how many bytes came, 0 at the stream's end. Raises OSError as `recv`."""
 
     def digest(self) -> bytes:
-        """That of the whole chunk, once it is here."""
+        """The digest of the whole chunk, once it is here."""
 
 
 class PieceArrival:
@@ -106,7 +106,7 @@ class ChunkArrival:
 
 
 def begin(sock: socket.socket, place: memoryview, upto: int) -> Arrival:
-    """Of a chunk whose first `upto` bytes lie in `place` already. The socket's calls must wait (`wait_in_kernel`)."""
+    """Begins a chunk whose first `upto` bytes lie in `place`. The socket's calls must wait (`wait_in_kernel`)."""
     if _library is not None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(place))
         chunk = _Chunk(place=address, total=len(place), upto=upto)

@@ -209,11 +209,11 @@ class Fetch:
             raise Unavailable("the transfer was cancelled")
 
     def _verify(self, arrived: Arrived) -> Want | None:
-        """What to request again of the same sender; None when the chunk is there and right. Corrupt the second time.
+        """Checks a chunk; a request to repeat at the same sender when it is wrong. Corrupt the second time.
 
         A mismatch has two causes: bytes damaged on the way, or bad memory at the sender. The second request makes the
         sender hash its own chunk first, and withdraw as a holder when that is bad. A sender whose memory is good sends
-        the chunk again; when it is wrong again, the link is.
+        the chunk again; when it is wrong once more, the link is at fault.
         """
         index, expected = arrived.index, arrived.digest
         found = arrived.found if arrived.found is not None else digest(self._sink.place(index))

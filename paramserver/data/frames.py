@@ -136,7 +136,7 @@ class LinkBroken(Unavailable):
 
 
 class TransportFailed(LinkBroken):
-    """What moves the bytes besides this connection failed, here or at the other end."""
+    """The transport besides this connection failed, here or at the other end."""
 
     code = "transport_failed"
 

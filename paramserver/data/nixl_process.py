@@ -70,7 +70,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Mapped(msgspec.Struct, frozen=True, tag=True):
-    """What the other side needs for reading: NIXL's metadata, and where each file begins (0: it is empty)."""
+    """The other side's means of reading: NIXL's metadata, and where each file begins (0: it is empty)."""
 
     metadata: bytes
     addresses: list[int]

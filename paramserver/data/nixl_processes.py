@@ -117,7 +117,7 @@ class NixlProcess:
         self._receive(Unmapped, UNMAP_TIMEOUT_S, nothing)
 
     def receive(self) -> Answer:
-        """One answer, within the socket's timeout. TransportFailed with the process's own error, or when it is gone."""
+        """The next answer, within the socket's timeout. TransportFailed: the process's own error, or it is gone."""
         try:
             length = self._sock.recv_into(self._buffer)
         except TimeoutError:

@@ -39,7 +39,7 @@ _PACED_BYTES = 64 << 10
 
 
 class Provider(Protocol):
-    """What the port needs of the relay."""
+    """The relay, as far as the port needs it."""
 
     def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
         """The snapshot to serve; None when it may still come; NotFound when it will not."""
@@ -97,7 +97,7 @@ class Admission:
         _shut(stranger)
 
     def welcome(self, sock: socket.socket) -> None:
-        """It requested something that is here, or had the right token."""
+        """Makes it no stranger: it requested something that is here, or had the right token."""
         with self._mutex:
             self._strangers.discard(sock)
 

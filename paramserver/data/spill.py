@@ -54,7 +54,7 @@ class Spill:
         self._thread.start()
 
     def manifests(self) -> list[Manifest]:
-        """What is on disk, newest first per model."""
+        """The versions on disk, newest first per model."""
         with self._changed:
             return [one.manifest for _, one in sorted(self._found.items(), reverse=True)]
 
@@ -125,7 +125,7 @@ class Spill:
                 log.error("%s is not spilled to %s", snapshot, self.directory, exc_info=error)
 
     def _take(self) -> tuple[Snapshot, str] | list[StoredSnapshot] | None:
-        """What to write next, or versions to remove; None at the end."""
+        """The snapshot to write next, or versions to remove; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._wanted or self._dropped)
             if self._closing:
@@ -173,7 +173,7 @@ class Spill:
             missing -= one.manifest.size_bytes
 
     def _older(self, manifest: Manifest, keep: int) -> list[StoredSnapshot]:
-        """What is on disk of a model before this version, the oldest first, without the newest `keep` of it."""
+        """The versions on disk before this one, of its model, the oldest first, without the newest `keep`."""
         with self._changed:
             of = sorted(v for model, v in self._found if model == manifest.model and v < manifest.version)
             return [self._found[manifest.model, version] for version in of[: max(0, len(of) - keep)]]

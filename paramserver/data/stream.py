@@ -80,7 +80,7 @@ def _address(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> int:
 
 
 def through_caches(target: memoryview, pieces: Sequence[memoryview]) -> bytes:
-    """As `copy`, for one chunk whose target is read soon."""
+    """Copies one chunk like `copy`, to a target that is read soon."""
     hasher, at = xxhash.xxh3_128(), 0
     for piece in pieces:
         for start in range(0, len(piece), BLOCK_BYTES):

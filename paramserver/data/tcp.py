@@ -89,7 +89,7 @@ class TcpLink:
         self._sock.close()
 
     def header(self) -> Header:
-        """That of the next frame. Raises the error of a refusal."""
+        """The header of the next frame. Raises the error of a refusal."""
         buffer = bytearray(frames.HEADER.size)
         filled = 0
         while filled < len(buffer):

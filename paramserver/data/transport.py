@@ -37,7 +37,7 @@ class Link(Protocol):
     """One stripe's connection to one holder. Raises LinkBroken, or what the holder refused with."""
 
     transport: str
-    """What moves the bytes: "tcp", "nixl", "file"."""
+    """The kind of transport: "tcp", "nixl", "file"."""
 
     rtt_s: float
     """The network's round trip, in seconds."""

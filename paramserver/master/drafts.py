@@ -59,7 +59,7 @@ class Drafts:
             del self._drafts[model, version]
 
     def get(self, model: str, version: int) -> Draft | None:
-        """None also when the number was given to another version meanwhile."""
+        """The draft of that number; None also when it was given to another version meanwhile."""
         draft = self._drafts.get((model, version))
         return draft if draft is not None and self.is_current(draft) else None
 

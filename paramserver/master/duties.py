@@ -48,7 +48,7 @@ def dial_briefly(address: str) -> RelayClient:
 
 
 class MasterDuties:
-    """What this relay does for the models of which it is, or may become, master."""
+    """The duties of this relay for the models of which it is, or may become, master."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class MasterDuties:
         return view.masters[model].master.name
 
     async def settle(self, model: str) -> None:
-        """Once in each epoch: reads everything, then ends what an earlier master announced and never sealed.
+        """Ends what an earlier master announced and never sealed, after reading the registry anew; once in each epoch.
 
         The earlier master may still be alive, with a sealing transaction on its way. Both transactions are guarded: the
         seal by the old election's revision, which is over, and by the absence of an end; the end here by the absence of

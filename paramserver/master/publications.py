@@ -205,7 +205,8 @@ class Publications:
         plan = next_plan(previous, epoch, self._config.name, view.places(), slow)
         if plan is not previous:
             log.info("%s: plan %d: %s (%s)", model, plan.number, " > ".join(plan.order), plan.reason)
-        self._plans[model] = view.plans[model] = plan
+        self._plans[model] = plan
+        view.give_plan(model, plan)
         return plan
 
     async def commit(self, model: str, version: int, token: str, root_digest: str, rank: int = 0) -> None:

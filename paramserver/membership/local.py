@@ -194,7 +194,7 @@ class LocalEtcd:
             partial.rename(self._keep / PORT_FILE)
 
     def settle(self) -> None:
-        """It was announced to others: from now on its data is kept, whatever comes."""
+        """Keeps the data from now on, whatever comes: others know of this etcd."""
         self._made = False
 
     async def kill(self) -> None:
@@ -209,7 +209,7 @@ class LocalEtcd:
         return await self._process.wait()
 
     def _refuse_taken(self) -> None:
-        """Another etcd on the port would answer in the place of the one that then fails to start."""
+        """Unavailable when the port is taken: another etcd there would answer in the place of this one."""
         host, _, port = self.endpoint.rpartition(":")
         try:
             socket.create_server((host, int(port))).close()
@@ -280,7 +280,7 @@ async def _last_output(stream: asyncio.StreamReader) -> bytes:
 
 
 def _cause(output: bytes) -> str:
-    """Of etcd's lines of JSON the last one that names an error; else its last line."""
+    """The last of etcd's JSON lines with an error; else its last line."""
     lines = output.decode(errors="replace").split("\n")
     for line in reversed(lines):
         with contextlib.suppress(ValueError, AttributeError):

@@ -38,7 +38,7 @@ class _LeaseState:
 
 @dataclass
 class MemoryStore:
-    """What an etcd would hold. `reachable = False` makes every call fail, as an outage does."""
+    """The state of the registry. `reachable = False` makes every call fail, as an outage does."""
 
     clock: Callable[[], float]
     reachable: bool = True

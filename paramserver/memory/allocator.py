@@ -108,7 +108,7 @@ class PoolAllocator:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.cut)
 
     def stop(self) -> None:
-        """What is being allocated comes to an end soon; its tasks with it."""
+        """Ends allocations at their next piece, and their tasks with them."""
         self._pool.stop()
 
 

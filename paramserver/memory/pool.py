@@ -165,7 +165,7 @@ class PoolFile:
 
 @functools.cache
 def _log_small(why: str) -> None:
-    """Once for each reason."""
+    """Logs each reason once."""
     log.debug("the pool's memory stays in small pages: %s", why)
 
 
@@ -209,7 +209,7 @@ class Allotment:
 
     @property
     def promised_bytes(self) -> int:
-        """What is not there yet."""
+        """Bytes promised and not there yet."""
         return self.size_bytes - sum(file.size_bytes for file in self.files.values())
 
     def missing(self) -> list[tuple[int, int]]:

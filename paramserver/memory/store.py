@@ -114,7 +114,7 @@ class Snapshot:
             return [index for index, known in enumerate(self._digests) if known is None]
 
     def digests(self) -> list[bytes]:
-        """Those known, in order; all of them once it is complete."""
+        """The digests known, in order; all of them once it is complete."""
         return [known for known in self._digests if known is not None]
 
     def root(self) -> str:

@@ -62,7 +62,7 @@ class StoredSnapshot:
 
     @property
     def paths(self) -> list[Path]:
-        """All that must stay for it to be found again."""
+        """The files that must stay for it to be found again."""
         return [*self.files, self.record]
 
 

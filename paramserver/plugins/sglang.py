@@ -35,7 +35,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Loads(Protocol):
-    """What is needed of SGLang's model."""
+    """SGLang's model, as far as it is needed."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
 

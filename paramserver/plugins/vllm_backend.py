@@ -60,7 +60,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class SnapshotTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """One rank's side."""
+    """The backend of one rank."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -93,7 +93,7 @@ class SnapshotTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         self._open = False
 
     def shutdown(self) -> None:
-        """Nothing is held between two calls."""
+        """Nothing to do: nothing is held between two calls."""
 
     # -- what this rank does
 

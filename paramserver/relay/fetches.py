@@ -148,7 +148,7 @@ class Fetches:
         return {name for running in self._running.values() for name in running.fetch.bypassed()}
 
     def _sources(self, announced: Announced) -> list[list[Source]]:
-        """Whom to fetch from, in tiers. Called from fetch threads: reads only, each of them atomic."""
+        """The sources of a version, in tiers. Called from fetch threads: reads only, each of them atomic."""
         manifest = announced.manifest
         holders = set(self._models.holders(manifest.model, manifest.version))
         members = dict(self._view.members)

@@ -1,4 +1,4 @@
-"""What a relay has, as keys in the registry: versions held and spilled, engines beside it.
+"""The registry keys of what a relay has: versions held and spilled, engines beside it.
 
 Invariants:
 - every key stands on the relay's present lease, and vanishes with it; on a new lease all are written again;
@@ -51,7 +51,7 @@ class Holdings:
             self._set(keys.engine_key(engine.name), msgspec.json.encode(engine))
 
     def spilled(self, versions: Collection[tuple[str, int]]) -> None:
-        """All (model, version) that this relay can read back from its disk."""
+        """Replaces the set of (model, version) that this relay can read back from its disk."""
         wanted = {keys.spilled_key(model, version, self._relay) for model, version in versions}
         for key in [key for key in self._held if keys.is_spilled(key) and key not in wanted]:
             self._set(key, None)

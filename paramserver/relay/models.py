@@ -72,7 +72,7 @@ class ModelTable:
         return found.shown() if found else []
 
     def events(self, model: str) -> list[Notify]:
-        """What is sealed and available now, as the events that a new watch begins with."""
+        """The versions sealed and available now, as the events that a new watch begins with."""
         known = self._versions.get(model)
         states = [state for _, state in known.items() if not state.ended] if known else []
         return [Notify("available" if s.stage == "shown" else "sealed", s.sealed) for s in states if s.sealed]

@@ -81,7 +81,7 @@ class FleetPinKeys:
 
 
 class RelayPins:
-    """Who uses which version of this relay; owned by its event loop."""
+    """The pins on versions of this relay; owned by its event loop."""
 
     def __init__(
         self, registry: Registry, relay: str, *, models: ModelTable, store: Store, tasks: BackgroundTasks

@@ -1,4 +1,4 @@
-"""What a relay's earlier life left: its snapshots are offered again, its numbers are never given again.
+"""Recovery of what a relay's earlier life left: snapshots are offered again, numbers are never given again.
 
 Both run once, before this relay can be elected or fetches anything.
 """

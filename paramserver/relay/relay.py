@@ -122,13 +122,13 @@ class Relay:
                     self._settled[model] = versions.revision
 
     def _is_settled(self, model: str) -> bool:
-        """Nothing has happened since the last look, and no time that passes makes a difference: most models, mostly."""
+        """Whether reconciling the model again would do nothing: true of most models most of the time."""
         pinned = bool(self._view.pinned_versions(model)) if self._view.pins else False
         return not pinned and self._settled.get(model) == self._models.of(model).revision
 
 
 def _subject(fact: Fact) -> str:
-    """What a fact is about, in words."""
+    """The model, version or relay of a fact, for logs."""
     if isinstance(fact, MemberFact):
         return fact.name
     version = getattr(fact, "version", None)

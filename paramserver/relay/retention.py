@@ -1,4 +1,4 @@
-"""What keeps a version on this relay beyond the newest `retain`, and which copies the fleet misses here."""
+"""Reasons to keep a version on this relay beyond the newest `retain`, and copies that the fleet misses here."""
 
 from __future__ import annotations
 
