@@ -129,7 +129,7 @@ class Endings:
         assert reward is not None
         first = request if state.unrewarded is None else state.unrewarded.asked
         if state.unrewarded is None:
-            self._end(state)
+            self._end(state)  # before the first await: no turn may begin while evidence is collected
         try:
             await self._collect_evidence(state)
             metrics = {**first.metrics, **request.metrics}
@@ -237,7 +237,7 @@ class Endings:
             raise Conflict(f"session {session_id} is being finished with {_described(self._finishing[session_id][0])}")
         if state.unrewarded is not None:
             state.unrewarded, state.phase = None, "live"
-        state.end("abandoned")
+        state.end("abandoned")  # before the aborts: none of its turns may be replaced by a retry
         for turn in self._sessions.joinable.of_session(session_id):
             await turn.abort(f"its session was abandoned ({reason})")
         ended = Ended("abandoned")

@@ -149,10 +149,10 @@ class RunningTurn:
         self._note_seen()
         if self._ended:
             if self._task is not None:
-                await asyncio.wait({self._task})
+                await asyncio.wait({self._task})  # until the end is on disk: a client must not show the finish before
         elif not self.audience.attached:
             self.orphan(self._fleet.config.disconnect_grace_s)
-            if self._giving_up is not None:
+            if self._giving_up is not None:  # without a grace period: the turn has left its engine when this returns
                 await asyncio.wait({self._giving_up})
 
     def orphan(self, grace_s: float) -> None:
@@ -345,6 +345,8 @@ class RunningTurn:
                 self._in_pool = True
             await self._driver.run_to_end(self.session)
             self._complete()
+            # Readers get the finish before the end is on disk, so that what they record of the answer is one commit
+            # with it. None of them leaves the turn before the commit: `_detach` waits for this task.
             self.audience.end()
             await self._store_end()
         except LaminarError as e:
@@ -397,7 +399,10 @@ class RunningTurn:
             await asyncio.wait({self._task})
 
     async def _drop(self, outcome: Literal["aborted", "lost"], failure: Exception) -> None:
-        """The turn leaves the session without a trace; its tokens stay in the pool for a retry."""
+        """The turn leaves the session without a trace; its tokens stay in the pool for a retry.
+
+        Its readers get the failure last: a retry that one of them sends at once finds the session without the turn.
+        """
         self._ended = True
         self._owner.turn_dropped(self, failure)
         try:
