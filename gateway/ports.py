@@ -53,7 +53,7 @@ class SessionView:
     max_context_tokens: int | None = None  # of a prompt and its answer, if that is less than the model's
 
 
-class TurnRun(Protocol):
+class TurnHandle(Protocol):
     """One running turn: an asynchronous context manager, within which it is read.
 
     Several clients may read it, each from its first token. A client that leaves the context before the last delta does
@@ -130,7 +130,7 @@ class Turns(Protocol):
         """Gets or makes the session. Raises Conflict when it has ended, or has no room for so many turns more."""
         ...
 
-    async def join(self, call: Call, choices: int, *, again: bool = False) -> Sequence[TurnRun] | None:
+    async def join(self, call: Call, choices: int, *, again: bool = False) -> Sequence[TurnHandle] | None:
         """The turns, one a choice, of the earlier request that this one repeats; None: it is a new one.
 
         `again`: it was new a moment ago, and others may have come since. Raises Conflict when its key was used for
@@ -142,7 +142,7 @@ class Turns(Protocol):
         """The request was refused before it had a turn, and may be sent again."""
         ...
 
-    def start(self, request: TurnRequest) -> TurnRun:
+    def start(self, request: TurnRequest) -> TurnHandle:
         """The turn, not yet started: entering the context places it. OutOfCapacity when every queue is full."""
         ...
 

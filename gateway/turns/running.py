@@ -55,7 +55,7 @@ class TurnOwner(Protocol):
 
 
 class RunningTurn:
-    """Implements `gateway.ports.TurnRun`."""
+    """Implements `gateway.ports.TurnHandle`."""
 
     def __init__(
         self,

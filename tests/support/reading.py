@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from gateway.core.types import TokenDelta
-from gateway.ports import TurnRun
+from gateway.ports import TurnHandle
 
 
-async def heard(run: TurnRun) -> list[TokenDelta]:
+async def heard(run: TurnHandle) -> list[TokenDelta]:
     """All its deltas, each as it comes. Raises what ended the turn."""
     deltas: list[TokenDelta] = []
     await run.read(deltas.append)
     return deltas
 
 
-async def slowly(run: TurnRun) -> AsyncGenerator[TokenDelta]:
+async def slowly(run: TurnHandle) -> AsyncGenerator[TokenDelta]:
     """Its deltas, each one taken once the one before was done with. Raises what ended the turn."""
     given: asyncio.Queue[tuple[TokenDelta, asyncio.Future[None]] | None] = asyncio.Queue()
 

@@ -25,7 +25,7 @@ from gateway.api.openai.history import Prompt
 from gateway.api.openai.text_proxy import VERSION_HEADER
 from gateway.api.openai.turn_view import Answer, Piece, Reader
 from gateway.api.openai.writer import AnswerHead
-from gateway.ports import IdentitySource, Message, TurnRun, Turns
+from gateway.ports import IdentitySource, Message, TurnHandle, Turns
 from gateway.tokens import Codec
 from gateway.tokens.bridge import content_text
 from protos.errors import LaminarError
@@ -39,7 +39,7 @@ R = TypeVar("R")
 class Choice:
     """One of a request's `n` answers: a turn, ready to run or joined, and its reader."""
 
-    run: TurnRun
+    turn: TurnHandle
     reader: Reader
     answer: Answer = field(default_factory=Answer)
     read: bool = False  # to its end
@@ -63,13 +63,13 @@ class PreparedRequest:
 
     def delivered(self) -> None:
         for choice in self.choices:
-            choice.run.delivered()
+            choice.turn.delivered()
 
     def left(self) -> None:
         """The client has the whole answer, or is gone. A turn that was not read to its end may have other readers."""
         for choice in self.choices:
             if choice.read:
-                choice.run.left()
+                choice.turn.left()
 
 
 class Responder:
@@ -84,7 +84,7 @@ class Responder:
         except LaminarError as e:
             if len(prepared.choices) > 1 and error_headers(e)["x-should-retry"] == "false":
                 for choice in prepared.choices:
-                    await choice.run.give_up(f"another answer to its request failed: {e.message}")
+                    await choice.turn.give_up(f"another answer to its request failed: {e.message}")
             raise
         finally:
             prepared.left()
@@ -118,10 +118,10 @@ class Responder:
         return await late.answer(writer.body(self._codec, prepared.head, answers))
 
     async def _read(self, late: LateBody, prepared: PreparedRequest, choice: Choice) -> Answer:
-        async with choice.run:
+        async with choice.turn:
             late.begin()
-            choice.run.sent(0)  # it is sent whole, after its end: until then the client has none of it
-            await choice.reader.read(choice.run, choice.answer, None)
+            choice.turn.sent(0)  # it is sent whole, after its end: until then the client has none of it
+            await choice.reader.read(choice.turn, choice.answer, None)
             choice.read = True
             await self._record(prepared, choice)
         return choice.answer
@@ -133,7 +133,7 @@ class Responder:
 
     async def _send(self, events: EventStream, prepared: PreparedRequest, choice: Choice) -> None:
         """One choice's chunks, up to its finish."""
-        chunks = writer.Chunks(self._codec, prepared.head, choice.run.request.choice)
+        chunks = writer.Chunks(self._codec, prepared.head, choice.turn.request.choice)
         first = chunks.first()
 
         def show(piece: Piece) -> Awaitable[None] | None:
@@ -144,19 +144,19 @@ class Responder:
                 first, event = b"", first + event
             return events.send_soon(event) if event else None
 
-        async with choice.run:
+        async with choice.turn:
             events.begin()
             try:
-                await choice.reader.read(choice.run, choice.answer, show)
+                await choice.reader.read(choice.turn, choice.answer, show)
                 choice.read = True
             finally:
-                choice.run.sent(len(choice.answer.token_ids))
+                choice.turn.sent(len(choice.answer.token_ids))
             await self._record(prepared, choice)
         await events.send(chunks.last(choice.answer))
 
     async def _record(self, prepared: PreparedRequest, choice: Choice) -> None:
         """Records the turn's messages while it is still read: then they share one commit with the turn's end."""
-        choice.answer.end(choice.run)
+        choice.answer.end(choice.turn)
         if prepared.ephemeral:
             return
         messages: list[Message] = []
@@ -167,7 +167,7 @@ class Responder:
                 *before, begun, _ = messages
                 text = content_text(begun.get("content")) + content_text(answer.get("content"))
                 messages = [*before, {**answer, "content": text}]
-        await self._turns.record_turn(choice.run.request, prepared.record_head, messages)
+        await self._turns.record_turn(choice.turn.request, prepared.record_head, messages)
 
 
 async def _side_by_side(choices: Sequence[Coroutine[Any, Any, R]]) -> list[R]:

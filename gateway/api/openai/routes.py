@@ -35,7 +35,7 @@ from gateway.api.openai.writer import AnswerHead, Api
 from gateway.core.retries import Call, choice_id
 from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, TurnRequest
-from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnRun, Turns
+from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnHandle, Turns
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
 from gateway.tokens.toolcalls import CLOSE, ToolFormat
 from protos.errors import OutOfCapacity, Unavailable
@@ -188,11 +188,11 @@ class _Handlers:
         user = body.user if self._session_from_user else None
         identity = identify(request, self._turns, metadata=body.metadata, session_id=body.session_id, user=user)
         call = call_of(request, raw, identity.session_id)
-        runs = await self._turns.join(call, parsed.shape.choices)
-        joined = runs is not None
-        if runs is None:
-            runs, joined = await self._begin(identity, call, parsed)
-        first = runs[0].request
+        turns = await self._turns.join(call, parsed.shape.choices)
+        joined = turns is not None
+        if turns is None:
+            turns, joined = await self._begin(identity, call, parsed)
+        first = turns[0].request
         origin = first.origin
         added = parsed.messages[len(parsed.messages) - origin.messages_added :]
         prompt = Prompt(
@@ -205,16 +205,16 @@ class _Handlers:
             first.session_id,
             parsed.model.name,
             parsed.shape,
-            [run.request.prompt_ids for run in runs if run.request.choice % per_prompt == 0],
+            [turn.request.prompt_ids for turn in turns if turn.request.choice % per_prompt == 0],
             origin.history,
             origin.created_unix_s,
         )
-        choices = [self._choice(parsed, run) for run in runs]
+        choices = [self._choice(parsed, turn) for turn in turns]
         return PreparedRequest(head, parsed.record_head, prompt, choices, identity.source, joined, parsed.continued)
 
     async def _begin(
         self, identity: SessionIdentity, call: Call, parsed: _ParsedRequest
-    ) -> tuple[Sequence[TurnRun], bool]:
+    ) -> tuple[Sequence[TurnHandle], bool]:
         """The turns of a new request, and whether they were joined after all.
 
         A refusal that a retry may get past is noted: else the same request, sent again, would count as the retry of
@@ -228,7 +228,7 @@ class _Handlers:
 
     async def _new_turns(
         self, identity: SessionIdentity, call: Call, parsed: _ParsedRequest
-    ) -> tuple[Sequence[TurnRun], bool]:
+    ) -> tuple[Sequence[TurnHandle], bool]:
         """Session, prompt and sampling. A call without a session gets its own last: refused, it leaves none behind.
 
         While a thread makes a long prompt, a retry of the same request may arrive and begin: then its turns are joined.
@@ -239,23 +239,21 @@ class _Handlers:
         if parsed.is_long(view):
             frozen = dataclasses.replace(view, tree=view.tree.snapshot())  # turns end meanwhile
             prompts = await asyncio.get_running_loop().run_in_executor(self._threads, parsed.make_prompts, frozen)
-            if (runs := await self._turns.join(call, choices, again=True)) is not None:
-                return runs, True
+            if (joined := await self._turns.join(call, choices, again=True)) is not None:
+                return joined, True
         else:
             prompts = parsed.make_prompts(view)
         sampled = [self._sampling(parsed, prompt, view) for prompt in prompts]
         if not named:
             view = await self._turns.open_session(identity, choices)
         name, per_prompt = secrets.token_hex(12), choices // len(prompts)
-        turns: list[TurnRequest] = []
+        new: list[TurnRequest] = []
         for prompt, sampling in zip(prompts, sampled, strict=True):
             ids, origin = self._codec.shared(prompt.token_ids), _origin(call, prompt, named)
-            for i in range(len(turns), len(turns) + per_prompt):
+            for i in range(len(new), len(new) + per_prompt):
                 turn_id = choice_id(TurnId(name), i)
-                turns.append(
-                    TurnRequest(turn_id, view.session_id, prompt.turn, ids, sampling, prompt.parent, i, origin)
-                )
-        return [self._turns.start(turn) for turn in turns], False
+                new.append(TurnRequest(turn_id, view.session_id, prompt.turn, ids, sampling, prompt.parent, i, origin))
+        return [self._turns.start(turn) for turn in new], False
 
     def _sampling(self, parsed: _ParsedRequest, prompt: Prompt, view: SessionView) -> SamplingParams:
         sampling = requests.sampling(
@@ -270,12 +268,12 @@ class _Handlers:
         requests.check_trainable(sampling, view, parsed.model.kinds)
         return sampling
 
-    def _choice(self, parsed: _ParsedRequest, run: TurnRun) -> Choice:
-        sampling = run.request.sampling
+    def _choice(self, parsed: _ParsedRequest, turn: TurnHandle) -> Choice:
+        sampling = turn.request.sampling
         one_call = parsed.one_call and parsed.parses_tools
         closes = one_call and self._codec.tool_format == "hermes"
         decoder = self._codec.stream_decoder(
-            run.request.prompt_ids,
+            turn.request.prompt_ids,
             stop=(*sampling.stop, CLOSE) if closes else sampling.stop,
             min_tokens=sampling.min_tokens,
             show_special=not parsed.body.skip_special_tokens,
@@ -283,9 +281,9 @@ class _Handlers:
         )
         reasoning = None
         if parsed.parses_reasoning:
-            reasoning = ReasoningParser(begun=self._codec.opens_reasoning(run.request.prompt_ids))
+            reasoning = ReasoningParser(begun=self._codec.opens_reasoning(turn.request.prompt_ids))
         tools = ToolCallParser(self._codec.tool_format) if parsed.parses_tools else None
-        return Choice(run, Reader(decoder, reasoning, tools, sampling.stop_token_ids, run.request.turn_id, one_call))
+        return Choice(turn, Reader(decoder, reasoning, tools, sampling.stop_token_ids, turn.request.turn_id, one_call))
 
 
 def _origin(call: Call, prompt: Prompt, named: bool) -> TurnOrigin:

@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.api.openai import schema
 from gateway.core.types import FinishReason, TokenDelta, TopLogprob, TurnId
-from gateway.ports import TurnRun
+from gateway.ports import TurnHandle
 from gateway.tokens import ReasoningParser, StreamDecoder, ToolCall, ToolCallParser
 from gateway.tokens.reasoning import ReasoningDelta
 from gateway.tokens.toolcalls import CLOSE, ToolDelta
@@ -75,8 +75,8 @@ class Answer:
             ]
         return message
 
-    def end(self, run: TurnRun) -> None:
-        self.segments, self.version_changes = run.segments, run.version_changes
+    def end(self, turn: TurnHandle) -> None:
+        self.segments, self.version_changes = turn.segments, turn.version_changes
 
     def take(self, piece: Piece, delta: TokenDelta) -> None:
         start = len(self.token_ids)
@@ -119,8 +119,8 @@ class Reader:
     one_call: bool = False
     """At most one call is made: the decoder stops at its closing tag, where the format has one."""
 
-    async def read(self, run: TurnRun, answer: Answer, show: Show | None) -> None:
-        """Reads the run to its end, or to a stop string, into `answer`; passes each piece to `show`, if any.
+    async def read(self, turn: TurnHandle, answer: Answer, show: Show | None) -> None:
+        """Reads the turn to its end, or to a stop string, into `answer`; passes each piece to `show`, if any.
 
         A stop token that ended the turn stays in the ids and is not shown, like an end-of-sequence token.
         """
@@ -141,12 +141,12 @@ class Reader:
             return None if show is None else show(piece)
 
         async def stop(piece: Piece) -> None:
-            await run.finish_early(len(answer.token_ids))
+            await turn.finish_early(len(answer.token_ids))
             held = None if show is None else show(piece)
             if held is not None:
                 await held
 
-        await run.read(take, at_end=show is None and not self.decoder.stops)
+        await turn.read(take, at_end=show is None and not self.decoder.stops)
 
     def _piece(self, delta: TokenDelta, answer: Answer) -> Piece:
         finish, token_ids = delta.finish_reason, delta.token_ids
