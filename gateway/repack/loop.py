@@ -190,16 +190,17 @@ class Repacker:
             turns += found
             each_s += [pace_s] * len(found)
             nums.append(len(found))
-        running = iter(self._running(turns, each_s, context))
+        back_s = self._durations.typical_s / 2
+        running = iter(self._running(turns, each_s, back_s, context))
         return [
-            [*itertools.islice(running, num), *_forwarded(engine), *self._waiting(engine, all_waiting)]
+            [*itertools.islice(running, num), *_forwarded(engine), *_waiting(engine, all_waiting, back_s)]
             for engine, num in zip(engines, nums, strict=True)
         ]
 
     def _running(
-        self, turns: Sequence[tuple[TurnLoad, RunningTurn]], each_s: Sequence[float], context: int
+        self, turns: Sequence[tuple[TurnLoad, RunningTurn]], each_s: Sequence[float], back_s: float, context: int
     ) -> list[SessionLoad]:
-        """A turn that may outgrow the `context` is not moved."""
+        """`back_s`: how long a session probably goes on after its turn. One that may outgrow the `context` stays."""
         sessions = [turn.session for _, turn in turns]
         return turn_loads(
             [load for load, _ in turns],
@@ -208,20 +209,10 @@ class Repacker:
             ends_session=[session.spec.ephemeral for session in sessions],
             lengths=self._sessions.lengths,
             each_s=each_s,
-            back_s=self._back_s,
+            back_s=back_s,
             stays=[turn.request.sampling.in_place or 0 < context < load.tokens_max for load, turn in turns],
             expected=[session.spec.expected_output_tokens or 0 for session in sessions],
         )
-
-    def _waiting(self, engine: EngineState, all_waiting: Waiting) -> list[SessionLoad]:
-        sessions = all_waiting.get((engine.name, engine.version), ())
-        still = [s for s in sessions if not s.running]
-        return [SessionLoad(s.session_id, None, steady(s.tokens), self._back_s, s.moves) for s in still]
-
-    @property
-    def _back_s(self) -> float:
-        """How long a session probably goes on after one of its turns."""
-        return self._durations.typical_s / 2
 
     def _inbound(self, group: Sequence[EngineState]) -> Mapping[EngineName, Sequence[SessionLoad]]:
         """What earlier plans move from one engine of the group to another, and has not arrived."""
@@ -237,7 +228,7 @@ class Repacker:
                 to.append(there)
             elif session is not None and session.engine != there:
                 found[there].append(SessionLoad(session.session_id, None, steady(session.tokens)))
-        for there, load in zip(to, self._running(turns, [0.0] * len(turns), 0), strict=True):
+        for there, load in zip(to, self._running(turns, [0.0] * len(turns), 0.0, 0), strict=True):
             found[there].append(load)
         return found
 
@@ -246,6 +237,11 @@ def _forwarded(engine: EngineState) -> list[SessionLoad]:
     return [
         SessionLoad(t.session_id, t.turn_id, steady(t.tokens), stays=True) for t in engine.turns.values() if t.relayed
     ]
+
+
+def _waiting(engine: EngineState, waiting: Waiting, back_s: float) -> list[SessionLoad]:
+    still = [s for s in waiting.get((engine.name, engine.version), ()) if not s.running]
+    return [SessionLoad(s.session_id, None, steady(s.tokens), back_s, s.moves) for s in still]
 
 
 async def _in_steps(engines: Sequence[EngineState]) -> AsyncIterator[Sequence[EngineState]]:

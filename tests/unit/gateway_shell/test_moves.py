@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.core.types import EngineName
+from gateway.core.types import EngineName, Version
 from gateway.engines.base import EngineChunk
 from gateway.engines.connections import EVENTS_AT_ONCE_MAX
 from protos.errors import TurnLost
@@ -150,4 +150,24 @@ async def test_what_has_to_end_where_it_began_is_lost_when_cut_unless_it_had_not
         e1.always = None
         run = found.run(in_place=True)
         check_whole(run, await read(run))
+        check_at_rest(found)
+
+
+async def test_what_is_on_its_way_counts_on_its_destination_until_it_is_there(tmp_path: Path) -> None:
+    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    async with e0, e1, shell(tmp_path, e0, e1) as found:
+        idle = found.session()
+        idle.engine, idle.version = E0, Version(0)
+        async with found.run() as run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            turn_id, engines = run.request.turn_id, found.fleet.state.sorted_engines()
+            found.repacker._mover.inbound.update({turn_id: E1, idle.session_id: E1})
+            assert {load.key for load in found.repacker._inbound(engines)[E1]} == {turn_id, idle.session_id}
+            idle.engine = E1
+            assert [load.key for load in found.repacker._inbound(engines)[E1]] == [turn_id]
+            found.fleet.places.enter(E1, engines[0].turns[turn_id])
+            assert not found.repacker._inbound(engines)
+            found.fleet.places.leave(E1, turn_id)
+            e0.go.set()
+            check_whole(run, await heard(run))
         check_at_rest(found)
