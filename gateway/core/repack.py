@@ -324,7 +324,7 @@ class _Bin:
         self.hold(self.view.kv_at or (0,), len(self.view.sessions) + len(self.view.inbound))
 
     def fits(self, kv_at: Sequence[int], num: int = 1) -> bool:
-        """So much more, of so many sessions."""
+        """Whether `num` sessions with so much KV in all fit, at every time."""
         if self.sessions + num > self.view.batch_max:
             return False
         most: int = max(map(operator.add, self.kv_at, kv_at))
@@ -334,6 +334,7 @@ class _Bin:
         self.hold(list(map(operator.add, self.kv_at, kv_at)), self.sessions + num)
 
     def hold(self, kv_at: Sequence[int], sessions: int) -> None:
+        """Sets what it holds; also takes back what was added."""
         most = max(kv_at)
         self.kv_at, self.sessions = kv_at, sessions
         self.peak, self.room = kv_at.index(most), self.limit - most
@@ -344,7 +345,10 @@ _PLACE = operator.attrgetter("place")
 
 
 class _Destinations:
-    """Engines that sessions may go to, the fullest first. One without turns is none: it is free already."""
+    """Engines that sessions may go to, the fullest first. One without turns is none: it is free already.
+
+    They stand in the order of the KV that they hold now, ties broken by chance; `place` is where one stands.
+    """
 
     def __init__(self, bins: Iterable[_Bin]) -> None:
         self._fullest: list[_Bin] = []
@@ -368,7 +372,7 @@ class _Destinations:
         return routes
 
     def _whole(self, source: _Bin) -> Routes:
-        kv_at, num = source.kv_at, source.sessions
+        kv_at, num = source.kv_at, source.sessions  # all of it: nobody moves to a source
         too_full = bisect.bisect_left(self._fullest, (kv_at[0] - self._limit_max,), key=_PLACE)
         for one in itertools.islice(self._fullest, too_full, None):
             if kv_at[one.peak] <= one.room and one.fits(kv_at, num):
@@ -377,6 +381,8 @@ class _Destinations:
         return ()
 
     def _spread(self, source: _Bin) -> Routes:
+        """Adds to the engines themselves, and takes it back if a session finds no room: a copy of every engine for each
+        source took most of the time of a plan."""
         sessions = sorted(source.view.sessions, key=lambda s: (-s.kv_at[0], s.key))
         least = list(map(min, zip(*[load.kv_at for load in sessions], strict=True)))
         able = [b for b in self._fullest if least[b.peak] <= b.room and b.sessions < b.view.batch_max]
