@@ -84,7 +84,7 @@ def test_no_turn_is_lost_or_run_twice(mode: Mode) -> None:
         looks += 1
         placed = [t for engine in simulated.state.engines.values() for t in engine.turns]
         assert len(placed) == len(set(placed))
-        assert len(simulated._asked) + len(simulated._turns) == SETTINGS.concurrency
+        assert len(simulated._requested) + len(simulated._turns) == SETTINGS.concurrency
         assert len(placed) + len(simulated._resuming) == len(simulated._turns)
         assert all(len(e.turns) <= 16 for e in simulated.state.engines.values())
 
