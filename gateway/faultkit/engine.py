@@ -290,14 +290,8 @@ class ScriptedEngine:
         num_said: int,
         changed_at: int | None = None,
     ) -> bytes:
-        of_tokens = {"token_logprobs": logprobs, "tokens": ["é"] * len(ids), "top_logprobs": self.top}
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": "",
-            "token_ids": ids,
-            "logprobs": of_tokens,
-            "finish_reason": finish,
-        }
+        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": ids, "finish_reason": finish}
+        choice["logprobs"] = {"token_logprobs": logprobs, "tokens": ["é"] * len(ids), "top_logprobs": self.top}
         if self.tells_versions and (finish in ("length", "stop") or self.version_early):
             choice["weight_versions"] = self._spans(num_said, changed_at)
         usage = {"completion_tokens": num_said}

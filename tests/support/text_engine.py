@@ -127,5 +127,5 @@ def said_in(stream: bytes) -> tuple[list[str], list[Any]]:
 
 
 def asked_of(*engines: TextEngine) -> list[int]:
-    """How many texts each was received for."""
+    """How many requests for text each received."""
     return [len(engine.texts) for engine in engines]
