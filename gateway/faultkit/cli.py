@@ -108,8 +108,8 @@ async def _serve(engines: list[ScriptedEngine], ready_file: Path | None) -> None
             click.echo(f"{engine.name} at {engine.url}")
         write_ready_file(ready_file, {engine.name: engine.url for engine in engines})
         await stop.wait()
-    asked = sum(len(engine.asked) for engine in engines)
-    click.echo(f"{asked} requests; " + ", ".join(f"{kind} {count}" for kind, count in sorted(drawn.items())))
+    num_requests = sum(len(engine.requests) for engine in engines)
+    click.echo(f"{num_requests} requests; " + ", ".join(f"{kind} {count}" for kind, count in sorted(drawn.items())))
 
 
 def _counting(engine: ScriptedEngine, drawn: Counter[str]) -> Callable[[], Cut | None]:

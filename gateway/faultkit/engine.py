@@ -1,7 +1,7 @@
 """The scripted engine: it speaks vLLM's dialect over real HTTP, and fails as its script wants.
 
-Its tokens are those of `gateway.faultkit.script.said`, or of `says`: either way a function of all ids before them, so
-that a turn that was cut and resumed can be compared with the uncut one.
+Its tokens are those of `gateway.faultkit.script.scripted`, or of `generate`: either way a function of all ids before
+them, so that a turn that was cut and resumed can be compared with the uncut one.
 
 Tests use it with their own scripts, not fakes of their own. Three engines stand beside it, each for a reason: that of
 `tests/bench/gateway` must cost less than the gateway that it measures, that of `tests/bench/repack` decodes by a
@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Self
 
 from aiohttp import web
 
-from gateway.faultkit.script import Cut, logprobs_of, said
+from gateway.faultkit.script import Cut, logprobs_of, scripted
 
 MODEL = "policy"
 Answer = str | bytes | int | tuple[int, str]
@@ -41,7 +41,7 @@ LOAD_STEPS = (
 
 
 @dataclass
-class Asked:
+class ReceivedRequest:
     """One completion request, and how it went."""
 
     body: dict[str, Any]
@@ -74,7 +74,7 @@ class ScriptedEngine:
     cuts: deque[Cut] = field(default_factory=deque)
     always: Cut | None = None
     draw: Callable[[], Cut | None] | None = None  # instead of `cuts` and `always`
-    says: Callable[[Sequence[int]], Sequence[int] | None] | None = None  # ids after a prompt, to a stop; None: `said`
+    generate: Callable[[Sequence[int]], Sequence[int] | None] | None = None  # ids after a prompt, to a stop
     vocab_size: int = 1000
     revive_s: float | None = None  # how long a death lasts; None: for ever
     before_cut: Callable[[int], Awaitable[None]] | None = None
@@ -83,7 +83,7 @@ class ScriptedEngine:
     said_tokens: int = 0  # handed to sockets, over all requests
     go: asyncio.Event = field(default_factory=asyncio.Event)
     top: list[dict[str, float] | None] | None = None  # top_logprobs of each event
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[ReceivedRequest] = field(default_factory=list)
     calls: list[tuple[str, Any]] = field(default_factory=list)  # control: path and body
     answers: dict[str, Answer] = field(default_factory=dict)
     """By path, what a control call gets instead of its usual response."""
@@ -152,25 +152,25 @@ class ScriptedEngine:
     # -- generation
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._record(request, self.asked, self._answer)
+        return await self._record(request, self.requests, self._answer)
 
     async def _record(
         self,
         request: web.Request,
-        log: list[Asked],
-        answer: Callable[[web.Request, Asked, Cut | None], Awaitable[web.StreamResponse]],
+        log: list[ReceivedRequest],
+        answer: Callable[[web.Request, ReceivedRequest, Cut | None], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Notes the request in `log`, and answers it with its cut."""
-        asked = Asked(await request.json(), self.version)
-        log.append(asked)
+        received = ReceivedRequest(await request.json(), self.version)
+        log.append(received)
         cut = self.draw() if self.draw is not None else self.cuts.popleft() if self.cuts else self.always
         try:
-            return await answer(request, asked, cut)
+            return await answer(request, received, cut)
         except asyncio.CancelledError:
-            asked.left = True
+            received.left = True
             raise
         except ConnectionError:
-            asked.left = True
+            received.left = True
             return web.Response()  # nobody is left to get it
 
     async def _refused(self, cut: Cut | None) -> web.Response | None:
@@ -181,13 +181,13 @@ class ScriptedEngine:
             return web.json_response({"error": {"message": f"scripted to answer {cut.kind}"}}, status=int(cut.kind))
         return None
 
-    async def _answer(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, received: ReceivedRequest, cut: Cut | None) -> web.StreamResponse:
         if (refused := await self._refused(cut)) is not None:
             return refused
         torn = cut is not None and cut.kind == "torn_500"
         response = web.StreamResponse(status=500 if torn else 200, headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        budget, prompt = asked.body["max_tokens"], asked.prompt
+        budget, prompt = received.body["max_tokens"], received.prompt
         ids, logprobs, finish_reason = self._say(prompt, budget)
         changed_at = None
         if cut is not None and cut.kind == "version":
@@ -213,13 +213,13 @@ class ScriptedEngine:
             await self._cut(request, response, cut, ids, logprobs, whole)
         else:
             await response.write(held + b"data: [DONE]\n\n")
-        asked.written = True
+        received.written = True
         return response
 
     def _say(self, prompt: Sequence[int], budget: int) -> tuple[list[int], list[float], str]:
-        wanted = self.says(prompt) if self.says is not None else None
+        wanted = self.generate(prompt) if self.generate is not None else None
         if wanted is None:
-            return *said(prompt, budget, self.vocab_size), "length"
+            return *scripted(prompt, budget, self.vocab_size), "length"
         ids = list(wanted[:budget])
         return ids, logprobs_of(prompt, ids), "stop" if len(wanted) <= budget else "length"
 
@@ -290,8 +290,8 @@ class ScriptedEngine:
         num_said: int,
         changed_at: int | None = None,
     ) -> bytes:
-        told = {"token_logprobs": logprobs, "tokens": ["é"] * len(ids), "top_logprobs": self.top}
-        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": ids, "logprobs": told, "finish_reason": finish}
+        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": ids, "finish_reason": finish}
+        choice["logprobs"] = {"token_logprobs": logprobs, "tokens": ["é"] * len(ids), "top_logprobs": self.top}
         if self.tells_versions and (finish in ("length", "stop") or self.version_early):
             choice["weight_versions"] = self._spans(num_said, changed_at)
         usage = {"completion_tokens": num_said}
@@ -334,7 +334,7 @@ class ScriptedEngine:
     def _usual(self, path: str) -> str:
         match path:
             case "/metrics":
-                running = sum(not (a.written or a.left) for a in self.asked)
+                running = sum(not (a.written or a.left) for a in self.requests)
                 return (
                     f"process_start_time_seconds {self.started_unix_s}\n"
                     f'vllm:num_requests_running{{engine="0"}} {running}\n'

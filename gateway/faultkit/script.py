@@ -40,7 +40,7 @@ RESUMABLE: tuple[CutKind, ...] = tuple(kind for kind in get_args(CutKind) if kin
 """The cuts that a gateway must recover from: not a refusal, which is the request's own fault, nor "version"."""
 
 
-def said(prompt: Sequence[int], num_tokens: int, vocab_size: int = 1000) -> tuple[list[int], list[float]]:
+def scripted(prompt: Sequence[int], num_tokens: int, vocab_size: int = 1000) -> tuple[list[int], list[float]]:
     """Ids and logprobs that follow `prompt`; ids from 3 on, since the first ones are special in most vocabularies."""
     sequence, logprobs = list(prompt), []
     for _ in range(num_tokens):

@@ -112,7 +112,7 @@ def tool_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     def says(prompt: Sequence[int]) -> list[int]:
         return [*codec.encode(tool_user(codec.decode(prompt))), EOS]
 
-    with in_thread(ScriptedEngine(says=says, chunk=3, burst=True)) as url:
+    with in_thread(ScriptedEngine(generate=says, chunk=3, burst=True)) as url:
         gateway = _serve(tmp_path_factory.mktemp("tools"), url)
         yield gateway
         assert gateway.daemon.stop() == 0, gateway.daemon.log()

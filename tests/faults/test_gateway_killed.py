@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.processes import Daemon
-from tests.support.scripted_engine import ScriptedEngine, said, until
+from tests.support.scripted_engine import ScriptedEngine, scripted, until
 from tests.support.words import tokenizer
 
 pytestmark = pytest.mark.slow
@@ -110,19 +110,21 @@ async def test_kill_9_with_200_turns_in_flight(tmp_path: Path, request: pytest.F
             engine.pause_s = PAUSE_BEFORE_KILL_S
             engine.go.set()
         await keeps_up(http, engines)
-        assert sum(len(e.asked) for e in engines) == TURNS
+        assert sum(len(e.requests) for e in engines) == TURNS
         gateway.kill()
         generated = sum(e.said_tokens for e in engines)
-        before = [len(e.asked) for e in engines]
+        before = [len(e.requests) for e in engines]
         for engine in engines:
             engine.pause_s = PAUSE_S
         gateway = await asyncio.to_thread(serve, tmp_path, engines, port)
         request.addfinalizer(gateway.kill)
         answers = await asyncio.wait_for(asyncio.gather(*asking), 300)
         sdk_answers = await asyncio.wait_for(asyncio.gather(*by_sdk), 300)
-        assert [ids for ids, _ in answers] + list(sdk_answers) == [said(prompt_of(n), BUDGET)[0] for n in range(TURNS)]
-        assert [probs for _, probs in answers] == [said(prompt_of(n), BUDGET)[1] for n in range(TURNS * 3 // 4)]
-        resumed = [a for e, b in zip(engines, before, strict=True) for a in e.asked[b:]]
+        assert [ids for ids, _ in answers] + list(sdk_answers) == [
+            scripted(prompt_of(n), BUDGET)[0] for n in range(TURNS)
+        ]
+        assert [probs for _, probs in answers] == [scripted(prompt_of(n), BUDGET)[1] for n in range(TURNS * 3 // 4)]
+        resumed = [a for e, b in zip(engines, before, strict=True) for a in e.requests[b:]]
         kept = sum(len(a.prompt) - 3 for a in resumed)
         print(f"{generated} tokens before the kill, {kept} kept ({kept / generated:.4f}), {len(resumed)} turns resumed")
         assert len(resumed) == TURNS, "each goes on once"

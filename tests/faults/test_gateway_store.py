@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from tests.faults.test_gateway_killed import serve
-from tests.support.scripted_engine import MODEL, ScriptedEngine, said
+from tests.support.scripted_engine import MODEL, ScriptedEngine, scripted
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ async def test_a_disk_that_takes_nothing_more_for_a_while(
         await until_health(http, 200)
         status, told = await status_of(http, "/v1/completions", {**BODY, "prompt": [6]})
         assert status == 200, told
-        assert str(said([6], 4)[0])[1:-1].replace(" ", "") in told.replace(" ", "")
+        assert str(scripted([6], 4)[0])[1:-1].replace(" ", "") in told.replace(" ", "")
         assert (await status_of(http, "/sessions/s/finish", {"reward": 1.0}))[0] == 200
         gateway.kill()
         gateway = await asyncio.to_thread(serve, tmp_path, [e0], port)

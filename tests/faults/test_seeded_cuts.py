@@ -87,7 +87,9 @@ async def gateway(
         specs = []
         for i in range(3):
             draw = counting(cuts_by_seed(1000 + i, share, 60, kinds), drawn)
-            engine = ScriptedEngine(f"e{i}", chunk=1 + i * 2, split=i == 1, draw=draw, says=says, vocab_size=VOCABULARY)
+            engine = ScriptedEngine(
+                f"e{i}", chunk=1 + i * 2, split=i == 1, draw=draw, generate=says, vocab_size=VOCABULARY
+            )
             engine.revive_s = 0.2
             await stack.enter_async_context(engine)
             specs.append(EngineSpec(engine.name, "vllm", engine.url, None))

@@ -16,10 +16,10 @@ from gateway.faultkit.engine import (
     LOAD_STEPS,
     MODEL,
     Answer,
-    Asked,
+    ReceivedRequest,
     ScriptedEngine,
 )
-from gateway.faultkit.script import Cut, CutKind, said
+from gateway.faultkit.script import Cut, CutKind, scripted
 
 __all__ = [
     "BLOCKS",
@@ -28,13 +28,13 @@ __all__ = [
     "LOAD_STEPS",
     "MODEL",
     "Answer",
-    "Asked",
     "Cut",
     "CutKind",
+    "ReceivedRequest",
     "ScriptedEngine",
     "in_thread",
     "pass_time",
-    "said",
+    "scripted",
     "until",
 ]
 

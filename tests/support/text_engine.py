@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.faultkit.script import Cut
-from tests.support.scripted_engine import Asked, ScriptedEngine
+from tests.support.scripted_engine import ReceivedRequest, ScriptedEngine
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -25,7 +25,7 @@ class TextEngine(ScriptedEngine):
     """Answers with `words`, one for each of `max_tokens`. A cut comes after so many of them; in an answer that is not
     streamed, before it (0) or in its middle. `hold_text_at`: waits for `go` before that word, or the whole answer."""
 
-    texts: list[Asked] = field(default_factory=list)
+    texts: list[ReceivedRequest] = field(default_factory=list)
     hold_text_at: int | None = None
     said_words: int = 0
     piece: int = 1 << 20  # bytes of a stream's write
@@ -49,7 +49,7 @@ class TextEngine(ScriptedEngine):
             await self.go.wait()
         return await super()._refused(cut)
 
-    async def _text_whole(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
+    async def _text_whole(self, request: web.Request, asked: ReceivedRequest, cut: Cut | None) -> web.StreamResponse:
         if self.hold_text_at is not None:
             await self.go.wait()
         if (refused := await self._refused(cut)) is not None:
@@ -67,7 +67,7 @@ class TextEngine(ScriptedEngine):
         asked.written = True
         return response
 
-    async def _text_stream(self, request: web.Request, asked: Asked, cut: Cut | None) -> web.StreamResponse:
+    async def _text_stream(self, request: web.Request, asked: ReceivedRequest, cut: Cut | None) -> web.StreamResponse:
         if (refused := await self._refused(cut)) is not None:
             return refused
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -127,5 +127,5 @@ def said_in(stream: bytes) -> tuple[list[str], list[Any]]:
 
 
 def asked_of(*engines: TextEngine) -> list[int]:
-    """How many texts each was asked for."""
+    """How many requests for text each received."""
     return [len(engine.texts) for engine in engines]

@@ -23,7 +23,7 @@ from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool, Timeline
 from gateway.turns.running import RunningTurn
 from tests.support.reading import heard
-from tests.support.scripted_engine import MODEL, ScriptedEngine, said, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, scripted, until
 
 PROMPT = (11, 12, 13)
 BUDGET = 12
@@ -126,7 +126,7 @@ async def read(run: RunningTurn) -> list[TokenDelta]:
 
 def check_whole(run: RunningTurn, deltas: list[TokenDelta], budget: int = BUDGET) -> None:
     """The client's tokens, the record and the session are the uncut turn's, and deltas fit their segments."""
-    ids, logprobs = said(run.request.prompt_ids, budget)
+    ids, logprobs = scripted(run.request.prompt_ids, budget)
     assert [t for d in deltas for t in d.token_ids] == run.record.token_ids == ids
     assert [p for d in deltas for p in d.logprobs] == run.record.logprobs == logprobs
     assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + ["length"]

@@ -151,7 +151,7 @@ async def test_choices_beyond_the_sessions_turns_leave_nothing_running(tmp_path:
         asked = {"model": MODEL, "prompt": [5], "max_tokens": 4, "n": 3}
         told = await post(http, "/s/s/v1/completions", asked, 409)
         assert "3 are requested, of 2 at most" in told["error"]["message"]
-        assert (found.sessions.counters.turns_started, e0.asked) == (0, [])
+        assert (found.sessions.counters.turns_started, e0.requests) == (0, [])
         await post(http, "/s/s/v1/completions", {**asked, "n": 2})
         assert (await get(http, "/sessions/s"))["turns"] == 2
 

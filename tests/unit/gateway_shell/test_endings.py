@@ -83,7 +83,7 @@ async def test_an_abandonment_goes_on_without_its_caller(tmp_path: Path, monkeyp
     async with e0, shell(tmp_path, e0) as found:
         session = found.session("s")
         reading = asyncio.create_task(read(found.run(session)))
-        await until(lambda: e0.asked, "the turn")
+        await until(lambda: e0.requests, "the turn")
         gone = asyncio.create_task(found.endings.abandon(session.session_id, "not wanted"))
         await entered.wait()
         gone.cancel()

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from gateway.cli import cli
-from gateway.faultkit.script import CutKind, cuts_by_seed, said
+from gateway.faultkit.script import CutKind, cuts_by_seed, scripted
 from tests.support import processes
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -35,7 +35,7 @@ def test_whole_answers_follow_from_the_ids_before_them(tmp_path: Path) -> None:
     asked = {"prompt": [5, 6], "max_tokens": 6, "stream": True}
     lines = httpx.post(f"{kit.ready['e0']}/v1/completions", json=asked).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert [i for e in events for i in e["choices"][0]["token_ids"]] == said([5, 6], 6, 50)[0]
+    assert [i for e in events for i in e["choices"][0]["token_ids"]] == scripted([5, 6], 6, 50)[0]
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert events[-1]["usage"]["completion_tokens"] == 6
     assert kit.stop() == 0, kit.log()

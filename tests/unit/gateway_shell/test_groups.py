@@ -118,11 +118,11 @@ async def test_abandoning_a_group_aborts_its_members_and_takes_its_trajectories_
         body = {"model": MODEL, "prompt": [5], "max_tokens": 8}
         name = group["sessions"][1]["session_id"]
         running = asyncio.create_task(post(http, f"/s/{name}/v1/completions", body, 409))
-        await until(lambda: found.sessions.running and len(e0.asked) == 2, "a running turn")
+        await until(lambda: found.sessions.running and len(e0.requests) == 2, "a running turn")
         told = await post(http, f"/groups/{group['group_id']}/abandon", {"reason": "not wanted"})
         assert (told["state"], told["sessions"]) == ("abandoned", [])
         assert "was abandoned" in (await running)["error"]["message"]
-        await until(lambda: e0.asked[1].left, "the abort upstream")
+        await until(lambda: e0.requests[1].left, "the abort upstream")
         assert await sampled(http) == []
         assert len(found.sessions.live) == 0
         await post(http, f"/groups/{group['group_id']}/abandon", status=409)

@@ -20,7 +20,7 @@ from gateway.store import PartialResponsePool
 from gateway.turns.running import RunningTurn
 from protos.errors import Conflict, OutOfCapacity
 from tests.support.reading import heard
-from tests.support.scripted_engine import ScriptedEngine, said, until
+from tests.support.scripted_engine import ScriptedEngine, scripted, until
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, Shell, check_at_rest, check_whole, read, shell
 
 
@@ -62,7 +62,7 @@ async def test_a_client_that_comes_back_reads_the_running_turn_from_its_beginnin
         async with joined:
             e0.go.set()
             check_whole(run, await heard(joined))
-        assert len(e0.asked) == 1
+        assert len(e0.requests) == 1
         counters = found.sessions.counters
         assert (counters.turns_orphaned, counters.turns_joined, counters.turns_aborted) == (1, 1, 0)
         check_at_rest(found)
@@ -76,7 +76,7 @@ async def test_two_readers_get_the_same_and_the_turn_lives_while_one_stays(tmp_p
             joined = await join(found, Call("same", session.session_id, retried=True))
             assert joined is run
             await leave(run, 4)
-            assert not e0.asked[0].left
+            assert not e0.requests[0].left
             e0.go.set()
             check_whole(run, await heard(run))
         check_at_rest(found)
@@ -89,13 +89,13 @@ async def test_a_retry_in_the_middle_of_a_move_joins_the_turn_that_is_moved(tmp_
         run = begun(found, session)
         await leave(run, 4)
         run.move(EngineName("e1"))
-        await until(lambda: e1.asked, "the rest asked for")  # and not a token of it came yet
+        await until(lambda: e1.requests, "the rest asked for")  # and not a token of it came yet
         joined = await join(found, Call("same", session.session_id, retried=True))
         assert joined is run
         async with joined:
             e1.go.set()
             check_whole(run, await heard(joined))
-        assert [len(e0.asked), len(e1.asked)] == [1, 1]
+        assert [len(e0.requests), len(e1.requests)] == [1, 1]
         assert [(s.engine, s.cause) for s in run.segments] == [("e0", "start"), ("e1", "move")]
         check_at_rest(found)
 
@@ -120,7 +120,7 @@ async def test_an_orphan_is_aborted_after_its_grace_and_a_later_retry_gets_its_t
         session = found.session()
         run = begun(found, session)
         await leave(run, 4)
-        await until(lambda: e0.asked[0].left, "the abort upstream")
+        await until(lambda: e0.requests[0].left, "the abort upstream")
         await until(lambda: not session.running, "the end of the turn")
         assert "its client left" in session.last_dropped
         assert "4 tokens kept" in session.last_dropped
@@ -129,9 +129,9 @@ async def test_an_orphan_is_aborted_after_its_grace_and_a_later_retry_gets_its_t
         again = await join(found, Call("same", session.session_id))
         assert again is not None
         check_whole(again, await read(again))
-        assert e0.asked[1].prompt == [*PROMPT, *said(PROMPT, 4)[0]], "no token is asked for twice"
+        assert e0.requests[1].prompt == [*PROMPT, *scripted(PROMPT, 4)[0]], "no token is asked for twice"
         assert [(s.start, s.end, s.cause) for s in again.segments] == [(0, 4, "start"), (4, BUDGET, "cut")]
-        assert await found.outcome(again) == (*said(PROMPT, BUDGET), [("e0", 0, 4), ("e0", 4, BUDGET)])
+        assert await found.outcome(again) == (*scripted(PROMPT, BUDGET), [("e0", 0, 4), ("e0", 4, BUDGET)])
         check_at_rest(found)
 
 
@@ -163,7 +163,7 @@ async def test_a_lost_turn_keeps_its_tokens_for_the_retry(tmp_path: Path) -> Non
             again = await join(found, Call("same", session.session_id))
             assert again is not None
             check_whole(again, await read(again))
-            assert returned.asked[0].prompt == [*PROMPT, *said(PROMPT, 4)[0]]
+            assert returned.requests[0].prompt == [*PROMPT, *scripted(PROMPT, 4)[0]]
         check_at_rest(found)
 
 
@@ -204,7 +204,7 @@ async def test_siblings_without_a_session_never_merge(tmp_path: Path) -> None:
     async with ScriptedEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, disconnect_grace_s=60.0) as found:
         runs = [begun(found, found.session(ephemeral=True), f"t{i}") for i in range(8)]
         reading = [asyncio.create_task(read(run)) for run in runs]
-        await until(lambda: len(e0.asked) == 8, "eight turns")
+        await until(lambda: len(e0.requests) == 8, "eight turns")
         assert await join(found, Call("same", None, retried=True)) is None
         reading[3].cancel()
         await until(lambda: found.sessions.counters.turns_orphaned == 1, "an orphan")
@@ -291,8 +291,8 @@ async def test_two_retries_while_an_orphan_is_given_up_have_one_driver(
         assert second is None, "it is another request's, and gets a turn of its own"
         check_whole(first, await read(first))
         await leaving
-        assert len(e0.asked) == 2
-        assert await found.outcome(first) == (*said(PROMPT, BUDGET), [("e0", 0, 4), ("e0", 4, BUDGET)])
+        assert len(e0.requests) == 2
+        assert await found.outcome(first) == (*scripted(PROMPT, BUDGET), [("e0", 0, 4), ("e0", 4, BUDGET)])
 
 
 async def test_a_retry_of_a_sibling_that_was_refused_gets_a_turn_of_its_own(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ async def test_a_retry_of_a_sibling_that_was_refused_gets_a_turn_of_its_own(tmp_
         session = found.session()
         first = begun(found, session)
         async with first:
-            await until(lambda: e0.asked, "the one that runs")
+            await until(lambda: e0.requests, "the one that runs")
             for number in range(1, 4):
                 with pytest.raises(OutOfCapacity):
                     await read(begun(found, session, f"t{number}"))

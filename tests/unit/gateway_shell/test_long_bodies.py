@@ -42,7 +42,7 @@ async def test_a_key_that_comes_twice_at_once_is_one_turn(
         answers = await asyncio.gather(ask(), ask())
         assert len({turn_id for turn_id, _ in answers}) == 1
         assert sorted(joined or "" for _, joined in answers) == ["", "true"]
-        assert len(e0.asked) == 1
+        assert len(e0.requests) == 1
         assert (await get(http, "/status"))["sessions"]["live"] == (0 if session is None else 1)
 
 

@@ -37,7 +37,7 @@ async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field
     sglang = Engine(WEIGHTS, "0", MODEL, step_s=0.005)
     async with (
         serving_app(Server(sglang, incremental=incremental, disconnect_s=0.5).app()) as url,
-        ScriptedEngine("vllm", says=says, chunk=1, pause_s=0.005, dtype="bfloat16") as vllm,
+        ScriptedEngine("vllm", generate=says, chunk=1, pause_s=0.005, dtype="bfloat16") as vllm,
     ):
         engines = (EngineSpec("vllm", "vllm", vllm.url, None), EngineSpec("sglang", "sglang", url, None))
         found = await start(dataclasses.replace(config(tmp_path), engines=engines, tokens_per_event=1))
@@ -89,7 +89,7 @@ async def test_a_call_that_was_asked_for_is_held_to_by_sglang_and_never_sent_to_
                     [told] = (await answer.json())["choices"]
                 [call] = told["message"]["tool_calls"]
                 assert (told["finish_reason"], call["function"]) == ("tool_calls", {"name": name, "arguments": "{}"})
-        assert other.asked == []
+        assert other.requests == []
         await found.close(1.0)
 
 

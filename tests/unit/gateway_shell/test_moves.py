@@ -27,7 +27,7 @@ async def test_a_move_keeps_its_place_and_tells_how_long_the_pause_was(tmp_path:
             arrived = run.move(E1)
             assert arrived is not None
             assert found.turns_on(e1) == [run.request.turn_id], "before anything else can be placed there"
-            await until(lambda: e1.asked, "the rest asked for")
+            await until(lambda: e1.requests, "the rest asked for")
             assert not arrived.done(), "no token came yet"
             e1.go.set()
             deltas = await heard(run)
@@ -95,7 +95,7 @@ async def test_a_destination_that_left_the_version_gets_nothing(tmp_path: Path) 
             run.move(E1)
             e0.go.set()
             check_whole(run, await heard(run))
-        assert not e1.asked
+        assert not e1.requests
         assert {s.version for s in run.segments} == {0}
         check_at_rest(found)
 
@@ -135,7 +135,7 @@ async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> No
             assert [load.stays for load in await found.repacker.loads(found.fleet.state.engines[E0])] == [True]
             e0.go.set()
             check_whole(run, await heard(run))
-        assert e1.asked == []
+        assert e1.requests == []
         check_at_rest(found)
 
 

@@ -59,7 +59,7 @@ async def test_turns_decode_at_their_source_until_their_move(tmp_path: Path) -> 
     async with running(tmp_path, MOVES_AT_ONCE + 2) as (found, mover, runs, e1):
         mover.start(plan_for(runs))
         assert len(mover.inbound) == len(runs), "counted from the first moment"
-        await until(lambda: len(e1.asked) == MOVES_AT_ONCE, "the first moves")
+        await until(lambda: len(e1.requests) == MOVES_AT_ONCE, "the first moves")
         assert len(found.fleet.state.engines[E0].turns) == 2
         assert found.fleet.state.engines[E0].leaving
         e1.go.set()

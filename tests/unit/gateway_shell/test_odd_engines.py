@@ -227,7 +227,7 @@ async def test_an_event_that_nobody_foresaw_cuts_its_turn_which_goes_on_elsewher
 async def test_an_id_that_no_vocabulary_has_is_a_cut(tmp_path: Path, token: int) -> None:
     odd, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with odd, e1, shell(tmp_path, odd, e1) as found:
-        odd.says = lambda prompt: [token]
+        odd.generate = lambda prompt: [token]
         for run in [found.run() for _ in range(2)]:
             check_whole(run, await read(run))
         assert found.sessions.counters.cuts_by_reason == {"protocol": 1}

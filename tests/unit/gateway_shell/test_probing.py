@@ -41,7 +41,7 @@ async def test_an_engine_that_computes_as_before_is_shown(tmp_path: Path) -> Non
         await until(lambda: len(findings(found)) == 2, "two refreshes")
         assert findings(found) == ["same", "same"]
         assert found.fleet.statistics().refreshes_unchanged == 2
-        assert [a.prompt for a in e0.asked] == [list(PROMPT)] * 3, "before the first load, and after each"
+        assert [a.prompt for a in e0.requests] == [list(PROMPT)] * 3, "before the first load, and after each"
         run = found.run()
         check_whole(run, await read(run))
 

@@ -107,11 +107,11 @@ async def test_a_small_engine_that_joins_takes_only_what_fits(tmp_path: Path) ->
         for _ in range(4):
             run = found.run(budget=20)
             check_whole(run, await read(run), 20)
-        assert (len(e0.asked), len(small.asked)) == (4, 0)
+        assert (len(e0.requests), len(small.requests)) == (4, 0)
         occupy(found, 3)
         run = found.run(budget=8)
         check_whole(run, await read(run), 8)
-        assert len(small.asked) == 1, "what fits is taken"
+        assert len(small.requests) == 1, "what fits is taken"
 
 
 async def test_a_turn_is_not_moved_where_it_would_outgrow_the_context(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from gateway.core.endings import Finish
 from gateway.core.retries import Call
 from gateway.core.types import EngineName, SamplingParams, SessionId, TopLogprob, TurnId, TurnOrigin, TurnRequest
 from gateway.turns.running import RunningTurn
-from tests.support.scripted_engine import ScriptedEngine, said, until
+from tests.support.scripted_engine import ScriptedEngine, scripted, until
 from tests.unit.gateway_shell.shell import BUDGET, PROMPT, Shell, check_at_rest, check_whole, read, shell
 
 S = SessionId("s")
@@ -41,9 +41,12 @@ async def test_a_turn_in_flight_goes_on_and_its_client_gets_the_tokens_of_before
             joined = await found.sessions.join(Call("same", S), 1)
             assert joined is not None
             check_whole(joined[0], await read(joined[0]))
-            assert e0.asked[1].prompt == [*PROMPT, *said(PROMPT, 4)[0]], "no token is asked for twice"
+            assert e0.requests[1].prompt == [*PROMPT, *scripted(PROMPT, 4)[0]], "no token is asked for twice"
             assert [(s.start, s.end, s.cause) for s in joined[0].segments] == [(0, 4, "start"), (4, BUDGET, "cut")]
-            assert await found.outcome(joined[0]) == (*said(PROMPT, BUDGET), [("e0", 0, 4), ("e0", 4, BUDGET)])
+            assert await found.outcome(joined[0]) == (
+                *scripted(PROMPT, BUDGET),
+                [("e0", 0, 4), ("e0", 4, BUDGET)],
+            )
             assert found.sessions.counters.turns_recovered == 1
             check_at_rest(found)
 
@@ -113,10 +116,10 @@ async def test_an_answer_that_was_whole_can_be_asked_for_again(tmp_path: Path) -
         async with shell(tmp_path, e0) as found:
             [again] = await found.sessions.join(Call("same", S), 1) or []
             deltas = await read(again)
-            assert [t for d in deltas for t in d.token_ids] == said(PROMPT, 5)[0]
+            assert [t for d in deltas for t in d.token_ids] == scripted(PROMPT, 5)[0]
             assert deltas[-1].finish_reason == "stop"
-            assert len(e0.asked) == 1
-            assert found.sessions.live.get(S).token_ids == [*PROMPT, *said(PROMPT, 5)[0]]
+            assert len(e0.requests) == 1
+            assert found.sessions.live.get(S).token_ids == [*PROMPT, *scripted(PROMPT, 5)[0]]
 
 
 async def test_a_death_between_the_two_ends_of_a_session_does_not_give_it_out_twice(tmp_path: Path) -> None:
@@ -137,4 +140,4 @@ async def test_engines_stay_on_the_version_of_recovered_sessions(tmp_path: Path)
             [run] = await found.sessions.join(Call("same", S), 1) or []
             check_whole(run, await read(run))
             assert {s.version for s in run.segments} == {5}
-            assert not e1.asked
+            assert not e1.requests

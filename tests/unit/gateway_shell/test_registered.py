@@ -86,7 +86,7 @@ async def test_a_registration_that_changes_is_taken_over(tmp_path: Path) -> None
         await until(lambda: serving(found) == ["e0"], "e0 again")
         run = found.run()
         check_whole(run, await read(run))
-        assert (len(e0.asked), len(again.asked)) == (0, 1)
+        assert (len(e0.requests), len(again.requests)) == (0, 1)
 
 
 async def test_engines_of_the_configuration_stay_whatever_relays_say(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ async def test_an_engine_that_joins_late_beside_a_known_relay_loads_before_it_se
             check_whole(run, await read(run))
         await until(lambda: serving(found) == ["e0", "e1"], "e1")
         assert e1.version == "7"
-        assert {asked.version for asked in (*e0.asked, *e1.asked)} == {"7"}
+        assert {asked.version for asked in (*e0.requests, *e1.requests)} == {"7"}
 
 
 ODD_URLS = ("http://127.0.0.1:99999", "http://[::1", f"http://{'a' * 64}.example", "ftp://host", "")

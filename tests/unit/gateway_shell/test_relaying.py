@@ -142,7 +142,7 @@ async def test_what_names_a_session_or_asks_for_tokens_takes_the_token_path(
         assert answer.status == 200, answer.body
         assert "X-Session-ID" in answer.headers
         assert ENGINE not in answer.headers
-        assert "logprobs" in e0.asked[0].body, "the gateway's own request"
+        assert "logprobs" in e0.requests[0].body, "the gateway's own request"
         assert found.sessions.counters.turns_started == 1
 
 
@@ -628,4 +628,4 @@ async def test_the_key_of_a_session_that_has_ended_is_not_relayed(tmp_path: Path
         async with http.post(CHAT, json=chat(), headers={"Authorization": f"Bearer {key}"}) as answer:
             assert answer.status == 404
             assert "no live session has this API key" in (await answer.json())["error"]["message"]
-        assert not e0.asked
+        assert not e0.requests

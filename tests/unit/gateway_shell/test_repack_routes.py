@@ -18,7 +18,7 @@ from gateway.operate.repack_view import describe, request_plans
 from gateway.repack import loop
 from gateway.runtime import supervisor
 from tests.support.fake_relay import relay
-from tests.support.scripted_engine import MODEL, ScriptedEngine, said, until
+from tests.support.scripted_engine import MODEL, ScriptedEngine, scripted, until
 from tests.support.words import tokenizer
 from tests.unit.gateway_shell.test_status import gateway as running
 
@@ -62,7 +62,7 @@ async def test_a_dry_run_moves_nothing_and_a_round_leaves_its_receipt(tmp_path: 
             engine.hold_at = None
             engine.go.set()
         for task in asking:
-            assert await task == said(PROMPT, BUDGET)[0]
+            assert await task == scripted(PROMPT, BUDGET)[0]
         await until(lambda: [e.version for e in states()] == [2, 2], "the freed engine's refresh, and the other's", 60)
         book = gateway.parts.repacker.book
         await until(lambda: book.receipts[-1].gain_measured_s is not None, "the measured gain", 60)

@@ -31,7 +31,7 @@ async def test_an_idle_engine_that_restarts_is_noticed_before_the_next_turn(tmp_
             found.fleet.suspect(state.name)  # stands for the next poll
             run = found.run()
             check_whole(run, await read(run))
-            assert [asked.version for asked in again.asked] == ["7"]
+            assert [asked.version for asked in again.requests] == ["7"]
             assert [(s.incarnation, s.version) for s in run.segments] == [("2.0", 7)]
 
 
@@ -45,7 +45,7 @@ async def test_a_turn_cut_by_a_restart_waits_for_the_refresh_rather_than_mix_ver
             await e0.die()
             async with ScriptedEngine("e0", url=e0.url, started_unix_s=2.0) as again:
                 check_whole(run, await heard(run))
-                assert [asked.version for asked in again.asked] == ["7"]
+                assert [asked.version for asked in again.requests] == ["7"]
         assert [(s.version, s.cause) for s in run.segments] == [(7, "start"), (7, "cut")]
         assert found.sessions.counters.turns_mixed_version == 0
 
@@ -59,7 +59,7 @@ async def test_a_turn_that_broke_off_is_not_sent_there_again_before_the_engine_a
         async with run:
             await until(lambda: run.record.segments and not run.engine and found.sessions.counters.turns_cut, "the cut")
             await until(lambda: found.fleet.statistics().queued == 1, "the turn in the queue")
-            assert len(e0.asked) == 1
+            assert len(e0.requests) == 1
             e0.answers.clear()
             await e0.die()  # the hanging look fails; the next one finds it
             async with ScriptedEngine("e0", url=e0.url, started_unix_s=1.0):

@@ -56,7 +56,7 @@ async def test_the_more_urgent_of_those_who_wait_goes_first(tmp_path: Path) -> N
     e0 = ScriptedEngine("e0", hold_at=2)
     async with e0, shell(tmp_path, e0, fleet=FleetConfig(max_running=1)) as found:
         first = asyncio.create_task(read(found.run(found.session("first"))))
-        await until(lambda: e0.asked, "the one that runs")
+        await until(lambda: e0.requests, "the one that runs")
         waiting = []
         for number, priority in enumerate((0, -5, 7, 7)):
             run = found.run(found.session(f"s{number}", priority=priority))

@@ -18,7 +18,7 @@ from yarl import URL
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.types import EngineName
-from tests.support.scripted_engine import MODEL, Cut, ScriptedEngine, said, until
+from tests.support.scripted_engine import MODEL, Cut, ScriptedEngine, scripted, until
 from tests.support.words import tokenizer
 
 PROMPT = [5, 6, 7]
@@ -77,7 +77,7 @@ async def test_what_status_and_metrics_tell_of_cut_turns(tmp_path: Path) -> None
     async with e0, ScriptedEngine("e1", version="3") as e1, gateway(tmp_path, e0, e1) as (_, http):
         for _ in range(3):  # idle engines take turns: the second goes to e1
             code, answer = await complete(http)
-            assert (code, answer["choices"][0]["token_ids"]) == (200, said(PROMPT, 6)[0])
+            assert (code, answer["choices"][0]["token_ids"]) == (200, scripted(PROMPT, 6)[0])
         status = await get(http, "/status")
         counted = await metrics(http)
     assert (status["model"], status["mode"], status["newest_version"]) == (MODEL, "repack", 0)
@@ -171,7 +171,7 @@ async def test_engines_come_and_go(tmp_path: Path) -> None:
             assert (answer.status, "there are: e1" in await answer.text()) == (404, True)
         assert [e["name"] for e in (await get(http, "/status"))["engines"]] == ["e1"]
         await complete(http)
-        assert len(e1.asked) == 1
+        assert len(e1.requests) == 1
         events = (await get(http, "/admin/timeline"))["events"]
         assert [e["engine"] for e in events if e["kind"] == "segment"] == ["e1"]
         assert (await get(http, "/admin/repack"))["plans"] == []
@@ -198,7 +198,7 @@ async def test_closing_lets_a_running_turn_finish(tmp_path: Path) -> None:
         assert not ending.done()
         e0.go.set()
         code, answer = await asking
-        assert (code, answer["choices"][0]["token_ids"]) == (200, said(PROMPT, 6)[0])
+        assert (code, answer["choices"][0]["token_ids"]) == (200, scripted(PROMPT, 6)[0])
         await ending
 
 
@@ -208,13 +208,13 @@ async def test_closing_hands_over_what_has_not_finished_in_time(tmp_path: Path) 
         assert ending.done()
         code, answer = await asking
         assert (code, "send it again: the turn will go on" in answer["error"]["message"]) == (503, True)
-        await until(lambda: e0.asked[0].left, "the abort upstream")
+        await until(lambda: e0.requests[0].left, "the abort upstream")
         e0.go.set()
         found = await start(config(tmp_path, e0))
         async with aiohttp.ClientSession(found.url) as http:
             code, answer = await complete(http)
-        assert (code, answer["choices"][0]["token_ids"]) == (200, said(PROMPT, 6)[0])
-        assert e0.asked[1].prompt == [*PROMPT, *said(PROMPT, 4)[0]], "no token is asked for twice"
+        assert (code, answer["choices"][0]["token_ids"]) == (200, scripted(PROMPT, 6)[0])
+        assert e0.requests[1].prompt == [*PROMPT, *scripted(PROMPT, 4)[0]], "no token is asked for twice"
         await found.close()
 
 

@@ -16,7 +16,7 @@ import pytest
 from gateway.app import DATABASE_NAME
 from gateway.core.types import SessionId
 from gateway.store import Database
-from tests.support.scripted_engine import MODEL, Cut, ScriptedEngine, said, until
+from tests.support.scripted_engine import MODEL, Cut, ScriptedEngine, scripted, until
 from tests.unit.gateway_data.disk import Disk
 from tests.unit.gateway_shell.test_rewards import SAMPLE, branches, post, turn
 from tests.unit.gateway_shell.test_status import gateway, get
@@ -100,7 +100,7 @@ async def test_an_id_that_no_tokenizer_has_ends_no_thread(tmp_path: Path) -> Non
         for _ in range(2):
             async with asyncio.timeout(30):
                 answer = await post(http, "/v1/completions", body)
-            assert answer["choices"][0]["token_ids"] == said([5], 6)[0]
+            assert answer["choices"][0]["token_ids"] == scripted([5], 6)[0]
         async with http.get("/healthz") as health:
             assert health.status == 200
 

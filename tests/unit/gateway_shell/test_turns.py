@@ -26,7 +26,7 @@ from gateway.turns.running import RunningTurn
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support.fake_relay import relay
 from tests.support.reading import heard, slowly
-from tests.support.scripted_engine import Cut, CutKind, ScriptedEngine, pass_time, said, until
+from tests.support.scripted_engine import Cut, CutKind, ScriptedEngine, pass_time, scripted, until
 from tests.unit.gateway_shell.shell import (
     BUDGET,
     PROMPT,
@@ -69,7 +69,7 @@ def cutting(name: str, *cuts: Cut, **how: Any) -> ScriptedEngine:
 
 def asks(*engines: ScriptedEngine) -> list[tuple[int, int]]:
     """Of every request: how many generated ids its prompt held, and how many it asked for."""
-    return sorted((len(a.prompt) - len(PROMPT), a.body["max_tokens"]) for e in engines for a in e.asked)
+    return sorted((len(a.prompt) - len(PROMPT), a.body["max_tokens"]) for e in engines for a in e.requests)
 
 
 def spans(run: RunningTurn) -> list[tuple[str, int, int, str]]:
@@ -87,8 +87,8 @@ async def test_an_uncut_turn(tmp_path: Path, how: dict[str, Any]) -> None:
         run = found.run(seed=7)
         check_whole(run, await read(run))
         assert spans(run) == [("e0", 0, BUDGET, "start")]
-        assert await found.outcome(run) == (*said(PROMPT, BUDGET), [("e0", 0, BUDGET)])
-        assert e0.asked[0].body["seed"] == run.segments[0].seed == segment_seed(7, 0, 0, 0)
+        assert await found.outcome(run) == (*scripted(PROMPT, BUDGET), [("e0", 0, BUDGET)])
+        assert e0.requests[0].body["seed"] == run.segments[0].seed == segment_seed(7, 0, 0, 0)
         assert cut_counts(found) == (0, 0, 0, {})
         assert found.sessions.counters.tokens_generated == BUDGET
         check_at_rest(found)
@@ -101,7 +101,7 @@ async def test_a_cut_turn_goes_on_elsewhere_as_if_uncut(tmp_path: Path, kind: Cu
         run = found.run(seed=7, min_tokens=8)
         reading = asyncio.create_task(read(run))
         if reason == "stalled":
-            await until(lambda: e0.asked, "the request")
+            await until(lambda: e0.requests, "the request")
             await found.taken(len(PROMPT) + after)
             await found.fleet.handles[EngineName("e0")].adapter.limits()  # the answer's head comes before
             pass_time(STALL_S)
@@ -109,15 +109,15 @@ async def test_a_cut_turn_goes_on_elsewhere_as_if_uncut(tmp_path: Path, kind: Cu
         assert spans(run) == [("e0", 0, after, "start"), ("e1", after, BUDGET, "cut")]
         assert asks(e0) == [(0, BUDGET)]
         assert asks(e1) == [(after, BUDGET - after)]
-        assert e1.asked[0].prompt == [*PROMPT, *said(PROMPT, after)[0]]
-        assert e1.asked[0].body["min_tokens"] == 8 - after
+        assert e1.requests[0].prompt == [*PROMPT, *scripted(PROMPT, after)[0]]
+        assert e1.requests[0].body["min_tokens"] == 8 - after
         # A seed of the segment's own, or the rest would repeat the beginning's random stream; told as it was used.
         seeds = [segment_seed(7, 0, 0, 0), segment_seed(7, 0, 0, after)]
-        assert [e.asked[0].body["seed"] for e in (e0, e1)] == [s.seed for s in run.segments] == seeds
+        assert [e.requests[0].body["seed"] for e in (e0, e1)] == [s.seed for s in run.segments] == seeds
         assert cut_counts(found) == (1, 1, 0, {reason: 1})
         assert found.sessions.counters.tokens_generated == BUDGET
         ids, logprobs, kept = await found.outcome(run)
-        assert (ids, logprobs) == said(PROMPT, BUDGET)
+        assert (ids, logprobs) == scripted(PROMPT, BUDGET)
         assert kept == [("e0", 0, after), ("e1", after, BUDGET)]
         assert [s.engine for s in run.session.newest.segments] == (["e0", "e1"] if after else ["e1"])
         check_at_rest(found)
@@ -196,7 +196,7 @@ async def test_with_no_engine_left_the_turn_is_lost_and_the_client_told(tmp_path
         with pytest.raises(Unavailable, match=rf"turn {run.request.turn_id} is lost: .*no engine.*0\.3 s") as error:
             await read(run)
         assert "send the request again" in error.value.hint
-        assert (await found.outcome(run))[0] == said(PROMPT, 4)[0]
+        assert (await found.outcome(run))[0] == scripted(PROMPT, 4)[0]
         cuts, resumed, lost, reasons = cut_counts(found)
         assert (lost, reasons["reset"]) == (1, 1)
         assert resumed == cuts - 1  # what was resumed met a refusal
@@ -232,7 +232,7 @@ async def test_a_refused_request_is_the_clients_and_asks_nobody_else(tmp_path: P
         session = found.session()
         with pytest.raises(RequestRefused, match="scripted to answer 400"):
             await read(found.run(session))
-        assert (e1.asked, found.sessions.counters.turns_cut, found.turns_on(e0)) == ([], 0, [])
+        assert (e1.requests, found.sessions.counters.turns_cut, found.turns_on(e0)) == ([], 0, [])
         run = found.run(session)  # the session goes on
         check_whole(run, await read(run))
 
@@ -243,7 +243,7 @@ async def test_full_queues_refuse_and_waiting_turns_are_served(tmp_path: Path, q
     async with ScriptedEngine("e0", hold_at=2) as e0, shell(tmp_path, e0, **config) as found:
         runs = [found.run() for _ in range(1 + queue_max)]
         reading = [asyncio.create_task(read(run)) for run in runs]
-        await until(lambda: e0.asked and found.fleet.statistics().queued == queue_max, "a full queue")
+        await until(lambda: e0.requests and found.fleet.statistics().queued == queue_max, "a full queue")
         session = found.session()
         with pytest.raises(OutOfCapacity, match=f"{queue_max} turns wait for an engine already") as refusal:
             await read(found.run(session))
@@ -252,7 +252,7 @@ async def test_full_queues_refuse_and_waiting_turns_are_served(tmp_path: Path, q
         e0.go.set()
         for run, task in zip(runs, reading, strict=True):
             check_whole(run, await task)
-        assert len(e0.asked) == len(runs)
+        assert len(e0.requests) == len(runs)
         assert found.pool.statistics().in_flight == 0
         assert found.turns_on(e0) == []
 
@@ -290,7 +290,7 @@ async def test_a_client_that_leaves_aborts_upstream(tmp_path: Path) -> None:
         run = found.run(session)
         async with run, contextlib.aclosing(slowly(run)) as reading:
             assert (await anext(reading)).token_ids
-        await until(lambda: e0.asked[0].left, "the abort upstream")
+        await until(lambda: e0.requests[0].left, "the abort upstream")
         assert (session.token_ids, session.running, found.sessions.counters.turns_aborted) == ([], {}, 1)
         check_at_rest(found)
         e0.hold_at = None
@@ -309,7 +309,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> 
             assert found.fleet.statistics().queued == 0
             e0.go.set()
             check_whole(first, await heard(first))
-        assert found.sessions.counters.turns_aborted == len(e0.asked) == 1
+        assert found.sessions.counters.turns_aborted == len(e0.requests) == 1
         check_at_rest(found)
 
 
@@ -409,7 +409,7 @@ async def test_a_slow_client_holds_its_stream_back(tmp_path: Path, monkeypatch: 
         run, deltas = found.run(budget=budget), []
         async with run:
             appended = found.pool.statistics
-            await until(lambda: e0.asked[0].written, "everything said")
+            await until(lambda: e0.requests[0].written, "everything said")
             reading = slowly(run)
             deltas.append(await anext(reading))
             await until(lambda: appended().appended_tokens >= UNREAD_TOKENS_MAX, "a held stream")
@@ -434,14 +434,14 @@ async def test_a_moved_turn_shows_no_difference(tmp_path: Path, at: int) -> None
     async with e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         run = found.run()
         async with run:
-            await until(lambda: len(run.record.token_ids) == at and e0.asked, f"{at} tokens")
+            await until(lambda: len(run.record.token_ids) == at and e0.requests, f"{at} tokens")
             assert run.engine == "e0"
             assert run.move(EngineName("e1"))
             assert not run.move(EngineName("e1"))  # it is on its way
             deltas = await heard(run)
         assert not run.move(EngineName("e0"))  # it has ended
-        await until(lambda: e0.asked[0].left, "the abort upstream")
-        assert [t for d in deltas for t in d.token_ids] == run.record.token_ids == said(PROMPT, BUDGET)[0]
+        await until(lambda: e0.requests[0].left, "the abort upstream")
+        assert [t for d in deltas for t in d.token_ids] == run.record.token_ids == scripted(PROMPT, BUDGET)[0]
         assert deltas[-1].finish_reason == "length"
         moved = [] if at == BUDGET else [("e1", at, BUDGET, "move")]
         assert spans(run) == [("e0", 0, at, "start"), *moved]
@@ -524,7 +524,7 @@ async def test_a_turn_finished_early_has_the_tokens_before_the_stop(tmp_path: Pa
                 assert run.task is not None
                 await asyncio.wait({run.task})
             await run.finish_early(wanted)
-        ids, logprobs = said(PROMPT, wanted)
+        ids, logprobs = scripted(PROMPT, wanted)
         assert session.token_ids == [*PROMPT, *ids]
         assert session.newest.logprobs == [0.0] * len(PROMPT) + logprobs
         assert session.newest.loss_mask == [0] * len(PROMPT) + [1] * wanted
@@ -533,7 +533,7 @@ async def test_a_turn_finished_early_has_the_tokens_before_the_stop(tmp_path: Pa
         assert [(s.start, s.end) for s in run.segments] == [(0, wanted)] * bool(wanted)
         assert (session.turns, session.tree.newest.finish_reason) == (1, "stop")
         assert (found.sessions.counters.turns_completed, found.sessions.counters.turns_aborted) == (1, 0)
-        await until(lambda: e0.asked[0].left or ended, "the abort upstream")
+        await until(lambda: e0.requests[0].left or ended, "the abort upstream")
         check_at_rest(found)
 
 
@@ -545,7 +545,7 @@ async def test_a_stop_that_matches_just_as_the_engine_ends_closes_the_turn_in_th
             assert run.task is not None
             assert not run.task.done()
             await run.finish_early(3)
-        assert session.token_ids == [*PROMPT, *said(PROMPT, 3)[0]]
+        assert session.token_ids == [*PROMPT, *scripted(PROMPT, 3)[0]]
         check_at_rest(found)
 
 
@@ -556,7 +556,7 @@ async def test_a_turn_finished_early_between_two_engines(tmp_path: Path, monkeyp
         async with found.run() as run:
             await until(lambda: found.sessions.counters.turns_cut == 1, "the cut")
             await run.finish_early(5)
-        assert run.session.token_ids == [*PROMPT, *said(PROMPT, 5)[0]]
+        assert run.session.token_ids == [*PROMPT, *scripted(PROMPT, 5)[0]]
         check_at_rest(found)
 
 
@@ -566,7 +566,7 @@ async def test_an_abandoned_sessions_turn_is_aborted(tmp_path: Path) -> None:
         async with found.run(session) as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             await found.endings.abandon(session.session_id, "no longer wanted")
-            await until(lambda: e0.asked[0].left, "the abort upstream")
+            await until(lambda: e0.requests[0].left, "the abort upstream")
 
 
 async def test_an_engine_that_tells_another_version_is_believed_and_counted(tmp_path: Path) -> None:
@@ -607,21 +607,21 @@ async def test_closing_tells_those_who_wait(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["eos", "stop_token_ids"])
 async def test_cut_after_the_token_that_ends_it_nothing_more_is_asked(tmp_path: Path, how: str) -> None:
     """Said, but its finish got lost: to go on after it would be to say what was never meant."""
-    last = said(PROMPT, 4)[0][-1]
+    last = scripted(PROMPT, 4)[0][-1]
     async with cutting("e0", Cut("eof", 4)) as e0, shell(tmp_path, e0) as found:
         found.sessions.eos_ids = frozenset({last} if how == "eos" else ())
         run = found.run(stop_token_ids=() if how == "eos" else (last,))
         deltas = await read(run)
-        assert [t for d in deltas for t in d.token_ids] == said(PROMPT, 4)[0]
-        assert (deltas[-1].finish_reason, len(e0.asked)) == ("stop", 1)
+        assert [t for d in deltas for t in d.token_ids] == scripted(PROMPT, 4)[0]
+        assert (deltas[-1].finish_reason, len(e0.requests)) == ("stop", 1)
         check_at_rest(found)
 
 
 @pytest.mark.parametrize("alien", [1000, 2**62, -1])
 async def test_ids_of_another_vocabulary_are_a_cut(tmp_path: Path, alien: int) -> None:
     """Neither recorded, nor shown, nor handed to the database; what came before stands."""
-    first = said(PROMPT, 3)[0]
-    odd = ScriptedEngine("e0", chunk=1, says=lambda prompt: [*first, alien, 5])
+    first = scripted(PROMPT, 3)[0]
+    odd = ScriptedEngine("e0", chunk=1, generate=lambda prompt: [*first, alien, 5])
     async with odd, ScriptedEngine("e1") as e1, shell(tmp_path, odd, e1) as found:
         found.sessions.vocab_size = 1000
         run = found.run(seed=7)

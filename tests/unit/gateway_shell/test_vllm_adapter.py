@@ -26,7 +26,7 @@ from tests.support.scripted_engine import (
     CutKind,
     ScriptedEngine,
     pass_time,
-    said,
+    scripted,
     until,
 )
 from tests.unit.gateway_shell.shell import STALL_S, check_whole, read, shell
@@ -73,7 +73,7 @@ async def test_a_stream_is_read_to_its_finish() -> None:
     tops: list[dict[str, float] | None] = [{"token_id:8": -1.0, "token_id:9": -2.0, "as text": -3.0}, None]
     async with ScriptedEngine(split=True, top=tops, version="12") as e0, adapter(e0) as found:
         chunks = await generate(found, top_logprobs=2)
-    ids, logprobs = said(PROMPT, 8)
+    ids, logprobs = scripted(PROMPT, 8)
     assert [t for c in chunks for t in c.token_ids] == ids
     assert [p for c in chunks for p in c.logprobs] == logprobs
     assert [c.finish_reason for c in chunks] == [None, None, None, "length"]
@@ -85,7 +85,7 @@ async def test_what_is_asked() -> None:
     async with ScriptedEngine() as e0, adapter(e0) as found:
         await generate(found)
         await generate(found, seed=0, top_k=5, min_tokens=2, stop_token_ids=(4,), ignore_eos=True, top_logprobs=3)
-    plain, full = (asked.body for asked in e0.asked)
+    plain, full = (asked.body for asked in e0.requests)
     assert plain == {
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **dict.fromkeys(("stream", "return_token_ids", "return_weight_versions"), True),
@@ -101,13 +101,13 @@ async def test_what_is_asked() -> None:
     async with ScriptedEngine() as e0, adapter(e0) as found:
         sampled = {"min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": ((5, -1.0),)}
         await generate(found, **sampled, presence_penalty=0.5, frequency_penalty=-1.0, json_schema='{"type":"object"}')
-    asked = e0.asked[0].body
+    asked = e0.requests[0].body
     assert (asked["presence_penalty"], asked["frequency_penalty"]) == (0.5, -1.0)
     assert (asked["min_p"], asked["repetition_penalty"], asked["logit_bias"]) == (0.1, 1.2, {"5": -1.0})
     assert asked["structured_outputs"] == {"json": '{"type":"object"}'}
     async with ScriptedEngine() as engine, adapter(engine) as found:
         await generate(found, regex="yes|no")
-    assert engine.asked[0].body["structured_outputs"] == {"regex": "yes|no"}
+    assert engine.requests[0].body["structured_outputs"] == {"regex": "yes|no"}
     extra = {"seed": 0, "top_k": 5, "min_tokens": 2, "stop_token_ids": [4], "ignore_eos": True, "logprobs": 3}
     assert full == {**plain, **extra, "return_tokens_as_token_ids": True}
 
@@ -127,13 +127,13 @@ async def test_every_failure_is_a_cut_with_its_reason_and_what_came_before_stand
     async with ScriptedEngine(cuts=deque([Cut(kind, 4)]), before_cut=taken) as e0, adapter(e0) as found:
         taking = asyncio.create_task(take(found))
         if reason == "stalled":
-            await until(lambda: e0.asked, "the request")
+            await until(lambda: e0.requests, "the request")
             await taken(4)
             pass_time(STALL_S)
         with pytest.raises(StreamCut, match=e0.url) as cut:
             await taking
         assert cut.value.reason == reason
-        assert [t for c in before for t in c.token_ids] == said(PROMPT, 0 if whole else 4)[0]
+        assert [t for c in before for t in c.token_ids] == scripted(PROMPT, 0 if whole else 4)[0]
         if kind != "death":
             assert len(await generate(found)) == 4  # the adapter is none the worse
 
@@ -181,8 +181,8 @@ async def test_a_refusal_that_comes_as_an_event_is_the_requests_fault_too() -> N
 async def test_leaving_a_stream_early_aborts_it_upstream() -> None:
     async with ScriptedEngine(hold_at=4) as e0, adapter(e0) as found:
         async with found.generate(PROMPT, SamplingParams(max_tokens=8), "r1", "s1") as chunks:
-            assert (await anext(aiter(chunks))).token_ids == tuple(said(PROMPT, 2)[0])
-        await until(lambda: e0.asked[0].left, "the abort")
+            assert (await anext(aiter(chunks))).token_ids == tuple(scripted(PROMPT, 2)[0])
+        await until(lambda: e0.requests[0].left, "the abort")
 
 
 async def test_tokens_come_as_they_are_said() -> None:
@@ -196,7 +196,7 @@ async def test_tokens_come_as_they_are_said() -> None:
         got = [await anext(reading)]
         e0.go.set()
         got += [chunk async for chunk in reading]
-    assert [t for c in got for t in c.token_ids] == said(PROMPT, 8)[0]
+    assert [t for c in got for t in c.token_ids] == scripted(PROMPT, 8)[0]
 
 
 # -- looking
@@ -413,7 +413,7 @@ async def test_an_engine_stays_fenced_until_a_load_succeeds(
         await until(lambda: found.status(e0) == "fenced", "a fence")
         await until(lambda: (e1.version, found.status(e1)) == ("7", "serving"), "the other's refresh")
         state = found.fleet.state.sorted_engines()[0]
-        assert (state.intake_open, step in state.last_error, e0.asked) == (False, True, [])
+        assert (state.intake_open, step in state.last_error, e0.requests) == (False, True, [])
         runs = [found.run() for _ in range(3)]
         for run in runs:
             check_whole(run, await read(run))

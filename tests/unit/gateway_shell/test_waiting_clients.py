@@ -54,7 +54,7 @@ async def test_a_queue_that_is_longer_than_proxies_wait_is_kept_alive(
         async with aiohttp.ClientSession(found.url) as http:
             asked = [asyncio.create_task(http.post("/v1/completions", json=body).__aenter__()) for _ in range(2)]
             answers = await asyncio.wait_for(asyncio.gather(*asked), 60)  # both have their headers
-            assert len(e0.asked) == 1, "and one still waits for an engine"
+            assert len(e0.requests) == 1, "and one still waits for an engine"
             e0.go.set()
             assert [len((await answer.json())["choices"]) for answer in answers] == [1, 1]
         await found.close(1.0)
