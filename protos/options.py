@@ -30,7 +30,7 @@ from protos.process import LOG_LEVELS
 ConfigT = TypeVar("ConfigT")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
-UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?", re.IGNORECASE)
 
 
@@ -83,7 +83,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise InvalidRequest(f"{text!r} is not a size", hint='write bytes, or "512MiB", "4GiB"')
-    return int(float(match[1]) * UNITS[(match[2] or "").upper().replace("I", "i")])
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper().replace("I", "i")])
 
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -177,5 +177,5 @@ def _range(kind: type, meta: msgspec.Meta) -> Any:
 
 def _size_text(num: int) -> str:
     """As `Size` reads it, in the largest unit of which it is a whole number."""
-    unit, size = next((unit, size) for unit, size in reversed(UNITS.items()) if num % size == 0)
+    unit, size = next((unit, size) for unit, size in reversed(_UNITS.items()) if num % size == 0)
     return f"{num // size}{unit}"

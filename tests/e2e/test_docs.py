@@ -29,6 +29,7 @@ from tests.support import processes
 from tests.support.fleet import until
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
+from tests.support.relays import PATIENT
 from tests.support.tiny_model import tiny_model
 from trainer_client import Publisher
 
@@ -104,7 +105,8 @@ class Documented:
         return f"--host 127.0.0.1 --port={self.port(f'{found[1]}:{found[2]}')}"
 
     def start(self, name: str, command: str) -> Daemon:
-        return processes.start(name, shlex.split(self.here(command), comments=True), self.directory)
+        words = shlex.split(self.here(command), comments=True)
+        return processes.start(name, [*words, *(PATIENT if "paramserver" in words else ())], self.directory)
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         words = shlex.split(self.here(command), comments=True)
