@@ -27,7 +27,7 @@ from protos.engines import base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
 
 DIGITS_MAX = 15
-"""Of a number in a query."""
+"""Digits of a number in a query."""
 
 
 class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,7 +70,7 @@ class Plans(msgspec.Struct):
 
 
 class EstimatedAndMeasured(msgspec.Struct):
-    """In seconds of an engine; `measured` is null until it is known."""
+    """Seconds of an engine; `measured` is null until it is known."""
 
     estimated: float
     measured: float | None

@@ -19,13 +19,13 @@ TOKENS_MIN = 64
 TOKENS_KEPT = 2048.0
 """Weight of the past in a bucket: older tokens fade."""
 GAP_TOKENS = 8
-"""Of one turn, between two clock readings: at one event a token, a reading for each would cost more than it gives."""
+"""Tokens of one turn between two clock readings: a reading for each event costs more than it gives."""
 SPAN_MIN = 4.0
 """Ratio of the largest batch seen to the smallest before a line is fitted through them."""
 OUTLIER = 4.0
 """A gap so many times the usual is a pause, a prefill or a late event: counted as this."""
 SECONDS_PER_TOKEN = 1 / 15
-"""Of one turn, before anything was seen."""
+"""Pace of one turn before anything was measured."""
 KV_MIN = 0.5
 """C_max never falls below: a wrong report must not stop all packing."""
 KV_MAX = 0.99
@@ -111,7 +111,7 @@ class Gaps:
         self._last_at = None
 
     def count(self, tokens: int) -> bool:
-        """Whether it is time to read the clock, and call `measure`."""
+        """Counts tokens. Returns whether it is time to read the clock and call `measure`."""
         self._tokens += tokens
         return self._tokens >= GAP_TOKENS or self._last_at is None
 
@@ -133,7 +133,7 @@ class KvCeiling:
         self.value = self.configured
 
     def observe(self, usage: float, running: int, waiting: int) -> None:
-        """One report of the engine."""
+        """Takes one report of the engine."""
         if running and waiting and usage < self.value:
             self.value = max(min(KV_MIN, self.configured), usage * KV_MARGIN)
         elif not waiting and usage > self.value:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from gateway.core.curves import OUTLIER
 
 EVENTS_PER_S = 500
-"""Of all turns: some 3 % of one core (bench-gateway)."""
+"""Events of all turns together: some 3 % of one core (bench-gateway)."""
 TURNS_FEW = 20
 """Fewer stream token by token, however fast: there the core is idle."""
 EVENT_S_MAX = 1.0
-"""Of one event, about: so long may a reader wait, and so much may a cut cost, while hundreds of turns run."""
+"""Longest time between events: so long may a reader wait, and so much may a cut cost, while hundreds of turns run."""
 TOKENS_PER_EVENT_MAX = 48
 TOKENS_UNREAD = 16
-"""Of an answer that is sent whole, however few turns run: no client waits for its events, but a cut costs as many."""
+"""Tokens per event of an answer that is sent whole: no client waits for its events, but a cut costs as many."""
 PACE_SHARE = 1 / 64
 """Weight of one observation in the mean pace."""
 

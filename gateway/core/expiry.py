@@ -11,7 +11,7 @@ from __future__ import annotations
 from gateway.core.sessions import SessionState
 
 REFUSED_IDLE_S = 240.0
-"""Of a session whose first turn was refused: twice the longest Retry-After in its response."""
+"""Idle time of a session whose first turn was refused: twice the longest Retry-After in a response."""
 
 
 def why_over(

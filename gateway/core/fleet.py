@@ -336,11 +336,11 @@ class FleetState:
         return len(self._ordered().loads(pool))
 
     def serving(self, pool: Pool) -> Iterator[EngineState]:
-        """In no order that anything may depend on."""
+        """The engines of a pool, in no particular order."""
         return (self.engines[load.name] for load in self._ordered().loads(pool))
 
     def least_loaded(self, pool: Pool, prompt_tokens: int, suits: Callable[[EngineState], bool]) -> EngineState | None:
-        """Of a pool, the engine with the least load that has room for so long a prompt and `suits`."""
+        """The least loaded engine of a pool that has room for so long a prompt and `suits`."""
         order, at = self._ordered(), 0
         while at < len(loads := order.loads(pool)) and (kept := loads[at]).turns < self.config.max_running:
             engine = self.engines[kept.name]

@@ -38,7 +38,7 @@ class GroupVersions:
         self._versions[group_id] = version
 
     def session_ended(self, group_id: GroupId, group_size: int) -> None:
-        """With the last session the group's version is forgotten."""
+        """A session of the group has ended; with the last one the group's version is forgotten."""
         ended = self._ended.get(group_id, 0) + 1
         if ended < group_size:
             self._ended[group_id] = ended

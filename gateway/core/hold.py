@@ -17,8 +17,8 @@ from gateway.core.order import Pool
 from gateway.core.types import SessionId, VersionPolicy
 
 HOLD_WORTH_S: Mapping[VersionPolicy, float] = {"segment": 5.0, "strict": 30.0, "fail": 60.0}
-"""Of one session, in seconds that one turn waits: a record of two versions is a small loss, a version that is loaded
-again for it costs two loads, and a session that fails is lost with all that was computed for it."""
+"""The worth of one session, in seconds that one turn waits: a record of two versions is a small loss, a version that is
+loaded again for it costs two loads, and a session that fails is lost with all that was computed for it."""
 NAMED_MAX = 4
 """Sessions that a sentence names."""
 
@@ -74,7 +74,7 @@ def note_holds(fleet: FleetState, now: float) -> None:
 
 
 def held_s(engine: EngineState, now: float) -> float:
-    """Without the time in which a turn of such a session ran in between."""
+    """How long the engine has been held, without the time in which a turn of such a session ran in between."""
     return engine.held_before_s + (0.0 if engine.held_since is None else now - engine.held_since)
 
 

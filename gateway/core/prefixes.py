@@ -20,7 +20,7 @@ from gateway.core.types import EngineName, Version
 BLOCK_TOKENS = 16
 """vLLM's, whose cache shares nothing smaller."""
 TOKENS_MAX = 8192
-"""Of a prompt that are looked at: prompts which agree so far are taken for siblings."""
+"""Tokens of a prompt that are compared: prompts that agree so far are taken for siblings."""
 BLOCKS_MAX = 1 << 16
 """A million tokens: a new group's prompts come soon after each other, and engines hold no more for long. Some 25 MB."""
 

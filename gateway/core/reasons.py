@@ -8,7 +8,7 @@ from gateway.core.hold import hold
 ENGINES_NAMED_MAX = 4
 """Engines in one sentence."""
 REASON_CHARS_MAX = 300
-"""Of one engine's reason: an engine's own messages may be long."""
+"""Characters of one engine's reason: an engine's own messages may be long."""
 
 
 def closed_reason(fleet: FleetState, engine: EngineState, now: float) -> str:

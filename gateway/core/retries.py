@@ -72,7 +72,7 @@ def choice_id(first: TurnId, choice: int) -> TurnId:
 
 
 def attention_of(choices: Sequence[Attention]) -> Attention:
-    """Of all choices of a request together."""
+    """The attention of all choices of a request together."""
     order: Sequence[Attention] = ("read", "unread", "unknown", "answered")
     return next(attention for attention in order if attention in choices)
 

@@ -32,7 +32,7 @@ def turn_of(answer_id: str) -> TurnId:
 
 
 def note(state: SessionState, given: Given) -> None:
-    """Into the tree of a session that has not gone to the buffer yet."""
+    """Puts rewards into the tree of a session that is not in the buffer yet. InvalidRequest changes nothing."""
     leaves = {turn.turn_id for turn in state.tree.leaves()}
     _check(given, set(state.tree.turns), leaves)
     for name, reward in given.turns.items():

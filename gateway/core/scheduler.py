@@ -69,7 +69,7 @@ class Demand:
         return not engine.context_tokens or self.tokens_max <= engine.context_tokens
 
     def suits(self, engine: EngineState) -> bool:
-        """Whether it may go there at all, once there is room."""
+        """Whether the turn may go to the engine at all, once there is room."""
         return self.takes(engine) and self.fits(engine) and engine.name not in self.reserved
 
 
@@ -297,8 +297,8 @@ def _anyone(engine: EngineState) -> bool:
 def _choose(
     pool: Pool, demand: Demand, fleet: FleetState, may: Callable[[EngineState], bool] = _anyone
 ) -> Placement | None:
-    """Of a pool: the session's own engine if it has room, else the one that holds its prompt's prefix, if that pays,
-    else the least loaded."""
+    """Chooses from a pool: the session's own engine if it has room, else the one that holds its prompt's prefix, if
+    that pays, else the least loaded."""
     session = demand.session
 
     def suits(engine: EngineState) -> bool:

@@ -80,7 +80,7 @@ class SessionSpec:
         return self.train and self.split == "train"
 
     def allows(self, version: Version) -> bool:
-        """It may be on `version`."""
+        """Whether the session may be on `version`."""
         return self.min_version <= version and (self.max_version is None or version <= self.max_version)
 
 
@@ -140,17 +140,17 @@ class SessionState:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the path to the turn that ended last."""
+        """The ids of the path to the turn that ended last."""
         return self.tree.ids(self.tree.newest)
 
     @property
     def awaits_its_version(self) -> bool:
-        """It begins under the version it names, or not at all."""
+        """The session begins under the version it names, or not at all."""
         return self.spec.version is not None and not self.turns and not self.version_changes
 
     @property
     def insists(self) -> bool:
-        """It goes on under its version, or waits for it."""
+        """The session goes on under its version, or waits for it."""
         return self.awaits_its_version or self.spec.on_version_loss == "strict"
 
     def check_open(self, turns: int = 1) -> None:

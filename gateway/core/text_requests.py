@@ -28,7 +28,7 @@ TEXT_ROUTES: Mapping[str, Mapping[str, str]] = {name: kind.text_routes for name,
 TRIES_MAX = 3
 """Engines that one request is tried on: it may be the request that breaks them."""
 BYTES_PER_TOKEN = 4
-"""Of a body, as an estimate: English text has about as many."""
+"""Bytes of a body for each token, as an estimate: English text has about as many."""
 
 
 @dataclass(frozen=True, slots=True)

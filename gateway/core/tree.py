@@ -63,7 +63,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class PathRecord:
-    """One path's lists per token, equally long; `turns` from the root on."""
+    """One path: lists with an entry per token, equally long; `turns` from the root on."""
 
     turns: tuple[Turn, ...] = ()
     token_ids: list[int] = field(default_factory=list)
@@ -165,7 +165,7 @@ class TurnTree:
         return out
 
     def sequences(self) -> list[PathRecord]:
-        """One for each leaf, in the order in which the leaves ended."""
+        """A record for each leaf, in the order in which the leaves ended."""
         found: list[PathRecord] = []
         counted: set[TurnId] = set()
         for leaf in self.leaves():

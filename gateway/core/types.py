@@ -36,8 +36,8 @@ HistoryKind = Literal["first", "extended", "closed", "branch"]
 """How a prompt came from its session's record. `extended`: the newest turn, or a leaf. `closed`: the same, after the
 template ended a turn that was cut short. `branch`: another path through the session began."""
 History = Literal["record", "template"]
-"""Where a template writes history otherwise than it was sampled (Qwen3 drops old reasoning): `record` goes on from what
-was sampled, `template` from what the template writes, as a branch."""
+"""For templates that write history otherwise than it was sampled (Qwen3 drops old reasoning): `record` goes on from
+what was sampled, `template` from what the template writes, as a branch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 HOLDER = "gateway/sessions"
 FALLBACK_HOLDER = "gateway/fallback"
 COPIES = 2
-"""Of a version: one more relay than may die."""
+"""Relays that keep a pinned version: one more than may die."""
 TTL_S = 60.0
 """A gateway that is started again within it finds the versions of its sessions where they were."""
 UPDATE_S = 0.5

@@ -52,7 +52,7 @@ UNBOUNDED = Admission(0, 0, None, 0)
 """For a session that has begun: the trainer's bound applies to new ones alone."""
 
 Rank = Literal[0, 1, 2]
-"""Of a turn in the queue: it was cut, so that its client has waited already; its session has begun; it is new."""
+"""The class of a turn in the queue. 0: cut, so that its client has waited already; 1: its session has begun; 2: new."""
 
 
 def _rank(demand: Demand | TextDemand, *, resumed: bool) -> Rank:
@@ -192,7 +192,7 @@ class Places:
         self._state.engines[engine].enter(load)
 
     def leave(self, engine: EngineName, turn_id: TurnId) -> None:
-        """The turn does not run on `engine` any more; no-op for one that does not."""
+        """The turn does not run on `engine` any more. May be called for a turn that never did."""
         state = self._state.engines.get(engine)
         if state is not None and state.leave(turn_id):
             self._left.happened(time.monotonic())

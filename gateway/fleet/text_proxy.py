@@ -34,7 +34,7 @@ from protos.errors import Unavailable
 log = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX = 64 << 20
-"""Of a response that is not streamed, which is held until it is whole; as much as a request's body may have."""
+"""The longest response that is not streamed, since it is held until it is whole; as long as a request's body."""
 TAIL_BYTES = 16
 """Kept of a stream: enough for its `[DONE]`, without which it was cut."""
 UNREAD_MAX_S = 30.0
@@ -74,7 +74,7 @@ class Client(Protocol):
 
 @dataclass(slots=True)
 class _Forwarded:
-    """One request on one engine. `answer`: once it was sent there."""
+    """One request on one engine. `answer`: set once the request was sent there."""
 
     engine: EngineName
     incarnation: str

@@ -61,7 +61,7 @@ async def call(method: str, url: str, path: str) -> dict[str, Any]:
 
 
 def _cause(error: aiohttp.ClientResponseError | ValueError) -> str:
-    """In one line: a server that speaks no HTTP is quoted byte by byte."""
+    """The cause in one line: a server that does not speak HTTP is quoted byte by byte."""
     if isinstance(error, aiohttp.ClientResponseError) and "\n" in error.message:
         return error.message.partition("\n")[0].rstrip(":")
     return str(error)

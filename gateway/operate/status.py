@@ -79,7 +79,7 @@ class GatewayStatus:
         return Health(serving, time.monotonic() - self._started, reasons)
 
     def metrics(self) -> bytes:
-        """In the Prometheus text format."""
+        """All metrics, in the Prometheus text format."""
         return generate_latest(REGISTRY)
 
     def report(self) -> StatusReport:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 PIPE_COLUMNS = 10_000
-"""Of output that is not a terminal: lines are not broken for a pipe."""
+"""Width of output that is not a terminal: lines are not broken for a pipe."""
 ENGINE_COLUMNS = ("engine", "kind", "state", "version", "intake", "admitted", "running", "waiting", "KV used", "dtype")
 
 

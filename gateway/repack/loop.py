@@ -258,5 +258,5 @@ async def _in_steps(engines: Sequence[EngineState]) -> AsyncIterator[Sequence[En
 
 
 def _smallest_context(engines: Sequence[EngineState]) -> int:
-    """Of engines that report theirs; 0 if none does."""
+    """The smallest context that an engine reports; 0 if none does."""
     return min((engine.context_tokens for engine in engines if engine.context_tokens), default=0)

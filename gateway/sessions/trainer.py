@@ -19,7 +19,7 @@ from gateway.sessions.registry import SessionRegistry
 from protos.trajectories import Trajectory
 
 GROUPS_SHOWN_MAX = 20
-"""In the status."""
+"""Waiting groups in the status."""
 
 
 @dataclass(slots=True)

@@ -102,7 +102,7 @@ class Driver:
 
     @property
     def engine(self) -> EngineName | None:
-        """Where it streams now; None while it waits for a place or has ended."""
+        """The engine that streams the turn now; None while it waits for a place or has ended."""
         return self._engine if self._stream is not None else None
 
     def over(self) -> None:

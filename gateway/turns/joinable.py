@@ -18,9 +18,9 @@ from gateway.turns.running import RunningTurn
 
 KEPT_TURNS_MAX = 10_000
 KEPT_BYTES_MAX = 1 << 30
-"""Of turns that have ended: 4,000 with prompts of 32k tokens, or 10,000 with 1,300 generated ones each."""
+"""Memory of turns that have ended: 4,000 with prompts of 32k tokens, or 10,000 with 1,300 generated ones each."""
 PROMPT_TOKEN_BYTES, TOKEN_BYTES = 8, 80
-"""Of a token: in a prompt a reference to an id that all prompts share; else an id, a logprob, and their references."""
+"""Memory of a token: in a prompt a reference to a shared id; else an id, a logprob, and references to both."""
 
 REFUSED_MAX = 10_000
 """Requests that were refused before they had a turn, and have not come again; the oldest are forgotten first."""

@@ -320,7 +320,7 @@ class RunningTurn:
 
     @property
     def engine(self) -> EngineName | None:
-        """Where it streams now; None while it waits for a place or has ended."""
+        """The engine that streams the turn now; None while it waits for a place or has ended."""
         return None if self._ended else self._driver.engine
 
     def move(self, destination: EngineName) -> asyncio.Future[float | None] | None:
