@@ -56,7 +56,7 @@ class RelayParts:
         self.config, self.lease, self.store, self.spill = config, lease, store, spill
         self.tasks, self.changes = BackgroundTasks(log), Changes()
         self.elections = Elections(lease.registry, lease)
-        self.models = ModelTable(lease.view, retain=config.retain)
+        self.models = ModelTable(config.name, lease.view, retain=config.retain)
         self.pins = RelayPins(lease.registry, config.name, models=self.models, store=store, tasks=self.tasks)
         self.watchers = Watchers(self.models)
         self.allocator = PoolAllocator(store.pool, self.tasks)
@@ -85,7 +85,6 @@ class RelayParts:
         )
         self.drafts, self.refused_loads = Drafts(self.models), RefusedLoads()
         self.sealer = Sealer(
-            config.name,
             self.elections,
             self.relay,
             self.reconciler,

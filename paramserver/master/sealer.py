@@ -42,7 +42,6 @@ class Sealer:
 
     def __init__(
         self,
-        relay_name: str,
         elections: Elections,
         relay: Relay,
         reconciler: Reconciler,
@@ -52,8 +51,7 @@ class Sealer:
         relay_tasks: BackgroundTasks,
     ) -> None:
         """`relay_tasks` are finished before the relay gives its lease up; the sealer's own are cancelled."""
-        self._name, self._elections = relay_name, elections
-        self._relay, self._reconciler = relay, reconciler
+        self._elections, self._relay, self._reconciler = elections, relay, reconciler
         self._models, self._drafts = models, drafts
         self._relay_tasks, self._tasks = relay_tasks, BackgroundTasks(log)
         self._failures = FailureLog(log)
@@ -103,8 +101,7 @@ class Sealer:
         ]
         if not await self._elections.as_master(manifest.epoch, manifest.model, [Absent(key)], writes):
             await self._relay.refresh()
-            if self._elections.epoch(manifest.model) != manifest.epoch:
-                raise StaleEpoch(f"{self._name} is no longer master of {manifest.model}")
+            self._elections.check(manifest.epoch, manifest.model)
         draft.recorded = True
         log.info("%s is in the registry: relays fetch it", draft.snapshot)
 

@@ -56,6 +56,11 @@ class Elections:
             )
         return epoch
 
+    def check(self, epoch: Epoch, model: str) -> None:
+        """StaleEpoch when the election of that epoch is known to be over."""
+        if self.epoch(model) != epoch:
+            raise StaleEpoch(f"{self._lease.member.name} is no longer master of {model} in epoch {epoch}")
+
     async def want(self, model: str) -> None:
         """Makes the model known, so that relays campaign for it."""
         await self._registry.transact([Absent(keys.wanted_key(model))], [Put(keys.wanted_key(model), b"")])
@@ -112,8 +117,7 @@ class Elections:
 
         Raises Unavailable when the outcome is in doubt, StaleEpoch when the election is known to be over.
         """
-        if self.epoch(model) != epoch:
-            raise StaleEpoch(f"{self._lease.member.name} is no longer master of {model} in epoch {epoch}")
+        self.check(epoch, model)
         fence = Created(keys.master_key(model), epoch.revision)
         outcome = await self._registry.transact([self._lease.store_guard, fence, *guards], writes)
         return outcome.succeeded

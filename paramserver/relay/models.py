@@ -7,7 +7,10 @@ Invariants:
 
 from __future__ import annotations
 
-from paramserver.core.copies import MissingCopies
+import time
+
+from paramserver.core.copies import MissingCopies, PinnedVersion
+from paramserver.core.pins import keepers
 from paramserver.core.records import Sealed
 from paramserver.core.stragglers import Stragglers
 from paramserver.core.versions import ModelVersions, Notify
@@ -18,10 +21,10 @@ VERSIONS_KEPT = 64  # numbers of old versions remembered, for tickets that are q
 
 
 class ModelTable:
-    """`retain`: versions of each model that are kept without any pin."""
+    """The models of relay `relay`. `retain`: versions of each that are kept without any pin."""
 
-    def __init__(self, view: View, *, retain: int) -> None:
-        self._view, self._retain = view, retain
+    def __init__(self, relay: str, view: View, *, retain: int) -> None:
+        self._relay, self._view, self._retain = relay, view, retain
         self._versions: dict[str, ModelVersions] = {}
         self._stragglers: dict[str, Stragglers] = {}
         self._missing: dict[str, MissingCopies] = {}
@@ -44,9 +47,6 @@ class ModelTable:
 
     def stragglers(self, model: str) -> Stragglers:
         return self._stragglers.setdefault(model, Stragglers())
-
-    def missing_copies(self, model: str) -> MissingCopies:
-        return self._missing.setdefault(model, MissingCopies())
 
     def forget_relays_that_left(self) -> None:
         for stragglers in self._stragglers.values():
@@ -82,3 +82,23 @@ class ModelTable:
         known = self._versions.get(model)
         state = known.get(version) if known else None
         return state.holders if state is not None else set()
+
+    def is_kept_for_the_fleet(self, record: Sealed) -> bool:
+        """Whether this relay is among those that keep a version that is pinned for the fleet."""
+        pinned = self._view.pinned(record.model, record.version)
+        if not pinned:
+            return False
+        # This relay is a holder, whether or not the registry has its key yet.
+        holders = self.holders(record.model, record.version) | {self._relay}
+        return self._relay in keepers(pinned, holders & self._view.places().keys())
+
+    def copies_due(self, model: str) -> set[int]:
+        """Versions pinned for the fleet that this relay is to copy, since a holder of one died."""
+        pinned = {}
+        for version in self._view.pinned_versions(model):
+            state = self.of(model).get(version)
+            if state is not None and state.ended is None:
+                copies = max(self._view.pinned(model, version).values())
+                pinned[version] = PinnedVersion(copies, state.holders & self._view.members.keys())
+        missing = self._missing.setdefault(model, MissingCopies())
+        return missing.due(self._relay, pinned, self._view.places().keys(), time.monotonic())

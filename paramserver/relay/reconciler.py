@@ -28,7 +28,6 @@ from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import VERSIONS_KEPT, ModelTable
 from paramserver.relay.pins import RelayPins
 from paramserver.relay.removals import Removals
-from paramserver.relay.retention import Retention
 from paramserver.relay.watchers import Watchers
 from protos.errors import OutOfCapacity, TooLarge
 
@@ -59,7 +58,6 @@ class Reconciler:
         self._store, self._allocator, self._spill = store, allocator, spill
         self._pins, self._fetches, self._watchers = pins, fetches, watchers
         self._tasks, self._changes = tasks, changes
-        self._retention = Retention(lease.member.name, lease.view, models=models, store=store, pins=pins)
         self._removals = Removals(store, tasks, changes)
         self._allocating: set[str] = set()  # models for whose next version memory is being allocated
         self._no_room: set[tuple[str, int]] = set()
@@ -103,7 +101,7 @@ class Reconciler:
             versions.forget(versions.forgettable(2 * VERSIONS_KEPT, self._view.pinned_versions(model)))
         self._cancel_overtaken(model)
         if not self._lease.member.draining:
-            versions.copy_here(self._retention.copies_due(model))
+            versions.copy_here(self._models.copies_due(model))
             self.apply(model, versions.next_fetch())
 
     def drop_below(self, model: str, number: int) -> None:
@@ -145,7 +143,14 @@ class Reconciler:
         return (model, version) in self._no_room
 
     def _retire(self, model: str, *, need_room: bool = False) -> None:
-        self.apply(model, self._models.of(model).retire(self._retention.reasons(model, need_room=need_room)))
+        """With `need_room` pins alone keep a version: peers that fetch it, and the fleet, find it on other relays."""
+        versions, reasons = self._models.of(model), self._pins.counts(model)
+        if not need_room:
+            for record in versions.shown():
+                snapshot = self._store.get(model, record.version)
+                is_lent = snapshot is not None and snapshot.num_links > 0
+                reasons[record.version] += is_lent + self._models.is_kept_for_the_fleet(record)
+        self.apply(model, versions.retire(reasons))
 
     # ---- showing and dropping
 

@@ -21,7 +21,7 @@ def event(version: int, kind: Literal["sealed", "available"] = "available", mode
 
 def watchers_of(*versions: int) -> Watchers:
     """Of a relay that knows these versions as sealed, and holds none."""
-    models = ModelTable(View(), retain=1)
+    models = ModelTable("a", View(), retain=1)
     for version in versions:
         models.of("policy").sealed(event(version).sealed)
     return Watchers(models)
