@@ -65,7 +65,7 @@ class MemberLease:
         self._listed = self._seen = 0  # revision of the list in the view; the newest that came by list or by watch
         self._lease = 0
         self._held: dict[str, bytes] = {}  # keys that say what this relay has, on its lease
-        self._written: dict[str, bytes] = {}  # of those, what the registry has on this lease
+        self._written: dict[str, bytes | None] = {}  # what the registry has on this lease; None: a write in doubt
         self._unreadable: set[str] = set()  # keys that were logged
         self._troubles = Troubles(log)
         self._holders_changed = asyncio.Event()
@@ -308,6 +308,9 @@ class MemberLease:
         ]
         writes += [Delete(key) for key in sorted(self._written.keys() - self._held.keys())]
         for part in parts(writes):
+            # Until the registry answers, each of these keys may be there or not: a key whose write was carried out
+            # without an answer, and that is not wanted any more, would say for as long as the lease that it is held.
+            self._written |= {write.key: None for write in part}
             await self._registry.transact([], part)
             if self._lease != lease:  # registered anew meanwhile, which asks for all of it again
                 return
