@@ -54,7 +54,7 @@ fuzz: env  ## the OpenAPI schema that a gateway serves, fuzzed by schemathesis, 
 bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
 	@$(RUN) -m tests.bench.relay $(ARGS)
 
-bench-gateway: env  ## the gateway's cost and latency against its peers and bars (ARGS="cpu prefix" runs parts); some 20 minutes
+bench-gateway: env  ## the gateway's cost and latency against its peers and bars (ARGS="cpu prefix" runs parts); some 45 minutes
 	@$(RUN) -m tests.bench.gateway $(ARGS)
 
 bench-core: env  ## what decisions cost with 1,024 engines and 20,480 turns, against their bars; a minute

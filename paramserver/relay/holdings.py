@@ -28,7 +28,7 @@ class Holdings:
         self._registry, self._relay = registry, relay
         self._lease_id = 0
         self._held: dict[str, bytes] = {}
-        self._written: dict[str, bytes] = {}  # what the registry has on this lease
+        self._written: dict[str, bytes | None] = {}  # what the registry has on this lease; None: a write in doubt
         self._changed = asyncio.Event()
         self._failures = FailureLog(log)
 
@@ -89,6 +89,9 @@ class Holdings:
         ]
         writes += [Delete(key) for key in sorted(self._written.keys() - self._held.keys())]
         for part in parts(writes):
+            # Until the registry responds, each of these keys may be there or not. A key whose write was carried out
+            # without a response, and that is not wanted any more, would claim for as long as the lease that it is held.
+            self._written |= {write.key: None for write in part}
             await self._registry.transact([], part)
             # A new lease while this part was on its way: its keys may stand on the old one, and go with it. `_written`
             # was cleared for the new lease, so they must not count as written.

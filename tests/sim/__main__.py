@@ -1,5 +1,7 @@
 """`python -m tests.sim`: many seeds on all cores; progress and each failing seed are printed, and those are kept.
 
+With `--result` the outcome goes to bench-results/sim.json, with the day and the machine.
+
 Runs under PYTHONHASHSEED=0, so that a seed tells the same story everywhere.
 """
 
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.bench import results
 from tests.sim import tier
 
 KEPT = Path(__file__).with_name("seeds.txt")
@@ -84,6 +87,20 @@ def _quiet() -> None:
     logging.basicConfig(handlers=[logging.NullHandler()], level=logging.ERROR)
 
 
+def outcome(stories: Sequence[Story], took_s: float) -> dict[str, float]:
+    """Of all stories together; lives are a relay's starts."""
+    return {
+        "seeds": len(stories),
+        "failed": sum(bool(story.broken) for story in stories),
+        "versions_sealed": sum(story.num_sealed for story in stories),
+        "versions_ended": sum(story.num_ended for story in stories),
+        "faults": sum(story.num_faults for story in stories),
+        "relay_lives": sum(story.num_lives for story in stories),
+        "virtual_hours": round(sum(story.virtual_s for story in stories) / 3600, 1),
+        "seconds": round(took_s),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000, help="how many")
@@ -93,6 +110,7 @@ def main() -> int:
     parser.add_argument("--faults-s", type=float, default=tier.FAULTS_S, help="virtual seconds of faults")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="begin no more seeds after this")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--result", action="store_true", help="write bench-results/sim.json")
     parser.add_argument("--one", type=int, help="a single seed, with its log")
     options = parser.parse_args()
     if options.one is not None:
@@ -105,12 +123,10 @@ def main() -> int:
     failed = [story for story in stories if story.broken]
     for story in failed if not options.no_keep else ():
         keep(story, options.faults_s)
-    print(
-        f"{len(stories)} seeds in {time.monotonic() - started:.0f} s: {len(failed)} failed; "
-        f"{sum(s.num_sealed for s in stories)} versions sealed, {sum(s.num_ended for s in stories)} ended, "
-        f"{sum(s.num_faults for s in stories)} faults, {sum(s.num_lives for s in stories)} lives, "
-        f"{sum(s.virtual_s for s in stories) / 3600:.1f} virtual hours"
-    )
+    found = outcome(stories, time.monotonic() - started)
+    print(", ".join(f"{name}: {value}" for name, value in found.items()))
+    if options.result:
+        results.write("sim", found)
     return 1 if failed else 0
 
 

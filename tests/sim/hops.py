@@ -232,7 +232,7 @@ class SimFetch:
                 self._bypasses.failed(source.name, self._process.time())
 
     async def _use(self, source: Source, stripe: str) -> None:
-        self._world.asks(self._greeting, source.name)
+        self._world.asks(self._greeting, source)
         hop = Hop(self._world, self._process, source, self._greeting)
         try:
             await hop.open()

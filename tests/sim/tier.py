@@ -31,6 +31,7 @@ from paramserver.core.chain import is_late
 from paramserver.core.records import Announced, Ended, Epoch, Master, Sealed, digest
 from paramserver.data import fetch as data_fetch
 from paramserver.data.frames import Greeting
+from paramserver.data.transport import Source
 from paramserver.membership.registry import Changed, Event
 from protos.errors import LaminarError
 from protos.laminar.v1 import relay_pb2 as pb
@@ -169,12 +170,15 @@ class World:
     def told_lost(self, ticket: Ticket) -> None:
         self._lost_tickets.append(ticket)
 
-    def asks(self, greeting: Greeting, source: str) -> None:
-        """No cycle can form: who is not complete is asked only by those behind it, and by late joiners."""
-        relay, asked = self.relays[greeting.name].parts, self.relays[source].parts
-        if relay is None or asked is None:
+    def asks(self, greeting: Greeting, source: Source) -> None:
+        """No cycle can form: who is not complete is asked only by those behind it, and by late joiners.
+
+        A life that has ended is asked in vain by those who have not seen that it did.
+        """
+        relay, asked = self.relays[greeting.name].parts, self.listening(source.address)
+        if relay is None or asked is None or asked.parts is None:
             return
-        snapshot = asked.store.get(greeting.model, greeting.version)
+        snapshot = asked.parts.store.get(greeting.model, greeting.version)
         if snapshot is None or snapshot.complete or snapshot.manifest.epoch != greeting.epoch:
             return
         state = relay.models.of(greeting.model).get(greeting.version)
@@ -182,7 +186,7 @@ class World:
         if plan is None or plan.epoch != greeting.epoch or is_late(greeting.name, plan):
             return
         before = plan.order[: plan.order.index(greeting.name)]
-        self.demand(source in before, f"{greeting.name} asks {source}, which is behind it in {plan.order}")
+        self.demand(source.name in before, f"{greeting.name} asks {source.name}, which is behind it in {plan.order}")
 
     def check(self) -> None:
         for process in self.clock.processes:

@@ -122,10 +122,11 @@ async def engines_tell(engines: Sequence[str], page: str) -> list[Any]:
 
 
 async def at_work(
-    contender: Contender, agents: Sequence[Agent], body: dict[str, Any], rate: float
+    contender: Contender, agents: Sequence[Agent], body: dict[str, Any], rate: float, first_number: int = 0
 ) -> list[asyncio.Future[Call]]:
     """Streams that all began beside as many others: each agent's first, of one to two seconds, ends while those of the
-    other agents run."""
+    other agents run. Chats are numbered from `first_number` on: one that asks again for what a client left before its
+    end is a retry to the gateway, which gives it that answer's beginning and goes on from there."""
     least = max(1, round(rate))
 
     async def agent(number: int, one: Agent) -> asyncio.Future[Call]:
@@ -134,7 +135,7 @@ async def at_work(
 
     try:
         async with asyncio.timeout(BEGIN_S):
-            calls = await asyncio.gather(*(agent(number, one) for number, one in enumerate(agents)))
+            calls = await asyncio.gather(*(agent(number, one) for number, one in enumerate(agents, first_number)))
             await all_begun(agents, calls)
     except (TimeoutError, StreamOver) as e:
         silent = sum(not one.call.events for one in agents)

@@ -54,25 +54,25 @@ def run() -> Iterator[Figure]:
 
 def added_latency() -> Figure:
     rounds: list[float] = []
+    numbers = itertools.count()  # no round asks again for what another left: that is a retry
     p99: dict[str, list[float]] = {"direct": [], "gateway": []}
     with mock_engines(NUM_ENGINES, rate=RATE) as engines, contenders(["laminar"], engines) as found:
         for _ in range(ROUNDS):
-            p99["direct"].append(uvloop.run(first_bytes(engines)))
-            p99["gateway"].append(uvloop.run(first_bytes([found["laminar"].url])))
+            p99["direct"].append(uvloop.run(first_bytes(engines, numbers)))
+            p99["gateway"].append(uvloop.run(first_bytes([found["laminar"].url], numbers)))
             rounds.append((p99["gateway"][-1] - p99["direct"][-1]) * 1e3)
     what = f"time to the first byte, p99, over going direct, beside {BACKGROUND} streams"
     told = {name: round(statistics.median(values) * 1e3, 2) for name, values in p99.items()}
     return median("added_latency_p99_ms", what, rounds, bar=25.0, unit="ms", details={"p99_ms": told})
 
 
-async def first_bytes(urls: Sequence[str]) -> float:
-    """Seconds to the first byte, p99, of probes spread over `urls` while the streams run."""
+async def first_bytes(urls: Sequence[str], numbers: Iterator[int]) -> float:
+    """Seconds to the first byte, p99, of probes spread over `urls` while the streams run. `numbers`: of the chats."""
     agents: list[Agent] = []
     for url in urls:
         agents += await connect(url, BACKGROUND // len(urls))
-    calls = _stream_all(agents, urls)
+    calls = _stream_all(agents, urls, numbers)
     await load.all_begun(agents, calls)
-    numbers = itertools.count()
     probers = [(await connect(url, 1), url) for _ in range(PROBERS // len(urls) or 1) for url in urls]
     found: list[float] = []
 
@@ -91,12 +91,12 @@ async def first_bytes(urls: Sequence[str]) -> float:
     return statistics.quantiles(found, n=100)[98]
 
 
-def _stream_all(agents: Sequence[Agent], urls: Sequence[str]) -> list[asyncio.Future[Call]]:
+def _stream_all(agents: Sequence[Agent], urls: Sequence[str], numbers: Iterator[int]) -> list[asyncio.Future[Call]]:
     each = len(agents) // len(urls)
     calls = []
     for number, agent in enumerate(agents):
         url = urls[number // each]
-        body = numbered(load.chat("hello", LONG, stream=True, **_interval(url, urls)), number)
+        body = numbered(load.chat("hello", LONG, stream=True, **_interval(url, urls)), next(numbers))
         calls.append(agent.send(post(url, CHAT, body)))
     return calls
 
@@ -134,9 +134,11 @@ class Held:
 
 def streams_max() -> Iterator[Figure]:
     steps: list[Held] = []
+    first_number = 0
     with mock_engines(NUM_ENGINES, rate=RATE) as engines, contenders(["laminar"], engines) as found:
         for streams in STEPS:
-            steps.append(uvloop.run(held_or_not(found["laminar"], streams)))
+            steps.append(uvloop.run(held_or_not(found["laminar"], streams, first_number)))
+            first_number += streams
             print(f"streams_max: {steps[-1]}", flush=True)
             if not steps[-1].passed and not steps[-1].passed_by_counter:
                 break
@@ -178,10 +180,10 @@ def said() -> Script:
     return Script([json.dumps(codec.decode([token]))[1:-1].encode() for token in answer_ids(NUM_IDS)])
 
 
-async def held_or_not(contender: load.Contender, streams: int) -> Held:
+async def held_or_not(contender: load.Contender, streams: int, first_number: int = 0) -> Held:
     """A step whose streams do not even begin is not passed; those before it stand."""
     try:
-        return await held(contender, streams)
+        return await held(contender, streams, first_number)
     except ContenderFailed as e:
         return failed(streams, str(e))
 
@@ -191,10 +193,10 @@ def failed(streams: int, why: str) -> Held:
     return Held(streams, none, none, none, none, none, none, none, 0, none, why)
 
 
-async def held(contender: load.Contender, streams: int) -> Held:
+async def held(contender: load.Contender, streams: int, first_number: int) -> Held:
     script, loop = said(), asyncio.get_running_loop()
     agents = await connect(contender.url, streams, arrivals=lambda: Arrivals(script))
-    calls = await load.at_work(contender, agents, load.chat("hello", LONG, stream=True), RATE)
+    calls = await load.at_work(contender, agents, load.chat("hello", LONG, stream=True), RATE, first_number)
     await asyncio.sleep(load.SETTLE_S)
     cpu, seen, counts = contender.cpu_s(), await asyncio.to_thread(_passed_on, contender.url), []
     since = loop.time()

@@ -15,6 +15,7 @@ from tests.bench.needs import stop_if_lacking, stop_if_unmeasured
 PARTS = {
     "hop": "tests.bench.relay.hop",
     "publish": "tests.bench.relay.publish",
+    "step": "tests.bench.relay.step",
     "links": "tests.bench.relay.links.chain",
     "faults": "tests.bench.relay.faults",
     "join": "tests.bench.relay.join",

@@ -119,7 +119,7 @@ def run() -> Iterator[Figure]:
 def model_tensors(of: Array) -> list[TensorSource]:
     """The bytes as the tensors of Qwen2.5-0.5B, in the order of its layers; read in place."""
     found, at = [], 0
-    for name, size in _MODEL_BYTES.items():
+    for name, size in MODEL_BYTES.items():
         part = of[at : at + size]
         found.append(TensorSource(name, "U8", part.shape, lambda part=part: memoryview(part), True))  # type: ignore[misc]
         at += size
@@ -140,7 +140,7 @@ _LAYER = {
     "input_norm.weight": 896,
     "output_norm.weight": 896,
 }
-_MODEL_BYTES = {
+MODEL_BYTES = {
     "embed.weight": 2 * 151936 * 896,
     **{f"layers.{n}.{name}": 2 * count for n in range(24) for name, count in _LAYER.items()},
     "norm.weight": 2 * 896,
@@ -191,7 +191,7 @@ async def _rounds(client: RelayClient, model: str, sources: list[TensorSource], 
 
 async def _stalls(daemon: Daemon, source: Array) -> list[Figure]:
     p99s: list[float] = []
-    num_bytes = sum(_MODEL_BYTES.values())
+    num_bytes = sum(MODEL_BYTES.values())
     async with RelayClient(daemon.ready["grpc"]) as client:
         real = await _rounds(client, "policy", model_tensors(source), source[:num_bytes])
         for _ in range(ROUNDS):

@@ -201,6 +201,38 @@ async def test_more_holdings_than_one_transaction_takes_are_all_written_again(wo
     await _end(tasks)
 
 
+@pytest.mark.parametrize("in_doubt", ["hold", "unhold"])
+async def test_a_write_of_a_holding_without_an_answer_is_made_good(world: World, in_doubt: str) -> None:
+    """Else the registry would go on saying what was true when it last answered, for as long as the lease is kept."""
+    a = await world.lease("a")
+    key, write = keys.holder_key("policy", 3, "a"), a._registry.transact
+    unanswered = []
+
+    async def carries_out_without_an_answer(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        outcome = await write(guards, writes)
+        kind = Put if in_doubt == "hold" else Delete
+        if not unanswered and any(one.key == key and isinstance(one, kind) for one in writes):
+            unanswered.append(key)
+            if in_doubt == "hold":
+                a.holdings.unhold("policy", 3)
+            else:
+                a.holdings.hold("policy", 3, HOLDING)
+            raise Unavailable("the registry did not answer")
+        return outcome
+
+    a._registry.transact = carries_out_without_an_answer  # type: ignore[method-assign]
+    tasks = [asyncio.create_task(a.holdings.run())]
+    a.holdings.hold("policy", 3, HOLDING)
+    if in_doubt == "unhold":
+        await _until(lambda: key in world.store.keys)
+        a.holdings.unhold("policy", 3)
+    await _until(lambda: bool(unanswered))
+    a.holdings.hold("policy", 4, HOLDING)
+    await _until(lambda: keys.holder_key("policy", 4, "a") in world.store.keys)
+    await _until(lambda: (key in world.store.keys) == (in_doubt == "unhold"))
+    await _end(tasks)
+
+
 async def test_a_holding_written_while_the_lease_was_replaced_is_written_again(world: World) -> None:
     """The answer may come after this relay registered anew: what was written then hung on the old lease."""
     a = await world.lease("a", ttl_s=50.0)
