@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import logging
 import math
 import multiprocessing
@@ -124,7 +125,7 @@ def main() -> int:
     for story in failed if not options.no_keep else ():
         keep(story, options.faults_s)
     found = outcome(stories, time.monotonic() - started)
-    print(", ".join(f"{name}: {value}" for name, value in found.items()))
+    print(json.dumps(found), flush=True)
     if options.result:
         results.write("sim", found)
     return 1 if failed else 0

@@ -173,7 +173,7 @@ class World:
     def asks(self, greeting: Greeting, source: Source) -> None:
         """No cycle can form: who is not complete is asked only by those behind it, and by late joiners.
 
-        A life that has ended is asked in vain by those who have not seen that it did.
+        A request to the address of an earlier life reaches nobody, whatever the next life of that relay holds.
         """
         relay, asked = self.relays[greeting.name].parts, self.listening(source.address)
         if relay is None or asked is None or asked.parts is None:
