@@ -64,8 +64,10 @@ class MemberLease:
         self._mark = Created("", 0)  # a key that only this store has
         self._listed = self._seen = 0  # revision of the list in the view; the newest that came by list or by watch
         self._lease = 0
+        self._registered: Created | None = None  # this process's own registration, for as long as its lease is kept
         self._held: dict[str, bytes] = {}  # keys that say what this relay has, on its lease
         self._written: dict[str, bytes | None] = {}  # what the registry has on this lease; None: a write in doubt
+        self._differing: set[str] = set()  # keys that the registry showed otherwise than they are held
         self._unreadable: set[str] = set()  # keys that were logged
         self._troubles = Troubles(log)
         self._holders_changed = asyncio.Event()
@@ -150,7 +152,7 @@ class MemberLease:
         if not outcome.succeeded:
             await self._registry.revoke(lease)
             return False
-        self._lease = lease
+        self._lease, self._registered = lease, Created(key, outcome.revision)
         self._written.clear()
         self._holders_changed.set()
         return True
@@ -256,18 +258,33 @@ class MemberLease:
                 return []
             case Changed(entry, revision):
                 self._seen = max(self._seen, revision)
+                self._compare_with_held(entry.key, entry.value)
                 facts = self.view.put(entry.key, entry.value, entry.created)
                 self._note_unreadable()
                 return facts
             case Removed(key, revision):
                 self._seen = max(self._seen, revision)
+                self._compare_with_held(key, None)
                 return self.view.remove(key)
 
     def _replace(self, state: State) -> list[Fact]:
         self._listed = self._seen = state.revision
+        found = {entry.key: entry.value for entry in state.entries}
+        for key in found.keys() | self._held.keys():
+            self._compare_with_held(key, found.get(key))
         facts = self.view.replace([(e.key, e.value, e.created) for e in state.entries])
         self._note_unreadable()
         return facts
+
+    def _compare_with_held(self, key: str, found: bytes | None) -> None:
+        """What the registry has of this relay's copies is written again where it differs from what is held.
+
+        The registry may carry out a write that it did not answer after later ones that it did: only what the watch
+        shows is certain. An event that is older than the newest write costs one write that changes nothing.
+        """
+        if keys.is_own_copy(key, self.member.name) and self._held.get(key) != found:
+            self._differing.add(key)
+            self._holders_changed.set()
 
     def _note_unreadable(self) -> None:
         for key in sorted(self.view.unreadable.keys() - self._unreadable):
@@ -300,7 +317,11 @@ class MemberLease:
 
     async def _write_holdings(self) -> None:
         """In parts, since after a lost lease all of it is written again; the newest versions first."""
-        lease = self._lease
+        lease, registered = self._lease, self._registered
+        if registered is None:
+            return
+        self._written |= dict.fromkeys(self._differing)
+        self._differing.clear()
         writes: list[Write] = [
             Put(key, value, lease)
             for key, value in sorted(self._held.items(), reverse=True)
@@ -311,8 +332,10 @@ class MemberLease:
             # Until the registry answers, each of these keys may be there or not: a key whose write was carried out
             # without an answer, and that is not wanted any more, would say for as long as the lease that it is held.
             self._written |= {write.key: None for write in part}
-            await self._registry.transact([], part)
-            if self._lease != lease:  # registered anew meanwhile, which asks for all of it again
+            outcome = await self._registry.transact([registered], part)
+            # Without the lease another relay may have taken the name, and these keys are that one's. Whoever registers
+            # anew, now or meanwhile, writes all of it again.
+            if not outcome.succeeded or self._lease != lease:
                 return
             for write in part:
                 if isinstance(write, Put):

@@ -226,6 +226,86 @@ async def test_a_write_of_a_holding_without_an_answer_is_made_good(world: World,
     await _end(tasks)
 
 
+@pytest.mark.parametrize("shown", ["after the answer", "before the answer"])
+@pytest.mark.parametrize("late", ["hold", "unhold"])
+async def test_a_write_of_a_holding_that_is_carried_out_after_later_ones_is_made_good(
+    world: World, late: str, shown: str
+) -> None:
+    """Calls that were not answered may be carried out in any order: only the watch shows what came of them.
+
+    The watch may show the late write while the call that it overtook is not answered yet.
+    """
+    a = await world.seat("a", ttl_s=50.0)
+    key, write = keys.holder_key("policy", 3, "a"), a._registry.transact
+    kind = Put if late == "hold" else Delete
+    held_back: list[tuple[Sequence[Guard], Sequence[Write]]] = []
+    carried_out = asyncio.Event()
+
+    async def carry_out_late() -> None:
+        await write(*held_back[0])
+        revision = world.store.revision
+        await _until(lambda: a._seen >= revision)
+        carried_out.set()
+
+    async def transact(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        concerned = [one for one in writes if one.key == key]
+        if concerned and not held_back and isinstance(concerned[0], kind):
+            held_back.append((guards, writes))
+            if late == "hold":
+                a.unhold("policy", 3)
+            else:
+                a.hold("policy", 3, HOLDING)
+            raise Unavailable("the registry did not answer")
+        outcome = await write(guards, writes)
+        if concerned and held_back and not carried_out.is_set() and shown == "before the answer":
+            await carry_out_late()
+        return outcome
+
+    a._registry.transact = transact  # type: ignore[method-assign]
+    tasks = [asyncio.create_task(a.tell_holdings()), asyncio.create_task(_consume(a))]
+    a.hold("policy", 3, HOLDING)
+    if late == "unhold":
+        await _until(lambda: key in world.store.keys)
+        a.unhold("policy", 3)
+    await _until(lambda: bool(held_back))
+    if shown == "after the answer":
+        a.hold("policy", 4, HOLDING)
+        await _until(lambda: keys.holder_key("policy", 4, "a") in world.store.keys)
+        await carry_out_late()
+    await _until(carried_out.is_set)
+    await _until(lambda: (key in world.store.keys) == (late == "unhold"))
+    await _end(tasks)
+
+
+async def test_the_copies_of_another_relay_that_took_the_name_are_left_alone(world: World) -> None:
+    """A process that hung past its lease wakes up, retires a version, and sees the other's keys under its own name."""
+    a = await world.seat("a")
+    tasks = [asyncio.create_task(a.tell_holdings()), asyncio.create_task(_consume(a))]
+    a.hold("policy", 3, HOLDING)
+    key, fourth = keys.holder_key("policy", 3, "a"), keys.holder_key("policy", 4, "a")
+    await _until(lambda: key in world.store.keys)
+    world.clock.now += 1.0
+    world.store.expire()
+    other = await world.seat("a", instance="other", ttl_s=50.0)
+    tasks.append(asyncio.create_task(other.tell_holdings()))
+    other.hold("policy", 3, HOLDING)
+    other.hold("policy", 4, HOLDING)
+    await _until(lambda: {key, fourth} <= world.store.keys.keys())
+    a.unhold("policy", 3)
+    a.hold("policy", 5, HOLDING)
+    await _until(lambda: a._seen == world.store.revision)
+    await _until(lambda: not a._holders_changed.is_set())
+    assert {key, fourth} <= world.store.keys.keys()
+    assert keys.holder_key("policy", 5, "a") not in world.store.keys
+    assert {world.store.keys[one].lease for one in (key, fourth)} == {other._lease}
+    await _end(tasks)
+
+
+async def _consume(seat: MemberLease) -> None:
+    async for _ in seat.follow():
+        pass
+
+
 async def test_a_holding_written_while_the_lease_was_replaced_is_written_again(world: World) -> None:
     """The answer may come after this relay registered anew: what was written then hung on the old lease."""
     a = await world.seat("a", ttl_s=50.0)
