@@ -100,6 +100,11 @@ def engine_key(name: str) -> str:
     return ENGINES + name
 
 
+def is_own_copy(key: str, relay: str) -> bool:
+    """Whether the key says that this relay has a version, in memory or on its disk."""
+    return key.startswith((_HOLDERS, _SPILLED)) and key.endswith(f"/{relay}")
+
+
 def is_spilled(key: str) -> bool:
     return key.startswith(_SPILLED)
 

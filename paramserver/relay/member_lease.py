@@ -152,7 +152,7 @@ class MemberLease:
             await self._registry.revoke(lease)
             return False
         self.lease_id = lease
-        self.holdings.write_on(lease)
+        self.holdings.write_on(lease, Created(key, outcome.revision))
         return True
 
     async def adopt(self) -> str:
@@ -258,15 +258,18 @@ class MemberLease:
                 return []
             case Changed(entry, revision):
                 self._seen = max(self._seen, revision)
+                self.holdings.compare(entry.key, entry.value)
                 facts = self.view.put(entry.key, entry.value, entry.created)
                 self._note_unreadable()
                 return facts
             case Removed(key, revision):
                 self._seen = max(self._seen, revision)
+                self.holdings.compare(key, None)
                 return self.view.remove(key)
 
     def _replace(self, state: State) -> list[Fact]:
         self._listed = self._seen = state.revision
+        self.holdings.compare_all({entry.key: entry.value for entry in state.entries})
         facts = self.view.replace([(e.key, e.value, e.created) for e in state.entries])
         self._note_unreadable()
         return facts

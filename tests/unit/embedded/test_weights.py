@@ -117,7 +117,7 @@ def broken(directory: Path, kind: str) -> None:
     ("kind", "message"),
     [
         ("missing", r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
-        ("unknown", r"holds model\.layers\.9\.mlp\.up_proj\.weight, which this model has not"),
+        ("unknown", r"holds model\.layers\.9\.mlp\.up_proj\.weight, which this model does not have"),
         ("shape", r"has shape \[319, 64\].*the model has \[320, 64\]"),
         ("dtype", r"has dtype I64.*F32, BF16, F16"),
         ("truncated", "unreadable safetensors"),

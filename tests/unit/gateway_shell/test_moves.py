@@ -154,7 +154,7 @@ async def test_what_has_to_end_where_it_began_is_lost_when_cut_unless_it_had_not
 
 
 async def test_what_is_on_its_way_counts_on_its_destination_until_it_is_there(tmp_path: Path) -> None:
-    e0, e1 = CuttingEngine("e0", hold_at=4), CuttingEngine("e1")
+    e0, e1 = ScriptedEngine("e0", hold_at=4), ScriptedEngine("e1")
     async with e0, e1, shell(tmp_path, e0, e1) as found:
         idle = found.session()
         idle.engine, idle.version = E0, Version(0)

@@ -205,7 +205,7 @@ async def test_more_holdings_than_one_transaction_takes_are_all_written_again(wo
 async def test_a_write_of_a_holding_without_an_answer_is_made_good(world: World, in_doubt: str) -> None:
     """Else the registry would go on saying what was true when it last answered, for as long as the lease is kept."""
     a = await world.lease("a")
-    key, write = keys.holder_key("policy", 3, "a"), a._registry.transact
+    key, write = keys.holder_key("policy", 3, "a"), a.holdings._registry.transact
     unanswered = []
 
     async def carries_out_without_an_answer(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
@@ -220,7 +220,7 @@ async def test_a_write_of_a_holding_without_an_answer_is_made_good(world: World,
             raise Unavailable("the registry did not answer")
         return outcome
 
-    a._registry.transact = carries_out_without_an_answer  # type: ignore[method-assign]
+    a.holdings._registry.transact = carries_out_without_an_answer  # type: ignore[method-assign]
     tasks = [asyncio.create_task(a.holdings.run())]
     a.holdings.hold("policy", 3, HOLDING)
     if in_doubt == "unhold":
@@ -233,10 +233,90 @@ async def test_a_write_of_a_holding_without_an_answer_is_made_good(world: World,
     await _end(tasks)
 
 
+@pytest.mark.parametrize("shown", ["after the answer", "before the answer"])
+@pytest.mark.parametrize("late", ["hold", "unhold"])
+async def test_a_write_of_a_holding_that_is_carried_out_after_later_ones_is_made_good(
+    world: World, late: str, shown: str
+) -> None:
+    """Calls that were not answered may be carried out in any order: only the watch shows what came of them.
+
+    The watch may show the late write while the call that it overtook is not answered yet.
+    """
+    a = await world.lease("a", ttl_s=50.0)
+    key, write = keys.holder_key("policy", 3, "a"), a.holdings._registry.transact
+    kind = Put if late == "hold" else Delete
+    held_back: list[tuple[Sequence[Guard], Sequence[Write]]] = []
+    carried_out = asyncio.Event()
+
+    async def carry_out_late() -> None:
+        await write(*held_back[0])
+        revision = world.store.revision
+        await _until(lambda: a._seen >= revision)
+        carried_out.set()
+
+    async def transact(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        concerned = [one for one in writes if one.key == key]
+        if concerned and not held_back and isinstance(concerned[0], kind):
+            held_back.append((guards, writes))
+            if late == "hold":
+                a.holdings.unhold("policy", 3)
+            else:
+                a.holdings.hold("policy", 3, HOLDING)
+            raise Unavailable("the registry did not answer")
+        outcome = await write(guards, writes)
+        if concerned and held_back and not carried_out.is_set() and shown == "before the answer":
+            await carry_out_late()
+        return outcome
+
+    a.holdings._registry.transact = transact  # type: ignore[method-assign]
+    tasks = [asyncio.create_task(a.holdings.run()), asyncio.create_task(_consume(a))]
+    a.holdings.hold("policy", 3, HOLDING)
+    if late == "unhold":
+        await _until(lambda: key in world.store.keys)
+        a.holdings.unhold("policy", 3)
+    await _until(lambda: bool(held_back))
+    if shown == "after the answer":
+        a.holdings.hold("policy", 4, HOLDING)
+        await _until(lambda: keys.holder_key("policy", 4, "a") in world.store.keys)
+        await carry_out_late()
+    await _until(carried_out.is_set)
+    await _until(lambda: (key in world.store.keys) == (late == "unhold"))
+    await _end(tasks)
+
+
+async def test_the_copies_of_another_relay_that_took_the_name_are_left_alone(world: World) -> None:
+    """A process that hung past its lease wakes up, retires a version, and sees the other's keys under its own name."""
+    a = await world.lease("a")
+    tasks = [asyncio.create_task(a.holdings.run()), asyncio.create_task(_consume(a))]
+    a.holdings.hold("policy", 3, HOLDING)
+    key, fourth = keys.holder_key("policy", 3, "a"), keys.holder_key("policy", 4, "a")
+    await _until(lambda: key in world.store.keys)
+    world.clock.now += 1.0
+    world.store.expire()
+    other = await world.lease("a", instance="other", ttl_s=50.0)
+    tasks.append(asyncio.create_task(other.holdings.run()))
+    other.holdings.hold("policy", 3, HOLDING)
+    other.holdings.hold("policy", 4, HOLDING)
+    await _until(lambda: {key, fourth} <= world.store.keys.keys())
+    a.holdings.unhold("policy", 3)
+    a.holdings.hold("policy", 5, HOLDING)
+    await _until(lambda: a._seen == world.store.revision)
+    await _until(lambda: not a.holdings._changed.is_set())
+    assert {key, fourth} <= world.store.keys.keys()
+    assert keys.holder_key("policy", 5, "a") not in world.store.keys
+    assert {world.store.keys[one].lease for one in (key, fourth)} == {other.lease_id}
+    await _end(tasks)
+
+
+async def _consume(lease: MemberLease) -> None:
+    async for _ in lease.follow():
+        pass
+
+
 async def test_a_holding_written_while_the_lease_was_replaced_is_written_again(world: World) -> None:
     """The answer may come after this relay registered anew: what was written then hung on the old lease."""
     a = await world.lease("a", ttl_s=50.0)
-    key, write = keys.holder_key("policy", 3, "a"), a._registry.transact
+    key, write = keys.holder_key("policy", 3, "a"), a.holdings._registry.transact
     old_lease = a.lease_id
 
     async def answers_late(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
@@ -246,7 +326,7 @@ async def test_a_holding_written_while_the_lease_was_replaced_is_written_again(w
             assert await a._register()
         return outcome
 
-    a._registry.transact = answers_late  # type: ignore[method-assign]
+    a.holdings._registry.transact = answers_late  # type: ignore[method-assign]
     telling = asyncio.create_task(a.holdings.run())
     a.holdings.hold("policy", 3, HOLDING)
     await _until(lambda: a.lease_id != old_lease and key in world.store.keys)
@@ -269,7 +349,7 @@ async def test_holdings_that_cannot_be_written_are_logged_once_and_tried_again(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     a = await world.lease("a", ttl_s=50.0)
-    write, num_refused = a._registry.transact, 0
+    write, num_refused = a.holdings._registry.transact, 0
 
     async def refuses(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
         nonlocal num_refused
@@ -278,7 +358,7 @@ async def test_holdings_that_cannot_be_written_are_logged_once_and_tried_again(
             raise RuntimeError("unforeseen")
         return await write(guards, writes)
 
-    a._registry.transact = refuses  # type: ignore[method-assign]
+    a.holdings._registry.transact = refuses  # type: ignore[method-assign]
     telling = asyncio.create_task(a.holdings.run())
     a.holdings.hold("policy", 3, HOLDING)
     await _until(lambda: keys.holder_key("policy", 3, "a") in world.store.keys)

@@ -939,6 +939,7 @@ async def test_what_a_live_relay_may_hold_is_not_lost_though_the_registry_has_no
     await host.publish()
     other = await world.host("b")
     other.dialled = SilentPeer() if silent else Peer(host)
+    monkeypatch.setattr(host.lease.holdings, "_write", _writes_nothing)
     await other.registry.transact([], [Delete(keys.master_key(MODEL)), Delete(keys.holder_key(MODEL, 1, "a"))])
     monkeypatch.setattr(host.elections, "stand", _stands_for_nothing)
 
@@ -964,6 +965,7 @@ async def test_a_silent_relay_keeps_nobody_from_an_election_nor_from_asking_for_
     await host.publish()
     other = await world.host("b")
     other.dialled = hung = HungPeer()
+    monkeypatch.setattr(host.lease.holdings, "_write", _writes_nothing)
     gone = [Delete(keys.master_key(MODEL)), Delete(keys.holder_key(MODEL, 1, "a"))]
     await other.registry.transact([], gone)
 
@@ -992,6 +994,10 @@ async def test_a_silent_relay_keeps_nobody_from_an_election_nor_from_asking_for_
 
 def _of_model(model: str, sealed: bytes) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(msgspec.json.decode(sealed, type=Sealed), model=model))
+
+
+async def _writes_nothing() -> None:
+    """A relay that cannot write to the registry now: it would write again what was deleted there."""
 
 
 async def _stands_for_nothing(newest_holders: object, now: float) -> list[str]:
