@@ -17,6 +17,7 @@ from typing import Literal, TypedDict, Unpack
 
 from paramserver import client
 from paramserver.client import Rank, RefusedLoad, RelayClient, Stage, publish
+from protos.announce_options import AnnounceOptions
 from protos.errors import InvalidRequest
 from trainer_client.loop import AsyncClient, LoopThread, SyncClient
 from trainer_client.sources import NamedTensors, sources_of
@@ -68,7 +69,7 @@ class PublisherOptions(TypedDict, total=False):
     num_ranks: int  # default 1
 
 
-class PublishOptions(TypedDict, total=False):
+class PublishOptions(AnnounceOptions, total=False):
     """The keyword arguments of one publish."""
 
     wait: Wait | None  # default: the publisher's
@@ -124,13 +125,14 @@ class AsyncPublisher(AsyncClient):
         timeout_s: float = WAIT_TIMEOUT_S,
         allow_change: bool = False,
         check_nan: bool = True,
+        **options: Unpack[AnnounceOptions],
     ) -> AsyncTicket:
         """Publishes one version; the master numbers it (`ticket.version`), `step` is a label.
 
         Engines load by name, into the shapes that they were started with. So a version whose names, shapes or kinds of
         dtype differ from the version before is refused unless `allow_change` is set; other float dtypes give a warning.
         A version whose tensors begin with NaN is refused unless `check_nan` is off. A NaN further in is found by the
-        engines, which refuse to load it.
+        engines, which refuse to load it. `options` are those that the relay needs.
 
         Raises InvalidRequest for a tensor that cannot be published, TooLarge for a version larger than the pool,
         Conflict for another publisher of this model or for differing names, and Unavailable when the relay or etcd
@@ -154,6 +156,7 @@ class AsyncPublisher(AsyncClient):
                 force_tcp=self._force_tcp,
                 rank=self._rank,
                 refuse_change=not allow_change,
+                **options,
             )
             self._newest = ticket
         await wait_for(ticket, target, timeout_s)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 from paramserver.client.relay import RelayClient
 from paramserver.client.ticket import Ticket
@@ -29,6 +29,7 @@ from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import SOLE, Epoch, FileSpec, Manifest, Rank, check_model_name, part_root, version_root
 from paramserver.data.frames import Greeting
 from paramserver.data.publish import Image, write_mapped, write_tcp
+from protos.announce_options import DEFAULTS, AnnounceOptions
 from protos.errors import (
     Conflict,
     InDoubt,
@@ -51,7 +52,6 @@ MASTER_WAIT_S = 30.0  # from the first failure: a dead master's lease runs out, 
 PREPARE_MAX_S = 1800.0  # 145 GB took six minutes at 0.4 GB/s, the slowest first touch of memory that was seen
 RETRY_S = 0.3
 ANNOUNCEMENT_BYTES_MAX = (64 << 20) - 4096  # what both sides' gRPC lets through, with room for its own frame
-WAIT_ROOM_S = 30.0
 COMMIT_AGAIN_S = 2.0
 
 
@@ -75,12 +75,11 @@ async def publish(
     *,
     step: int,
     run: str,
-    file_bytes_max: int = 4 << 30,
     metadata: Mapping[str, str] | None = None,
     force_tcp: bool = False,
-    wait_room_s: float = WAIT_ROOM_S,
     rank: Rank = SOLE,
     refuse_change: bool = False,
+    **options: Unpack[AnnounceOptions],
 ) -> Ticket:
     """Writes one version and returns at *copied*; the master numbers it, the ticket has the number.
 
@@ -97,18 +96,18 @@ async def publish(
     step = check_step(step)
     specs = [TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     metadata = metadata or None  # a message has no {} beside none, and both sides must lay out the same
-    files = plan_layout(specs, file_bytes_max=file_bytes_max, metadata=metadata)
+    options = {**DEFAULTS, **options}
+    files = plan_layout(specs, file_bytes_max=options["file_bytes_max"], metadata=metadata)
     request = pb.AnnounceRequest(
         model=model,
         run=run,
         step=step,
         tensors=[pb.TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape) for spec in specs],
-        file_bytes_max=file_bytes_max,
         metadata=metadata,
-        wait_room_s=wait_room_s,
         rank=rank.index,
         num_ranks=rank.count,
         refuse_change=refuse_change,
+        **options,
     )
     if (num_bytes := request.ByteSize()) > ANNOUNCEMENT_BYTES_MAX:
         raise TooLarge(

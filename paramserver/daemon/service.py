@@ -23,6 +23,7 @@ from paramserver.daemon.operations import Operations
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.status import StatusReport, epoch_message
 from protos import grpc_errors
+from protos.announce_options import announce_options
 from protos.errors import InvalidRequest, LaminarError, NotFound, UnsupportedField
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
@@ -184,11 +185,10 @@ class RelayService(pb_grpc.RelayServicer):
             request.run,
             request.step,
             [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in request.tensors],
-            file_bytes_max=request.file_bytes_max,
             metadata=dict(request.metadata) or None,
-            wait_room_s=request.wait_room_s,
             rank=_rank(request),
             refuse_change=request.refuse_change,
+            **announce_options(request),
         )
         manifest = draft.manifest
         return pb.AnnounceReply(

@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 from paramserver.config import RelayConfig, show_bytes
 from paramserver.core.chain import next_plan
@@ -31,6 +32,7 @@ from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import ModelTable
 from paramserver.relay.pins import RelayPins
 from paramserver.relay.reconciler import Reconciler
+from protos.announce_options import AnnounceOptions
 from protos.errors import Conflict, OutOfCapacity, StaleEpoch, VersionLost
 
 log = logging.getLogger(__name__)
@@ -75,11 +77,10 @@ class Publications:
         step: int,
         tensors: Sequence[TensorSpec],
         *,
-        file_bytes_max: int,
         metadata: Mapping[str, str] | None,
-        wait_room_s: float,
         rank: Rank = SOLE,
         refuse_change: bool = False,
+        **options: Unpack[AnnounceOptions],
     ) -> Draft:
         """Numbers a version and opens it. Refused by name: unknown dtypes, another run, what cannot fit.
 
@@ -91,9 +92,9 @@ class Publications:
                 f"the etcd of {self._config.name} was replaced by another: nothing seals there",
                 hint="run `paramserver adopt` for every relay",
             )
-        wait_room_s = min(max(0.0, wait_room_s), WAIT_ROOM_MAX_S)
+        wait_room_s = min(max(0.0, options["wait_room_s"]), WAIT_ROOM_MAX_S)
 
-        part = Part(tensors, file_bytes_max, metadata, refuse_change)
+        part = Part(tensors, options["file_bytes_max"], metadata, refuse_change)
 
         async def begin(parts: Sequence[Part]) -> Draft:
             layout = await asyncio.to_thread(plan_ranks, parts)  # of many tensors it takes a second

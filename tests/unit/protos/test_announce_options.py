@@ -1,0 +1,14 @@
+"""Options of `publish` go from the SDK to the master under one name."""
+
+from __future__ import annotations
+
+from protos.announce_options import DEFAULTS, AnnounceOptions, announce_options
+from protos.laminar.v1 import relay_pb2 as pb
+
+
+def test_each_option_is_a_field_of_the_announcement() -> None:
+    """The relay of another release may not know an option, or a publisher may not send it: then it is the type's zero."""
+    fields = {field.name for field in pb.AnnounceRequest.DESCRIPTOR.fields}
+    assert AnnounceOptions.__annotations__.keys() <= fields
+    assert announce_options(pb.AnnounceRequest(**DEFAULTS)) == DEFAULTS
+    assert not any(announce_options(pb.AnnounceRequest()).values())
