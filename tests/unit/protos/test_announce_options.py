@@ -7,7 +7,7 @@ from protos.laminar.v1 import relay_pb2 as pb
 
 
 def test_each_option_is_a_field_of_the_announcement() -> None:
-    """The relay of another release may not know an option, or a publisher may not send it: then it is the type's zero."""
+    """What a publisher of another release does not send is the zero of its type."""
     fields = {field.name for field in pb.AnnounceRequest.DESCRIPTOR.fields}
     assert AnnounceOptions.__annotations__.keys() <= fields
     assert announce_options(pb.AnnounceRequest(**DEFAULTS)) == DEFAULTS
