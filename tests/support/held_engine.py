@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from gateway.cli import cli
+from gateway.engines.embedded.batching.sequence import Delta
 from gateway.engines.embedded.engine import Engine
-from gateway.engines.embedded.sequence import Delta
 
 TOKENS = 300
 LOOK_S = 0.005

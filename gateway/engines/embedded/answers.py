@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from gateway.engines.embedded.batching.sequence import Delta, FinishReason, GenerationRequest, Token, WeightSpan
 from gateway.engines.embedded.dialect import CompletionBody
-from gateway.engines.embedded.sequence import Delta, FinishReason, GenerationRequest, Token, WeightSpan
 from gateway.engines.embedded.text import Text
 
 LOGPROB_MIN = -9999.0

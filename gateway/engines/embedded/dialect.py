@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from gateway.engines.embedded.sequence import GenerationRequest, SamplingParams
+from gateway.engines.embedded.batching.sequence import GenerationRequest, SamplingParams
 from protos.decoding import decode_json
 from protos.errors import InvalidRequest, TooLarge, UnknownModel, UnsupportedField
 

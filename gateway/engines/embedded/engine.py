@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from gateway.engines.embedded.blocks import BlockPool
+from gateway.engines.embedded.batching.blocks import BlockPool
+from gateway.engines.embedded.batching.scheduler import Scheduler, SchedulerCounters, Segment
+from gateway.engines.embedded.batching.sequence import Delta, FinishReason, GenerationRequest, Sequence, Token
 from gateway.engines.embedded.compute.attention import Span
 from gateway.engines.embedded.compute.kv import KvMemory
 from gateway.engines.embedded.compute.model import DecoderModel, ModelShape, read_shape
 from gateway.engines.embedded.compute.sampling import SamplingRow, sample
 from gateway.engines.embedded.compute.weights import Snapshot
 from gateway.engines.embedded.config import INVARIANT_ROWS, EngineConfig
-from gateway.engines.embedded.scheduler import Scheduler, SchedulerCounters, Segment
-from gateway.engines.embedded.sequence import Delta, FinishReason, GenerationRequest, Sequence, Token
 from protos.errors import InvalidRequest, LaminarError
 
 log = logging.getLogger(__name__)

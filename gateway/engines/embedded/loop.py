@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gateway.engines.embedded.batching.sequence import Delta, GenerationRequest
 from gateway.engines.embedded.control import Control, PauseMode
 from gateway.engines.embedded.engine import Engine, EngineStatistics
-from gateway.engines.embedded.sequence import Delta, GenerationRequest
 from protos.errors import LaminarError, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)

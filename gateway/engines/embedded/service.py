@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from gateway.engines.embedded.batching.sequence import Delta, GenerationRequest
 from gateway.engines.embedded.engine import Engine
 from gateway.engines.embedded.loop import ModelLoop
-from gateway.engines.embedded.sequence import Delta, GenerationRequest
 from protos.errors import Conflict, OutOfCapacity, Unavailable
 
 

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from gateway.engines.embedded.batching.sequence import Delta, GenerationRequest, SamplingParams, Token
 from gateway.engines.embedded.config import EngineConfig
 from gateway.engines.embedded.engine import Engine
-from gateway.engines.embedded.sequence import Delta, GenerationRequest, SamplingParams, Token
 from tests.support.tiny_model import tiny_model
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.engines.embedded.blocks import BlockPool, hash_block
+from gateway.engines.embedded.batching.blocks import BlockPool, hash_block
 
 
 def chain(*blocks: list[int], salt: bytes = b"") -> list[bytes]:

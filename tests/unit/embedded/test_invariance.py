@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from gateway.engines.embedded.batching.sequence import SamplingParams, Token
 from gateway.engines.embedded.compute.selfcheck import check_invariance
 from gateway.engines.embedded.engine import Engine
-from gateway.engines.embedded.sequence import SamplingParams, Token
 from protos.errors import LaminarError
 from tests.support.tiny_model import Family, tiny_model
 from tests.unit.embedded.helpers import config, ids, prompts, request, run

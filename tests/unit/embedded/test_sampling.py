@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from gateway.engines.embedded.batching.sequence import SamplingParams
 from gateway.engines.embedded.compute.sampling import SamplingRow, sample, uniform
-from gateway.engines.embedded.sequence import SamplingParams
 
 
 def row(position: int = 0, forbidden: tuple[int, ...] = (), **params: Any) -> SamplingRow:

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from gateway.engines.embedded.blocks import BlockPool
+from gateway.engines.embedded.batching.blocks import BlockPool
+from gateway.engines.embedded.batching.scheduler import Load, Move, Save, Scheduler, Segment
+from gateway.engines.embedded.batching.sequence import GenerationRequest, SamplingParams, Sequence
 from gateway.engines.embedded.config import BLOCK_TOKENS
-from gateway.engines.embedded.scheduler import Load, Move, Save, Scheduler, Segment
-from gateway.engines.embedded.sequence import GenerationRequest, SamplingParams, Sequence
 
 
 class Driver:

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from gateway.core.types import Version
 from gateway.engines.base import EngineFailed
 from gateway.engines.embedded.answers import Answer
+from gateway.engines.embedded.batching.sequence import Delta
 from gateway.engines.embedded.engine import Engine
-from gateway.engines.embedded.sequence import Delta
 from gateway.engines.embedded.server import make_app
 from gateway.engines.embedded.service import EngineService
 from gateway.engines.embedded.text import Text

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 import torch
 
+from gateway.engines.embedded.batching.scheduler import Effect, Load, Move, Save
 from gateway.engines.embedded.config import BLOCK_TOKENS
-from gateway.engines.embedded.scheduler import Effect, Load, Move, Save
 
 TILE = 64
 """Positions in one workspace tile; no product's inner dimension over keys is longer."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gateway.engines.embedded.sequence import SamplingParams, Token
+from gateway.engines.embedded.batching.sequence import SamplingParams, Token
 
 _MASK = (1 << 64) - 1
 TOP_P_CANDIDATES = 1024

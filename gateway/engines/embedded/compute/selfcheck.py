@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from gateway.engines.embedded.batching.sequence import GenerationRequest, SamplingParams, Token
 from gateway.engines.embedded.engine import Engine
-from gateway.engines.embedded.sequence import GenerationRequest, SamplingParams, Token
 from protos.errors import LaminarError
 
 PROMPT_TOKENS = 70

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from gateway.engines.embedded.blocks import BlockPool, hash_block
+from gateway.engines.embedded.batching.blocks import BlockPool, hash_block
+from gateway.engines.embedded.batching.sequence import Sequence
 from gateway.engines.embedded.config import BLOCK_TOKENS
-from gateway.engines.embedded.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

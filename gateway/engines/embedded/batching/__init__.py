@@ -1,0 +1,1 @@
+"""Continuous batching: the tokens that each step computes, and the blocks of the KV pool that they need. Pure."""
