@@ -1,9 +1,11 @@
 """A master's standing duties: win elections, settle what an earlier master left, note what was lost, prune, resign.
 
+Beside them each relay records the versions that it brought along into a registry that it adopted.
+
 Invariants:
 - before it announces anything, a new master ends what an earlier one announced and never sealed;
 - what is known to have ended here ends in the registry, too, as soon as that can be reached;
-- every write holds only while this relay's election does;
+- every write holds only while this relay's election does, but for what it brings along into a registry that it adopted;
 - only the newest sealed version can be lost: older ones retire by design. It is not lost while a live relay may hold
   it, whatever the registry has heard: every member is asked before;
 - no model waits for another: each is presided over by a task of its own, one at a time, beside the elections.
@@ -16,14 +18,12 @@ import logging
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from paramserver.client.relay import RelayClient
 from paramserver.core import view as keys
 from paramserver.core.records import Ended, Epoch, Member
 from paramserver.master.drafts import Drafts
 from paramserver.master.sealer import end_version
-from paramserver.membership.registry import Absent, Delete, Put, Write, parts
+from paramserver.membership.registry import Delete, Put, Write, parts
 from paramserver.relay.member_lease import RETRY_S
 from paramserver.relay.relay import VERSIONS_KEPT, Relay
 from paramserver.troubles import Troubles
@@ -56,6 +56,7 @@ class MasterDuties:
         self._troubles = Troubles(log)
         self._presided: set[str] = set()  # models with a task of `preside` under way
         self._settled: dict[str, Epoch] = {}
+        self._brought: set[tuple[str, str, int]] = set()  # (store, model, version) shown and recorded here
         self._lost_since: dict[tuple[str, int], float] = {}
 
     async def preside(self) -> None:
@@ -63,6 +64,8 @@ class MasterDuties:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(RETRY_S / 2)
+                with self._troubles.contained("the registry does not know all that this relay brought along"):
+                    await self._bring_along()
                 won: list[str] = []
                 with self._troubles.contained("this relay stands in no election"):
                     won = await self._relay.seat.stand(self._newest_holders(), time.monotonic())
@@ -105,7 +108,6 @@ class MasterDuties:
                 await end_version(
                     self._relay.seat, model, version, epoch, Ended("aborted", "its master died before it was sealed")
                 )
-        await self._bring_along(model, epoch)
         self._settled[model] = epoch
 
     async def _record_ends(self, model: str) -> None:
@@ -216,19 +218,27 @@ class MasterDuties:
             del self._unused_since[model]
             await self.drop(model)
 
-    async def _bring_along(self, model: str, epoch: Epoch) -> None:
-        """Records what is held here and this registry does not know: it was replaced, and this relay adopted it."""
-        for record in self._relay.of(model).shown():
-            state = self._relay.of(model).get(record.version)
-            seal_key = keys.version_key(model, record.version, "sealed")
-            if state is None or state.announced is None or self._relay.view.knows(seal_key):
+    async def _bring_along(self) -> None:
+        """Records what is shown here and this registry never knew: it was replaced, and this relay adopted it.
+
+        Each relay does so, not the master alone: it may hold a version that the master does not. Once for each version:
+        what the master deletes later stays deleted.
+        """
+        relay, store_id = self._relay, self._relay.view.store_id
+        shown = {
+            (store_id, model, record.version): record
+            for model, versions in relay.models.items()
+            for record in versions.shown()
+        }
+        self._brought &= shown.keys()
+        for name in sorted(shown.keys() - self._brought):
+            _, model, version = name
+            state = relay.of(model).get(version)
+            if state is None or state.announced is None or state.announced.manifest.epoch.store_id == store_id:
                 continue
-            writes = [
-                Put(keys.version_key(model, record.version, "announced"), msgspec.json.encode(state.announced)),
-                Put(seal_key, msgspec.json.encode(record)),
-            ]
-            await self._relay.seat.as_master(epoch, model, [Absent(seal_key)], writes)
-            log.info("%s version %d is recorded in the new registry", model, record.version)
+            known = relay.view.knows(keys.version_key(model, version, "sealed"))
+            if not known and await relay.seat.bring_along(model, state.announced, shown[name]):
+                self._brought.add(name)
 
     def _newest_holders(self) -> dict[str, set[str]]:
         """Of each model that wants a master."""

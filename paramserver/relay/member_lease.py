@@ -23,7 +23,7 @@ import msgspec
 
 from paramserver.core import view as keys
 from paramserver.core.election import candidacy
-from paramserver.core.records import Epoch, Holding, Master, Member, RegisteredEngine
+from paramserver.core.records import Announced, Epoch, Holding, Master, Member, RegisteredEngine, Sealed
 from paramserver.core.view import Fact, View
 from paramserver.membership.registry import (
     Absent,
@@ -173,6 +173,19 @@ class MemberLease:
         """Records that the versions of those earlier stores go on in this one."""
         for part in parts([Put(keys.continues_key(store_id), b"") for store_id in sorted(earlier)]):
             await self._registry.transact([self._mark], part)
+
+    async def bring_along(self, model: str, announced: Announced, sealed: Sealed) -> bool:
+        """Records a version of an earlier store in this one. False: it is here already, or its model was dropped."""
+        wanted = self.view.created(keys.wanted_key(model))
+        if wanted is None:
+            return False
+        announced_key, sealed_key = (keys.version_key(model, sealed.version, what) for what in ("announced", "sealed"))
+        guards = (self._mark, Created(keys.wanted_key(model), wanted), Absent(announced_key), Absent(sealed_key))
+        writes = [Put(announced_key, msgspec.json.encode(announced)), Put(sealed_key, msgspec.json.encode(sealed))]
+        outcome = await self._registry.transact(guards, writes)
+        if outcome.succeeded:
+            log.info("%s version %d is recorded in the new registry", model, sealed.version)
+        return outcome.succeeded
 
     async def drain(self) -> None:
         """Tells everybody that this relay takes no more: no chain, no election, no new version.
