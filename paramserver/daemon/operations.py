@@ -106,7 +106,10 @@ class Operations:
             return await peer.drop(model)
 
     async def adopt(self) -> tuple[str, list[str]]:
-        """Joins the registry that is there now: its id, and the versions that come along."""
+        """Joins the registry that is there now: its id, and the versions that come along.
+
+        A call that failed half-way is made again, and does what is left.
+        """
         known = {model: versions.newest_known for model, versions in self._models.items()}
         store_id = await self._lease.adopt()
         for model, newest in known.items():  # before this relay can be elected there
@@ -121,6 +124,7 @@ class Operations:
             held += [f"{model} version {record.version}" for record in shown]
             if shown:
                 await self._elections.want(model)
+        self._lease.adopted()
         log.info("adopted the registry %s with %s", store_id, ", ".join(held) or "nothing")
         return store_id, held
 

@@ -1,9 +1,11 @@
 """A master's standing duties: win elections, settle what an earlier master left, record losses, prune, resign.
 
+Beside them each relay records the versions that it holds in a registry that it adopted.
+
 Invariants:
 - before it announces anything, a new master ends what an earlier one announced and never sealed;
 - what is known to have ended here ends in the registry, too, as soon as that can be reached;
-- every write holds only while this relay's election does;
+- every write holds only while this relay's election does, except records of versions for a registry it adopted;
 - only the newest sealed version can be lost: older ones retire by design. It is not lost while a live relay may hold
   it, whatever the registry has: every member is queried before;
 - no model waits for another: each has a task of its own, one at a time, beside the elections.
@@ -16,8 +18,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from paramserver.background import FailureLog
 from paramserver.client.relay import RelayClient
 from paramserver.core import view as keys
@@ -25,7 +25,7 @@ from paramserver.core.records import Ended, Epoch, Member, check_model_name
 from paramserver.master.claims import RunClaims
 from paramserver.master.drafts import Drafts
 from paramserver.master.sealer import end_version
-from paramserver.membership.registry import RETRY_S, Absent, Delete, Put, Write, parts
+from paramserver.membership.registry import RETRY_S, Delete, Put, Write, parts
 from paramserver.relay.elections import Elections
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import VERSIONS_KEPT, ModelTable
@@ -69,6 +69,7 @@ class MasterDuties:
         self._failures = FailureLog(log)
         self._attended: set[str] = set()  # models with a task of `_attend_to` under way
         self._settled: dict[str, Epoch] = {}
+        self._recorded_here: set[tuple[str, str, int]] = set()  # (store, model, version), as long as they are shown
         self._lost_since: dict[tuple[str, int], float] = {}
         self._unused_since: dict[str, float] = {}
 
@@ -77,6 +78,8 @@ class MasterDuties:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(RETRY_S / 2)
+                with self._failures.contained("the registry that was adopted lacks versions that are held here"):
+                    await self._adopt_versions()
                 won: list[str] = []
                 with self._failures.contained("this relay stands in no election"):
                     won = await self._elections.stand(self._newest_holders(), time.monotonic())
@@ -152,7 +155,6 @@ class MasterDuties:
                 await end_version(
                     self._elections, model, version, epoch, Ended("aborted", "its master died before it was sealed")
                 )
-        await self._adopt_versions(model, epoch)
         self._settled[model] = epoch
 
     async def _record_ends(self, model: str) -> None:
@@ -275,19 +277,27 @@ class MasterDuties:
             del self._unused_since[model]
             await self._drop(model)
 
-    async def _adopt_versions(self, model: str, epoch: Epoch) -> None:
-        """Records sealed versions that are held here and that this registry lacks: it replaced the one before."""
-        for record in self._models.of(model).shown():
-            state = self._models.of(model).get(record.version)
-            seal_key = keys.version_key(model, record.version, "sealed")
-            if state is None or state.announced is None or self._view.knows(seal_key):
+    async def _adopt_versions(self) -> None:
+        """Records sealed versions that are held here and that this registry lacks: it replaced the one before.
+
+        Each relay does so, not the master alone: it may hold a version that the master does not. Each version once:
+        what the master deletes later stays deleted.
+        """
+        store_id = self._view.store_id
+        shown = {
+            (store_id, model, record.version): record
+            for model, versions in self._models.items()
+            for record in versions.shown()
+        }
+        self._recorded_here &= shown.keys()
+        for name in sorted(shown.keys() - self._recorded_here):
+            _, model, version = name
+            state = self._models.of(model).get(version)
+            if state is None or state.announced is None or state.announced.manifest.epoch.store_id == store_id:
                 continue
-            writes = [
-                Put(keys.version_key(model, record.version, "announced"), msgspec.json.encode(state.announced)),
-                Put(seal_key, msgspec.json.encode(record)),
-            ]
-            await self._elections.as_master(epoch, model, [Absent(seal_key)], writes)
-            log.info("%s version %d is recorded in the new registry", model, record.version)
+            known = self._view.knows(keys.version_key(model, version, "sealed"))
+            if not known and await self._lease.record_version(model, state.announced, shown[name]):
+                self._recorded_here.add(name)
 
     def _newest_holders(self) -> dict[str, set[str]]:
         """The holders of the newest sealed version, of each model without a master."""

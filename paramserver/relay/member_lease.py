@@ -22,7 +22,7 @@ import msgspec
 
 from paramserver.background import FailureLog
 from paramserver.core import view as keys
-from paramserver.core.records import Member
+from paramserver.core.records import Announced, Member, Sealed
 from paramserver.core.view import Fact, View
 from paramserver.membership.registry import (
     RETRY_S,
@@ -65,7 +65,8 @@ class MemberLease:
         self._listed = self._seen = 0  # revision of the list in the view; the newest that came by list or by watch
         self._unreadable: set[str] = set()  # keys that were logged
         self._failures = FailureLog(log)
-        self._adopted = asyncio.Event()
+        self._another_store = asyncio.Event()
+        self._adopting: frozenset[str] = frozenset()  # the earlier stores of an adoption that is not complete yet
 
     @property
     def registry(self) -> Registry:
@@ -158,22 +159,40 @@ class MemberLease:
     async def adopt(self) -> str:
         """Joins the store that is there now, under the same name; returns its id. Conflict when it is the same one.
 
-        A call that failed half-way is made again: the lease, which is the last to be taken, shows that it was not done.
+        A call that failed half-way is made again, until `adopted` ends the adoption.
         """
-        before, earlier = self._store_id, self.view.continues | {self._store_id}
+        before, earlier = self._store_id, self._adopting | self.view.continues | {self._store_id}
         await self.check_store(adopting=True)
-        if self._store_id == before and await self._registry.keep_alive(self.lease_id):
+        if self._store_id == before and not self._adopting and await self._registry.keep_alive(self.lease_id):
             raise Conflict(f"etcd is the store that {self.member.name} belongs to ({before})", hint="nothing to adopt")
-        await self.continue_stores(earlier - {self._store_id})
-        self._adopted.set()
+        self._adopting = earlier - {self._store_id}
+        await self.continue_stores(self._adopting)
+        self._another_store.set()
         await self._take_name()
         self.reachable = True
         return self._store_id
+
+    def adopted(self) -> None:
+        """All that an adoption writes is written."""
+        self._adopting = frozenset()
 
     async def continue_stores(self, earlier: Collection[str]) -> None:
         """Records that the versions of those earlier stores go on in this one."""
         for part in parts([Put(keys.continues_key(store_id), b"") for store_id in sorted(earlier)]):
             await self._registry.transact([self.store_guard], part)
+
+    async def record_version(self, model: str, announced: Announced, sealed: Sealed) -> bool:
+        """Records a version of an earlier store in this one. False: it is here already, or its model was dropped."""
+        wanted = self.view.created(keys.wanted_key(model))
+        if wanted is None:
+            return False
+        announced_key, sealed_key = (keys.version_key(model, sealed.version, what) for what in ("announced", "sealed"))
+        guards = (self.store_guard, Created(keys.wanted_key(model), wanted), Absent(announced_key), Absent(sealed_key))
+        writes = [Put(announced_key, msgspec.json.encode(announced)), Put(sealed_key, msgspec.json.encode(sealed))]
+        outcome = await self._registry.transact(guards, writes)
+        if outcome.succeeded:
+            log.info("%s version %d is recorded in the new registry", model, sealed.version)
+        return outcome.succeeded
 
     async def drain(self) -> None:
         """Records that this relay takes no more: no chain, no election, no new version. Idempotent."""
@@ -227,7 +246,7 @@ class MemberLease:
     async def follow(self) -> AsyncIterator[list[Fact]]:
         """The registry's state and changes as facts, in order, for ever."""
         while True:
-            self._adopted.clear()
+            self._another_store.clear()
             events = self._registry.watch(keys.ROOT)
             with self._failures.contained("the watch on the registry ended and begins anew"):
                 while (event := await self._next(events)) is not None:
@@ -237,7 +256,7 @@ class MemberLease:
 
     async def _next(self, events: AsyncIterator[Event]) -> Event | None:
         """The next event; None when another store was adopted: the watch must begin anew there."""
-        event, adopted = asyncio.ensure_future(anext(events)), asyncio.ensure_future(self._adopted.wait())
+        event, adopted = asyncio.ensure_future(anext(events)), asyncio.ensure_future(self._another_store.wait())
         try:
             await asyncio.wait([event, adopted], return_when=asyncio.FIRST_COMPLETED)
             return await event if event.done() else None

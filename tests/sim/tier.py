@@ -66,6 +66,7 @@ class World:
         self.sealed: dict[tuple[str, int], Sealed] = {}
         self.epochs: dict[tuple[str, int], Epoch] = {}
         self.ended: dict[tuple[str, int], Ended] = {}
+        self._sealed_before: set[tuple[str, int]] = set()  # in a registry that was replaced, and not in the present one
         self._plans: dict[tuple[str, Epoch, int], tuple[str, ...]] = {}
         self._lost_tickets: list[Ticket] = []
         self._shown: dict[tuple[str, str], int] = {}
@@ -149,6 +150,7 @@ class World:
 
     def _saw_sealed(self, name: tuple[str, int], record: Sealed, by: str) -> None:
         known = self.sealed.get(name)
+        self._sealed_before.discard(name)
         if known is not None:  # brought along into another registry
             self.demand(known.root_digest == record.root_digest, f"{name} names two sealed versions")
             return
@@ -354,6 +356,7 @@ class World:
         if self.registry.mode == "up" and not self._absent and serving and not self._replacing:
             self._replacing, self._old_store = True, self.registry.store.keys[keys.STORE].value.decode()
             self.registry.replace()
+            self._sealed_before = set(self.sealed)
             self.clock.after(self.rng.uniform(0.5, 3.0), lambda: self.operator.create_task(self._adopt()))
 
     async def _adopt(self) -> None:
@@ -436,9 +439,12 @@ class World:
         for ticket in self._lost_tickets:
             name = ticket.model, ticket.version
             record = self.sealed.get(name)
-            alive = (
-                record is not None and (record.run, record.step) == (ticket.run, ticket.step) and name not in self.ended
+            same = record is not None and (record.run, record.step) == (ticket.run, ticket.step)
+            # A seal whose reply never came is gone with its registry, if no relay had seen it there.
+            gone = name in self._sealed_before and not any(
+                name[1] in self.shown_at(host, name[0]) for host in self.relays.values()
             )
+            alive = same and name not in self.ended and not gone
             self.demand(not alive, f"{ticket} was told that it is lost, and it is sealed")
 
     def close(self) -> None:

@@ -463,8 +463,33 @@ async def test_an_adoption_whose_registration_was_lost_is_done_by_the_next_try(w
     a._registry.grant = grant  # type: ignore[method-assign]
     assert await a.adopt() == "new"
     assert keys.member_key("a") in world.store.keys
+    a.adopted()
     with pytest.raises(Conflict, match="nothing to adopt"):
         await a.adopt()
+
+
+async def test_an_adoption_that_fails_after_it_knows_the_store_records_the_earlier_one_at_the_next_try(
+    world: World,
+) -> None:
+    a = await world.lease("a", ttl_s=5.0)
+    before = a.view.store_id
+    other = MemoryStore(world.clock)
+    await MemoryRegistry(other).transact([], [Put(keys.STORE, b"new")])
+    world.store.keys, world.store.leases = other.keys, {}
+    transact = a._registry.transact
+
+    async def fails(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        if any(write.key == keys.continues_key(before) for write in writes):
+            raise Unavailable("no answer")
+        return await transact(guards, writes)
+
+    a._registry.transact = fails  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await a.adopt()
+    a._registry.transact = transact  # type: ignore[method-assign]
+    await a._keep_once()  # registers there: only what the adoption writes is left
+    assert await a.adopt() == "new"
+    assert keys.continues_key(before) in world.store.keys
 
 
 async def test_a_watch_that_fails_in_a_way_nobody_foresaw_begins_anew(

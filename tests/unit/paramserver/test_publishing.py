@@ -176,6 +176,11 @@ class World:
         await host.start()
         return host
 
+    def replace(self) -> None:
+        """An empty registry stands in the old one's place; its revisions go on, so that none means two things."""
+        self.store.apply([Delete(key) for key in self.store.keys])
+        self.store.leases.clear()
+
     def recorded(self, version: int, what: str) -> bytes | None:
         found = self.store.keys.get(f"{keys.ROOT}models/{MODEL}/versions/{version:016d}/{what}")
         return found.value if found else None
@@ -748,6 +753,47 @@ async def test_a_master_that_was_replaced_seals_nothing(world: World, host: Host
 
     later = await (await until(master, "one of them is master again")).publish()
     assert later.manifest.version > 1
+
+
+async def test_a_relay_brings_its_versions_along_into_a_registry_where_another_is_master(
+    world: World, host: Host
+) -> None:
+    await host.publish()
+    record, announced = world.recorded(1, "sealed"), world.recorded(1, "announced")
+    world.replace()
+    other = await world.host("b")  # the first there, and holds nothing
+    await other.duties.locate(MODEL)
+    host.registry.about, host.registry.answers_lost = "/sealed", 1
+    await Operations(host.parts).adopt()
+
+    async def brought() -> bool:
+        return (world.recorded(1, "sealed"), world.recorded(1, "announced")) == (record, announced)
+
+    await until(brought, "it is recorded there as it was")
+
+    async def seen() -> bool:
+        state = other.models.of(MODEL).get(1)
+        return state is not None and state.holders == {"a"}
+
+    await until(seen, "the master knows of it, and who holds it")
+    assert other.elections.is_master(MODEL)
+    assert host.shown() == [1]
+
+
+async def test_what_a_master_deletes_after_it_was_brought_along_stays_deleted(world: World, host: Host) -> None:
+    await host.publish()
+    world.replace()
+    await Operations(host.parts).adopt()
+
+    async def brought() -> bytes | None:
+        return world.recorded(1, "sealed")
+
+    await until(brought, "it is recorded")
+    world.store.apply([Delete(keys.version_key(MODEL, 1, what)) for what in ("announced", "sealed")])
+    await host.relay.refresh()
+    for _ in range(3):
+        await host.duties._adopt_versions()
+    assert world.recorded(1, "sealed") is None
 
 
 async def test_a_lone_relay_that_lost_its_lease_blames_no_other(world: World, host: Host) -> None:
