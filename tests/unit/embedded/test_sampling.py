@@ -163,6 +163,17 @@ def test_raw_logprobs_are_those_before_bias_and_penalties() -> None:
     assert token.logprob == pytest.approx(float(torch.log_softmax(values[0], -1)[3]), abs=1e-5)
 
 
+def test_raw_logprobs_are_those_before_end_tokens_are_forbidden() -> None:
+    values = logits()
+    likeliest = int(values[0].argmax())
+    params = SamplingParams(temperature=0.0, logprobs=1, min_tokens=2)
+    [token] = sample(values.clone(), [SamplingRow(params, 0, (likeliest,))], processed_logprobs=False)
+    raw = torch.log_softmax(values[0], -1)
+    assert token.id == int(values[0].topk(2).indices[1])
+    assert token.logprob == pytest.approx(float(raw[token.id]), abs=1e-5)
+    assert token.top == ((likeliest, pytest.approx(float(raw[likeliest]), abs=1e-5)),)
+
+
 def test_min_p_leaves_out_what_is_less_likely_than_its_share_of_the_likeliest() -> None:
     values = logits()[0]
     probs = torch.softmax(values.double() / 0.8, -1)

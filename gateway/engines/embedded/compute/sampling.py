@@ -46,11 +46,13 @@ def _mix(z: int) -> int:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Seq[SamplingRow], *, processed_logprobs: bool = True) -> list[Token]:
-    """One token for each row of `logits` [R, vocab] (changed in place when a row forbids tokens)."""
+    """One token for each row of `logits` [R, vocab], which may be changed in place when a row forbids tokens."""
+    raw = logits
+    if not processed_logprobs and any(row.forbidden_ids for row in rows):
+        logits = logits.clone()
     for i, row in enumerate(rows):
         if row.forbidden_ids:
             logits[i, list(row.forbidden_ids)] = float("-inf")
-    raw = logits
     if any(row.params.penalised or row.params.logit_bias for row in rows):
         logits = logits.float().clone()
         for i, row in enumerate(rows):
