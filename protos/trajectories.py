@@ -16,7 +16,8 @@ class SampledWith(msgspec.Struct, frozen=True):
 
     `logprobs` is the distribution that the recorded logprobs belong to: "policy" (the one sampled from), "raw" (the
     model's, before temperature, truncation and penalties), "untruncated" (before `top_p`, `top_k` and `min_p`), or
-    "greedy" (the likeliest token was taken).
+    "greedy" (the likeliest token was taken). `min_tokens`: how many of the segment's first tokens could not be end
+    tokens; in a turn's later segments, what was left of the turn's own.
     """
 
     temperature: float
@@ -29,6 +30,7 @@ class SampledWith(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[str, float] = {}  # by token id
+    min_tokens: int = 0
 
 
 class VersionChange(msgspec.Struct, frozen=True):

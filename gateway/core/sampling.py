@@ -59,6 +59,7 @@ def tied_by(sampling: SamplingParams) -> str:
 
 
 def sampled_with(sampling: SamplingParams, kind: LogprobsKind, engine_kind: str = "vllm") -> SampledWith:
+    """What a segment's record has of its sampling, which is what `segment_sampling` returned for it."""
     raw = kind == "raw" and bool(distorted(sampling))
     untruncated = engine_kind not in TELL_TRUNCATED and bool(truncating(sampling))
     logprobs = "raw" if raw else "greedy" if sampling.temperature == 0.0 else "untruncated" if untruncated else "policy"
@@ -67,6 +68,7 @@ def sampled_with(sampling: SamplingParams, kind: LogprobsKind, engine_kind: str 
         constrained=sampling.constrained,
         logprobs=logprobs,
         logit_bias={str(token_id): bias for token_id, bias in sampling.logit_bias},
+        min_tokens=sampling.min_tokens,
     )
 
 

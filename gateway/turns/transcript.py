@@ -77,6 +77,7 @@ class Transcript:
 
     def open_segment(self, engine: EngineState, cause: SegmentCause) -> None:
         now, at = unix_s(), len(self.record.token_ids)
+        sampling = segment_sampling(self.request, at)
         segment = Segment(
             turn=self.request.turn_index,
             engine=engine.name,
@@ -87,8 +88,8 @@ class Transcript:
             cause=cause,
             started_unix_s=now,
             ended_unix_s=now,
-            seed=segment_sampling(self.request, at).seed,
-            sampled_with=sampled_with(self.request.sampling, self._logprobs_kind, engine.kind),
+            seed=sampling.seed,
+            sampled_with=sampled_with(sampling, self._logprobs_kind, engine.kind),
             dtype=engine.dtype,
         )
         self.record.segments.append(segment)

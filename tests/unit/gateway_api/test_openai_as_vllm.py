@@ -141,12 +141,12 @@ async def test_values_that_ask_for_nothing_are_taken(path: str, body: dict[str, 
 
 async def test_every_parameter_of_sampling_reaches_the_turn() -> None:
     turns = saying("yes")
-    asked = {"min_p": 0.05, "repetition_penalty": 1.1, "top_k": 7, "logit_bias": {"5": -1.5, "7": 0}}
+    asked = {"min_p": 0.05, "repetition_penalty": 1.1, "top_k": 7, "logit_bias": {"5": -1.5, "7": 0}, "min_tokens": 3}
     async with serving(turns, codecs.tiny()) as url:
         await ask(url, "/v1/completions", {**TEXT, **asked, "stream_interval": 8})
     found = turns.requests[0].sampling
     assert (found.min_p, found.repetition_penalty, found.top_k, found.logit_bias) == (0.05, 1.1, 7, ((5, -1.5),))
-    assert found.tokens_per_event == 8
+    assert (found.min_tokens, found.tokens_per_event) == (3, 8)
 
 
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])

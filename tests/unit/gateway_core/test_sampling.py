@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from gateway.core.sampling import kinds_for, sampled_with, segment_sampling, segment_seed
 from gateway.core.types import LogprobsKind, SamplingParams, SessionId, TurnId, TurnRequest
 from protos.engines import ENGINE_KINDS
+from protos.trajectories import SampledWith
 
 
 def request(choice: int = 0, turn: int = 0, **sampling: int) -> TurnRequest:
@@ -46,6 +48,7 @@ def test_the_same_place_draws_the_same_seed(seed: int, choice: int, turn: int, g
         ({"json_schema": "{}"}, "raw", "raw"),
         ({"frequency_penalty": 0.1}, "processed", "policy"),
         ({"min_p": 0.1}, "raw", "raw"),
+        ({"min_tokens": 2}, "raw", "raw"),
         ({"repetition_penalty": 1.1}, "raw", "raw"),
         ({"logit_bias": ((5, 1.0),)}, "raw", "raw"),
     ],
@@ -62,6 +65,11 @@ def test_a_segment_has_what_is_left_of_its_turn() -> None:
     assert segment_sampling(request(), 0).seed is None
 
 
+def test_a_segment_after_min_tokens_is_sampled_from_the_policy() -> None:
+    found = [sampled_with(segment_sampling(request(min_tokens=4), at), "raw") for at in (0, 3, 4)]
+    assert [(told.min_tokens, told.logprobs) for told in found] == [(4, "raw"), (1, "raw"), (0, "policy")]
+
+
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_sglangs_logprobs_of_a_truncated_policy_are_told_as_what_they_are(sampling: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=1, **sampling)
@@ -72,9 +80,16 @@ def test_sglangs_logprobs_of_a_truncated_policy_are_told_as_what_they_are(sampli
 
 
 def test_every_parameter_of_sampling_is_recorded() -> None:
-    params = SamplingParams(max_tokens=1, min_p=0.1, repetition_penalty=1.2, logit_bias=((5, -1.0),))
+    params = SamplingParams(max_tokens=3, min_tokens=2, min_p=0.1, repetition_penalty=1.2, logit_bias=((5, -1.0),))
     found = sampled_with(params, "processed")
     assert (found.min_p, found.repetition_penalty, found.logit_bias) == (0.1, 1.2, {"5": -1.0})
+    assert found.min_tokens == 2
+
+
+def test_a_segment_recorded_before_min_tokens_was_is_still_read() -> None:
+    told = msgspec.to_builtins(sampled_with(SamplingParams(max_tokens=1), "processed"))
+    del told["min_tokens"]
+    assert msgspec.convert(told, SampledWith).min_tokens == 0
 
 
 def test_what_is_truncated_and_trained_on_goes_where_its_logprobs_are_told() -> None:

@@ -111,6 +111,7 @@ async def test_a_cut_turn_goes_on_elsewhere_as_if_uncut(tmp_path: Path, kind: Cu
         assert asks(e1) == [(after, BUDGET - after)]
         assert e1.requests[0].prompt == [*PROMPT, *scripted(PROMPT, after)[0]]
         assert e1.requests[0].body["min_tokens"] == 8 - after
+        assert [s.sampled_with.min_tokens for s in run.segments if s.sampled_with] == [8, 8 - after]
         # A seed of the segment's own, or the rest would repeat the beginning's random stream; told as it was used.
         seeds = [segment_seed(7, 0, 0, 0), segment_seed(7, 0, 0, after)]
         assert [e.requests[0].body["seed"] for e in (e0, e1)] == [s.seed for s in run.segments] == seeds
