@@ -216,7 +216,7 @@ class Connection(asyncio.Protocol):
         self._leave_batches()
         if self._ended is not None:
             self._ended()
-        if self._done:
+        if self._done or self._cut is not None:  # the reason of a cut from this side stays
             return
         if self.status and (self.status != 200 or (self._left is None and exc is None)):
             self._finish()  # an error's body that broke off is still an error

@@ -195,6 +195,18 @@ async def test_silence_is_a_cut_after_the_events_before_it() -> None:
     assert found.value.reason == "stalled"
 
 
+async def test_a_stream_that_was_cut_from_this_side_is_not_whole_although_its_connection_closed() -> None:
+    """The end of this stream is that of its connection."""
+    async with wire(Server([HEAD + b"\r\ndata: 1\n\n"])) as made, made.post("/", b"{}") as events:
+        reading = aiter(events)
+        assert await anext(reading) == b"1"
+        [connection] = made._busy
+        await made.close()
+        await until(lambda: connection._lost, "its end")
+        with pytest.raises(StreamCut, match="the engine was taken out"):
+            await anext(reading)
+
+
 async def test_a_refusal_tells_what_the_server_said() -> None:
     async with wire(Server([b"HTTP/1.1 400 Bad Request\r\nContent-Length: 9\r\n\r\nno, thanks"[:-1]])) as made:
         with pytest.raises(Refused) as found:
