@@ -15,7 +15,7 @@ from paramserver.background import BackgroundTasks
 from paramserver.client.relay import RelayClient
 from paramserver.config import RelayConfig
 from paramserver.core.refused_loads import RefusedLoads
-from paramserver.data.nixl_processes import NixlProcesses
+from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.spill import Spill
 from paramserver.master.claims import RunClaims
 from paramserver.master.comparison import Comparison

@@ -25,7 +25,7 @@ from paramserver.daemon.metrics import serve_metrics
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.provider import SnapshotProvider
 from paramserver.daemon.service import RelayService
-from paramserver.data.nixl_processes import NixlProcesses
+from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.server import DataServer, listen_tcp
 from paramserver.data.spill import Spill
 from paramserver.host import address_of

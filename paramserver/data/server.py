@@ -21,8 +21,8 @@ from paramserver.background import FailureLog
 from paramserver.core.records import Epoch, digest
 from paramserver.data import frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TransportFailed
-from paramserver.data.nixl_lender import NixlLender
-from paramserver.data.nixl_processes import NixlProcesses
+from paramserver.data.nixl.lender import NixlLender
+from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.memory.store import Snapshot
 from protos.errors import Conflict, Corrupt, LaminarError, NotFound, OutOfCapacity, StaleEpoch
 

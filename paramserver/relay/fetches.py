@@ -21,8 +21,8 @@ from paramserver.core.records import Announced, Holding
 from paramserver.data import fetch as data_fetch
 from paramserver.data import tcp
 from paramserver.data.frames import Greeting
-from paramserver.data.nixl import NixlDialer
-from paramserver.data.nixl_processes import NixlProcesses
+from paramserver.data.nixl.dialer import NixlDialer
+from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.spill import SCHEME, Spill
 from paramserver.data.transport import Link, Source
 from paramserver.memory.store import Snapshot

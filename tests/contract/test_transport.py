@@ -26,12 +26,12 @@ import pytest
 from paramserver.core.records import Epoch, digest
 from paramserver.core.transfer import Want
 from paramserver.data import frames
-from paramserver.data import nixl as nixl_module
-from paramserver.data import nixl_processes as processes_module
 from paramserver.data.fetch import Fetch, Tiers
 from paramserver.data.frames import Greeting, LinkBroken
-from paramserver.data.nixl import NixlDialer
-from paramserver.data.nixl_processes import NixlProcesses
+from paramserver.data.nixl import dialer as nixl_module
+from paramserver.data.nixl import processes as processes_module
+from paramserver.data.nixl.dialer import NixlDialer
+from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.spill import Spill
 from paramserver.data.tcp import TcpLink
 from paramserver.data.transport import Link, Source
@@ -367,7 +367,7 @@ def children() -> set[int]:
     found = set()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie counts as gone, too
-            found |= {child.pid} if "paramserver.data.nixl_process" in child.cmdline() else set()
+            found |= {child.pid} if "paramserver.data.nixl.process" in child.cmdline() else set()
     return found
 
 

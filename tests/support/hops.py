@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
 from paramserver.data.frames import Greeting
-from paramserver.data.nixl_processes import NixlProcesses
+from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.server import DataServer, listen_tcp
 from paramserver.data.transport import Source
 from paramserver.memory.pool import Pool

@@ -18,8 +18,8 @@ from paramserver.core.records import Epoch, FileSpec, Manifest, digest
 from paramserver.data import tcp
 from paramserver.data.fetch import Fetch
 from paramserver.data.frames import Greeting
-from paramserver.data.nixl import NixlDialer
-from paramserver.data.nixl_processes import NixlProcesses
+from paramserver.data.nixl.dialer import NixlDialer
+from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.server import DataServer, listen_tcp
 from paramserver.data.transport import Source
 from paramserver.memory.pool import Pool

@@ -1,4 +1,4 @@
-"""`python -m paramserver.data.nixl_process FD`: a process of its own in which the NIXL library moves chunks.
+"""`python -m paramserver.data.nixl.process FD`: a process of its own in which the NIXL library moves chunks.
 
 Invariants:
 - it maps only the files it was given, so a peer that requests a wrong address reaches nothing else, and a library that

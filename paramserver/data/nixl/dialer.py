@@ -25,8 +25,8 @@ from paramserver.core.records import ChunkMap
 from paramserver.core.transfer import Want
 from paramserver.data import frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TransportFailed
-from paramserver.data.nixl_process import Done, Read
-from paramserver.data.nixl_processes import Files, NixlProcess, NixlProcesses
+from paramserver.data.nixl.process import Done, Read
+from paramserver.data.nixl.processes import Files, NixlProcess, NixlProcesses
 from paramserver.data.tcp import TcpLink
 from paramserver.data.transport import Arrived, Link, Source
 from protos.errors import OutOfCapacity

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 
 from paramserver.data import frames
 from paramserver.data.frames import Header, Kind, LinkBroken
-from paramserver.data.nixl_processes import NixlProcess, NixlProcesses
+from paramserver.data.nixl.processes import NixlProcess, NixlProcesses
 from paramserver.memory.store import Snapshot
 
 STALL_S = 10.0

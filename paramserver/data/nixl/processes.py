@@ -24,7 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from paramserver.data.frames import HEARTBEAT_S, TransportFailed
-from paramserver.data.nixl_process import (
+from paramserver.data.nixl.process import (
     FDS_PER_MESSAGE,
     MESSAGE_BYTES_MAX,
     VARIANTS,
@@ -72,7 +72,7 @@ class NixlProcess:
             if interface is not None:
                 env.setdefault("UCX_NET_DEVICES", interface)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "paramserver.data.nixl_process", str(theirs.fileno())],
+                [sys.executable, "-m", "paramserver.data.nixl.process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
