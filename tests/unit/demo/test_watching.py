@@ -18,7 +18,7 @@ from deploy.demo.recording import EngineChange, GatewayStatus, Note, Recording, 
 from deploy.demo.watchers import TIMELINE_PAGE, GatewayWatcher, TrainerEvents, Watchers
 from gateway.core.types import EngineName
 from tests.support.scripted_engine import ScriptedEngine
-from tests.unit.gateway_shell.test_status import gateway as real_gateway
+from tests.unit.gateway_api.test_status import gateway as real_gateway
 
 
 class FakeGateway:

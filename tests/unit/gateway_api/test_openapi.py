@@ -1,0 +1,179 @@
+"""The schema the gateway serves: all of its routes, none besides; and what is asked by it never meets a 5xx."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.api.openapi import ROUTES, schema
+from gateway.app import start
+from tests.support.scripted_engine import ScriptedEngine, until
+from tests.unit.gateway_api.test_status import config
+
+EXAMPLES = 150
+PLAIN: Any = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=5)
+)
+ANYTHING: Any = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)
+)
+
+
+async def test_every_route_is_in_the_schema_and_none_besides(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0:
+        found = await start(config(tmp_path, e0))
+        async with aiohttp.ClientSession(found.url) as http, http.get("/openapi.json") as answer:
+            served = await answer.json()
+        routes = {
+            (route.method.lower(), route.resource.canonical)
+            for route in found._runner.app.router.routes()
+            if route.resource is not None and route.method != "HEAD"
+        }
+        await found.close()
+    assert served == json.loads(json.dumps(schema()))
+    assert {(method, path) for path, methods in served["paths"].items() for method in methods} == routes
+
+
+def test_bodies_are_the_structs_that_decode_them() -> None:
+    schemas = schema()["components"]["schemas"]
+    assert schemas["ChatRequest"]["required"] == ["model", "messages"]
+    assert not schemas["ChatRequest"]["additionalProperties"]
+    assert set(schemas["Finish"]["properties"]) >= {"reward", "status", "metrics"}
+
+
+def test_every_route_says_what_it_answers() -> None:
+    document = schema()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            [*told, default] = operation["responses"].values()
+            assert told, f"{method} {path}"
+            assert default["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
+            for one in told:
+                typed = one["content"].get("application/json", {}).get("schema")
+                assert typed or path in ("/metrics", "/openapi.json"), f"{method} {path}"
+    events = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert list(events) == ["application/json", "text/event-stream"]
+    ended = document["paths"]["/sessions/{sid}/finish"]["post"]["responses"]["200"]["content"]
+    refs = [{"$ref": f"#/components/schemas/{name}"} for name in ("Finished", "SessionAnswer")]
+    assert ended["application/json"]["schema"] == {"anyOf": refs}
+    for path in ("/v1/chat/completions", "/s/{sid}/v1/completions"):
+        operation = document["paths"][path]["post"]
+        assert {"X-Session-ID", "X-Laminar-History", "X-Request-Id"} <= set(operation["responses"]["200"]["headers"])
+        assert {"Idempotency-Key", "X-Session-ID"} <= {p["name"] for p in operation["parameters"]}
+    assert list(document["paths"]["/healthz"]["get"]["responses"]) == ["200", "503", "default"]
+
+
+async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
+    """As JSON to the struct and back: nothing is lost, and nothing is missing."""
+    async with ScriptedEngine("e0") as e0, contextlib.AsyncExitStack() as stack:
+        found = await start(config(tmp_path, e0))
+        stack.push_async_callback(found.close, drain_timeout_s=0.1)
+        http = await stack.enter_async_context(aiohttp.ClientSession(found.url))
+        await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
+        reader = {"reader": "r", "trainer_version": 0}
+        turn = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 3, "return_weight_versions": True}
+        asked: list[tuple[str, str, str, Any]] = [
+            ("post", "/sessions", "/sessions", {"session_id": "s1"}),
+            ("post", "/groups", "/groups", {"group_id": "g1", "size": 2, "resample_max": 1}),
+            ("post", "/sessions/{sid}/v1/completions", "/sessions/s1/v1/completions", turn),
+            ("get", "/sessions/{sid}", "/sessions/s1", None),
+            ("post", "/sessions/{sid}/finish", "/sessions/s1/finish", {}),
+            ("post", "/sessions/{sid}/finish", "/sessions/s1/finish", {"reward": 1.0}),
+            ("get", "/groups/{gid}", "/groups/g1", None),
+            ("post", "/groups/{gid}/abandon", "/groups/g1/abandon", {}),
+            ("post", "/experience/sample", "/experience/sample", {**reader, "trajectories": 1}),
+            ("post", "/experience/release", "/experience/release", ["lease_id"]),  # of the answer before it
+            ("post", "/experience/sample", "/experience/sample", {**reader, "trajectories": 1}),
+            ("post", "/experience/ack", "/experience/ack", ["lease_id"]),
+            ("get", "/status", "/status", None),
+            ("get", "/healthz", "/healthz", None),
+            ("get", "/health", "/health", None),
+            ("get", "/sessions/{sid}", "/sessions/s1", None),
+            ("get", "/admin/timeline", "/admin/timeline", None),
+            ("get", "/admin/repack", "/admin/repack", None),
+            ("post", "/admin/repack", "/admin/repack", None),
+            ("get", "/admin/receipts", "/admin/receipts", None),
+            ("get", "/v1/models", "/v1/models", None),
+            ("get", "/v1/models/{model}", "/v1/models/policy", None),
+            ("delete", "/admin/engines/{name}", "/admin/engines/e0", None),
+        ]
+        raw = b""
+        for method, path, url, body in asked:
+            [route] = [r for r in ROUTES if (r.method, r.path) == (method, path)]
+            if isinstance(body, list):
+                body = {name: json.loads(raw)[name] for name in body}
+            async with http.request(method, url, json=body) as answer:
+                raw = await answer.read()
+                assert answer.status in (route.status, route.also_status), f"{method} {url}: {answer.status} {raw!r}"
+            fitting = [kind for kind in route.answers if fits(kind, raw)]
+            assert fitting, f"{method} {url}: {raw!r}"
+
+
+def fits(kind: type[msgspec.Struct], raw: bytes) -> bool:
+    with contextlib.suppress(msgspec.ValidationError):
+        return bool(json.loads(msgspec.json.encode(msgspec.json.decode(raw, type=kind))) == json.loads(raw))
+    return False
+
+
+@st.composite
+def requests(draw: Any) -> tuple[str, str, bytes | None]:
+    """A request of the schema, nearly: fields that are known, values of their type or of any."""
+    route = draw(st.sampled_from([r for r in ROUTES if "/s/" not in r.path]))
+    path = route.path
+    for name in ("sid", "gid", "name", "model"):
+        path = path.replace("{" + name + "}", draw(st.sampled_from(["s1", "policy", "é", "a%20b", "..", "x" * 300])))
+    if route.query:
+        values = st.sampled_from(["", "1", "-1", "é", "²", "9" * 30])
+        path += "?" + "&".join(f"{name}={draw(values)}" for name in route.query)
+    if route.body is None:
+        return route.method, path, None
+    fields = schema()["components"]["schemas"][route.body.__name__]["properties"]
+    body = draw(st.dictionaries(st.sampled_from(sorted(fields)), ANYTHING, max_size=3))
+    usual = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "hello"}],
+        "prompt": draw(st.sampled_from(["hello", [5, 6], [], [[5]], [-1]])),
+        "max_tokens": 3,
+        "reward": 1.0,
+        "reader": "r",
+        "trainer_version": draw(st.sampled_from([0, 2**40, 2**70])),
+        "trajectories": 1,
+        "wait_s": 0.0,
+        "name": "e0",
+        "url": "http://127.0.0.1:1",
+        "lease_id": "l",
+    }
+    body = {name: value for name, value in usual.items() if name in fields and draw(st.integers(0, 9))} | body
+    body.pop("wait_s", None)
+    return route.method, path, json.dumps(body).encode()
+
+
+@pytest.mark.slow
+async def test_nothing_asked_by_the_schema_meets_a_5xx(tmp_path: Path) -> None:
+    drawn: list[tuple[str, str, bytes | None]] = []
+
+    @settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
+    @given(requests())
+    def draw(request: tuple[str, str, bytes | None]) -> None:
+        drawn.append(request)
+
+    draw()
+    async with ScriptedEngine("e0") as e0:
+        found = await start(config(tmp_path, e0))
+        await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
+        async with aiohttp.ClientSession(found.url, timeout=aiohttp.ClientTimeout(total=20)) as http:
+            for method, path, body in drawn:
+                if (method, path) == ("delete", "/admin/engines/e0"):
+                    continue
+                async with http.request(method, path, data=body) as answer:
+                    told = f"{method} {path} {body!r}: {answer.status} {(await answer.text())[:300]}"
+                    assert answer.status < 500, told
+        await found.close(drain_timeout_s=0.1)

@@ -1,0 +1,105 @@
+"""Engines of both kinds behind one door: the same fields for a client, and turns that go from one kind to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer
+
+from gateway.app import start
+from gateway.config import EngineSpec
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
+from tests.support.sglang.engine import Engine
+from tests.support.sglang.server import Server
+from tests.support.sglang.weights import said
+from tests.support.tiny_model import EOS_ID, tiny_model
+from tests.support.turns import serving_app
+from tests.unit.gateway_api.test_status import config
+
+TURNS, BUDGET, WEIGHTS = 16, 60, "w0"
+
+
+def says(ids: Sequence[int]) -> list[int]:
+    """What the stand-in for SGLang says, too; more than is asked for."""
+    return said(WEIGHTS, tuple(ids), BUDGET + 1)[0]
+
+
+@pytest.mark.parametrize("incremental", [False, True], ids=["cumulative", "incremental"])
+async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field(
+    tmp_path: Path, incremental: bool
+) -> None:
+    sglang = Engine(WEIGHTS, "0", MODEL, step_s=0.005)
+    async with (
+        serving_app(Server(sglang, incremental=incremental, disconnect_s=0.5).app()) as url,
+        ScriptedEngine("vllm", generate=says, chunk=1, pause_s=0.005, dtype="bfloat16") as vllm,
+    ):
+        engines = (EngineSpec("vllm", "vllm", vllm.url, None), EngineSpec("sglang", "sglang", url, None))
+        found = await start(dataclasses.replace(config(tmp_path), engines=engines, tokens_per_event=1))
+        states = found.fleet.state.engines
+        await until(lambda: {e.status for e in states.values()} == {"serving"}, "both kinds")
+        async with aiohttp.ClientSession(found.url) as http:
+            asked = [asyncio.create_task(ask(http, number)) for number in range(TURNS)]
+            running = found.sessions.running
+            await until(
+                lambda: [len(r.record.token_ids) > 5 for r in running.values()] == [True] * TURNS, "their tokens"
+            )
+            runs = list(running.values())
+            for run in runs:
+                assert run.move(next(name for name in states if name != run.engine)) is not None
+            for number, choice in enumerate(await asyncio.wait_for(asyncio.gather(*asked), 60)):
+                assert choice["token_ids"] == said(WEIGHTS, prompt_of(number), BUDGET)[0]
+                assert len(choice["logprobs"]["token_logprobs"]) == BUDGET
+                assert choice["finish_reason"] == "length"
+                assert [(span["version"], span["end"]) for span in choice["weight_versions"]][-1] == ("0", BUDGET)
+        assert {tuple(s.engine for s in run.segments) for run in runs} == {("vllm", "sglang"), ("sglang", "vllm")}
+        counters = found.sessions.counters
+        assert (counters.turns_cut, counters.turns_lost, counters.turns_completed) == (0, 0, TURNS)
+        for run in runs:
+            dtypes = {"vllm": "bfloat16", "sglang": "float32"}
+            assert [segment.dtype for segment in run.segments] == [dtypes[segment.engine] for segment in run.segments]
+        assert counters.turns_mixed_dtype == TURNS, "not greedy-equal, and the record says so"
+        assert {engine.name: engine.dtype for engine in found.status.report().engines} == dtypes
+        await found.close(1.0)
+
+
+async def test_a_call_that_was_asked_for_is_held_to_by_sglang_and_never_sent_to_who_cannot(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
+    sglang = Engine(WEIGHTS, "0", MODEL, encode=lambda text: [*tokenizer.encode(text).ids, EOS_ID] if text else [])
+    async with (
+        serving_app(Server(sglang, incremental=True, disconnect_s=0.5).app()) as url,
+        ScriptedEngine("embedded") as other,
+    ):
+        engines = (EngineSpec("embedded", "embedded", other.url, None), EngineSpec("sglang", "sglang", url, None))
+        found = await start(dataclasses.replace(config(tmp_path), tokenizer=tiny_model(), engines=engines, probe=False))
+        await until(lambda: {e.status for e in found.fleet.state.engines.values()} == {"serving"}, "both kinds")
+        tools = [{"type": "function", "function": {"name": name}} for name in ("add", "look_up")]
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"model": MODEL, "messages": messages, "tools": tools, "max_tokens": 200}
+        named = {"type": "function", "function": {"name": "add"}}
+        async with aiohttp.ClientSession(found.url) as http:
+            for choice, name in (("required", "look_up"), (named, "add")):
+                async with http.post("/v1/chat/completions", json={**body, "tool_choice": choice}) as answer:
+                    assert answer.status == 200, await answer.text()
+                    [told] = (await answer.json())["choices"]
+                [call] = told["message"]["tool_calls"]
+                assert (told["finish_reason"], call["function"]) == ("tool_calls", {"name": name, "arguments": "{}"})
+        assert other.requests == []
+        await found.close(1.0)
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    return (5, 6, 7 + number)
+
+
+async def ask(http: aiohttp.ClientSession, number: int) -> Any:
+    body = {"model": MODEL, "prompt": prompt_of(number), "max_tokens": BUDGET, "logprobs": 0, "ignore_eos": True}
+    body |= {"session_id": f"s{number}", "return_token_ids": True, "return_weight_versions": True}
+    async with http.post("/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return (await answer.json())["choices"][0]

@@ -1,0 +1,79 @@
+"""`gateway status`: what people read of a running gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from gateway.cli import cli
+from gateway.core.types import EngineName
+from tests.support.scripted_engine import ScriptedEngine, until
+from tests.unit.gateway_api.test_status import complete, gateway
+
+
+async def status(url: str, *flags: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, cli, ["status", "--url", url, *flags])
+
+
+async def test_engines_turns_and_what_is_wrong(tmp_path: Path) -> None:
+    gone = ScriptedEngine("gone", url="http://127.0.0.1:9")
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, gone) as (found, http):
+        await complete(http)
+        told = await status(found.url)
+        assert told.exit_code == 0, told.output
+        lines = told.output.splitlines()
+        assert lines[0] == "model policy, mode repack: newest version 0, the trainer's 0"
+        assert "turns ended 1, cut 0, resumed 0, lost 0" in told.output
+        assert next(line for line in lines if line.startswith("e0")).split()[:5] == [
+            "e0",
+            "vllm",
+            "serving",
+            "0",
+            "open",
+        ]
+        assert any(line.startswith("gone, last error: ") and "127.0.0.1:9" in line for line in lines), "its last error"
+        assert "no engine serves" not in told.output
+        assert json.loads((await status(found.url, "--json")).output)["model"] == "policy"
+        await e0.die()
+        await until(lambda: found.fleet.state.engines[EngineName("e0")].status == "dead", "notice of the death", 60)
+        assert "no engine serves: new turns wait, then get 429" in (await status(found.url)).output
+
+
+async def test_engines_that_compute_in_different_dtypes_are_named(tmp_path: Path) -> None:
+    e0, e1 = ScriptedEngine("e0", dtype="bfloat16"), ScriptedEngine("e1", dtype="float32")
+    async with e0, e1, gateway(tmp_path, e0, e1) as (found, _):
+        await until(lambda: all(e.dtype for e in found.fleet.state.sorted_engines()), "what they compute in")
+        told = (await status(found.url)).output
+    assert [line.split()[-1] for line in told.splitlines() if line.startswith(("e0 ", "e1 "))] == [
+        "bfloat16",
+        "float32",
+    ]
+    assert "engines compute in bfloat16 and float32 (e0 in bfloat16, e1 in float32): greedy turns" in told
+
+
+async def test_one_dtype_is_no_warning_and_an_untold_one_a_question_mark(tmp_path: Path) -> None:
+    e0, e1 = ScriptedEngine("e0", dtype="float32"), ScriptedEngine("e1")
+    async with e0, e1, gateway(tmp_path, e0, e1) as (found, _):
+        await until(lambda: found.fleet.state.engines[EngineName("e0")].dtype, "what it computes in")
+        told = (await status(found.url)).output
+    assert [line.split()[-1] for line in told.splitlines() if line.startswith(("e0 ", "e1 "))] == ["float32", "?"]
+    assert "engines compute in" not in told
+
+
+def test_who_does_not_answer_is_named() -> None:
+    result = CliRunner().invoke(cli, ["status", "--url", "http://127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "no gateway answers at http://127.0.0.1:1" in result.output
+
+
+async def test_it_waits_for_an_engine_that_serves(tmp_path: Path) -> None:
+    gone = ScriptedEngine("gone", url="http://127.0.0.1:9")
+    async with gateway(tmp_path, gone) as (found, _):
+        result = await status(found.url, "--wait-s", "0.1")
+        assert result.exit_code == 1
+        assert f"no engine of {found.url} serves after 0.1 s: gone is " in result.output
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, _):
+        assert (await status(found.url, "--wait-s", "60")).exit_code == 0

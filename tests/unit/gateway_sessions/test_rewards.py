@@ -1,0 +1,98 @@
+"""Rewards over HTTP: with the finish, for turns and leaves, and after it while nobody has used the trajectory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
+from tests.unit.gateway_api.test_status import gateway
+
+SAMPLE = {"reader": "t", "trainer_version": 0, "trajectories": 8}
+
+
+async def post(http: aiohttp.ClientSession, path: str, body: Any = None, status: int = 200) -> Any:
+    async with http.post(path, json=body) as answer:
+        told = await answer.json()
+        assert answer.status == status, told
+        return told
+
+
+async def turn(http: aiohttp.ClientSession, session: str, prompt: list[int]) -> Any:
+    extra = {"return_token_ids": True}
+    return await post(
+        http, f"/s/{session}/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 2, **extra}
+    )
+
+
+async def branches(http: aiohttp.ClientSession, session: str) -> tuple[str, str, str]:
+    """The ids of a session's answers: the first turn's, and those of two that go on from it."""
+    first = await turn(http, session, [5])
+    before = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    return first["id"], *[(await turn(http, session, [*before, extra]))["id"] for extra in (7, 8)]
+
+
+async def rewards(http: aiohttp.ClientSession) -> list[tuple[float, list[float | None]]]:
+    told = await post(http, "/experience/sample", SAMPLE)
+    return [(t["reward"], t["turn_rewards"]) for t in told["trajectories"]]
+
+
+async def test_rewards_of_session_turn_and_leaf(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        first, left, _ = await branches(http, "s")
+        await post(http, "/sessions/s/reward", {"turns": {first: 0.25}})
+        told = await post(http, "/sessions/s/finish", {"reward": 1.0, "leaves": {left: -1.0}})
+        assert (told["leaves"], told["turns"]) == (2, 3)
+        assert await rewards(http) == [(-1.0, [0.25, None]), (1.0, [0.25, None])]
+
+
+async def test_rewards_change_after_the_finish_until_a_trainer_has_it(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        first, left, right = await branches(http, "s")
+        await post(http, "/sessions/s/finish", {"reward": 1.0, "leaves": {left: -1.0}})
+        assert (await post(http, "/sessions/s/reward", {"reward": 2.0, "turns": {right: 0.5}}))["state"] == "finished"
+        refused = await post(http, "/sessions/s/reward", {"turns": {"chatcmpl-nobody": 1.0}}, 400)
+        assert "no turn 'chatcmpl-nobody'" in refused["error"]["message"]
+        await post(http, "/sessions/s/reward", {"leaves": {first: 1.0}}, 400)
+        assert await rewards(http) == [(-1.0, []), (2.0, [None, 0.5])]
+        refused = await post(http, "/sessions/s/reward", {"reward": 3.0}, 409)
+        assert "a reader has session s" in refused["error"]["message"]
+
+
+async def test_a_finish_without_reward_waits_for_it(tmp_path: Path) -> None:
+    """As routers' clients finish: they know nothing of rewards."""
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        await turn(http, "s", [5])
+        assert (await post(http, "/finish_session?session_id=s"))["state"] == "unrewarded"
+        await post(http, "/s/s/v1/completions", {"model": MODEL, "prompt": [5]}, 409)
+        assert (await post(http, "/finish_session?session_id=s"))["state"] == "unrewarded", "asked the same again"
+        told = await post(http, "/finish_session?session_id=s", {"status": "truncated"}, 409)
+        assert "finished with reward none, completed and waits for its reward" in told["error"]["message"]
+        assert await rewards(http) == []
+        assert (await post(http, "/sessions/s/reward", {"reward": 0.5}))["state"] == "finished"
+        assert await rewards(http) == [(0.5, [])]
+        await post(http, "/sessions/s/finish", {"reward": 1.0}, 409)
+
+
+async def test_a_window_that_ended_takes_no_reward_and_who_waited_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.sessions.endings.EXPIRY_INTERVAL_S", 0.02)
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        for session in ("early", "never", "idle"):
+            await turn(http, session, [5])
+        await post(http, "/sessions/early/finish", {"reward": 1.0})
+        object.__setattr__(found.sessions.config, "reward_window_s", -1.0)
+        await post(http, "/finish_session?session_id=never")
+        refused = await post(http, "/sessions/early/reward", {"reward": 2.0}, 409)
+        assert "the window for rewards of early ended" in refused["error"]["message"]
+        await until(lambda: found.sessions.counters.sessions_abandoned == 1, "the one that waited in vain")
+        refused = await post(http, "/sessions/never/reward", {"reward": 2.0}, 409)
+        assert "already abandoned" in refused["error"]["message"]
+        object.__setattr__(found.sessions.config, "session_idle_s", 0.0)
+        await until(lambda: found.sessions.counters.sessions_abandoned == 2, "the one that nobody touched")
+        refused = await post(http, "/s/idle/v1/completions", {"model": MODEL, "prompt": [5]}, 409)
+        assert "already abandoned" in refused["error"]["message"]
