@@ -245,7 +245,7 @@ def _routes(
     add_openai_routes(app, OpenAIDeps(parts.sessions, codec, text, from_user))
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
     add_group_routes(app, parts.groups)
-    add_admin_routes(app, AdminDeps(status, parts.fleet, parts.repacker, stores.timeline))
+    add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))
     add_openapi_route(app)
     add_experience_routes(app, ExperienceDeps(stores.buffer, parts.trainer, parts.fleet, config.fleet.staleness_max))
     return app

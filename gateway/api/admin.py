@@ -1,9 +1,10 @@
-"""For operators: status, health, metrics, timeline, engines, and the repacker's plans and receipts."""
+"""For operators: status, health, metrics, timeline, engines, live sessions, and the repacker's plans and receipts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -13,14 +14,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.api.bodies import answer_json, decode
 from gateway.api.errors import BadField
+from gateway.api.sessions import told_state
 from gateway.config import EngineSpec
 from gateway.core.receipts import Outcome, Receipt
 from gateway.core.repack import Freed, Move, Plan
+from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName
 from gateway.fleet.fleet import Fleet
 from gateway.operate.status import GatewayStatus
 from gateway.repack.loop import Repacker
 from gateway.runtime.shielded import ShieldedTasks
+from gateway.sessions.registry import SessionRegistry
 from gateway.store import Timeline
 from gateway.store.timeline import READ_MAX
 from protos.engines import base_url_hint, check_kind, is_address, is_host_port
@@ -28,6 +32,8 @@ from protos.errors import InvalidRequest
 
 DIGITS_MAX = 15
 """Digits of a number in a query."""
+LISTED_MAX = 10_000
+"""Sessions of one answer: making it stops all streams meanwhile."""
 
 
 class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +58,27 @@ class EngineAdded(msgspec.Struct):
 class EngineRemoved(msgspec.Struct):
     name: str
     removed: bool = True
+
+
+class LiveSession(msgspec.Struct, kw_only=True):
+    """`engine`: where a turn of it was last placed, null before the first. `version`: the one it stays on, null before
+    the first place unless it named one. `turns`: complete ones, beside the `running`. `GET /sessions/{sid}` tells more.
+    """
+
+    session_id: str
+    state: str
+    engine: str | None
+    version: int | None
+    turns: int
+    running: int
+
+
+class LiveSessions(msgspec.Struct):
+    """`live`: how many there are, calls without a session included, as in `/status`. `sessions`: up to `limit` of them,
+    the oldest first."""
+
+    live: int
+    sessions: Sequence[LiveSession]
 
 
 class PlanReport(msgspec.Struct):
@@ -115,6 +142,7 @@ _add = msgspec.json.Decoder(AddEngineRequest)
 class AdminDeps:
     status: GatewayStatus
     fleet: Fleet
+    live: SessionRegistry
     repacker: Repacker
     timeline: Timeline
 
@@ -128,6 +156,7 @@ def add_admin_routes(app: web.Application, deps: AdminDeps) -> None:
     app.router.add_get("/admin/timeline", handlers.timeline)
     app.router.add_post("/admin/engines", handlers.add_engine)
     app.router.add_delete("/admin/engines/{name}", handlers.remove_engine)
+    app.router.add_get("/admin/sessions", handlers.sessions)
     app.router.add_get("/admin/repack", handlers.plan)
     app.router.add_post("/admin/repack", handlers.repack)
     app.router.add_get("/admin/receipts", handlers.receipts)
@@ -135,12 +164,8 @@ def add_admin_routes(app: web.Application, deps: AdminDeps) -> None:
 
 class _Handlers:
     def __init__(self, deps: AdminDeps) -> None:
-        self._status, self._fleet, self._repacker, self._timeline = (
-            deps.status,
-            deps.fleet,
-            deps.repacker,
-            deps.timeline,
-        )
+        self._status, self._fleet, self._live = deps.status, deps.fleet, deps.live
+        self._repacker, self._timeline = deps.repacker, deps.timeline
         self._shielded = ShieldedTasks()
 
     async def status(self, request: web.Request) -> web.Response:
@@ -181,6 +206,11 @@ class _Handlers:
         await self._shielded.run(self._fleet.remove(EngineName(name)), f"remove-{name}")
         return answer_json(EngineRemoved(name))
 
+    async def sessions(self, request: web.Request) -> web.Response:
+        """Those that wait for their reward are among them, as `unrewarded`."""
+        limit = min(_number(request, "limit", 1000), LISTED_MAX)
+        return answer_json(LiveSessions(len(self._live), [_live_session(s) for s in islice(self._live, limit)]))
+
     async def plan(self, request: web.Request) -> web.Response:
         """The plans that the planner would make now, with their reasons; nothing is moved."""
         return answer_json(Plans([_plan_report(plan) for plan in await self._repacker.plan()]))
@@ -194,6 +224,17 @@ class _Handlers:
         """Every move, newest first: price and gain as estimated, and as measured (null while not known)."""
         newest = list(self._repacker.book.receipts)[::-1][: _number(request, "limit", 100)]
         return answer_json(Receipts(self._repacker.prefill_tokens_per_s, [_receipt_report(r) for r in newest]))
+
+
+def _live_session(state: SessionState) -> LiveSession:
+    return LiveSession(
+        session_id=state.session_id,
+        state=told_state(state),
+        engine=state.engine,
+        version=state.version,
+        turns=state.turns,
+        running=len(state.running),
+    )
 
 
 def _plan_report(plan: Plan) -> PlanReport:

@@ -13,7 +13,16 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.admin import DIGITS_MAX, AddEngineRequest, EngineAdded, EngineRemoved, Events, Plans, Receipts
+from gateway.api.admin import (
+    DIGITS_MAX,
+    AddEngineRequest,
+    EngineAdded,
+    EngineRemoved,
+    Events,
+    LiveSessions,
+    Plans,
+    Receipts,
+)
 from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, ReleaseAnswer, SampleAnswer, SampleRequest
 from gateway.api.groups import CreateGroupRequest, GroupAnswer
 from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
@@ -149,6 +158,7 @@ _OPERATOR = [
     ),
     Route("post", "/admin/engines", "Takes an engine in.", AddEngineRequest, status=201, answers=[EngineAdded]),
     Route("delete", "/admin/engines/{name}", "Takes an engine out.", answers=[EngineRemoved]),
+    Route("get", "/admin/sessions", "The live sessions.", query={"limit": _NUMBER}, answers=[LiveSessions]),
     Route("get", "/admin/repack", "What the planner would do now.", answers=[Plans]),
     Route("post", "/admin/repack", "Does it now.", answers=[Plans]),
     Route("get", "/admin/receipts", "What moves cost and gained.", query={"limit": _NUMBER}, answers=[Receipts]),

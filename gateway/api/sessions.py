@@ -234,6 +234,11 @@ def base_url(request: web.Request, name: str) -> str:
     return f"{request.scheme}://{request.host}/sessions/{quote(name, safe='')}/v1"
 
 
+def told_state(state: SessionState) -> str:
+    """A session's state as clients are told it: its phase, or that its finish waits for the reward."""
+    return state.phase if state.unrewarded is None else "unrewarded"
+
+
 def _session_id(request: web.Request) -> SessionId:
     name = request.match_info.get("sid") or request.query.get("session_id")
     if not name:
@@ -248,7 +253,7 @@ def _summary(state: SessionState, pinned: bool | None, children: Sequence[Sessio
         sample_index=state.spec.sample_index,
         parent_session_id=state.spec.parent_session_id,
         children=[child.session_id for child in children],
-        state=state.phase if state.unrewarded is None else "unrewarded",
+        state=told_state(state),
         running=len(state.running),
         version=state.version,
         on_version_loss=state.spec.on_version_loss,

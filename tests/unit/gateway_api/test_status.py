@@ -116,6 +116,42 @@ async def test_a_running_turn_shows(tmp_path: Path) -> None:
         assert counted["buffered_trajectories"] == 1
 
 
+async def test_live_sessions_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(name: str, state: str, engine: str | None, version: int | None, turns: int, running: int) -> Any:
+        told = {"session_id": name, "state": state, "engine": engine, "version": version}
+        return told | {"turns": turns, "running": running}
+
+    async with ScriptedEngine("e0", version="3", hold_at=4) as e0, gateway(tmp_path, e0) as (found, http):
+        assert await get(http, "/admin/sessions") == {"live": 0, "sessions": []}
+        for asked in ({"session_id": "new"}, {"session_id": "pinned", "version": 3}):
+            async with http.post("/sessions", json=asked) as answer:
+                assert answer.status == 200
+        for name, turns in (("gone", 1), ("talks", 2), ("waits", 1)):
+            for _ in range(turns):
+                assert (await complete(http, f"/s/{name}/v1/completions", max_tokens=3))[0] == 200
+        for name, ending in (("gone", {"reward": 1.0}), ("waits", {})):
+            async with http.post(f"/sessions/{name}/finish", json=ending) as answer:
+                assert answer.status == 200
+        asking = asyncio.create_task(complete(http, "/s/talks/v1/completions"))
+        await until(lambda: found.sessions.counters.tokens_generated == 16, "four tokens of the turn that is held")
+
+        listed = await get(http, "/admin/sessions")
+        assert listed["sessions"] == [
+            row("new", "live", None, None, 0, 0),
+            row("pinned", "live", None, 3, 0, 0),
+            row("talks", "live", "e0", 3, 2, 1),
+            row("waits", "unrewarded", "e0", 3, 1, 0),
+        ]
+        assert listed["live"] == (await get(http, "/status"))["sessions"]["live"] == 4
+        assert await get(http, "/admin/sessions?limit=2") == {"live": 4, "sessions": listed["sessions"][:2]}
+        monkeypatch.setattr("gateway.api.admin.LISTED_MAX", 1)
+        assert await get(http, "/admin/sessions?limit=99") == {"live": 4, "sessions": listed["sessions"][:1]}
+        e0.go.set()
+        assert (await asking)[0] == 200
+        [_, _, talks, _] = found.sessions.live
+        assert (talks.turns, len(talks.running)) == (3, 0)
+
+
 async def test_health_is_whether_any_engine_serves(tmp_path: Path) -> None:
     async with ScriptedEngine("e0") as e0, ScriptedEngine("e1") as e1, gateway(tmp_path, e0, e1) as (found, http):
         assert (await get(http, "/healthz"))["serving_engines"] == ["e0", "e1"]
@@ -249,7 +285,7 @@ async def refused(url: str) -> None:
                 writer.close()
 
 
-@pytest.mark.parametrize("path", ["/admin/timeline?after=x", "/admin/timeline?limit=-1"])
+@pytest.mark.parametrize("path", ["/admin/timeline?after=x", "/admin/timeline?limit=-1", "/admin/sessions?limit=x"])
 async def test_a_wrong_number_is_named(tmp_path: Path, path: str) -> None:
     async with gateway(tmp_path) as (_, http), http.get(path) as answer:
         assert (answer.status, "is not a number" in await answer.text()) == (400, True)
