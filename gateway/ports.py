@@ -1,4 +1,4 @@
-"""The seam between the HTTP handlers and the rooms behind them: all that a handler may use.
+"""The seam between the OpenAI routes and the rooms behind them: all that those handlers use.
 
 Errors of every method are LaminarError subclasses; handlers map them to HTTP responses by their table.
 """

@@ -95,7 +95,7 @@ class SessionState:
     running: dict[TurnId, TurnRequest] = field(default_factory=dict)
     version: Version | None = None
     version_changes: list[VersionChange] = field(default_factory=list)
-    engine: EngineName | None = None  # holds its prefix
+    engine: EngineName | None = None  # where a turn of it was last placed, which holds its prefix
     moves: int = 0
     unrewarded: Unrewarded | None = None
     last_dropped: str = ""  # the last turn that was aborted or lost, and why

@@ -212,19 +212,21 @@ class EngineAdapter(Protocol):
         ...
 
     async def weight_version(self) -> str:
-        """The current label of its weights. Raises EngineFailed."""
+        """The current label of its weights; empty is taken for version 0. Raises EngineFailed.
+
+        An engine that cannot name its weights is `fenced` in its limits until this adapter has loaded some.
+        """
         ...
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
         """The ids of `text` by its own tokenizer, without added special tokens; None: it has no route for that."""
         ...
 
-    async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
-        """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced,
-        SnapshotRefused: it never was.
+    async def load(self, path: Path, version: int, digest: str) -> float:
+        """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced (by
+        the adapter, if the engine has no such state), SnapshotRefused: it never was.
 
-        Turns that run meanwhile are aborted; with `keep_running` they pause and continue under the new weights,
-        their KV computed anew. No KV of the old weights is used afterwards.
+        Turns that run meanwhile are aborted. No KV of the old weights is used afterwards.
         """
         ...
 

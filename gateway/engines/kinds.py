@@ -76,8 +76,8 @@ class Guarded:
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
         return await self._control(self._adapter.tokenize(text))
 
-    async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
-        return await self._control(self._adapter.load(path, version, digest, keep_running=keep_running))
+    async def load(self, path: Path, version: int, digest: str) -> float:
+        return await self._control(self._adapter.load(path, version, digest))
 
     async def close(self) -> None:
         await self._adapter.close()

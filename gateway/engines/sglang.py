@@ -155,11 +155,10 @@ class SglangEngine(HttpAdapter):
 
     # -- loading
 
-    async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
+    async def load(self, path: Path, version: int, digest: str) -> float:
         started = time.monotonic()
         server = await self._http.get("/server_info", _ServerInfo)
-        # "retract" computes the KV anew under the new weights; "in_place" would continue with the old version's.
-        await self._http.post("/pause_generation", {"mode": "retract" if keep_running else "abort"})
+        await self._http.post("/pause_generation", {"mode": "abort"})
         if server.dp_size == 1 and LOADER in (server.custom_weight_loader or ()):
             await self._push_manifest(path, version, digest, server.tp_size)
         else:

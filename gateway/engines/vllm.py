@@ -177,7 +177,7 @@ class VllmEngine(HttpAdapter):
 
     # -- loading
 
-    async def load(self, path: Path, version: int, digest: str, *, keep_running: bool = False) -> float:
+    async def load(self, path: Path, version: int, digest: str) -> float:
         before = (await self.report()).incarnation
         snapshot = {"path": str(path), "version": str(version), "digest": digest}
         try:
@@ -185,7 +185,7 @@ class VllmEngine(HttpAdapter):
         except EngineFailed as e:
             raise SnapshotRefused(e.message, hint=e.hint) from e
         fenced_at = time.monotonic()
-        await self._http.post(f"/pause?mode={'keep' if keep_running else 'abort'}&clear_cache=true")
+        await self._http.post("/pause?mode=abort&clear_cache=true")
         if not await self._update_is_open():
             await self._http.post("/start_weight_update")
         await self._http.post("/update_weights", {"update_info": snapshot}, timeout_s=self._load_timeout_s)

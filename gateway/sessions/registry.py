@@ -1,5 +1,7 @@
 """The live sessions of this gateway, their keys, and the names of those that have ended.
 
+Sessions that wait for their reward are live, and so are calls without a session while they run.
+
 Owner of every `SessionState`; everything runs on one event loop, without locks. Invariants:
 - a name is used once: neither a live session's nor an ended one's (of the last `ENDED_MAX`) is given again;
 - a session is in the store before any turn of it.

@@ -104,8 +104,18 @@ async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
             ("get", "/admin/receipts", "/admin/receipts", None),
             ("get", "/v1/models", "/v1/models", None),
             ("get", "/v1/models/{model}", "/v1/models/policy", None),
+            ("post", "/sessions", "/sessions", {"session_id": "s2"}),
+            ("post", "/sessions/{sid}/v1/completions", "/sessions/s2/v1/completions", turn),
+            ("post", "/sessions/{sid}/finish", "/sessions/s2/finish", {}),
+            ("post", "/sessions/{sid}/reward", "/sessions/s2/reward", {"reward": 1.0}),
+            ("post", "/sessions", "/sessions", {"session_id": "s3"}),
+            ("post", "/sessions/{sid}/abandon", "/sessions/s3/abandon", None),
             ("delete", "/admin/engines/{name}", "/admin/engines/e0", None),
+            ("post", "/admin/engines", "/admin/engines", {"name": "e1", "url": e0.url, "kind": "vllm"}),
         ]
+        listed = {(r.method, r.path) for r in ROUTES if r.answers and "/v1/" not in r.path}  # those have clients' tests
+        missing = listed - {(method, path) for method, path, _, _ in asked} - {("post", "/finish_session")}
+        assert not missing, "add them above"
         raw = b""
         for method, path, url, body in asked:
             [route] = [r for r in ROUTES if (r.method, r.path) == (method, path)]
