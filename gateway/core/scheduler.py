@@ -161,7 +161,7 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
     if fleet.config.mode == "inflight" and own is not None and own.name not in demand.avoid:
         if own.status == "refreshing":
             return Wait(f"engine {own.name} loads a version", cause="version")
-        allowed = demand.session.spec.allows(own.version) and demand.fits(own) and own.name not in demand.reserved
+        allowed = demand.session.spec.allows(own.version) and demand.suits(own)
         fits = allowed and fleet.has_room(own, demand.prompt_tokens)
         if own.status == "serving" and fits:
             return Placement(own.name, "holds its place", version_changed=own.version != version)
@@ -272,7 +272,7 @@ def _why(engines: Sequence[EngineState], demand: Demand) -> str:
         return "are full"
     able = [e for e in engines if demand.takes(e)]
     if not able:
-        return "cannot constrain an answer so"
+        return "cannot sample or constrain an answer so"
     if any(demand.fits(e) for e in able):
         return "are kept for a prompt that has waited long for their room"
     longest = max(e.context_tokens for e in able)

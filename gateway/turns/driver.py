@@ -132,7 +132,11 @@ class Driver:
 
     def _fits(self, engine: EngineName) -> bool:
         state = self._fleet.state.engines.get(engine)
-        most = 0 if state is None else state.context_tokens
+        if state is None:
+            return True
+        kinds, most = self._kinds(), state.context_tokens
+        if kinds is not None and state.kind not in kinds:
+            return False
         return not most or self._load is None or self._load.tokens_max <= most
 
     async def run_to_end(self, session: SessionState) -> None:
@@ -206,17 +210,20 @@ class Driver:
         own = self._fleet.state.engines.get(self._session.engine) if self._session.engine is not None else None
         held = own is not None and own.status == "serving" and own.version == self._session.version
         prefix = () if held else chain(self._request.prompt_ids)
-        sampling, spec = self._request.sampling, self._session.spec
-        exact = spec.trains and bool(truncating(sampling))
-        kinds = kinds_for(constrained=sampling.constrained, truncated=exact)
         return Demand(
             self._session,
             tokens,
             turn_id=self._request.turn_id,
             prefix=prefix,
-            kinds=kinds,
+            kinds=self._kinds(),
             tokens_max=tokens + self._transcript.left,
         )
+
+    def _kinds(self) -> frozenset[str] | None:
+        """Kinds of engines that support the turn; None for all."""
+        sampling = self._request.sampling
+        exact = self._session.spec.trains and bool(truncating(sampling))
+        return kinds_for(constrained=sampling.constrained, truncated=exact)
 
     async def _stay(self, placement: Placement, cause: SegmentCause) -> None:
         """Streams on one engine until the turn's end. Raises StreamCut after a cut, Departed after a departure."""

@@ -74,8 +74,8 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
     if fleet.config.mode == "inflight" and own is not None and own.name not in demand.avoid:
         if own.status == "refreshing":
             return Wait(f"engine {own.name} loads a version", cause="version")
-        allowed = demand.session.spec.allows(own.version) and demand.fits(own) and own.name not in demand.reserved
-        fits = allowed and has_room(own, fleet, demand.prompt_tokens)
+        usable = demand.takes(own) and demand.fits(own) and own.name not in demand.reserved
+        fits = usable and demand.session.spec.allows(own.version) and has_room(own, fleet, demand.prompt_tokens)
         if own.status == "serving" and fits:
             return Placement(own.name, "holds its place", version_changed=own.version != version)
     having = _serving(fleet, version)
@@ -155,7 +155,7 @@ def _why(engines: Sequence[EngineState], demand: Demand) -> str:
     """None of them has a place."""
     able = [e for e in engines if demand.takes(e)]
     if not able:
-        return "cannot constrain an answer so"
+        return "cannot sample or constrain an answer so"
     if not any(demand.fits(e) for e in able):
         longest = max(e.context_tokens for e in able)
         return f"have contexts of {longest} tokens at most, and it may come to {demand.tokens_max}"

@@ -176,7 +176,7 @@ def test_a_constrained_turn_goes_to_an_engine_that_can() -> None:
         state.engines[EngineName("e1")].kind = "embedded"
         outcome = place(wanted, state, FREE)
         assert isinstance(outcome, Wait)
-        assert "cannot constrain an answer" in outcome.reason
+        assert "cannot sample or constrain an answer so" in outcome.reason
     assert isinstance(place(Demand(session("plain"), 10), state, FREE), Placement)
 
 
@@ -262,6 +262,14 @@ def test_it_holds_no_place_on_an_engine_that_went_past_it() -> None:
     demand = Demand(session(version=2, on="e0", max_version=Version(2)), 10)
     assert isinstance(place(demand, state, FREE), Wait)
     assert isinstance(place(Demand(session(version=2, on="e0"), 10), state, FREE), Placement)
+
+
+def test_it_holds_no_place_on_an_engine_that_lacks_what_its_turn_needs() -> None:
+    state = fleet(engine("e0", 2), engine("e1", 2, [5], kind="embedded"), mode="inflight")
+    demand = Demand(session(version=2, on="e0"), 10, kinds=frozenset({"embedded"}))
+    outcome = place(demand, state, FREE)
+    assert isinstance(outcome, Placement)
+    assert outcome.engine == "e1", "though its prefix is on the other"
 
 
 VERSIONS = st.integers(1, 5)

@@ -139,6 +139,21 @@ async def test_what_has_to_end_where_it_began_is_not_moved(tmp_path: Path) -> No
         check_at_rest(found)
 
 
+async def test_a_turn_is_not_moved_to_an_engine_of_a_kind_that_does_not_support_it(tmp_path: Path) -> None:
+    """SGLang reports logprobs from before `top_p`: no session is trained on them."""
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1", hold_at=4)
+    async with e0, e1, shell(tmp_path, e0, e1) as found:
+        found.fleet.state.engines[E0].kind, found.fleet.state.engines[E1].kind = "sglang", "embedded"
+        async with found.run(top_p=0.9) as run:
+            await until(lambda: len(run.record.token_ids) == 4, "four tokens")
+            assert run.engine == E1
+            assert run.move(E0) is None
+            e1.go.set()
+            check_whole(run, await heard(run))
+        assert e0.requests == []
+        check_at_rest(found)
+
+
 async def test_what_has_to_end_where_it_began_is_lost_when_cut_unless_it_had_not_begun(tmp_path: Path) -> None:
     e0, e1 = ScriptedEngine("e0", cuts=deque([Cut("eof", 4), Cut("eof", 0)])), ScriptedEngine("e1", always=Cut("503"))
     async with e0, e1, shell(tmp_path, e0, e1) as found:
