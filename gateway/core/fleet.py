@@ -11,8 +11,9 @@ Invariants:
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -96,15 +97,41 @@ class FleetConfig:
     ] = 4
 
 
+FACTS = ("prompt_tokens", "tokens_max", "expected_tokens", "moves", "ends_session", "in_place", "relayed")
+"""What is packed into `TurnLoad.facts`, each as an int64."""
+_pack = struct.Struct(f"{len(FACTS)}q").pack
+
+
 @dataclass(slots=True)
 class TurnLoad:
-    """A turn in flight on an engine; `tokens` grows as they come."""
+    """A turn in flight on an engine. `tokens` grows as they come; nothing else changes.
+
+    `facts` is what the planner reads of thousands of turns at once: one copy of each, and no attribute.
+    """
 
     turn_id: TurnId
     session_id: SessionId
     tokens: int
     tokens_max: int  # prompt and the most it may still generate
     relayed: bool = False  # forwarded as text: it has no session, and ends where it began
+    generated: InitVar[int] = 0  # of `tokens`, when it came to the engine
+    expected_tokens: int = 0  # of its whole answer, as its client thinks; 0: not named
+    moves: int = 0  # of its session, when it came to the engine
+    ends_session: bool = False  # a call without session: its KV goes with it
+    in_place: bool = False  # it has to end where it began
+    facts: bytes = field(init=False, repr=False)
+
+    def __post_init__(self, generated: int) -> None:
+        prompt_tokens = self.tokens - generated
+        self.facts = _pack(
+            prompt_tokens,
+            self.tokens_max,
+            self.expected_tokens,
+            self.moves,
+            self.ends_session,
+            self.in_place,
+            self.relayed,
+        )
 
 
 @dataclass(slots=True)

@@ -205,7 +205,7 @@ class GatewayStatus:
 
 
 def _summary(plan: Plan) -> PlanSummary:
-    return PlanSummary(plan.version, len(plan.moves), [freed.engine for freed in plan.freed], plan.reasons)
+    return PlanSummary(plan.version, plan.num_moves, [freed.engine for freed in plan.freed], plan.reasons)
 
 
 def _observe(read: Callable[[], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:

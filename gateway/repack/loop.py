@@ -9,41 +9,30 @@ because its turn has ended or its engine is gone. Moves take seconds, so that ha
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from gateway.config import GatewayConfig
-from gateway.core.curves import SECONDS_PER_TOKEN
+from gateway.core.engine_views import EngineView, Loads, SessionLoad, engine_views, steady, weigh
 from gateway.core.fleet import EngineState, TurnLoad
 from gateway.core.lengths import SessionDurations
 from gateway.core.receipts import ReceiptBook
-from gateway.core.repack import (
-    EngineView,
-    Plan,
-    RepackConfig,
-    SessionLoad,
-    behind,
-    plan_parts,
-    steady,
-    turn_loads,
-    whole,
-)
+from gateway.core.repack import Plan, RepackConfig, behind, plan_parts, whole
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 from gateway.fleet.fleet import Fleet
 from gateway.repack.mover import TurnMover
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Timeline
-from gateway.turns.running import RunningTurn
 
 log = logging.getLogger(__name__)
 
-STEP_SESSIONS = 1024
-"""Sessions read without a pause: a few milliseconds."""
+STEP_SESSIONS = 8192
+"""Sessions read without a pause: a millisecond or two."""
 Waiting = Mapping[tuple[EngineName, Version], Sequence[SessionState]]
 """Sessions that wait for a tool, by the engine that holds their prefix and their version."""
 
@@ -106,7 +95,7 @@ class Repacker:
             views, parts = await self._views(version, group, waiting), list[Plan]()
             for part in plan_parts(views, version, config, seed=seed):
                 parts.append(part)
-                if carry_out and part.moves:
+                if carry_out and part.freed:
                     self._carry_out(part)
                 await asyncio.sleep(0)
             plans.append(whole(parts))
@@ -120,11 +109,12 @@ class Repacker:
     def _carry_out(self, plan: Plan) -> None:
         self._sessions.counters.repacks += 1
         reason = "; ".join(plan.reasons)
-        log.info("repack of version %d: %d moves: %s", plan.version, len(plan.moves), reason)
+        moves = plan.moves
+        log.info("repack of version %d: %d moves: %s", plan.version, len(moves), reason)
         self._timeline.add(
             "repack",
             version=plan.version,
-            moves=[msgspec.structs.asdict(move) for move in plan.moves],
+            moves=[msgspec.structs.asdict(move) for move in moves],
             freed=[freed.engine for freed in plan.freed],
             price_s=plan.price_s,
             gain_s=plan.gain_s,
@@ -140,30 +130,29 @@ class Repacker:
         views: list[EngineView] = []
         async for step in _in_steps([e for e in group if e.kv_capacity_tokens]):
             engines = [e for e in step if e.status == "serving" and e.version == version]  # still
-            closed = [e for e in engines if not e.intake_open]
-            held = dict(zip((e.name for e in closed), self._loads(closed, waiting, context), strict=True))
-            views += [self._view(e, held.get(e.name, ()), inbound.get(e.name, ())) for e in engines]
+            views += self._view(engines, waiting, inbound, context)
         return views
 
-    def _view(self, engine: EngineState, held: Sequence[SessionLoad], inbound: Sequence[SessionLoad]) -> EngineView:
-        return EngineView(
-            name=engine.name,
-            version=engine.version,
-            kv_capacity_tokens=engine.kv_capacity_tokens,
-            batch_max=engine.curve.roofline_batch(self._config.fleet.max_running),
-            kv_max=self._fleet.state.kv_ceiling(engine).value,
-            intake_open=engine.intake_open,
-            queued=engine.waiting_reported,
-            sessions=held,
+    def _view(
+        self, engines: Sequence[EngineState], waiting: Waiting, inbound: Loads, context: int
+    ) -> Sequence[EngineView]:
+        """`context`: the smallest of the version's engines."""
+        back_s = self._durations.typical_s / 2  # how long a session probably goes on after its turn
+        return engine_views(
+            engines,
+            self._fleet.state,
+            self._sessions.lengths,
+            waiting={e.name: found for e in engines if (found := _idle(e, waiting, back_s))} if waiting else {},
             inbound=inbound,
-            leaving=engine.leaving,
+            back_s=back_s,
+            context=context,
         )
 
     async def loads(self, engine: EngineState) -> Sequence[SessionLoad]:
         """The sessions on one engine, as the planner sees them."""
         context = _smallest_context([e for e in self._serving() if e.version == engine.version])
-        [found] = self._loads([engine], await self._sessions_that_wait(), context)
-        return found
+        [found] = self._view([engine], await self._sessions_that_wait(), {}, context)
+        return found.list_sessions()
 
     def _serving(self) -> list[EngineState]:
         return [e for e in self._fleet.state.sorted_engines() if e.status == "serving"]
@@ -178,68 +167,27 @@ class Repacker:
             await asyncio.sleep(0)
         return found
 
-    def _loads(
-        self, engines: Sequence[EngineState], all_waiting: Waiting, context: int
-    ) -> Sequence[Sequence[SessionLoad]]:
-        """The sessions of each engine. `context`: the smallest of the version's engines."""
-        by_id, turns, each_s = self._sessions.running, list[tuple[TurnLoad, RunningTurn]](), list[float]()
-        nums = list[int]()
-        for engine in engines:
-            found = [(load, turn) for load in engine.turns.values() if (turn := by_id.get(load.turn_id)) is not None]
-            pace_s = engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN
-            turns += found
-            each_s += [pace_s] * len(found)
-            nums.append(len(found))
-        back_s = self._durations.typical_s / 2
-        running = iter(self._running(turns, each_s, back_s, context))
-        return [
-            [*itertools.islice(running, num), *_forwarded(engine), *_waiting(engine, all_waiting, back_s)]
-            for engine, num in zip(engines, nums, strict=True)
-        ]
-
-    def _running(
-        self, turns: Sequence[tuple[TurnLoad, RunningTurn]], each_s: Sequence[float], back_s: float, context: int
-    ) -> list[SessionLoad]:
-        """`back_s`: how long a session probably goes on after its turn. One that may outgrow the `context` stays."""
-        sessions = [turn.session for _, turn in turns]
-        return turn_loads(
-            [load for load, _ in turns],
-            generated=[len(turn.record.token_ids) for _, turn in turns],
-            moves=[session.moves for session in sessions],
-            ends_session=[session.spec.ephemeral for session in sessions],
-            lengths=self._sessions.lengths,
-            each_s=each_s,
-            back_s=back_s,
-            stays=[turn.request.sampling.in_place or 0 < context < load.tokens_max for load, turn in turns],
-            expected=[session.spec.expected_output_tokens or 0 for session in sessions],
-        )
-
-    def _inbound(self, group: Sequence[EngineState]) -> Mapping[EngineName, Sequence[SessionLoad]]:
+    def _inbound(self, group: Sequence[EngineState]) -> Loads:
         """What earlier plans move from one engine of the group to another, and has not arrived."""
         engines = {engine.name: engine for engine in group}
         found = defaultdict[EngineName, list[SessionLoad]](list)
-        turns, to = list[tuple[TurnLoad, RunningTurn]](), list[EngineName]()
+        turns, to = list[TurnLoad](), list[EngineName]()
         for key, there in self._mover.inbound.items():
             if there not in engines or key in engines[there].turns:
                 continue
             turn, session = self._sessions.running.get(TurnId(key)), self._sessions.live.find(SessionId(key))
             if turn is not None and turn.engine is not None and turn.engine in engines:
-                turns.append((engines[turn.engine].turns[turn.request.turn_id], turn))
+                turns.append(engines[turn.engine].turns[turn.request.turn_id])
                 to.append(there)
             elif session is not None and session.engine != there:
                 found[there].append(SessionLoad(session.session_id, None, steady(session.tokens)))
-        for there, load in zip(to, self._running(turns, [0.0] * len(turns), 0.0, 0), strict=True):
+        loads = weigh(turns, lengths=self._sessions.lengths, each_s=np.zeros(len(turns)), back_s=0.0, context=0)
+        for there, load in zip(to, loads.sessions(), strict=True):
             found[there].append(load)
         return found
 
 
-def _forwarded(engine: EngineState) -> list[SessionLoad]:
-    return [
-        SessionLoad(t.session_id, t.turn_id, steady(t.tokens), stays=True) for t in engine.turns.values() if t.relayed
-    ]
-
-
-def _waiting(engine: EngineState, waiting: Waiting, back_s: float) -> list[SessionLoad]:
+def _idle(engine: EngineState, waiting: Waiting, back_s: float) -> list[SessionLoad]:
     still = [s for s in waiting.get((engine.name, engine.version), ()) if not s.running]
     return [SessionLoad(s.session_id, None, steady(s.tokens), back_s, s.moves) for s in still]
 

@@ -11,13 +11,16 @@ import itertools
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from gateway.core.engine_views import EngineView, SessionLoad, engine_views, weigh
 from gateway.core.fleet import EngineState, FleetConfig, FleetState, TurnLoad
 from gateway.core.intake import intake_changes
 from gateway.core.lengths import TurnLengths
 from gateway.core.refresh import refresh_decisions
-from gateway.core.repack import EngineView, Move, RepackConfig, SessionLoad, plan_repack, turn_loads
+from gateway.core.repack import Move, RepackConfig, plan_repack
 from gateway.core.scheduler import Admission, Demand, Placement, admit, place
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
@@ -211,7 +214,8 @@ class Rollouts:
         number, s = next(self._numbers), self.settings
         length = self._lengths[self._next % len(self._lengths)]
         spec = SessionSpec(SessionId(f"s{number}"), GroupId(f"s{number}"), ephemeral=True, train=False)
-        load = TurnLoad(TurnId(f"t{number}"), spec.session_id, s.prompt_tokens, s.prompt_tokens + s.budget_tokens)
+        tokens_max = s.prompt_tokens + s.budget_tokens
+        load = TurnLoad(TurnId(f"t{number}"), spec.session_id, s.prompt_tokens, tokens_max, ends_session=True)
         return SimTurn(load, SessionState(spec, self.now, self.now), length, self.now, float(length))
 
     def _enter(self, turn: SimTurn, found: Placement) -> None:
@@ -304,6 +308,7 @@ class Rollouts:
             if turn is not None and turn.engine == move.source:
                 self._leave(turn)
                 turn.session.moves += 1
+                turn.load = replace(turn.load, generated=int(turn.generated), moves=turn.session.moves)
                 self._moving[name].add(turn.turn_id)
                 self._arrive(turn, name)
             if not any(m.source == move.source for m in queue):
@@ -313,42 +318,16 @@ class Rollouts:
         self._changed()
 
     def _views(self) -> list[EngineView]:
-        return [self._view(e) for e in self.state.sorted_engines() if e.status == "serving"]
+        engines = [e for e in self.state.sorted_engines() if e.status == "serving"]
+        for engine in engines:
+            usage = min(1.0, engine.tokens / engine.kv_capacity_tokens)
+            self.state.kv_ceiling(engine).observe(usage, len(engine.turns), 0)
+        inbound = {engine.name: self._inbound(engine.name) for engine in engines}
+        return engine_views(engines, self.state, self._learnt, waiting={}, inbound=inbound, back_s=0.0, context=0)
 
-    def _view(self, engine: EngineState) -> EngineView:
-        takes_part = engine.version < self.state.newest and not engine.intake_open
-        each_s = engine.curve.seconds_per_token(len(engine.turns)) or 0.02
-        coming = [m.turn_id for m in self._to_move[engine.name] if m.turn_id in self._turns]
-        return EngineView(
-            name=engine.name,
-            version=engine.version,
-            kv_capacity_tokens=engine.kv_capacity_tokens,
-            batch_max=engine.curve.roofline_batch(self.settings.fleet.max_running),
-            kv_max=self._ceiling(engine),
-            intake_open=engine.intake_open,
-            queued=0,
-            sessions=self._loads([self._turns[t] for t in engine.turns], each_s) if takes_part else (),
-            inbound=self._loads([self._turns[t] for t in coming if t is not None], each_s),
-            leaving=engine.leaving,
-        )
-
-    def _ceiling(self, engine: EngineState) -> float:
-        ceiling = self.state.kv_ceiling(engine)
-        ceiling.observe(min(1.0, engine.tokens / engine.kv_capacity_tokens), len(engine.turns), 0)
-        return ceiling.value
-
-    def _loads(self, turns: Sequence[SimTurn], each_s: float) -> list[SessionLoad]:
-        return turn_loads(
-            [turn.load for turn in turns],
-            generated=[int(turn.generated) for turn in turns],
-            moves=[turn.session.moves for turn in turns],
-            ends_session=[True] * len(turns),
-            lengths=self._learnt,
-            each_s=[each_s] * len(turns),
-            back_s=0.0,
-            stays=[False] * len(turns),
-            expected=[0] * len(turns),
-        )
+    def _inbound(self, name: EngineName) -> list[SessionLoad]:
+        loads = [turn.load for m in self._to_move[name] if (turn := self._turns.get(m.turn_id or TurnId("")))]
+        return weigh(loads, lengths=self._learnt, each_s=np.zeros(len(loads)), back_s=0.0, context=0).sessions()
 
     # -- figures
 

@@ -247,7 +247,18 @@ class Driver:
             self._fleet.places.leave(placement.engine, self._request.turn_id)
             raise StreamCut("refused", f"engine {placement.engine} is gone")
         tokens = len(self._request.prompt_ids) + len(self._record.token_ids)
-        self._load = TurnLoad(self._request.turn_id, self._request.session_id, tokens, tokens + self._transcript.left)
+        spec = self._session.spec
+        self._load = TurnLoad(
+            self._request.turn_id,
+            self._request.session_id,
+            tokens,
+            tokens + self._transcript.left,
+            generated=len(self._record.token_ids),
+            expected_tokens=spec.expected_output_tokens or 0,
+            moves=self._session.moves,
+            ends_session=spec.ephemeral,
+            in_place=self._request.sampling.in_place,
+        )
         self._fleet.places.enter(placement.engine, self._load)
         self._fleet.places.occupy(self._request.turn_id, self)
         self._engine = placement.engine

@@ -25,7 +25,7 @@ from gateway.core.lengths import KEPT, SessionDurations, TurnLengths
 from gateway.core.order import Pool
 from gateway.core.refresh import refresh_decisions
 from gateway.core.scheduler import Wait, place
-from gateway.core.types import SamplingParams, Version
+from gateway.core.types import Version
 from gateway.repack.loop import Repacker
 from tests.bench.core.scene import FREE, NEWEST, ONE, SEVERAL, Scene, scene
 from tests.bench.figures import ROUNDS, Figure, keep, median, show
@@ -166,20 +166,14 @@ def _durations() -> SessionDurations:
 
 
 def planner(made: Scene) -> Repacker:
-    """The gateway's own, over sessions and turns that stand in for running ones."""
+    """The gateway's own, over the turns of the scene."""
     learnt = TurnLengths()
     for length in lengths(KEPT):
         learnt.ended(length)
-    runs = {turn.load.turn_id: _run(turn.session, turn.load.tokens // 4) for turn in made.turns}
-    sessions: Any = SimpleNamespace(running=runs, lengths=learnt, live=())
+    sessions: Any = SimpleNamespace(running={}, lengths=learnt, live=())
     config: Any = SimpleNamespace(fleet=made.fleet.config, prefill_tokens_per_s=1000.0, seed=0)
     fleet: Any = SimpleNamespace(state=made.fleet)
     return Repacker(config, fleet, sessions, _durations(), None)  # type: ignore[arg-type]
-
-
-def _run(session: Any, generated: int) -> Any:
-    request = SimpleNamespace(sampling=SamplingParams(max_tokens=4096))
-    return SimpleNamespace(session=session, request=request, record=SimpleNamespace(token_ids=range(generated)))
 
 
 PARTS = {"place": place_figures, "publish": publish_figures}

@@ -52,7 +52,7 @@ class Scene:
 
     def enter(self, session: SessionState, engine: EngineState, tokens: int) -> None:
         turn_id = TurnId(f"t{next(self.numbers)}")
-        load = TurnLoad(turn_id, session.session_id, tokens, tokens + 4096)
+        load = TurnLoad(turn_id, session.session_id, tokens, tokens + 4096, generated=tokens // 4)
         engine.enter(load)
         self.turns.append(Turn(session, load, engine))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+from gateway.core.engine_views import HORIZONS, SessionLoad
 from gateway.core.fleet import TurnLoad
 from gateway.core.lengths import SEEN_MIN
-from gateway.core.repack import HORIZONS, SessionLoad
 
 
 def turn_load(

@@ -8,9 +8,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gateway.core.repack import EngineView, Freed, Move, Plan, RepackConfig, SessionLoad, past_peak
+from gateway.core.engine_views import EngineView, SessionLoad
+from gateway.core.repack import Freed, Move, RepackConfig, past_peak
 from gateway.core.types import Version
+
+
+class Reference(NamedTuple):
+    version: Version
+    moves: tuple[Move, ...]
+    freed: tuple[Freed, ...]
+    reasons: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -36,12 +45,12 @@ class _Bin:
         return tuple(kv + more for kv, more in zip(self.kv_at, load.kv_at, strict=True))
 
 
-def plan_group(group: Sequence[EngineView], version: Version, config: RepackConfig, seed: int) -> Plan:
+def plan_group(group: Sequence[EngineView], version: Version, config: RepackConfig, seed: int) -> Reference:
     tie = random.Random(f"{seed}:{version}")
     reasons = [f"{e.name} stays: {why}" for e in group if (why := past_peak(e))]
-    times = max((len(s.kv_at) for e in group for s in (*e.sessions, *e.inbound)), default=1)
+    times = max((len(s.kv_at) for e in group for s in (*e.list_sessions(), *e.inbound)), default=1)
     bins = [_bin(e, tie.random(), times) for e in group if not past_peak(e)]
-    order = sorted(bins, key=lambda b: (b.view.tokens, b.tie))
+    order = sorted(bins, key=lambda b: (b.view.weight.tokens, b.tie))
     taken = {b.view.name for b in order if b.view.inbound}
     moves, freed = list[Move](), list[Freed]()
     for source in (b.view for b in order):
@@ -62,12 +71,12 @@ def plan_group(group: Sequence[EngineView], version: Version, config: RepackConf
         freed.append(_freed(source, config))
         reasons.append(_told(source, routes))
     reasons += [f"{b.view.name} stays: others come to it" for b in order if b.view.inbound]
-    return Plan(version, tuple(moves), tuple(sorted(freed, key=lambda f: f.engine)), tuple(reasons))
+    return Reference(version, tuple(moves), tuple(sorted(freed, key=lambda f: f.engine)), tuple(reasons))
 
 
 def _bin(view: EngineView, tie: float, times: int) -> _Bin:
     found = _Bin(view, tie, (0,) * times)
-    for load in (*view.sessions, *view.inbound):
+    for load in (*view.list_sessions(), *view.inbound):
         found.add(load)
     return found
 
@@ -82,10 +91,10 @@ def _routes(source: EngineView, others: Sequence[_Bin]) -> list[tuple[SessionLoa
     fullest = sorted((b.copy() for b in others if _turns(b.view) or b.view.inbound), key=lambda b: (-b.kv_at[0], b.tie))
     for one in fullest:
         whole = one.copy()
-        if all(_take(load, [whole]) is not None for load in source.sessions):
-            return [(load, real[one.view.name]) for load in source.sessions]
+        if all(_take(load, [whole]) is not None for load in source.list_sessions()):
+            return [(load, real[one.view.name]) for load in source.list_sessions()]
     routes = []
-    for load in sorted(source.sessions, key=lambda s: (-s.tokens, s.key)):
+    for load in sorted(source.list_sessions(), key=lambda s: (-s.tokens, s.key)):
         destination = _take(load, fullest)
         if destination is None:
             return []
@@ -102,16 +111,16 @@ def _take(load: SessionLoad, bins: Sequence[_Bin]) -> _Bin | None:
 
 
 def _turns(view: EngineView) -> list[SessionLoad]:
-    return [s for s in view.sessions if s.turn_id is not None]
+    return [s for s in view.list_sessions() if s.turn_id is not None]
 
 
 def _why_not_at_all(source: EngineView, config: RepackConfig) -> str:
     if not _turns(source):
         return "it is empty already"
-    staying = [s for s in source.sessions if s.stays]
+    staying = [s for s in source.list_sessions() if s.stays]
     if staying:
         return f"{len(staying)} of its turns have to end where they began"
-    tired = [s for s in source.sessions if s.moves >= config.moves_max]
+    tired = [s for s in source.list_sessions() if s.moves >= config.moves_max]
     return f"{len(tired)} of its sessions have moved {config.moves_max} times" if tired else ""
 
 
@@ -126,8 +135,8 @@ def _why_not(source: EngineView, routes: Sequence[object], config: RepackConfig)
 
 def _freed(source: EngineView, config: RepackConfig) -> Freed:
     busy = len(_turns(source)) / source.batch_max
-    drain_s = max(s.remaining_s for s in source.sessions)
-    tokens = sum(s.tokens for s in source.sessions)
+    drain_s = max(s.remaining_s for s in source.list_sessions())
+    tokens = sum(s.tokens for s in source.list_sessions())
     return Freed(source.name, tokens / config.prefill_tokens_per_s, drain_s * (1 - busy), busy)
 
 
@@ -138,5 +147,5 @@ def _move(load: SessionLoad, source: EngineView, to: _Bin, config: RepackConfig)
 
 def _told(source: EngineView, routes: Sequence[tuple[SessionLoad, _Bin]]) -> str:
     where = " and ".join(sorted({d.view.name for _, d in routes}))
-    tokens = sum(s.tokens for s in source.sessions)
+    tokens = sum(s.tokens for s in source.list_sessions())
     return f"{source.name} goes to {where}: {len(_turns(source))} turns, {tokens} tokens to prefill again"

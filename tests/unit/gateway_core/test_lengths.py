@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core.engine_views import SessionLoad, weigh
 from gateway.core.fleet import TurnLoad
 from gateway.core.lengths import KEPT, SEEN_MIN, TurnLengths
-from gateway.core.repack import SessionLoad, turn_loads
 from gateway.core.types import SessionId, TurnId
 from tests.bench.repack.trace import lengths
 from tests.unit.gateway_core.scanned_lengths import turn_load
@@ -96,8 +96,8 @@ def test_a_turn_of_so_many_times_the_length_has_a_tail_of_so_many_times_the_leng
 
 def test_what_is_expected_of_a_turn_weighs_in_plans() -> None:
     def weighs(known: TurnLengths, expected: int | None, generated: int = 0) -> SessionLoad:
-        turn = TurnLoad(TurnId("t"), SessionId("s"), 100 + generated, 10_100)
-        return weighed(known, [turn], [generated], [True], [expected])[0]
+        turn = running(100 + generated, 10_000 - generated, generated, ends=True, expected=expected)
+        return weighed(known, [turn])[0]
 
     known = learnt([100, 300] * 50)
     assert [weighs(known, e).remaining_s for e in (None, 50, 2000)] == [20.0, 5.0, 200.0]
@@ -108,20 +108,15 @@ def test_what_is_expected_of_a_turn_weighs_in_plans() -> None:
     assert weighs(learnt([]), 400).kv_at == [100, *[500] * 4]
 
 
-def weighed(
-    known: TurnLengths, turns: list[TurnLoad], generated: list[int], ends: list[bool], expected: list[int | None]
-) -> list[SessionLoad]:
-    return turn_loads(
-        turns,
-        generated=generated,
-        moves=[0] * len(turns),
-        ends_session=ends,
-        lengths=known,
-        each_s=[0.1] * len(turns),
-        back_s=7.0,
-        stays=[False] * len(turns),
-        expected=[tokens or 0 for tokens in expected],
-    )
+def running(tokens: int, left: int, generated: int, *, ends: bool, expected: int | None) -> TurnLoad:
+    turn_id, session_id = TurnId("t"), SessionId("s")
+    more: dict[str, Any] = {"ends_session": ends, "expected_tokens": expected or 0}
+    return TurnLoad(turn_id, session_id, tokens, tokens + left, generated=generated, **more)
+
+
+def weighed(known: TurnLengths, turns: list[TurnLoad]) -> list[SessionLoad]:
+    each_s = np.full(len(turns), 0.1)
+    return weigh(turns, lengths=known, each_s=each_s, back_s=7.0, context=0).sessions()
 
 
 TURNS = st.tuples(TOKENS, st.integers(1, 500), st.integers(0, 6000), st.booleans(), st.none() | st.integers(1, 9000))
@@ -132,7 +127,10 @@ TURNS = st.tuples(TOKENS, st.integers(1, 500), st.integers(0, 6000), st.booleans
 def test_many_turns_at_once_weigh_what_each_weighs(values: list[int], drawn: list[Any]) -> None:
     generated, prompts, left, ends, expected = map(list, zip(*drawn, strict=True))
     tokens = [a + b for a, b in zip(generated, prompts, strict=True)]
-    turns = [TurnLoad(TurnId("t"), SessionId("s"), n, n + more) for n, more in zip(tokens, left, strict=True)]
+    turns = [
+        running(*each, ends=end, expected=e)
+        for *each, end, e in zip(tokens, left, generated, ends, expected, strict=True)
+    ]
     expected_loads = [
         turn_load(
             turn,
@@ -147,7 +145,7 @@ def test_many_turns_at_once_weigh_what_each_weighs(values: list[int], drawn: lis
         )
         for i, turn in enumerate(turns)
     ]
-    assert weighed(learnt(values), turns, generated, ends, expected) == expected_loads
+    assert weighed(learnt(values), turns) == expected_loads
 
 
 def test_memory_is_bounded_and_old_lengths_fade() -> None:

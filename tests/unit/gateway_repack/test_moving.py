@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from gateway.core.repack import Freed, Move, Plan
+from gateway.core.engine_views import SessionLoad, steady
+from gateway.core.repack import Freed, Move, Plan, Route
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, Version
 from gateway.repack.mover import MOVES_AT_ONCE, TurnMover
@@ -52,7 +53,17 @@ def on_e0(found: Shell) -> SessionState:
 
 def plan_for(runs: list[RunningTurn], *more: Move) -> Plan:
     moves = [Move(r.request.turn_id, r.request.session_id, E0, E1, 7, 0.007) for r in runs]
-    return Plan(Version(0), (*moves, *more), (Freed(E0, 0.1, 5.0, 0.5),), ("e0 goes to e1: all of it",))
+    return plan_of((*moves, *more), (Freed(E0, 0.1, 5.0, 0.5),), ("e0 goes to e1: all of it",))
+
+
+def plan_of(moves: Sequence[Move], freed: tuple[Freed, ...], reasons: tuple[str, ...]) -> Plan:
+    routes = {f.engine: route([m for m in moves if m.source == f.engine]) for f in freed}
+    return Plan(Version(0), routes, freed, reasons, 1000.0)
+
+
+def route(moves: Sequence[Move]) -> Route:
+    sessions = [SessionLoad(m.session_id, m.turn_id, steady(m.tokens)) for m in moves]
+    return Route(len(moves), lambda: sessions, [m.destination for m in moves])
 
 
 async def test_turns_decode_at_their_source_until_their_move(tmp_path: Path) -> None:
@@ -128,6 +139,6 @@ async def test_an_engine_that_left_while_its_moves_were_planned_costs_these_alon
         gone = Move(None, runs[0].request.session_id, EngineName("e9"), E1, 7, 0.007)
         freed = (Freed(gone.source, 0.1, 5.0, 0.5), *planned.freed)
         e1.go.set()
-        mover.start(Plan(planned.version, (gone, *planned.moves), freed, ("e9 goes to e1: all", *planned.reasons)))
+        mover.start(plan_of((gone, *planned.moves), freed, ("e9 goes to e1: all", *planned.reasons)))
         await until(lambda: not mover.inbound, "the end of every move")
         assert [(r.engine, [m.outcome for m in r.moves]) for r in mover.book.receipts] == [("e0", ["moved"])]

@@ -56,6 +56,7 @@ async def test_other_tasks_run_in_between_and_the_plan_is_the_same(monkeypatch: 
     made = published()
     in_steps = await beside(made, lambda: turns.append(None))
     assert in_steps == at_once
+    assert [plan.moves for plan in in_steps] == [plan.moves for plan in at_once]
     assert sum(len(plan.freed) for plan in in_steps) > 5
     assert len(turns) > len(made.turns) / 40, "engines are looked at in steps, and packed in steps"
 
