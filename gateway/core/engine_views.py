@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -109,20 +110,19 @@ class Turns:
         numbers = self.remaining_s[some].tolist(), self.moves[some].tolist(), self.stays[some].tolist()
         return list(map(SessionLoad, [t.session_id for t in turns], [t.turn_id for t in turns], kv_at, *numbers))
 
-    def weights(self, nums: Sequence[int]) -> list[Weight]:
+    def weights(self, nums: Ints) -> list[Weight]:
         """Of engines that have so many of the turns, one engine's after the other's."""
-        of, ends = np.array(nums), np.cumsum(nums)
-        some = of > 0  # `reduceat` gives an empty stretch the number that follows it
-        begins = (ends - of)[some]
+        some = nums > 0  # `reduceat` gives an empty stretch the number that follows it
+        begins = (np.cumsum(nums) - nums)[some]
         columns = (
             np.add.reduceat(self.kv_at, begins, axis=1).T,
             np.maximum.reduceat(self.remaining_s, begins),
             np.maximum.reduceat(self.moves, begins),
             np.add.reduceat(self.stays, begins, dtype=np.int64),
         )
-        full = [num for num in nums if num]
+        full = nums[some].tolist()
         found = map(Weight, full, full, *(column.tolist() for column in columns))
-        return [next(found) if num else NOTHING for num in nums]
+        return [next(found) if any_turn else NOTHING for any_turn in some.tolist()]
 
 
 def weigh(turns: Sequence[TurnLoad], *, lengths: TurnLengths, each_s: Floats, back_s: float, context: int) -> Turns:
@@ -163,12 +163,13 @@ def engine_views(
     context: int,
 ) -> list[EngineView]:
     """Engines with what is on them. `context`: the smallest of their version."""
-    nums = [len(engine.turns) for engine in engines]
+    nums = np.array([len(engine.turns) for engine in engines], np.int64)
     pace = [engine.curve.seconds_per_token(len(engine.turns)) or SECONDS_PER_TOKEN for engine in engines]
     loads = [load for engine in engines for load in engine.turns.values()]
     turns = weigh(loads, lengths=lengths, each_s=np.repeat(pace, nums), back_s=back_s, context=context)
-    views, begin = list[EngineView](), 0
-    for engine, num, weight in zip(engines, nums, turns.weights(nums), strict=True):
+    views, ends = list[EngineView](), np.cumsum(nums)
+    stretches = zip((ends - nums).tolist(), ends.tolist(), strict=True)
+    for engine, weight, (begin, end) in zip(engines, turns.weights(nums), stretches, strict=True):
         idle = waiting.get(engine.name, ())
         views.append(
             EngineView(
@@ -180,21 +181,13 @@ def engine_views(
                 engine.intake_open,
                 engine.waiting_reported,
                 weight.plus(idle),
-                _Sessions(turns, begin, begin + num, idle),
+                partial(_sessions, turns, begin, end, idle),
                 inbound.get(engine.name, ()),
                 engine.leaving,
             )
         )
-        begin += num
     return views
 
 
-@dataclass(frozen=True, slots=True)
-class _Sessions:
-    turns: Turns
-    begin: int
-    end: int
-    waiting: Sequence[SessionLoad]
-
-    def __call__(self) -> Sequence[SessionLoad]:
-        return [*self.turns.sessions(self.begin, self.end), *self.waiting]
+def _sessions(turns: Turns, begin: int, end: int, waiting: Sequence[SessionLoad]) -> Sequence[SessionLoad]:
+    return [*turns.sessions(begin, end), *waiting]

@@ -49,7 +49,7 @@ def named(sessions: tuple[SessionId, ...]) -> str:
 
 def hold(fleet: FleetState, engine: EngineState, now: float) -> Hold | None:
     """The hold that keeps the engine from the newer version that it could load; None: there is none."""
-    empty = engine.status == "serving" and engine.newer and not engine.turns and not engine.intake_open
+    empty = not engine.turns and not engine.intake_open and engine.status == "serving" and engine.newer
     if not empty or fleet.config.mode == "inflight" or fleet.num_serving(Pool(engine.version)) > 1:
         return None
     if not fleet.needed(engine.version):

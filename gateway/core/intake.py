@@ -76,8 +76,9 @@ def _note_use(fleet: FleetState, engine: EngineState, now: float) -> None:
 def straggling(fleet: FleetState, engine: EngineState, now: float) -> bool:
     """Few turns have kept the engine from its refresh for too long."""
     since = engine.below_since
-    waits = fleet.config.mode == "barrier"
-    return not waits and bool(engine.turns) and since is not None and now - since >= fleet.config.drain_max_s
+    if since is None or not engine.turns or fleet.config.mode == "barrier":
+        return False
+    return now - since >= fleet.config.drain_max_s
 
 
 def fresh(fleet: FleetState, engine: EngineState) -> bool:

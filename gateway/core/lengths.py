@@ -59,7 +59,9 @@ class TurnLengths:
             ahead = np.clip(np.subtract(expected, generated), 1, np.maximum(1, left))
             return np.asarray(np.where(np.greater(expected, generated), ahead, half))
         scale = self._scale(generated, expected)
-        num, tokens = self._longer_than(generated / scale)
+        nums, sums = self._longer_than()
+        at = _index(generated / scale, nums)
+        num, tokens = nums[at], sums[at]
         mean = np.rint(scale * tokens / np.maximum(num, 1))  # of those that became longer
         ahead = np.maximum(1, np.minimum(left, mean - generated)).astype(np.int64)
         return np.where(num > 0, ahead, half)
@@ -69,8 +71,8 @@ class TurnLengths:
         if not self.known:
             return np.ones(np.broadcast(generated, further).shape)
         scale = self._scale(generated, expected)
-        now, _ = self._longer_than(generated / scale)
-        later, _ = self._longer_than(np.add(generated, further) / scale)
+        nums, _ = self._longer_than()
+        now, later = nums[_index(generated / scale, nums)], nums[_index(np.add(generated, further) / scale, nums)]
         return np.where(now > 0, later / np.maximum(now, 1), 0.5)
 
     def growth(
@@ -92,23 +94,25 @@ class TurnLengths:
         kept = np.rint(alive * grown + (1 - alive) * grown / 2)
         return np.where(frees, freed, kept).astype(np.int64)
 
-    def _longer_than(self, tokens: Floats) -> tuple[Ints, Ints]:
-        """How many of the remembered turns became longer, and how long they are together.
-
-        Both are looked up by whole tokens, from 0 to the longest: searching the sorted lengths took ten times as long.
-        """
+    def _longer_than(self) -> tuple[Ints, Ints]:
+        """By whole tokens, from 0 to the longest: how many of the remembered turns became longer, and how long they are
+        together. Searching the sorted lengths took ten times as long."""
         if self._longer is None:
             nums = np.bincount(np.fromiter(self._recent, np.int64, len(self._recent)))
             sums = nums * np.arange(len(nums))
             self._longer = len(self._recent) - np.cumsum(nums), self._total - np.cumsum(sums)
-        nums, sums = self._longer
-        at = np.minimum(tokens, len(nums) - 1).astype(np.int64)
-        return nums[at], sums[at]
+        return self._longer
 
-    def _scale(self, generated: Tokens, expected: Tokens) -> Floats:
+    def _scale(self, generated: Tokens, expected: Tokens) -> Floats | float:
         """How many times as long as others a turn will be."""
         outlived = np.greater_equal(generated, expected)
-        return np.where(outlived, 1.0, expected / self.mean) if self._total else np.ones(outlived.shape)
+        if not self._total or outlived.all():
+            return 1.0
+        return np.where(outlived, 1.0, expected / self.mean)
+
+
+def _index(tokens: Floats | float, table: Ints) -> Ints:
+    return np.minimum(tokens, len(table) - 1).astype(np.int64)
 
 
 @dataclass(slots=True)

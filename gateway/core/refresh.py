@@ -121,8 +121,8 @@ def _refresh(fleet: FleetState, engine: EngineState, now: float, *, barred: bool
 def _waits(engine: EngineState, now: float) -> bool:
     """Whether the engine waits before it retries a failed load. A version that came since is tried at once, and so is
     the one before a version that was given up."""
-    same = engine.available <= engine.tried and engine.available != engine.given_up
-    return same and now < engine.refresh_not_before
+    early = now < engine.refresh_not_before
+    return early and engine.available <= engine.tried and engine.available != engine.given_up
 
 
 def _needed(fleet: FleetState, engine: EngineState) -> RefreshDecision | None:

@@ -32,8 +32,9 @@ import math
 import operator
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 
@@ -63,8 +64,7 @@ class Move(msgspec.Struct, frozen=True, gc=False):
         return self.turn_id or self.session_id
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(msgspec.Struct, frozen=True):
     """One engine that the plan empties, with the price of its moves and the gain, in engine seconds."""
 
     engine: EngineName
@@ -73,41 +73,37 @@ class Freed:
     busy: float  # share of B that it ran
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """Where the sessions of one engine go: all to the only destination, or each to its own."""
 
-    num_moves: int
-    list_sessions: Callable[[], Sequence[SessionLoad]]
+    source: EngineName
     destinations: Sequence[EngineName]
+    num_sessions: int
+    list_sessions: Callable[[], Sequence[SessionLoad]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """`freed` engines are empty once the moves are done. `reasons` says, per engine looked at, why or why not."""
 
     version: Version
-    routes: Mapping[EngineName, Route] = field(compare=False)  # by the engine that they free
+    routes: tuple[Route, ...] = field(compare=False)
     freed: tuple[Freed, ...]
     reasons: tuple[str, ...]
     prefill_tokens_per_s: float
 
-    def moves_of(self, engine: EngineName) -> list[Move]:
-        """The moves that free one engine."""
-        route = self.routes[engine]
-        return [
-            Move(s.turn_id, s.session_id, engine, there, s.tokens, s.tokens / self.prefill_tokens_per_s)
-            for s, there in zip(route.list_sessions(), itertools.cycle(route.destinations), strict=False)
-        ]
-
-    @property
+    @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """All moves, in the order in which they were planned."""
-        return tuple(move for engine in self.routes for move in self.moves_of(engine))
+        """All moves in the order in which they were planned, with the tokens of that moment."""
+        return tuple(
+            Move(s.turn_id, s.session_id, route.source, there, s.tokens, s.tokens / self.prefill_tokens_per_s)
+            for route in self.routes
+            for s, there in zip(route.list_sessions(), itertools.cycle(route.destinations), strict=False)
+        )
 
     @property
     def num_moves(self) -> int:
-        return sum(route.num_moves for route in self.routes.values())
+        return sum(route.num_sessions for route in self.routes)
 
     @property
     def price_s(self) -> float:
@@ -135,7 +131,7 @@ def whole(parts: Sequence[Plan]) -> Plan:
     """The plan that was made in `parts`."""
     return Plan(
         parts[0].version,
-        {engine: route for part in parts for engine, route in part.routes.items()},
+        tuple(route for part in parts for route in part.routes),
         tuple(sorted((freed for part in parts for freed in part.freed), key=lambda f: f.engine)),
         tuple(reason for part in parts for reason in part.reasons),
         parts[0].prefill_tokens_per_s,
@@ -190,7 +186,7 @@ def _free(source: _Bin, destinations: _Destinations, config: RepackConfig, part:
         why_not = why_not or "the engines of its version have no room for all of it"
         part.reasons.append(f"{view.name} stays: {why_not}")
         return set()
-    part.routes[view.name] = route
+    part.routes.append(route)
     part.freed.append(freed)
     there, weight = set(route.destinations), view.weight
     where = " and ".join(sorted(there))
@@ -232,7 +228,7 @@ class _Part:
 
     version: Version
     config: RepackConfig
-    routes: dict[EngineName, Route] = field(default_factory=dict)
+    routes: list[Route] = field(default_factory=list)
     freed: list[Freed] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     sessions: int = 0
@@ -240,7 +236,7 @@ class _Part:
     def plan(self) -> Plan:
         freed = sorted(self.freed, key=lambda f: f.engine)
         prefill_tokens_per_s = self.config.prefill_tokens_per_s
-        return Plan(self.version, self.routes, tuple(freed), tuple(self.reasons), prefill_tokens_per_s)
+        return Plan(self.version, tuple(self.routes), tuple(freed), tuple(self.reasons), prefill_tokens_per_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -307,7 +303,7 @@ class _Destinations:
         self._remove(source)
         there = self._whole(source)
         if there is not None:
-            return Route(source.sessions, source.view.list_sessions, (there.view.name,))
+            return Route(source.view.name, (there.view.name,), source.sessions, source.view.list_sessions)
         spread = self._spread(source)
         if spread is None:
             self._insert(source)
@@ -334,18 +330,20 @@ class _Destinations:
         chosen: list[_Bin] = []
         for load in sessions:
             kv_at = load.kv_at
-            one = next((b for b in able if kv_at[b.peak] <= b.room and b.fits(kv_at)), None)
-            if one is None:
+            for one in able:
+                if kv_at[one.peak] <= one.room and one.fits(kv_at):
+                    before.setdefault(one, (one.kv_at, one.sessions))
+                    one.add(kv_at)
+                    chosen.append(one)
+                    break
+            else:
                 for changed, held in before.items():
                     changed.hold(*held)
                 return None
-            before.setdefault(one, (one.kv_at, one.sessions))
-            one.add(kv_at)
-            chosen.append(one)
         for one in before:
             self._remove(one)
             self._insert(one)
-        return Route(len(sessions), lambda: sessions, [one.view.name for one in chosen])
+        return Route(source.view.name, [one.view.name for one in chosen], len(sessions), lambda: sessions)
 
     def _insert(self, one: _Bin) -> None:
         one.place = (-one.kv_at[0], one.tie)

@@ -109,12 +109,11 @@ class Repacker:
     def _carry_out(self, plan: Plan) -> None:
         self._sessions.counters.repacks += 1
         reason = "; ".join(plan.reasons)
-        moves = plan.moves
-        log.info("repack of version %d: %d moves: %s", plan.version, len(moves), reason)
+        log.info("repack of version %d: %d moves: %s", plan.version, plan.num_moves, reason)
         self._timeline.add(
             "repack",
             version=plan.version,
-            moves=[msgspec.structs.asdict(move) for move in moves],
+            moves=[msgspec.structs.asdict(move) for move in plan.moves],
             freed=[freed.engine for freed in plan.freed],
             price_s=plan.price_s,
             gain_s=plan.gain_s,

@@ -54,7 +54,7 @@ class TurnMover:
             source = self._fleet.state.engines.get(freed.engine)
             if source is None:
                 continue  # it left the fleet while the plan was made
-            moves = plan.moves_of(freed.engine)
+            moves = [m for m in plan.moves if m.source == freed.engine]
             reason = next(r for r in plan.reasons if r.startswith(f"{freed.engine} goes"))
             now, unix_s = time.monotonic(), time.time()
             receipt = self.book.open(plan.version, freed, moves, reason, now=now, unix_s=unix_s)

@@ -112,19 +112,22 @@ def p99(values: Sequence[float]) -> float:
 def publish_figures() -> Iterator[Figure]:
     rounds = [publish(seed) for seed in range(ROUNDS)]
     what = "all that is decided when a version arrives everywhere: intakes, refreshes, plan of moves"
-    details = {f"{part}_ms": round(statistics.median(sum(r[part]) for r in rounds), 3) for part in rounds[0]}
-    whole = [sum(map(sum, r.values())) for r in rounds]
+    details = {f"{part}_ms": round(statistics.median(sum(r[part]) for r in rounds), 3) for part in DECIDED}
+    whole = [sum(sum(r[part]) for part in DECIDED) for r in rounds]
     yield median("publish_ms", what, whole, bar=PUBLISH_MS, unit="ms", details=details)
     fleet = [sum(sum(r[part]) for part in FLEET) for r in rounds]
     yield median("publish_fleet_ms", "of it, without the plan", fleet, better="reported", unit="ms")
     plan = [sum(r["plan"]) for r in rounds]
     yield median("publish_plan_ms", "of it, the plan and what it sees", plan, better="reported", unit="ms")
     holds = [max(whole, *r["plan"]) for r, whole in zip(rounds, fleet, strict=True)]
+    moves = [sum(r["moves"]) for r in rounds]
+    yield median("publish_moves_ms", "beside it, the list of all moves", moves, better="reported", unit="ms")
     yield median("publish_hold_ms", "of it, the longest without a pause", holds, bar=PUBLISH_MS, unit="ms")
 
 
 FLEET = ("arrived", "intake", "refresh")
 """Parts that follow each other without a pause."""
+DECIDED = (*FLEET, "plan")
 
 
 def publish(seed: int) -> Mapping[str, Sequence[float]]:
@@ -142,6 +145,10 @@ def publish(seed: int) -> Mapping[str, Sequence[float]]:
     with timed(parts["refresh"]):
         going = refresh_decisions(made.fleet, 1000.0)
     plans = paused(repacker.plan(), parts["plan"])
+    for plan in plans:
+        with timed(parts["moves"]):
+            moves = plan.moves
+        assert len(moves) == plan.num_moves
     gc.unfreeze()
     assert len(changes) == len(list(made.fleet.serving(Pool(NEWEST)))), "every open intake closes"
     assert going, "those that are empty load it"

@@ -57,13 +57,13 @@ def plan_for(runs: list[RunningTurn], *more: Move) -> Plan:
 
 
 def plan_of(moves: Sequence[Move], freed: tuple[Freed, ...], reasons: tuple[str, ...]) -> Plan:
-    routes = {f.engine: route([m for m in moves if m.source == f.engine]) for f in freed}
+    routes = tuple(route(f.engine, [m for m in moves if m.source == f.engine]) for f in freed)
     return Plan(Version(0), routes, freed, reasons, 1000.0)
 
 
-def route(moves: Sequence[Move]) -> Route:
+def route(source: EngineName, moves: Sequence[Move]) -> Route:
     sessions = [SessionLoad(m.session_id, m.turn_id, steady(m.tokens)) for m in moves]
-    return Route(len(moves), lambda: sessions, [m.destination for m in moves])
+    return Route(source, [m.destination for m in moves], len(moves), lambda: sessions)
 
 
 async def test_turns_decode_at_their_source_until_their_move(tmp_path: Path) -> None:
