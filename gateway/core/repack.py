@@ -261,15 +261,15 @@ class _Bin:
         held = self.view.weight.plus(self.view.inbound)
         self.hold(held.kv_at, held.num)
 
-    def fits(self, kv_at: Sequence[int], num: int = 1) -> bool:
-        """Whether `num` sessions with so much KV in all fit, at every time."""
+    def take(self, kv_at: Sequence[int], num: int = 1) -> bool:
+        """Adds `num` sessions with so much KV in all, if they fit at every time."""
         if self.sessions + num > self.view.batch_max:
             return False
-        most: int = max(map(operator.add, self.kv_at, kv_at))
-        return most <= self.limit
-
-    def add(self, kv_at: Sequence[int], num: int = 1) -> None:
-        self.hold(list(map(operator.add, self.kv_at, kv_at)), self.sessions + num)
+        grown = list(map(operator.add, self.kv_at, kv_at))
+        if max(grown) > self.limit:
+            return False
+        self.hold(grown, self.sessions + num)
+        return True
 
     def hold(self, kv_at: Sequence[int], sessions: int) -> None:
         """Sets what it holds; also takes back what was added."""
@@ -313,10 +313,8 @@ class _Destinations:
         kv_at, num = source.kv_at, source.sessions  # all of it: nobody moves to a source
         too_full = bisect.bisect_left(self._fullest, (kv_at[0] - self._limit_max,), key=_PLACE)
         for one in itertools.islice(self._fullest, too_full, None):
-            if kv_at[one.peak] <= one.room and one.fits(kv_at, num):
-                self._remove(one)
-                one.add(kv_at, num)
-                self._insert(one)
+            if kv_at[one.peak] <= one.room and one.take(kv_at, num):
+                self._reorder(one)
                 return one
         return None
 
@@ -331,23 +329,29 @@ class _Destinations:
         for load in sessions:
             kv_at = load.kv_at
             for one in able:
-                if kv_at[one.peak] <= one.room and one.fits(kv_at):
-                    before.setdefault(one, (one.kv_at, one.sessions))
-                    one.add(kv_at)
+                if kv_at[one.peak] > one.room:
+                    continue
+                held = one.kv_at, one.sessions
+                if one.take(kv_at):
+                    before.setdefault(one, held)
                     chosen.append(one)
                     break
             else:
-                for changed, held in before.items():
-                    changed.hold(*held)
+                for changed, original in before.items():
+                    changed.hold(*original)
                 return None
         for one in before:
-            self._remove(one)
-            self._insert(one)
+            self._reorder(one)
         return Route(source.view.name, [one.view.name for one in chosen], len(sessions), lambda: sessions)
 
     def _insert(self, one: _Bin) -> None:
         one.place = (-one.kv_at[0], one.tie)
         bisect.insort(self._fullest, one, key=_PLACE)
+
+    def _reorder(self, one: _Bin) -> None:
+        """It holds more than when it was put in."""
+        self._remove(one)
+        self._insert(one)
 
     def _remove(self, one: _Bin) -> None:
         at = bisect.bisect_left(self._fullest, one.place, key=_PLACE)

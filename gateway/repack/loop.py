@@ -168,6 +168,8 @@ class Repacker:
 
     def _inbound(self, group: Sequence[EngineState]) -> Loads:
         """What earlier plans move from one engine of the group to another, and has not arrived."""
+        if not self._mover.inbound:
+            return {}
         engines = {engine.name: engine for engine in group}
         found = defaultdict[EngineName, list[SessionLoad]](list)
         turns, to = list[TurnLoad](), list[EngineName]()
