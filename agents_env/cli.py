@@ -190,8 +190,9 @@ def reasoning(options: Options, dataset: str, dataset_config: str | None, max_to
 @click.option("--datasets", "with_datasets", is_flag=True, help="name the datasets that `reasoning` can use")
 def list_environments(with_datasets: bool) -> None:
     """Name the environments."""
+    width = max(map(len, run.commands)) + 2
     for name, command in sorted(run.commands.items()):
-        click.echo(f"{name:12}{command.help}")
+        click.echo(f"{name:{width}}{command.help}")
     if with_datasets:
         click.echo("\n".join(["", "datasets of `reasoning`:", *(f"  {name}" for name in datasets())]))
 

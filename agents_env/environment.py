@@ -39,7 +39,10 @@ class Chat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one rollout. `metrics` are for people and for the gateway's record, never for training."""
+    """The result of one rollout. `metrics` are for people and for the gateway's record, never for training.
+
+    A reward lies in [0, 1]. "truncated": the last reply was cut at its most tokens, and the reward is of what there was.
+    """
 
     reward: float
     status: Literal["completed", "truncated"] = "completed"
@@ -59,7 +62,7 @@ TaskT = TypeVar("TaskT", bound=Task)
 
 
 class Environment(Protocol[TaskT]):
-    """A name and two methods; `environments/` has two examples."""
+    """A name and two methods; `environments/` has examples."""
 
     @property
     def name(self) -> str: ...

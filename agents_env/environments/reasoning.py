@@ -90,7 +90,7 @@ def datasets() -> list[str]:
 
 
 def _create(dataset: str, config: Mapping[str, Any], *, seed: int) -> Any:
-    import reasoning_gym  # takes a second to import, which the other environment need not pay
+    import reasoning_gym  # takes a second to import, which the others need not pay
 
     if dataset not in datasets():
         raise UnknownDataset(f"reasoning-gym has no dataset {dataset!r}; `agents-env list --datasets` names them")
