@@ -31,8 +31,8 @@ from gateway.store import Timeline
 
 log = logging.getLogger(__name__)
 
-STEP_SESSIONS = 8192
-"""Sessions read without a pause: a millisecond or two."""
+STEP_SESSIONS = 4096
+"""Sessions read without a pause: some two milliseconds."""
 Waiting = Mapping[tuple[EngineName, Version], Sequence[SessionState]]
 """Sessions that wait for a tool, by the engine that holds their prefix and their version."""
 
