@@ -41,7 +41,7 @@ class Chat(Protocol):
 class Outcome:
     """The result of one rollout. `metrics` are for people and for the gateway's record, never for training.
 
-    A reward lies in [0, 1]. "truncated": the last reply was cut at its most tokens, and the reward is of what there was.
+    A reward lies in [0, 1]. "truncated": the last reply was cut at its most tokens; the reward is of what there was.
     """
 
     reward: float
