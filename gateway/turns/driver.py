@@ -225,6 +225,11 @@ class Driver:
         exact = self._session.spec.trains and bool(truncating(sampling))
         return kinds_for(constrained=sampling.constrained, truncated=exact)
 
+    def _unsupported_somewhere(self) -> bool:
+        """The fleet has engines that do not support the turn: no plan moves it, since plans do not look at kinds."""
+        kinds = self._kinds()
+        return kinds is not None and any(engine.kind not in kinds for engine in self._fleet.state.engines.values())
+
     async def _stay(self, placement: Placement, cause: SegmentCause) -> None:
         """Streams on one engine until the turn's end. Raises StreamCut after a cut, Departed after a departure."""
         stream = self._start_stream(placement, cause)
@@ -257,7 +262,7 @@ class Driver:
             expected_tokens=spec.expected_output_tokens or 0,
             moves=self._session.moves,
             ends_session=spec.ephemeral,
-            in_place=self._request.sampling.in_place,
+            in_place=self._request.sampling.in_place or self._unsupported_somewhere(),
         )
         self._fleet.places.enter(placement.engine, self._load)
         self._fleet.places.occupy(self._request.turn_id, self)

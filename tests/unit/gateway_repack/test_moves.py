@@ -147,6 +147,7 @@ async def test_a_turn_is_not_moved_to_an_engine_of_a_kind_that_does_not_support_
         async with found.run(top_p=0.9) as run:
             await until(lambda: len(run.record.token_ids) == 4, "four tokens")
             assert run.engine == E1
+            assert [load.in_place for load in found.fleet.state.engines[E1].turns.values()] == [True], "for the planner"
             assert run.move(E0) is None
             e1.go.set()
             check_whole(run, await heard(run))
