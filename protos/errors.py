@@ -92,7 +92,7 @@ class TooLarge(LaminarError):
 
 
 class Unavailable(LaminarError):
-    """A dependency does not answer: etcd, a relay, every engine. A retry may succeed."""
+    """A dependency does not answer: etcd, a relay, every engine. A retry may succeed; `publish` makes it by itself."""
 
     code = "unavailable"
     http_status = 503

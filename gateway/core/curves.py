@@ -45,6 +45,7 @@ class DecodeCurve:
     """Seconds per token of one engine against the turns that run at once."""
 
     _buckets: dict[int, _Bucket] = field(default_factory=dict)
+    _points: list[tuple[float, float]] | None = None  # `points`, until the next tokens
 
     def observe(self, batch: int, tokens: int, seconds: float) -> None:
         """`tokens` of one turn came `seconds` after those before them, while `batch` turns ran."""
@@ -57,10 +58,13 @@ class DecodeCurve:
         bucket.seconds += share * (each - bucket.seconds)
         bucket.batch += share * (batch - bucket.batch)
         bucket.tokens += tokens
+        self._points = None
 
     def points(self) -> list[tuple[float, float]]:
         """(batch, seconds per token), smallest batch first; only of batches seen often enough."""
-        return sorted((b.batch, b.seconds) for b in self._buckets.values() if b.tokens >= TOKENS_MIN)
+        if self._points is None:
+            self._points = sorted((b.batch, b.seconds) for b in self._buckets.values() if b.tokens >= TOKENS_MIN)
+        return self._points
 
     def seconds_per_token(self, batch: int) -> float | None:
         """By the line through the two nearest points; None before anything was learnt."""
