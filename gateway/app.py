@@ -19,7 +19,7 @@ from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
 from gateway.api.openai.text_proxy import TextRoutes
 from gateway.api.openapi import add_openapi_route
 from gateway.api.sessions import add_session_routes
-from gateway.config import GatewayConfig
+from gateway.config import ExperienceStoreKind, GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
 from gateway.experience import ExperienceBuffer
@@ -56,7 +56,7 @@ DATABASE_NAME = "gateway.sqlite"
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """What is on disk, each store in tables of its own."""
+    """What is on disk, each store in tables of its own; trajectories only where `--experience-store` says so."""
 
     database: Database
     pool: PartialResponsePool
@@ -148,7 +148,7 @@ async def start(config: GatewayConfig) -> Gateway:
         path = None if config.data is None else config.data / DATABASE_NAME
         database = await stack.enter_async_context(Database(path))
         await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
-        stores = await open_stores(database, stack)
+        stores = await open_stores(database, stack, config.experience_store)
         parts = assemble(config, stores, tokenize=codec.encode, eos_ids=codec.eos_ids, vocab_size=codec.vocab_size)
         await recover(parts.sessions, stores.sessions, stores.pool)
         await parts.fleet.__aenter__()
@@ -179,12 +179,14 @@ async def start(config: GatewayConfig) -> Gateway:
         return Gateway(url, config, stores, parts, status, runner, loops, stack.pop_all())
 
 
-async def open_stores(database: Database, stack: AsyncExitStack) -> Stores:
+async def open_stores(
+    database: Database, stack: AsyncExitStack, experience: ExperienceStoreKind = "database"
+) -> Stores:
     """Makes the tables, and reads what an earlier life of this gateway left. `stack` closes the stores."""
     stores = Stores(
         database,
         PartialResponsePool(database),
-        ExperienceBuffer(database),
+        ExperienceBuffer(database, store=experience),
         Timeline(database),
         SessionStore(database),
         GroupStore(database),

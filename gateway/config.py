@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import click
 from msgspec import Meta
@@ -20,6 +20,9 @@ from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
 
 INTERVAL = Meta(ge=0.01)
 """Seconds between polls of engines, and between plans; shorter ones would leave time for nothing else."""
+
+ExperienceStoreKind = Literal["database", "memory"]
+"""What keeps finished trajectories until a trainer has used them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,11 @@ class GatewayConfig:
         DIRECTORY,
         "Where to keep sessions and trajectories for the next start. Without it they are in memory, and lost at exit.",
     ] = None
+    experience_store: Annotated[
+        ExperienceStoreKind,
+        "Where finished trajectories wait for the trainer. `database`: with the sessions, in --data. `memory`: never "
+        "on disk, and lost at exit, also where --data keeps the sessions.",
+    ] = "database"
     host: Annotated[str, "Address to listen on."] = "127.0.0.1"
     port: Annotated[int, PORT, "Port to listen on; 0: any free one."] = 8080
     fleet: FleetConfig = field(default_factory=FleetConfig)

@@ -1,4 +1,4 @@
-"""The experience buffer: finished trajectories under leases, in memory and in the gateway's database."""
+"""The experience buffer: finished trajectories under leases, kept in the gateway's database or in memory."""
 
 from gateway.experience.buffer import BufferStatistics, ExperienceBuffer
 

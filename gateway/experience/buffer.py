@@ -1,13 +1,15 @@
 """The experience buffer: finished trajectories that wait for a trainer, first in first out, under leases.
 
 Invariants:
-- a trajectory is on disk when `add` returns; it leaves only by `ack`, as too stale, or for room: each is counted;
-- state and disk change together, in the same order: where the disk refuses, the state is restored; where the caller is
-  cancelled, both changes are completed (a lease whose reader went away is then given back);
-- revisions and acknowledgements survive a power cut when the call returns; additions once their finish is reported
-  (`gateway.sessions.endings`);
-- a reader that dies loses nothing: its lease expires and the trajectories are handed out again, also after a restart;
+- a trajectory is in its store when `add` returns; it leaves only by `ack`, as too stale, or for room: each is counted;
+- state and store change together, in the same order: where the store refuses, the state is restored; where the caller
+  is cancelled, both changes are completed (a lease whose reader went away is then given back);
+- a reader that dies loses nothing: its lease expires and the trajectories are handed out again;
 - the trajectories of a live lease are handed to no other reader.
+
+With `stores.DatabaseStore` and a gateway that has `--data`, all of it holds after a restart, too. Revisions and
+acknowledgements survive a power cut when the call returns; additions once their finish is reported
+(`gateway.sessions.endings`). With `stores.MemoryStore` nothing outlives the process.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from itertools import chain, compress
 
 import msgspec
 
-from gateway.experience import rows
+from gateway.config import ExperienceStoreKind
 from gateway.experience.leases import BufferState, Entry, LeaseState
+from gateway.experience.stores import STORES
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.damage import leaving_out
@@ -64,14 +66,17 @@ class _Counters:
 
 
 class ExperienceBuffer:
-    """Any number of readers; `add` by the gateway at a session's finish."""
+    """Any number of readers; `add` by the gateway at a session's finish. `database`: the gateway's; `store`: what keeps
+    the trajectories."""
 
-    def __init__(self, database: Database, *, capacity: int = CAPACITY) -> None:
-        self._database = database
+    def __init__(
+        self, database: Database, *, store: ExperienceStoreKind = "database", capacity: int = CAPACITY
+    ) -> None:
+        self._store = STORES[store](database)
         self._state = BufferState(capacity)
         self._counters = _Counters()
         self._changed = asyncio.Event()
-        # Held across each change of the state and its write: without it, two changes could reach the disk in another
+        # Held across each change of the state and its write: without it, two changes could reach the store in another
         # order than the state, or one could be decided on a state that the other has to restore.
         self._order = asyncio.Lock()
         self._next_seq = 1
@@ -83,17 +88,18 @@ class ExperienceBuffer:
 
     async def open(self) -> None:
         """Creates the tables and takes over what the previous process left, leases included."""
-        entries, leases = await self._database.run(rows.load)
-        for entry, _ in entries:
+        kept = await self._store.open()
+        for entry, _ in kept.entries:
             self._state.add(entry)
             self._next_seq = entry.seq + 1
-        self._state.closed_groups.update(await self._database.run(rows.load_closed_groups))
-        for lease_id, reader, until in leases:
-            held = [entry for entry, of in entries if of == lease_id]
+        self._state.closed_groups.update(kept.closed_groups)
+        for lease_id, reader, until in kept.leases:
+            held = [entry for entry, of in kept.entries if of == lease_id]
             self._state.lease(lease_id, reader, held, until)
 
     async def add(self, *leaves: Trajectory, along: Operation[object] | None = None) -> None:
-        """Adds one whole session: its leaves are added, handed out and used up together. `along` is in the same commit.
+        """Adds one whole session: its leaves are added, handed out and used up together. `along` is
+        committed to the database with them, and only then are they here.
 
         Raises Conflict for a session that is in the buffer already, OutOfCapacity if every place is leased.
         """
@@ -109,15 +115,8 @@ class ExperienceBuffer:
             entry = Entry(self._next_seq, trajectory.session_id, trajectory.group_id, _oldest_version(leaves))
             self._next_seq += 1
             gone = self._state.add(entry)
-            body = msgspec.msgpack.encode(leaves)
-
-            def write(connection: sqlite3.Connection) -> None:
-                rows.replace(connection, entry, body, gone)
-                if along is not None:
-                    along(connection)
-
             try:
-                await self._database.run(write)
+                await self._store.add(entry, msgspec.msgpack.encode(leaves), gone, along)
             except LaminarError:
                 self._state.remove(entry)
                 self._state.put_back(gone)
@@ -129,7 +128,7 @@ class ExperienceBuffer:
     async def revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
         """Replaces a session's trajectories. NotFound when it is not here, Conflict when a reader has it.
 
-        `change` runs in the database's thread and must be pure; if it raises, nothing changes.
+        `change` may run in the database's thread and must be pure; if it raises, nothing changes.
         """
         await self._shielded.run(self._revise(session_id, change), f"revise-{session_id}")
 
@@ -141,8 +140,8 @@ class ExperienceBuffer:
             entry = next((e for e in self._state.free.values() if e.session_id == session_id), None)
             if entry is None:
                 raise Conflict(f"a reader has session {session_id}", hint="give rewards before it is sampled")
-            await self._database.run(lambda connection: rows.revise(connection, entry.seq, change))
-        await self._database.synced()
+            await self._store.revise(entry, change)
+        await self._store.synced()
 
     async def close_group(self, group_id: str, members: int) -> None:
         """The group is complete with `members`, fewer than its size: readers of groups get it as it is."""
@@ -152,7 +151,7 @@ class ExperienceBuffer:
         async with self._order:
             self._state.closed_groups[group_id] = members
             gone = self._state.forget_closed_groups()
-            await self._database.owe(lambda connection: rows.close_group(connection, group_id, members, gone))
+            await self._store.close_group(group_id, members, gone)
         self._changed.set()
 
     async def drop_group(self, group_id: str) -> int:
@@ -165,7 +164,7 @@ class ExperienceBuffer:
             gone = [entry for entry in self._state.free.values() if entry.group_id == group_id]
             for entry in gone:
                 self._state.remove(entry)
-            await self._database.owe(lambda connection: rows.delete(connection, gone))
+            await self._store.delete(gone)
         return len(gone)
 
     async def sample(
@@ -190,7 +189,7 @@ class ExperienceBuffer:
         groups all of whose rewards are equal.
         """
         wanted = check_wanted(trajectories, groups, group_size)
-        self._database.check()
+        self._store.check()
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
         while True:
             async with self._order:
@@ -223,12 +222,12 @@ class ExperienceBuffer:
                     hint="it was acknowledged before, or it expired and its trajectories went back: sample again",
                 )
             try:
-                await self._database.run(lambda connection: rows.delete_lease(connection, lease_id))
+                await self._store.use_up(lease)
             except LaminarError:
                 self._state.hold(lease)
                 raise
             self._counters.acked += len(lease.entries)
-        await self._database.synced()
+        await self._store.synced()
         return len(lease.entries)
 
     async def release(self, lease_id: str) -> int:
@@ -242,7 +241,7 @@ class ExperienceBuffer:
             if lease is None:
                 raise NotFound(f"no lease {lease_id!r}", hint="it was acknowledged or given back before, or it expired")
             self._state.release(lease_id)
-            await self._database.owe(lambda connection: rows.release(connection, lease_id))
+            await self._store.release(lease_id)
         self._changed.set()
         return len(lease.entries)
 
@@ -285,14 +284,12 @@ class ExperienceBuffer:
         return self._state.take(trajectories)
 
     async def _delete(self, gone: Sequence[Entry]) -> None:
-        """Deletes the rows of entries that the state has dropped."""
-        await self._shielded.run(
-            self._database.owe(lambda connection: rows.delete(connection, gone)), "delete-trajectories"
-        )
+        """Deletes entries from the store that the state has dropped."""
+        await self._shielded.run(self._store.delete(gone), "delete-trajectories")
 
     async def _drop_equal(self, chosen: list[Entry]) -> bool:
         """Returns whether any group was dropped."""
-        gone = await self._database.run(lambda connection: rows.of_equal_rewards(connection, chosen))
+        gone = await self._store.of_equal_rewards(chosen)
         for entry in gone:
             if entry.seq in self._state.free:
                 self._state.remove(entry)
@@ -301,9 +298,9 @@ class ExperienceBuffer:
         return bool(gone)
 
     async def _lease(self, reader: str, chosen: list[Entry], lease_s: float) -> tuple[str, list[Trajectory]] | None:
-        """None: no row could be read.
+        """None: none could be read.
 
-        The lease is written by a task of its own, so that a cancelled caller cannot leave state and disk apart. Its
+        The lease is written by a task of its own, so that a cancelled caller cannot leave state and store apart. Its
         reader will never learn the lease's id, so the trajectories would be stuck until it expires: once it is written,
         it is given back.
         """
@@ -317,11 +314,8 @@ class ExperienceBuffer:
             raise
 
     async def _write_lease(self, lease: LeaseState, chosen: Sequence[Entry]) -> tuple[str, list[Trajectory]] | None:
-        seqs = [entry.seq for entry in chosen]
         try:
-            bodies = await self._database.run(
-                lambda connection: rows.lease_rows(connection, lease.lease_id, lease.reader, lease.until, seqs)
-            )
+            bodies = await self._store.lease(lease)
         except LaminarError:
             self._state.release(lease.lease_id)
             raise
@@ -332,7 +326,7 @@ class ExperienceBuffer:
                 leaves = decode_msgpack(body, list[Trajectory])
             if leaves is None:
                 self._state.leave_out(lease, entry)
-                await self._database.owe(lambda connection, seq=entry.seq: rows.unlease(connection, seq))
+                await self._store.leave_out(entry)
             else:
                 found += leaves
         self._counters.sampled += len(lease.entries)
@@ -345,7 +339,7 @@ class ExperienceBuffer:
         await asyncio.wait([leasing])
         async with self._order:
             if self._state.release(lease_id):
-                await self._database.owe(lambda connection: rows.release(connection, lease_id))
+                await self._store.release(lease_id)
         self._changed.set()
 
     async def _wait_for_change(self, remaining_s: float) -> None:

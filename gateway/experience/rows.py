@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -31,11 +31,22 @@ class _Rewarded(msgspec.Struct):
 _decode_rewards = msgspec.msgpack.Decoder(list[_Rewarded]).decode
 
 
+def _make_tables(connection: sqlite3.Connection) -> None:
+    for statement in _SCHEMA.split(";"):
+        connection.execute(statement)
+
+
+def count(connection: sqlite3.Connection) -> int:
+    """Makes the tables, too."""
+    _make_tables(connection)
+    [found] = connection.execute("SELECT count(*) FROM trajectories").fetchone()
+    return int(found)
+
+
 def load(
     connection: sqlite3.Connection,
 ) -> tuple[list[tuple[Entry, str | None]], list[tuple[str, str, float]]]:
-    for statement in _SCHEMA.split(";"):
-        connection.execute(statement)
+    _make_tables(connection)
     rows = connection.execute(
         "SELECT seq, session_id, group_id, oldest_version, lease_id FROM trajectories ORDER BY seq"
     ).fetchall()
@@ -57,12 +68,12 @@ def load_closed_groups(connection: sqlite3.Connection) -> list[tuple[str, int]]:
     return connection.execute("SELECT group_id, members FROM closed_groups").fetchall()
 
 
-def close_group(connection: sqlite3.Connection, group_id: str, members: int, gone: list[str]) -> None:
+def close_group(connection: sqlite3.Connection, group_id: str, members: int, gone: Sequence[str]) -> None:
     connection.execute("INSERT OR REPLACE INTO closed_groups VALUES (?,?)", (group_id, members))
     connection.executemany("DELETE FROM closed_groups WHERE group_id=?", [(name,) for name in gone])
 
 
-def replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: list[Entry]) -> None:
+def replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: Sequence[Entry]) -> None:
     delete(connection, gone)
     row = (entry.seq, entry.session_id, entry.group_id, entry.oldest_version, body)
     connection.execute(
@@ -76,10 +87,13 @@ def delete(connection: sqlite3.Connection, entries: Sequence[Entry]) -> None:
 
 def revise(connection: sqlite3.Connection, seq: int, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
     [body] = connection.execute("SELECT body FROM trajectories WHERE seq=?", (seq,)).fetchone()
+    connection.execute("UPDATE trajectories SET body=? WHERE seq=?", (revised(seq, body, change), seq))
+
+
+def revised(seq: int, body: bytes, change: Callable[[list[Trajectory]], list[Trajectory]]) -> bytes:
     with reading("trajectories", seq):
         before = decode_msgpack(body, list[Trajectory])
-    leaves = change(before)
-    connection.execute("UPDATE trajectories SET body=? WHERE seq=?", (msgspec.msgpack.encode(leaves), seq))
+    return msgspec.msgpack.encode(change(before))
 
 
 def lease_rows(
@@ -107,11 +121,17 @@ def unlease(connection: sqlite3.Connection, seq: int) -> None:
 
 
 def of_equal_rewards(connection: sqlite3.Connection, entries: Sequence[Entry]) -> list[Entry]:
+    read = "SELECT body FROM trajectories WHERE seq=?"
+    return equally_rewarded((entry, connection.execute(read, (entry.seq,)).fetchone()[0]) for entry in entries)
+
+
+def equally_rewarded(bodies: Iterable[tuple[Entry, bytes]]) -> list[Entry]:
     """The members of groups whose rewards are all equal: no member is better than another, so a trainer learns nothing
-    from them. Late rewards count: the rows have them."""
+    from them. Late rewards count: the bodies have them."""
     rewards: dict[str, set[float]] = {}
-    for entry in entries:
-        [body] = connection.execute("SELECT body FROM trajectories WHERE seq=?", (entry.seq,)).fetchone()
+    entries: list[Entry] = []
+    for entry, body in bodies:
+        entries.append(entry)
         with leaving_out("trajectories", entry.seq):
             rewards.setdefault(entry.group_id, set()).update(leaf.reward for leaf in _decode_rewards(body))
     return [entry for entry in entries if len(rewards.get(entry.group_id, ())) == 1]

@@ -4,12 +4,14 @@ A finish goes down through the rooms once: turns (those that nobody reads are co
 versions), core (the trajectories), experience and store (one commit), then the registry, the children and the group.
 
 Invariants:
-- a trajectory is in the experience buffer, on disk, before its session's finish is answered. Sessions whose versions an
-  engine contradicts, evaluations, and sessions that are not for training never enter it;
+- a trajectory is in the experience buffer, on disk unless that keeps it in memory (`--experience-store`), before its
+  session's finish is answered. Sessions whose versions an engine contradicts, evaluations, and sessions that are not
+  for training never enter it;
 - a session ends once, and only after its turns: a running turn of an abandoned session is aborted first;
 - an end or a reward that has begun is completed whether or not its caller stays; a repeated finish gets the same
   answer;
-- an end or a reward that was answered survives a power cut; one that the disk refused has had no effect;
+- an end or a reward that was answered survives a power cut, as far as it is on disk; one that the disk refused has had
+  no effect;
 - children end with their parent, before its end is answered.
 """
 
@@ -124,7 +126,7 @@ class Endings:
             raise
 
     async def finish_rewarded(self, session_id: SessionId, request: Finish) -> tuple[Finished, list[Trajectory]]:
-        """Ends the session. Its trajectories, one a leaf, are on disk in the experience buffer when this returns."""
+        """Ends the session. Its trajectories, one a leaf, are in the experience buffer when this returns."""
         state, reward = self._live.get(session_id), request.reward
         assert reward is not None
         first = request if state.unrewarded is None else state.unrewarded.asked
@@ -157,7 +159,8 @@ class Endings:
         return state.spec.trains
 
     def _ending(self, state: SessionState, ended: Ended) -> Operation[object]:
-        """The session's end, to be written in one commit with its trajectories: a crash leaves both or none."""
+        """The session's end, to be written in one commit with its trajectories: a crash leaves both or none. Those in
+        memory are there only after it, and a crash loses them."""
         end, forget = self._store.ending(state.session_id, ended), self._pool.forgetting(state.session_id)
         return lambda connection: (end(connection), forget(connection))
 

@@ -1,7 +1,8 @@
 """Live sessions on disk, beside their turns: their specifications, API keys, messages and rewards.
 
 Invariants:
-- a session is here from its creation to its end; its end here and in the experience buffer are one commit;
+- a session is here from its creation to its end; its end here and in the experience buffer are one commit, where that
+  is in the database;
 - a turn's messages are here before the client sees its finish, its reward before the call that gave it returns;
 - of the last `ENDED_MAX` sessions that ended, how each ended stays.
 """

@@ -259,6 +259,19 @@ def test_whether_users_name_sessions_is_configured(
     assert [config.session_from_user for config in seen] == [named]
 
 
+@pytest.mark.parametrize(("flags", "store"), [([], "database"), (["--experience-store", "memory"], "memory")])
+def test_where_trajectories_wait_is_configured(monkeypatch: pytest.MonkeyPatch, flags: list[str], store: str) -> None:
+    seen: list[GatewayConfig] = []
+
+    async def served(config: GatewayConfig, ready_file: Path | None) -> None:
+        seen.append(config)
+
+    monkeypatch.setattr("gateway.cli._serve", served)
+    assert invoke("serve", "--model=m", "--tokenizer=.", *flags).exit_code == 0
+    assert [config.experience_store for config in seen] == [store]
+    assert invoke("serve", "--model=m", "--tokenizer=.", "--experience-store=disk").exit_code == 2
+
+
 @pytest.mark.parametrize("flag", ["queue-timeout-s", "poll-interval-s", "kv-max", "stall-timeout-s"])
 def test_what_is_no_number_is_no_time(flag: str, tmp_path: Path) -> None:
     """Nothing is before or after it: one such timer would put all others out of order."""

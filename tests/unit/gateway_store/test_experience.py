@@ -1,4 +1,4 @@
-"""The experience buffer: order, leases, groups, staleness and room, on disk and in the pure bookkeeping."""
+"""The experience buffer: order, leases, groups, staleness and room, in each store and in the pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gateway.experience import ExperienceBuffer
 from gateway.experience.leases import BufferState, Entry
+from gateway.experience.stores import STORES
 from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
 from protos.trajectories import Segment, Trajectory
@@ -54,10 +55,10 @@ def trajectory(name: str, version: int = 1, group: str = "g", split: str = "trai
     )
 
 
-@pytest.fixture
-async def buffer(tmp_path: Path) -> AsyncIterator[ExperienceBuffer]:
+@pytest.fixture(params=sorted(STORES))
+async def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ExperienceBuffer]:
     async with Database(tmp_path / "db") as database:
-        buffer = ExperienceBuffer(database, capacity=4)
+        buffer = ExperienceBuffer(database, store=request.param, capacity=4)
         await buffer.open()
         yield buffer
 

@@ -1,0 +1,205 @@
+"""Where the experience buffer keeps its trajectories: the seam, and the two stores behind it.
+
+The buffer decides what is added, leased and dropped (`buffer`, `leases`); a store has the bodies, and whatever of the
+bookkeeping is to outlive the gateway. Of a session's finish, every store commits the part that is not its own (`along`)
+to the gateway's database, and has the trajectories only if that succeeded.
+
+What `run` and `owe` are to the database, the methods here are to their callers: `add`, `revise`, `lease`, `use_up` and
+`of_equal_rewards` raise LaminarError without any effect; the others record what has happened already, and wait while a
+store cannot be written.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.config import ExperienceStoreKind
+from gateway.experience import rows
+from gateway.experience.leases import Entry, LeaseState
+from gateway.store.database import Database, Operation
+from protos.trajectories import Trajectory
+
+log = logging.getLogger(__name__)
+
+Change = Callable[[list[Trajectory]], list[Trajectory]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an earlier life of the gateway left. `entries`: oldest first, each with its lease's id. `leases`: id, reader
+    and end (Unix time, in seconds). `closed_groups`: with their members."""
+
+    entries: Sequence[tuple[Entry, str | None]] = ()
+    leases: Sequence[tuple[str, str, float]] = ()
+    closed_groups: Sequence[tuple[str, int]] = ()
+
+
+class ExperienceStore(Protocol):
+    """The bodies of trajectories, by entry: the leaves of one session, as msgpack."""
+
+    async def open(self) -> Kept:
+        """Makes the tables in any case: the sessions' own refer to them (`gateway.store.sessions`)."""
+        ...
+
+    def check(self) -> None:
+        """Raises Unavailable while no lease can be kept."""
+        ...
+
+    async def synced(self) -> None:
+        """When this returns, what this store keeps on disk survives a power cut."""
+        ...
+
+    async def add(self, entry: Entry, body: bytes, gone: Sequence[Entry], along: Operation[object] | None) -> None:
+        """Adds `body` in place of those of `gone`. `along` takes effect, too, or nothing does."""
+        ...
+
+    async def revise(self, entry: Entry, change: Change) -> None:
+        """`change` is pure and may run in another thread, or more than once; if it raises, nothing changes."""
+        ...
+
+    async def delete(self, gone: Sequence[Entry]) -> None: ...
+
+    async def lease(self, lease: LeaseState) -> Sequence[bytes]:
+        """The bodies of the lease's entries, in their order, once the lease is kept."""
+        ...
+
+    async def use_up(self, lease: LeaseState) -> None:
+        """Deletes the lease and its entries."""
+        ...
+
+    async def release(self, lease_id: str) -> None: ...
+
+    async def leave_out(self, entry: Entry) -> None:
+        """The entry's body does not decode: it stays where it is, and belongs to no lease."""
+        ...
+
+    async def close_group(self, group_id: str, members: int, forgotten: Sequence[str]) -> None: ...
+
+    async def of_equal_rewards(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The members of groups whose rewards are all equal."""
+        ...
+
+
+class DatabaseStore:
+    """Rows of the gateway's database. With `--data` they outlive the gateway, leases included."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def open(self) -> Kept:
+        entries, leases = await self._database.run(rows.load)
+        return Kept(entries, leases, await self._database.run(rows.load_closed_groups))
+
+    def check(self) -> None:
+        self._database.check()
+
+    async def synced(self) -> None:
+        await self._database.synced()
+
+    async def add(self, entry: Entry, body: bytes, gone: Sequence[Entry], along: Operation[object] | None) -> None:
+        def write(connection: sqlite3.Connection) -> None:
+            rows.replace(connection, entry, body, gone)
+            if along is not None:
+                along(connection)
+
+        await self._database.run(write)
+
+    async def revise(self, entry: Entry, change: Change) -> None:
+        await self._database.run(lambda connection: rows.revise(connection, entry.seq, change))
+
+    async def delete(self, gone: Sequence[Entry]) -> None:
+        await self._database.owe(lambda connection: rows.delete(connection, gone))
+
+    async def lease(self, lease: LeaseState) -> Sequence[bytes]:
+        seqs = list(lease.entries)
+        return await self._database.run(
+            lambda connection: rows.lease_rows(connection, lease.lease_id, lease.reader, lease.until, seqs)
+        )
+
+    async def use_up(self, lease: LeaseState) -> None:
+        await self._database.run(lambda connection: rows.delete_lease(connection, lease.lease_id))
+
+    async def release(self, lease_id: str) -> None:
+        await self._database.owe(lambda connection: rows.release(connection, lease_id))
+
+    async def leave_out(self, entry: Entry) -> None:
+        await self._database.owe(lambda connection: rows.unlease(connection, entry.seq))
+
+    async def close_group(self, group_id: str, members: int, forgotten: Sequence[str]) -> None:
+        await self._database.owe(lambda connection: rows.close_group(connection, group_id, members, forgotten))
+
+    async def of_equal_rewards(self, entries: Sequence[Entry]) -> list[Entry]:
+        return await self._database.run(lambda connection: rows.of_equal_rewards(connection, entries))
+
+
+class MemoryStore:
+    """Bodies in this process alone, as many as the buffer's capacity; the next start begins without any.
+
+    The database gets no row of them, and only `along` is written: so a disk that fails refuses finishes, but no reader.
+    Leases and closed groups are in the buffer's own bookkeeping, and need no record. What an earlier life with a
+    `DatabaseStore` left stays untouched.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._bodies: dict[int, bytes] = {}  # by the entry's seq
+
+    def __len__(self) -> int:
+        return len(self._bodies)
+
+    async def open(self) -> Kept:
+        if left := await self._database.run(rows.count):
+            log.warning(
+                "%d sessions' trajectories of an earlier life stay in the database, and no reader gets them: start "
+                "with --experience-store database to hand them out",
+                left,
+            )
+        return Kept()
+
+    def check(self) -> None:
+        pass
+
+    async def synced(self) -> None:
+        pass
+
+    async def add(self, entry: Entry, body: bytes, gone: Sequence[Entry], along: Operation[object] | None) -> None:
+        if along is not None:
+            await self._database.run(along)
+        await self.delete(gone)
+        self._bodies[entry.seq] = body
+
+    async def revise(self, entry: Entry, change: Change) -> None:
+        self._bodies[entry.seq] = rows.revised(entry.seq, self._bodies[entry.seq], change)
+
+    async def delete(self, gone: Sequence[Entry]) -> None:
+        for entry in gone:
+            self._bodies.pop(entry.seq, None)
+
+    async def lease(self, lease: LeaseState) -> Sequence[bytes]:
+        return [self._bodies[seq] for seq in lease.entries]
+
+    async def use_up(self, lease: LeaseState) -> None:
+        await self.delete(list(lease.entries.values()))
+
+    async def release(self, lease_id: str) -> None:
+        pass
+
+    async def leave_out(self, entry: Entry) -> None:
+        self._bodies.pop(entry.seq, None)
+
+    async def close_group(self, group_id: str, members: int, forgotten: Sequence[str]) -> None:
+        pass
+
+    async def of_equal_rewards(self, entries: Sequence[Entry]) -> list[Entry]:
+        return rows.equally_rewarded((entry, self._bodies[entry.seq]) for entry in entries)
+
+
+STORES: Mapping[ExperienceStoreKind, Callable[[Database], ExperienceStore]] = {
+    "database": DatabaseStore,
+    "memory": MemoryStore,
+}
+"""Each kind that `--experience-store` takes. `database` is the gateway's, for what is committed along."""
