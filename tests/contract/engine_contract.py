@@ -70,7 +70,8 @@ class Subject:
         return str(self.daemon.ready["url"])
 
     def start_again(self) -> None:
-        """A new process under the address of the one that a test killed."""
+        """A new process under the address of the one that a test killed, or was about to when it failed."""
+        self.daemon.kill()
         self.daemon = self.start(self._ports.of(self.kind))
 
     def stop(self) -> int:
