@@ -33,7 +33,7 @@ PROMPT = tuple(range(40, 60))
 TOKENS = 24
 LONG = 1500
 """Tokens of a turn that a client can meet while it runs."""
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """For what an engine under load may take; a case that works never waits so long."""
 TRIES = 6
 """Turns that are begun until one is met while it runs: a quick engine may be through before a slow client acts."""
@@ -70,7 +70,8 @@ class Subject:
         return str(self.daemon.ready["url"])
 
     def start_again(self) -> None:
-        """A new process under the address of the one that a test killed."""
+        """A new process under the address of the one that a test killed, or was about to when it failed."""
+        self.daemon.kill()
         self.daemon = self.start(self._ports.of(self.kind))
 
     def stop(self) -> int:
@@ -105,7 +106,8 @@ class Subject:
 
     @asynccontextmanager
     async def adapter(self, **deadlines: float) -> AsyncIterator[EngineAdapter]:
-        found = connect(self.kind, self.url, MODEL, **{"stall_timeout_s": PATIENCE_S, **deadlines})
+        patience = {"stall_timeout_s": PATIENCE_S, "control_timeout_s": PATIENCE_S}
+        found = connect(self.kind, self.url, MODEL, **{**patience, **deadlines})
         try:
             yield found
         finally:
@@ -382,7 +384,7 @@ class EngineContract:
         assert cut.value.reason == "refused"
 
     async def _check_other_model(self, subject: Subject) -> None:
-        critic = connect(subject.kind, subject.url, "critic", stall_timeout_s=PATIENCE_S)
+        critic = connect(subject.kind, subject.url, "critic", stall_timeout_s=PATIENCE_S, control_timeout_s=PATIENCE_S)
         try:
             with pytest.raises(EngineFailed, match=r"serves \['policy'\], not 'critic'"):
                 await critic.limits()
