@@ -56,6 +56,8 @@ class LoopThread:
         except BaseException:
             future.cancel()  # stops the coroutine of an interrupted caller; no effect on one that has ended
             raise
+        finally:
+            del future  # its error's traceback has this frame, and through those below it the relay's memory
 
     def close(self) -> None:
         """Raises Unavailable when work goes on after CLOSE_TIMEOUT_S; the thread then ends together with that work."""

@@ -143,6 +143,9 @@ async def _unless_replaced(relay: RelayClient, model: str, master: RelayClient, 
     """The result of `work` at the master; _Replaced once another relay is master, since the work is void then.
 
     A master that hangs does not answer, and the call's own deadline would be longer than an election takes.
+
+    Its error's traceback has this frame: a name for the task that holds the error would close a cycle, and the relay's
+    memory would stay mapped, through the frames below, until the collector runs.
     """
     working = asyncio.ensure_future(work)
     try:
@@ -155,6 +158,7 @@ async def _unless_replaced(relay: RelayClient, model: str, master: RelayClient, 
         if not working.done():
             working.cancel()
             await asyncio.wait([working], timeout=RETRY_S)
+        del working
 
 
 async def _publish_once(

@@ -266,7 +266,7 @@ class _Connection:
         self._mutex = threading.Lock()
         self._frames: list[bytes] = []
         self._sent_at = time.monotonic()
-        self._broken: LinkBroken | None = None  # found by the thread of signs of life; the next to send raises it
+        self._broken = ""  # how, found by the thread of signs of life; the next to send raises it
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name="publish-alive", daemon=True)
 
@@ -300,8 +300,8 @@ class _Connection:
         self._frames.clear()
 
     def _send(self, data: bytes | memoryview, flags: int = 0) -> None:
-        if self._broken is not None:
-            raise self._broken
+        if self._broken:
+            raise LinkBroken(self._broken)
         frames.send_all(self._sock, data, flags)
         self._sent_at = time.monotonic()
 
@@ -316,7 +316,7 @@ class _Connection:
                     self._frames.append(Header(Kind.ALIVE).pack())
                     self._flush()
             except LinkBroken as error:
-                self._broken = error
+                self._broken = str(error)
                 reading = self._image.reading
                 where = f" while tensor {reading[0]!r} is read" if reading is not None else ""
                 log.warning("the relay left%s: the publish ends when that returns", where)
@@ -368,8 +368,8 @@ def _copy(image: Image, places: Sequence[MappedFile | None], connection: _Connec
         copy()
     else:
         with ThreadPoolExecutor(num_threads, "publish-copy") as threads:
-            for one in [threads.submit(copy) for _ in range(num_threads)]:
-                one.result()
+            for _ in threads.map(lambda _: copy(), range(num_threads)):  # keeps no future, whose error has this frame
+                pass
     connection.flush()
     for place in places:
         if place is not None and len(image.indices) == image.chunks.num_chunks:  # a rank touches its own chunks

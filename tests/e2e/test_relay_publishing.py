@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from safetensors.numpy import save
 from paramserver.client import RelayClient, TensorSource, publish
 from paramserver.client.relay import RunHold
 from paramserver.membership import LocalEtcd
-from protos.errors import Conflict, InDoubt, NotFound, Unavailable, UnknownModel
+from protos.errors import Conflict, InDoubt, InvalidRequest, NotFound, Unavailable, UnknownModel
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.support.relays import Relays, until
 from tests.support.survivors import SLOW
@@ -109,6 +110,22 @@ async def test_a_publisher_holds_no_memory_of_a_relay_that_died(relays: Relays) 
             return relay.mappings.num_kept == 0 and "laminar-test" not in mapped_here()
 
         await until(let_go, "nothing of it is mapped")
+
+
+async def test_a_publish_that_failed_maps_nothing_once_its_publisher_is_closed(relays: Relays) -> None:
+    """Not only when the collector of cycles next runs: the relay needs that memory, and a trainer may switch it off."""
+    daemon = relays.start("a")
+    short = TensorSource("short", "U8", (100,), lambda: memoryview(b"short"))
+    gc.collect()
+    gc.disable()
+    try:
+        async with RelayClient(daemon.ready["grpc"]) as relay:
+            with pytest.raises(InvalidRequest, match="'short' gave 5 bytes"):
+                await publish(relay, MODEL, [*source_of(weights(1)), short], step=1, run="r")
+            assert relay.mappings.num_kept > 0
+        assert mapped_here() == ""
+    finally:
+        gc.enable()
 
 
 def mapped_here() -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import threading
 import warnings
+import weakref
 
 import pytest
 
@@ -28,6 +31,28 @@ def test_results_and_errors_come_out_of_run() -> None:
 
     with pytest.raises(ValueError, match="as it was"):
         loop.run(fail())
+    loop.close()
+
+
+def test_an_error_keeps_nothing_alive_once_it_was_handled() -> None:
+    """Not only when the collector of cycles next runs: a failed publish would hold tensors and the relay's memory."""
+    loop = LoopThread("test-loop")
+    held: list[weakref.ref[threading.Event]] = []
+
+    async def fail() -> None:
+        large = threading.Event()
+        held.append(weakref.ref(large))
+        raise ValueError(f"{large} is in this frame")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            loop.run(fail())
+        assert loop.run(answer(1)) == 1  # the loop is done with the coroutine
+        assert held[0]() is None
+    finally:
+        gc.enable()
     loop.close()
 
 
