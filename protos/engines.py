@@ -18,8 +18,9 @@ class EngineKind:
 
     text_routes: Mapping[str, str]  # paths of its own API for text: of "chat" and "completion"
     constrains: bool = True  # holds an answer to a JSON schema, a pattern or tags
-    truncated_logprobs: bool = True  # reports logprobs of the distribution after `top_p`, `top_k` and `min_p`
+    truncated_logprobs: bool = True  # reports logprobs of the distribution after `top_p`, `top_k` and their like
     penalises_prompt: bool = True  # `repetition_penalty` counts the prompt's tokens as well
+    lacks: frozenset[str] = frozenset()  # sampling parameters that it does not take
 
 
 _OPENAI = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}

@@ -1,7 +1,8 @@
 """The numeric sampling parameters, a row each: bounds, defaults, and their effect on the distribution. Pure.
 
 Requests are checked, schemas served, engines' requests written and segments recorded from this table. A new row needs a
-field of the same name in `SamplingFields`, `core.types.SamplingParams` and `protos.trajectories.SampledWith`.
+field of the same name in `SamplingFields`, `core.types.SamplingParams` and `protos.trajectories.SampledWith`; kinds of
+engines that do not take it name it in `lacks` (`protos.engines`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Collection
 
 from gateway.core.parameters import PARAMETERS, distorting, truncating
 from gateway.core.types import LogprobsKind, SamplingParams, TurnRequest
@@ -20,13 +21,15 @@ TELL_TRUNCATED = frozenset(name for name, kind in ENGINE_KINDS.items() if kind.t
 CONSTRAINING = frozenset(name for name, kind in ENGINE_KINDS.items() if kind.constrains)
 
 
-def kinds_for(*, constrained: bool, truncated: bool = False) -> frozenset[str] | None:
+def kinds_for(*, constrained: bool, truncated: bool = False, parameters: Collection[str] = ()) -> frozenset[str] | None:
     """Kinds of engines that support a turn; None for all.
 
     `constrained`: by a grammar, a schema or a pattern. `truncated`: its logprobs are to be those of a truncated policy.
+    `parameters`: the names of those that its engine is sent.
     """
     able = CONSTRAINING if constrained else frozenset(ENGINE_KINDS)
     able = able & TELL_TRUNCATED if truncated else able
+    able = frozenset(kind for kind in able if ENGINE_KINDS[kind].lacks.isdisjoint(parameters))
     return able if able < frozenset(ENGINE_KINDS) else None
 
 

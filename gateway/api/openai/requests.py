@@ -24,8 +24,8 @@ from gateway.api.openai.bodies import (
     _Common,
 )
 from gateway.api.openai.constraints import constraint
-from gateway.core.parameters import PARAMETERS, Parameter, truncating
-from gateway.core.sampling import TELL_TRUNCATED, distorted
+from gateway.core.parameters import PARAMETERS, Parameter, sent, truncating
+from gateway.core.sampling import distorted, kinds_for
 from gateway.core.types import SamplingParams
 from gateway.ports import Message, ModelInfo, SessionView
 from gateway.tokens import ToolFormat
@@ -224,17 +224,21 @@ def check_trainable(sampling: SamplingParams, view: SessionView, kinds: frozense
     """Refuses, by name, a parameter under which a session that is trained on would record logprobs that are not the
     behaviour policy's.
 
-    `kinds`: those of the fleet's engines. A truncated turn goes only to engines that report its logprobs.
+    `kinds`: those of the fleet's engines. A truncated turn goes only to engines that take what truncates it, hold its
+    constraint if it has one, and report its logprobs.
     """
     if not view.trains:
         return
     if view.logprobs_kind == "processed":
-        for name in truncating(sampling) if kinds and not kinds & TELL_TRUNCATED else ():
-            raise RefusedField(
-                name,
-                f"with `{name}` the recorded logprobs are not the policy's: SGLang reports those before truncation",
-                hint='leave it out, add engines of another kind, or make the session with "train": false',
-            )
+        for name in truncating(sampling):
+            able = kinds_for(constrained=sampling.constrained, truncated=True, parameters=(name,))
+            if kinds and able is not None and not kinds & able:
+                raise RefusedField(
+                    name,
+                    f"with `{name}` the recorded logprobs are not the policy's: SGLang reports those before truncation",
+                    hint=f"leave it out, add engines of kind {' or '.join(sorted(able))}, "
+                    'or make the session with "train": false',
+                )
         return
     for name in distorted(sampling):
         raise RefusedField(
@@ -275,7 +279,7 @@ def sampling(
             hint=f"at most {model.context_tokens - 1} tokens of prompt leave room for an answer",
         )
     max_tokens = min(room, _max_tokens(body, room))
-    return SamplingParams(
+    found = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=in_range("min_tokens", body.min_tokens, 0, max_tokens) or 0,
         **numbers,
@@ -291,6 +295,20 @@ def sampling(
         in_place=held.any or (counts and not model.penalties_move),
         tokens_per_event=max(tokens_per_event, in_range("stream_interval", body.stream_interval, 1, INTERVAL_MAX) or 1),
     )
+    _check_taken(found, model.kinds)
+    return found
+
+
+def _check_taken(sampling: SamplingParams, kinds: frozenset[str]) -> None:
+    """Refuses, by name, a parameter that no engine of these kinds takes."""
+    for name in sent(sampling):
+        able = kinds_for(constrained=False, parameters=(name,))
+        if able is not None and not able & kinds:
+            raise RefusedField(
+                name,
+                f"no engine of this gateway takes `{name}`",
+                hint=f"leave it out, or add one of these kinds: {', '.join(sorted(able))}",
+            )
 
 
 def _number(body: ChatRequest | CompletionRequest, parameter: Parameter) -> Any:

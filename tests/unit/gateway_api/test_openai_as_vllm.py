@@ -16,6 +16,7 @@ from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnRequest
 from gateway.ports import ModelInfo, SessionView
 from gateway.tokens import Codec
+from protos.engines import ENGINE_KINDS
 from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
 
@@ -165,6 +166,33 @@ def test_where_only_sglang_serves_a_truncated_policy_is_not_trained_on(name: str
     check_trainable(
         sampling(greedy, prompt_tokens=1, model=ModelInfo("policy", 50, 0), top=0), view, frozenset({"sglang"})
     )
+
+
+def test_a_truncated_policy_is_not_trained_on_where_who_could_tell_lacks_the_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang does not report its logprobs, and the embedded engine does not take the parameter."""
+    lacking = dataclasses.replace(ENGINE_KINDS["embedded"], lacks=frozenset({"min_p"}))
+    monkeypatch.setitem(ENGINE_KINDS, "embedded", lacking)
+    fleet = ModelInfo("policy", 50, 0, kinds=frozenset({"sglang", "embedded"}))
+    body = decode_chat(json.dumps({**CHAT, "top_p": 0.9, "min_p": 0.1}).encode())
+    found = sampling(body, prompt_tokens=1, model=fleet, top=0)
+    view = SessionView(SessionId("s"), TurnTree(), ephemeral=False, trains=True)
+    with pytest.raises(RefusedField, match=r"with `min_p` .*SGLang reports.*of kind vllm, or") as refused:
+        check_trainable(found, view, fleet.kinds)
+    assert refused.value.param == "min_p"
+    check_trainable(found, dataclasses.replace(view, trains=False), fleet.kinds)
+
+
+def test_a_constrained_and_truncated_answer_is_not_trained_on_where_each_engine_does_but_one_of_both() -> None:
+    """SGLang holds the constraint, and the embedded engine would report the logprobs: no engine would ever take it."""
+    fleet = ModelInfo("policy", 50, 0, kinds=frozenset({"sglang", "embedded"}))
+    body = decode_chat(json.dumps({**CHAT, "top_p": 0.9, "structured_outputs": {"regex": "[a-z]+"}}).encode())
+    found = sampling(body, prompt_tokens=1, model=fleet, top=0)
+    view = SessionView(SessionId("s"), TurnTree(), ephemeral=False, trains=True)
+    with pytest.raises(RefusedField, match=r"with `top_p` .*of kind vllm, or"):
+        check_trainable(found, view, fleet.kinds)
+    check_trainable(found, view, fleet.kinds | {"vllm"})
 
 
 # -- a batch of prompts

@@ -16,8 +16,9 @@ from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequ
 from gateway.api.openai.requests import check_trainable, decode_chat, decode_completion, sampling
 from gateway.api.openai.routes import BODY_BYTES_MAX
 from gateway.core.tree import TurnTree
-from gateway.core.types import SessionId
+from gateway.core.types import SamplingParams, SessionId
 from gateway.ports import ModelInfo, SessionView
+from protos.engines import ENGINE_KINDS
 from protos.errors import InvalidRequest, TooLarge
 from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
@@ -278,6 +279,25 @@ def test_an_answer_may_be_held_to_a_pattern_where_engines_can(api: str) -> None:
     with pytest.raises(RefusedField, match=r"no engine of this gateway can constrain.*sglang, vllm") as refused:
         sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0, kinds=frozenset({"embedded"})), top=0)
     assert refused.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 0}], ids=["sampled", "greedy"])
+def test_a_parameter_that_no_engine_here_takes_is_refused(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = dataclasses.replace(ENGINE_KINDS["embedded"], lacks=frozenset({"min_p"}))
+    monkeypatch.setitem(ENGINE_KINDS, "embedded", lacking)
+
+    def of(value: float, *kinds: str) -> SamplingParams:
+        body = decode_chat(json.dumps({"model": "policy", "messages": [], "min_p": value, **more}).encode())
+        model = ModelInfo("policy", 50, 0, kinds=frozenset(kinds))
+        return sampling(body, prompt_tokens=1, model=model, top=0)
+
+    with pytest.raises(RefusedField, match=r"no engine of this gateway takes `min_p`.*sglang, vllm") as refused:
+        of(0.1, "embedded")
+    assert refused.value.param == "min_p"
+    assert of(0.1, "embedded", "sglang").min_p == 0.1
+    assert of(0, "embedded").min_p == 0, "the default is no parameter to take"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.core.parameters import PARAMETERS
 from gateway.core.sampling import kinds_for, sampled_with, segment_sampling, segment_seed
 from gateway.core.types import LogprobsKind, SamplingParams, SessionId, TurnId, TurnRequest
 from protos.engines import ENGINE_KINDS
@@ -96,3 +97,19 @@ def test_what_is_truncated_and_trained_on_goes_where_its_logprobs_are_told() -> 
     assert kinds_for(constrained=False) is None
     assert kinds_for(constrained=False, truncated=True) == {"vllm", "embedded"}
     assert kinds_for(constrained=True, truncated=True) == {"vllm"}
+
+
+def test_what_some_kinds_of_engines_lack_goes_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kinds_for(constrained=False, parameters=["temperature", "min_p"]) is None
+    monkeypatch.setitem(
+        ENGINE_KINDS, "embedded", dataclasses.replace(ENGINE_KINDS["embedded"], lacks=frozenset({"min_p"}))
+    )
+    assert kinds_for(constrained=False, parameters=["temperature", "top_p"]) is None
+    assert kinds_for(constrained=False, parameters=["top_p", "min_p"]) == {"vllm", "sglang"}
+    assert kinds_for(constrained=False, truncated=True, parameters=["min_p"]) == {"vllm"}
+
+
+def test_what_a_kind_of_engine_lacks_is_a_parameter() -> None:
+    """A misspelt one would be sent to it all the same."""
+    lacked = frozenset[str]().union(*(kind.lacks for kind in ENGINE_KINDS.values()))
+    assert lacked <= {parameter.name for parameter in PARAMETERS}

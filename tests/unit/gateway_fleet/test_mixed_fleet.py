@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 
 from gateway.app import start
 from gateway.config import EngineSpec
+from gateway.core.types import EngineName, SessionId, Version
+from protos.engines import ENGINE_KINDS
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.support.sglang.engine import Engine
 from tests.support.sglang.server import Server
@@ -90,6 +92,34 @@ async def test_a_call_that_was_asked_for_is_held_to_by_sglang_and_never_sent_to_
                 [call] = told["message"]["tool_calls"]
                 assert (told["finish_reason"], call["function"]) == ("tool_calls", {"name": name, "arguments": "{}"})
         assert other.requests == []
+        await found.close(1.0)
+
+
+async def test_a_parameter_that_a_kind_of_engine_lacks_is_never_sent_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for a call of its own nor for a turn of a session, which the embedded engine holds already."""
+    lacking = dataclasses.replace(ENGINE_KINDS["embedded"], lacks=frozenset({"min_p"}))
+    monkeypatch.setitem(ENGINE_KINDS, "embedded", lacking)
+    async with (
+        serving_app(Server(Engine(WEIGHTS, "0", MODEL), incremental=True, disconnect_s=0.5).app()) as url,
+        ScriptedEngine("embedded") as other,
+    ):
+        engines = (EngineSpec("embedded", "embedded", other.url, None), EngineSpec("sglang", "sglang", url, None))
+        found = await start(dataclasses.replace(config(tmp_path), engines=engines, probe=False))
+        await until(lambda: {e.status for e in found.fleet.state.engines.values()} == {"serving"}, "both kinds")
+        body = {"model": MODEL, "prompt": prompt_of(0), "max_tokens": 3}
+        async with aiohttp.ClientSession(found.url, raise_for_status=True) as http:
+            await http.post("/sessions", json={"session_id": "s", "train": False})
+            session = found.sessions.live.get(SessionId("s"))
+            for more in ({"temperature": 0}, {"session_id": "s"}, {"session_id": "s", "stream": True}):
+                session.engine, session.version = EngineName("embedded"), Version(0)
+                await (await http.post("/v1/completions", json={**body, **more, "min_p": 0.1})).read()
+            assert session.engine == "sglang"
+            assert other.requests == []
+            session.engine = EngineName("embedded")
+            await http.post("/v1/completions", json={**body, "session_id": "s", "min_p": 0})
+        assert ["min_p" in request.body for request in other.requests] == [False]
         await found.close(1.0)
 
 
