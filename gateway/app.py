@@ -149,7 +149,14 @@ async def start(config: GatewayConfig) -> Gateway:
         database = await stack.enter_async_context(Database(path))
         await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
         stores = await open_stores(database, stack, config.experience_store)
-        parts = assemble(config, stores, tokenize=codec.encode, eos_ids=codec.eos_ids, vocab_size=codec.vocab_size)
+        parts = assemble(
+            config,
+            stores,
+            tokenize=codec.encode,
+            eos_ids=codec.eos_ids,
+            vocab_size=codec.vocab_size,
+            context_tokens=codec.context_tokens or 0,
+        )
         await recover(parts.sessions, stores.sessions, stores.pool)
         await parts.fleet.__aenter__()
         for close in (
@@ -209,13 +216,15 @@ def assemble(
     tokenize: Tokenize | None = None,
     eos_ids: frozenset[int] = frozenset(),
     vocab_size: int = 1 << 31,
+    context_tokens: int = 0,
 ) -> Parts:
-    """Puts the rooms together. `tokenize`, `eos_ids`, `vocab_size`: of the model's tokenizer, where there is one."""
+    """Puts the rooms together. `tokenize`, `eos_ids`, `vocab_size`: of the model's tokenizer, where there is one;
+    `context_tokens`: of the model, for engines that report none."""
     timeline = stores.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
     live = SessionRegistry(config, state, stores.sessions, timeline)
     trainer = Trainer(config, live, stores.buffer, stores.reader)
-    fleet = Fleet(config, state, timeline, trainer.admission, stores.lineage, tokenize)
+    fleet = Fleet(config, state, timeline, trainer.admission, stores.lineage, tokenize, context_tokens)
     sessions = TurnService(
         config, live, fleet, trainer, pool=stores.pool, timeline=timeline, eos_ids=eos_ids, vocab_size=vocab_size
     )

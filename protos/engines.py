@@ -20,7 +20,7 @@ class EngineKind:
     constrains: bool = True  # holds an answer to a JSON schema, a pattern or tags
     truncated_logprobs: bool = True  # reports logprobs of the distribution after `top_p`, `top_k` and their like
     penalises_prompt: bool = True  # `repetition_penalty` counts the prompt's tokens as well
-    lacks: frozenset[str] = frozenset()  # sampling parameters that it does not take
+    lacks: frozenset[str] = frozenset()  # sampling parameters that it does not take: any of core.types.SamplingParams
 
 
 _OPENAI = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}

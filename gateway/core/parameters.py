@@ -2,11 +2,12 @@
 
 Requests are checked, schemas served, engines' requests written and segments recorded from this table. A new row needs a
 field of the same name in `SamplingFields`, `core.types.SamplingParams` and `protos.trajectories.SampledWith`; kinds of
-engines that do not take it name it in `lacks` (`protos.engines`).
+engines that do not take it, or one of `OTHERS`, name it in `lacks` (`protos.engines`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import msgspec
@@ -68,6 +69,11 @@ ALWAYS_SENT = frozenset({"temperature", "top_p"})
 """Engines have defaults of their own for these, from the model's generation config."""
 
 
+OTHERS = ("min_tokens", "seed", "stop_token_ids", "ignore_eos", "top_logprobs", "logit_bias")
+"""Fields of `SamplingParams` beside the table that adapters write out, and that a kind of engine may lack as well."""
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams) if field.name in OTHERS}
+
+
 def distorting(sampling: SamplingParams) -> list[str]:
     """Names of the parameters by which tokens are drawn from another distribution than the model's own."""
     return [p.name for p in PARAMETERS if getattr(sampling, p.name) not in p.plain]
@@ -84,3 +90,8 @@ def sent(sampling: SamplingParams) -> dict[str, object]:
     """What an engine's request has of them: what is not at its default, and what engines have other defaults for."""
     values = ((p, getattr(sampling, p.name)) for p in PARAMETERS)
     return {p.name: value for p, value in values if p.name in ALWAYS_SENT or value != p.default}
+
+
+def required(sampling: SamplingParams) -> list[str]:
+    """Names of all parameters that an engine has to take for it (`EngineKind.lacks`)."""
+    return [*sent(sampling), *(name for name, default in _DEFAULTS.items() if getattr(sampling, name) != default)]

@@ -25,7 +25,7 @@ def kinds_for(*, constrained: bool, truncated: bool = False, parameters: Collect
     """Kinds of engines that support a turn; None for all.
 
     `constrained`: by a grammar, a schema or a pattern. `truncated`: its logprobs are to be those of a truncated policy.
-    `parameters`: the names of those that its engine is sent.
+    `parameters`: the names of those that its engine has to take.
     """
     able = CONSTRAINING if constrained else frozenset(ENGINE_KINDS)
     able = able & TELL_TRUNCATED if truncated else able

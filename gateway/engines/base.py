@@ -103,8 +103,8 @@ class EngineReport:
 class EngineLimits:
     """The capacity of an engine, read once per incarnation. EngineFailed when it cannot be true."""
 
-    context_tokens: int
-    kv_capacity_tokens: int
+    context_tokens: int  # 0: it reports none, and has the model's
+    kv_capacity_tokens: int  # 0: it reports none; turns are placed by number alone, and no plan moves them there
     weight_version: str
     fenced: bool = False
     """Paused, by anybody: perhaps in the middle of a load, and then its label proves nothing."""

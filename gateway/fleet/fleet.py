@@ -62,6 +62,7 @@ class Fleet:
         admission: Callable[[], Admission],
         lineage: LineageStore | None = None,
         tokenize: Tokenize | None = None,
+        context_tokens: int = 0,
     ) -> None:
         self.config = config
         self.state = state
@@ -80,7 +81,7 @@ class Fleet:
             saw=lineage.keep if lineage else lambda: None,
         )
         self.pins = VersionPins(config.model, state, self.relays, timeline)
-        self._watcher = EngineWatcher(config, state, self.relays, self.reconcile, tokenize)
+        self._watcher = EngineWatcher(config, state, self.relays, self.reconcile, tokenize, context_tokens)
         self._refresher = Refresher(
             config.model,
             self.relays,

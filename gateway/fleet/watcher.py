@@ -47,8 +47,10 @@ class EngineWatcher:
         relays: Relays,
         reconcile: Callable[[], None],
         tokenize: Tokenize | None = None,
+        context_tokens: int = 0,
     ) -> None:
         self._config, self._state, self._relays, self._reconcile = config, state, relays, reconcile
+        self._context_tokens = context_tokens  # the model's, for engines that report none
         self._probe_ids = None if tokenize is None else tuple(tokenize(PROBE_TEXT))
 
     async def watch(self, handle: EngineHandle) -> None:
@@ -140,7 +142,8 @@ class EngineWatcher:
         """Takes over what the engine reports of itself."""
         state = handle.state
         state.incarnation = report.incarnation
-        state.context_tokens, state.kv_capacity_tokens = limits.context_tokens, limits.kv_capacity_tokens
+        state.context_tokens = limits.context_tokens or self._context_tokens
+        state.kv_capacity_tokens = limits.kv_capacity_tokens
         state.version = version_of(limits.weight_version)
         state.must_load = limits.fenced
         if state.status == "dead":

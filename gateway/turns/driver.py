@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from gateway.core.curves import Gaps
 from gateway.core.fleet import TurnLoad
-from gateway.core.parameters import sent, truncating
+from gateway.core.parameters import required, truncating
 from gateway.core.prefixes import chain
 from gateway.core.sampling import kinds_for, segment_sampling, tied_by
 from gateway.core.scheduler import Demand, Placement
@@ -223,7 +223,7 @@ class Driver:
         """Kinds of engines that support the turn; None for all."""
         sampling = self._request.sampling
         exact = self._session.spec.trains and bool(truncating(sampling))
-        return kinds_for(constrained=sampling.constrained, truncated=exact, parameters=sent(sampling))
+        return kinds_for(constrained=sampling.constrained, truncated=exact, parameters=required(sampling))
 
     def _unsupported_somewhere(self) -> bool:
         """The fleet has engines that do not support the turn: no plan moves it, since plans do not look at kinds."""

@@ -11,6 +11,8 @@ from typing import Any
 import schemathesis  # type: ignore[import-not-found]
 
 NAMES = {"session_id": "s", "parent_session_id": "s", "sid": "s", "group_id": "g", "gid": "g"}
+NAME_MAX = 256
+"""Characters, by the schema; a longer name is one that has to be refused."""
 FEW_TOKENS = {"max_tokens": 8, "max_completion_tokens": 8, "min_tokens": 2, "n": 3}
 """What is asked for beyond them takes longer, and shows nothing more."""
 WAIT_S_MAX = 300
@@ -26,7 +28,7 @@ def met(values: Any) -> Any:
         return values
     out = dict(values)
     for name, kind in NAMES.items():
-        if isinstance(out.get(name), str):
+        if isinstance(out.get(name), str) and len(out[name]) <= NAME_MAX:
             out[name] = f"{kind}{zlib.crc32(out[name].encode(errors='replace')) % FEW}"
     if isinstance(out.get("model"), str):
         out["model"] = "policy"

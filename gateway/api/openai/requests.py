@@ -24,7 +24,7 @@ from gateway.api.openai.bodies import (
     _Common,
 )
 from gateway.api.openai.constraints import constraint
-from gateway.core.parameters import PARAMETERS, Parameter, sent, truncating
+from gateway.core.parameters import PARAMETERS, Parameter, required, truncating
 from gateway.core.sampling import distorted, kinds_for
 from gateway.core.types import SamplingParams
 from gateway.ports import Message, ModelInfo, SessionView
@@ -235,7 +235,7 @@ def check_trainable(sampling: SamplingParams, view: SessionView, kinds: frozense
             if kinds and able is not None and not kinds & able:
                 raise RefusedField(
                     name,
-                    f"with `{name}` the recorded logprobs are not the policy's: SGLang reports those before truncation",
+                    f"with `{name}` the recorded logprobs are not the policy's: engines report those before truncation",
                     hint=f"leave it out, add engines of kind {' or '.join(sorted(able))}, "
                     'or make the session with "train": false',
                 )
@@ -301,7 +301,7 @@ def sampling(
 
 def _check_taken(sampling: SamplingParams, kinds: frozenset[str]) -> None:
     """Refuses, by name, a parameter that no engine of these kinds takes."""
-    for name in sent(sampling):
+    for name in required(sampling):
         able = kinds_for(constrained=False, parameters=(name,))
         if able is not None and not able & kinds:
             raise RefusedField(

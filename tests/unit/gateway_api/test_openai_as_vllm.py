@@ -157,7 +157,7 @@ def test_where_only_sglang_serves_a_truncated_policy_is_not_trained_on(name: str
     body = decode_chat(json.dumps({**CHAT, name: value}).encode())
     found = sampling(body, prompt_tokens=1, model=ModelInfo("policy", 50, 0), top=0)
     view = SessionView(SessionId("s"), TurnTree(), ephemeral=False, trains=True)
-    with pytest.raises(RefusedField, match=f"with `{name}` .*SGLang reports") as refused:
+    with pytest.raises(RefusedField, match=f"with `{name}` .*engines report") as refused:
         check_trainable(found, view, frozenset({"sglang"}))
     assert refused.value.param == name
     check_trainable(found, view, frozenset({"sglang", "vllm"}))  # it goes to vLLM
@@ -178,7 +178,7 @@ def test_a_truncated_policy_is_not_trained_on_where_who_could_tell_lacks_the_par
     body = decode_chat(json.dumps({**CHAT, "top_p": 0.9, "min_p": 0.1}).encode())
     found = sampling(body, prompt_tokens=1, model=fleet, top=0)
     view = SessionView(SessionId("s"), TurnTree(), ephemeral=False, trains=True)
-    with pytest.raises(RefusedField, match=r"with `min_p` .*SGLang reports.*of kind vllm, or") as refused:
+    with pytest.raises(RefusedField, match=r"with `min_p` .*engines report.*of kind vllm, or") as refused:
         check_trainable(found, view, fleet.kinds)
     assert refused.value.param == "min_p"
     check_trainable(found, dataclasses.replace(view, trains=False), fleet.kinds)

@@ -20,7 +20,7 @@ from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.support.sglang.engine import Engine
 from tests.support.sglang.server import Server
 from tests.support.sglang.weights import said
-from tests.support.tiny_model import EOS_ID, tiny_model
+from tests.support.tiny_model import CONTEXT, EOS_ID, tiny_model
 from tests.support.turns import serving_app
 from tests.unit.gateway_api.test_status import config
 
@@ -95,11 +95,12 @@ async def test_a_call_that_was_asked_for_is_held_to_by_sglang_and_never_sent_to_
         await found.close(1.0)
 
 
+@pytest.mark.parametrize(("name", "value", "default"), [("min_p", 0.1, 0), ("min_tokens", 2, 0), ("seed", 7, None)])
 async def test_a_parameter_that_a_kind_of_engine_lacks_is_never_sent_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float, default: float | None
 ) -> None:
     """Neither for a call of its own nor for a turn of a session, which the embedded engine holds already."""
-    lacking = dataclasses.replace(ENGINE_KINDS["embedded"], lacks=frozenset({"min_p"}))
+    lacking = dataclasses.replace(ENGINE_KINDS["embedded"], lacks=frozenset({name}))
     monkeypatch.setitem(ENGINE_KINDS, "embedded", lacking)
     async with (
         serving_app(Server(Engine(WEIGHTS, "0", MODEL), incremental=True, disconnect_s=0.5).app()) as url,
@@ -114,12 +115,23 @@ async def test_a_parameter_that_a_kind_of_engine_lacks_is_never_sent_to_it(
             session = found.sessions.live.get(SessionId("s"))
             for more in ({"temperature": 0}, {"session_id": "s"}, {"session_id": "s", "stream": True}):
                 session.engine, session.version = EngineName("embedded"), Version(0)
-                await (await http.post("/v1/completions", json={**body, **more, "min_p": 0.1})).read()
+                await (await http.post("/v1/completions", json={**body, **more, name: value})).read()
             assert session.engine == "sglang"
             assert other.requests == []
             session.engine = EngineName("embedded")
-            await http.post("/v1/completions", json={**body, "session_id": "s", "min_p": 0})
-        assert ["min_p" in request.body for request in other.requests] == [False]
+            await http.post("/v1/completions", json={**body, "session_id": "s", name: default})
+        assert [name in request.body for request in other.requests] == [False]
+        await found.close(1.0)
+
+
+async def test_an_engine_that_reports_no_context_has_the_models(tmp_path: Path) -> None:
+    engine = Engine(WEIGHTS, "0", MODEL)
+    engine.context = 0
+    async with serving_app(Server(engine, incremental=True, disconnect_s=0.5).app()) as url:
+        engines = (EngineSpec("sglang", "sglang", url, None),)
+        found = await start(dataclasses.replace(config(tmp_path), tokenizer=tiny_model(), engines=engines, probe=False))
+        await until(lambda: {e.status for e in found.fleet.state.engines.values()} == {"serving"}, "the engine")
+        assert found.fleet.context_tokens == CONTEXT
         await found.close(1.0)
 
 
