@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.api.admin import AdminDeps, add_admin_routes
+from gateway.api.calls.service import Calls
 from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.api.groups import add_group_routes
@@ -253,7 +254,8 @@ def _routes(
     text = None
     if parts.text_proxy is not None:
         text = TextRoutes(parts.text_proxy, parts.sessions, config.model, session_from_user=from_user)
-    add_openai_routes(app, OpenAIDeps(parts.sessions, codec, text, from_user))
+    calls = Calls(parts.sessions, codec, session_from_user=from_user)
+    add_openai_routes(app, OpenAIDeps(calls, text))
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
     add_group_routes(app, parts.groups)
     add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))

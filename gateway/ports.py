@@ -1,4 +1,4 @@
-"""The seam between the OpenAI routes and the rooms behind them: all that those handlers use.
+"""The seam between the routes of model calls and the rooms behind them: all that those handlers use.
 
 Errors of every method are LaminarError subclasses; handlers map them to HTTP responses by their table.
 """
@@ -114,7 +114,7 @@ SESSION_KEY_PREFIX = "sk-session-"
 
 
 class Turns(Protocol):
-    """What the OpenAI handlers use of the gateway."""
+    """What the handlers of model calls use of the gateway."""
 
     def models(self) -> Sequence[ModelInfo]: ...
 

@@ -23,14 +23,15 @@ from gateway.api.admin import (
     Plans,
     Receipts,
 )
+from gateway.api.calls.answer import VERSION_HEADER
+from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, ReleaseAnswer, SampleAnswer, SampleRequest
 from gateway.api.groups import CreateGroupRequest, GroupAnswer
 from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
-from gateway.api.openai.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.openai.requests import CHOICES_MAX, LOGPROBS_MAX, ROLES
 from gateway.api.openai.routes import PREFIXES
 from gateway.api.openai.schema import ChatCompletion, Completion, Model, Models
-from gateway.api.openai.text_proxy import ENGINE_HEADER, VERSION_HEADER
+from gateway.api.openai.text_proxy import ENGINE_HEADER
 from gateway.api.sessions import (
     Abandoned,
     AbandonRequest,

@@ -11,6 +11,7 @@ from typing import Self
 
 from aiohttp import web
 
+from gateway.api.calls.service import Calls
 from gateway.api.errors import answer_errors
 from gateway.api.http_server import Runner, bodies_in_time
 from gateway.api.openai.routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
@@ -206,7 +207,7 @@ class ScriptedRun:
 async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
     """The OpenAI routes on a free port; yields the base URL without `/v1`."""
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[answer_errors, bodies_in_time])
-    add_openai_routes(app, OpenAIDeps(turns, codec))
+    add_openai_routes(app, OpenAIDeps(Calls(turns, codec)))
     async with serving_app(app) as url:
         yield url
 

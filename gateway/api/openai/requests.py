@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from gateway.api.bodies import Number, decode, in_range
+from gateway.api.calls.answer import AnswerShape
 from gateway.api.errors import BadField, ContextExceeded, RefusedField
 from gateway.api.openai.bodies import (
     NEUTRAL_CHAT,
@@ -50,18 +50,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerShape:
-    """The form of the answer. `logprobs`: the number of alternatives beside the sampled token; None: no logprobs."""
-
-    stream: bool
-    include_usage: bool
-    logprobs: int | None
-    token_ids: bool
-    weight_versions: bool
-    choices: int = 1
 
 
 def decode_chat(raw: bytes) -> ChatRequest:

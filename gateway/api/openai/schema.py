@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from protos.trajectories import Segment, VersionChange
+from gateway.api.calls.schema import Call, Message, Provenance, Span
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -37,52 +37,10 @@ class Usage(msgspec.Struct):
     total_tokens: int
 
 
-class Span(msgspec.Struct):
-    """Tokens `start` to `end` of the answer, `end` exclusive: their weight version and engine."""
-
-    version: str
-    start: int
-    end: int
-    engine: str
-
-
-class Provenance(msgspec.Struct):
-    """How the answer came about."""
-
-    session_id: str
-    history: str
-    moves: int
-    segments: Sequence[Segment]
-    version_changes: Sequence[VersionChange]
-
-
-class CalledFunction(msgspec.Struct):
-    """`arguments` is JSON text."""
-
-    name: str
-    arguments: str
-
-
-class Call(msgspec.Struct):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
 class CallPart(Call, kw_only=True):
     """A call in a stream's delta."""
 
     index: int
-
-
-class Message(msgspec.Struct):
-    """`content` is null where only calls were made."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: str | UnsetType | None = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: Sequence[Call] | UnsetType = UNSET
 
 
 class Alternative(msgspec.Struct):

@@ -6,7 +6,7 @@ ids or versions, no field that is this gateway's own. All other fields are the e
 Invariants:
 - a response that breaks off after its first byte is an error that no client takes for an end: in a stream an error
   event after the last whole event, else a connection that is cut;
-- a response is kept alive while an engine has its request (`gateway.api.openai.events`). Once a filler is out, the
+- a response is kept alive while an engine has its request (`gateway.api.calls.events`). Once a filler is out, the
   status is 200 and the head names the version, but no engine: another engine of that version may yet have to answer.
 """
 
@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
+from gateway.api.calls.answer import VERSION_HEADER
+from gateway.api.calls.events import KEEP_ALIVE, KeptAlive
+from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.errors import error_body
-from gateway.api.openai.events import KEEP_ALIVE, KeptAlive
-from gateway.api.openai.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.core.text_requests import TextApi
 from gateway.core.types import Version
 from gateway.fleet.text_proxy import Relayed, TextProxy
@@ -29,7 +30,6 @@ from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
 
-VERSION_HEADER = "X-Laminar-Weight-Version"
 ENGINE_HEADER = "X-Laminar-Engine"
 TOKENS_ONLY = frozenset(header.lower() for header in (*SESSION_HEADERS, KEY_HEADER))  # lower case, as they are compared
 EVENT_ENDS, EVENT_END_BYTES = (b"\n\n", b"\r\n\r\n"), 4

@@ -6,18 +6,19 @@ a prefix that is made once per response, the text as JSON, and a suffix.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.api.openai.requests import AnswerShape
+from gateway.api.calls.answer import AnswerHead
+from gateway.api.calls.schema import CalledFunction, Provenance
+from gateway.api.calls.turn_view import Answer, Piece
+from gateway.api.errors import error_bytes
 from gateway.api.openai.schema import (
     Alternative,
-    CalledFunction,
     CallPart,
     ChatChoice,
     ChatCompletion,
@@ -26,44 +27,53 @@ from gateway.api.openai.schema import (
     CompletionChoice,
     CompletionLogprobs,
     FinishReason,
-    Provenance,
     SampledToken,
     Usage,
 )
-from gateway.api.openai.turn_view import Answer, Piece
 from gateway.core.types import TopLogprob
 from gateway.tokens import Codec
-
-Api = Literal["chat", "completion"]
+from protos.errors import LaminarError
 
 DONE = b"data: [DONE]\n\n"
 
 _json = msgspec.json.Encoder().encode
 
 
+PREFIXES = {"chat": "chatcmpl", "completion": "cmpl"}
+"""Of the answers' ids."""
+
+
 @dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The beginning of every chunk of a response, or of its one body."""
+class OpenAIForm:
+    """Implements `gateway.api.calls.answer.Form`, for chat and completions."""
 
-    api: Api
-    turn_id: str
-    session_id: str
-    model: str
-    shape: AnswerShape
-    prompts: Sequence[Sequence[int]]
-    history: str
-    created_unix_s: int = field(default_factory=lambda: int(time.time()))
+    codec: Codec
 
-    @property
-    def answer_id(self) -> str:
-        return f"{'chatcmpl' if self.api == 'chat' else 'cmpl'}-{self.turn_id}"
+    def answer_id(self, head: AnswerHead) -> str:
+        return _answer_id(head)
 
-    def prompt_ids(self, choice: int) -> Sequence[int]:
-        """The prompt of a choice: each prompt of a batch has the same number of choices."""
-        return self.prompts[choice * len(self.prompts) // self.shape.choices]
+    def headers(self, head: AnswerHead) -> Mapping[str, str]:
+        return {}
 
-    def fields(self, kind: str) -> dict[str, Any]:
-        return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
+    def body(self, head: AnswerHead, answers: Sequence[Answer]) -> bytes:
+        return body(self.codec, head, answers)
+
+    def events(self, head: AnswerHead, choice: int) -> Chunks:
+        return Chunks(self.codec, head, choice)
+
+    def stream_end(self, head: AnswerHead, answers: Sequence[Answer]) -> bytes:
+        return stream_end(head, answers)
+
+    def error_event(self, error: LaminarError) -> bytes:
+        return b"data: " + error_bytes(error) + b"\n\n"
+
+
+def _answer_id(head: AnswerHead) -> str:
+    return f"{PREFIXES[head.api]}-{head.turn_id}"
+
+
+def _fields(head: AnswerHead, kind: str) -> dict[str, Any]:
+    return {"id": _answer_id(head), "object": kind, "created": head.created_unix_s, "model": head.model}
 
 
 def body(codec: Codec, head: AnswerHead, answers: Sequence[Answer]) -> bytes:
@@ -71,7 +81,7 @@ def body(codec: Codec, head: AnswerHead, answers: Sequence[Answer]) -> bytes:
     origins = [provenance(head, answer) for answer in answers]
     alone = len(answers) == 1
     common: dict[str, Any] = {
-        "id": head.answer_id,
+        "id": _answer_id(head),
         "created": head.created_unix_s,
         "model": head.model,
         "choices": [
@@ -115,7 +125,7 @@ class Chunks:
         self._codec = codec
         self._head, self._index = head, index
         self._chat = head.api == "chat"
-        fields = _json(head.fields("chat.completion.chunk" if self._chat else "text_completion"))
+        fields = _json(_fields(head, "chat.completion.chunk" if self._chat else "text_completion"))
         self._prefix = b"data: " + fields[:-1] + b',"choices":[{"index":%d,' % index
         self._suffix = b'],"usage":null}\n\n' if head.shape.include_usage else b"]}\n\n"
         self._plain = b',"logprobs":null,"finish_reason":null}' + self._suffix
@@ -184,7 +194,7 @@ def stream_end(head: AnswerHead, answers: Sequence[Answer]) -> bytes:
     """After the last choice's finish: the usage on request, and the end mark."""
     if not head.shape.include_usage:
         return DONE
-    fields = head.fields("chat.completion.chunk" if head.api == "chat" else "text_completion")
+    fields = _fields(head, "chat.completion.chunk" if head.api == "chat" else "text_completion")
     return b"data: " + _json({**fields, "choices": [], "usage": usage(head, answers)}) + b"\n\n" + DONE
 
 

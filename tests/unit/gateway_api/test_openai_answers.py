@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from gateway.api.openai import events
+from gateway.api.calls import events
 from gateway.api.openai.schema import ChatCompletion, Completion
 from gateway.core.types import TurnRequest
 from gateway.tokens import Codec

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.api.calls.history import chat_prompt
 from gateway.api.openai import requests
 from gateway.api.openai.bodies import ChatRequest, CompletionRequest
-from gateway.api.openai.history import chat_prompt
 from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId
 from gateway.ports import ModelInfo, SessionView

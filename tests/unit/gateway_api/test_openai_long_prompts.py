@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.api.openai.history import completion_prompt
+from gateway.api.calls.history import completion_prompt
 from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnId, TurnRecord, TurnRequest
 from gateway.ports import SessionView

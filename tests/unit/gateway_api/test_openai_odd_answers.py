@@ -125,7 +125,7 @@ async def failing(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         raise ZeroDivisionError("a fault")
 
     async with serving(say(codec, "yes"), codec) as url:
-        monkeypatch.setattr("gateway.api.openai.turn_view.Answer.take", fault)
+        monkeypatch.setattr("gateway.api.calls.turn_view.Answer.take", fault)
         yield url
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.openai.history import Prompt, chat_prompt, head
-from gateway.api.openai.turn_view import Answer, Reader
+from gateway.api.calls.history import Prompt, chat_prompt, head
+from gateway.api.calls.turn_view import Answer, Reader
 from gateway.core.tree import TurnTree
 from gateway.core.types import (
     EngineName,

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from gateway.api.openai import events
+from gateway.api.calls import events
 from gateway.api.openai.text_proxy import _RelayedAnswer
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec

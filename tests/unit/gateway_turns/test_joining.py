@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.api.openai.answer import Choice, PreparedRequest
-from gateway.api.openai.history import Prompt
-from gateway.api.openai.turn_view import Reader
-from gateway.api.openai.writer import AnswerHead
+from gateway.api.calls.answer import AnswerHead, Choice, Form, PreparedRequest
+from gateway.api.calls.history import Prompt
+from gateway.api.calls.turn_view import Reader
 from gateway.core.fleet import FleetConfig
 from gateway.core.retries import Call, choice_id
 from gateway.core.sessions import SessionState
@@ -37,7 +36,8 @@ def begun(found: Shell, session: SessionState, name: str = "t0", **sampling: Any
 def asked_of(run: RunningTurn, *, read: bool) -> PreparedRequest:
     """A request that the turn answers."""
     reader, head = cast(Reader, None), cast(AnswerHead, None)
-    return PreparedRequest(head, {}, Prompt([], "first"), [Choice(run, reader, read=read)], "body", joined=False)
+    form = cast(Form, None)
+    return PreparedRequest(form, head, {}, Prompt([], "first"), [Choice(run, reader, read=read)], "body", joined=False)
 
 
 async def join(found: Shell, call: Call) -> RunningTurn | None:

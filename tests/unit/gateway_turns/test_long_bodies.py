@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai import history
-from gateway.api.openai.history import Prompt
-from gateway.api.openai.routes import LONG_BODY_BYTES
+from gateway.api.calls import history
+from gateway.api.calls.history import Prompt
+from gateway.api.openai.parser import LONG_BODY_BYTES
 from gateway.ports import SessionView
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway, get

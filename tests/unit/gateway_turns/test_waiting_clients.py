@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gateway.api.openai import events
+from gateway.api.calls import events
 from gateway.app import start
 from gateway.core.fleet import FleetConfig
 from tests.support.scripted_engine import ScriptedEngine, until

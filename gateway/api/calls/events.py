@@ -128,7 +128,8 @@ class KeptAlive:
         return self.response
 
     async def fail(self, error: bytes) -> web.StreamResponse:
-        """Ends a response whose status line is out with an error, as JSON, that no client takes for its end."""
+        """Ends a response whose status line is out so that no client takes it for complete. `error`: the last event,
+        where it is a stream."""
         return self.cut()
 
     @property
@@ -181,4 +182,4 @@ class EventStream(KeptAlive):
         super().__init__(request, {**headers, **kind})
 
     async def fail(self, error: bytes) -> web.StreamResponse:
-        return await self.end_with(b"data: " + error + b"\n\n")
+        return await self.end_with(error)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.api.openai import schema
+from gateway.api.calls import schema
 from gateway.core.types import FinishReason, TokenDelta, TopLogprob, TurnId
 from gateway.ports import TurnHandle
 from gateway.tokens import ReasoningParser, StreamDecoder, ToolCall, ToolCallParser

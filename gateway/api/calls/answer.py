@@ -11,28 +11,98 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from gateway.api.errors import error_bytes, error_headers, unexpected
-from gateway.api.openai import writer
-from gateway.api.openai.events import EventStream, LateBody
-from gateway.api.openai.history import Prompt
-from gateway.api.openai.text_proxy import VERSION_HEADER
-from gateway.api.openai.turn_view import Answer, Piece, Reader
-from gateway.api.openai.writer import AnswerHead
+from gateway.api.calls.events import EventStream, LateBody
+from gateway.api.calls.history import Prompt
+from gateway.api.calls.turn_view import Answer, Piece, Reader
+from gateway.api.errors import error_headers, unexpected
 from gateway.ports import IdentitySource, Message, TurnHandle, Turns
-from gateway.tokens import Codec
 from gateway.tokens.bridge import content_text
 from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+Api = Literal["chat", "completion", "generate"]
+VERSION_HEADER = "X-Laminar-Weight-Version"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """What a client wants of the answer. `logprobs`: the number of alternatives beside the sampled token; None: no
+    logprobs."""
+
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+    token_ids: bool
+    weight_versions: bool
+    choices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What is known of an answer before its first token. `turn_id`: its first choice's."""
+
+    api: Api
+    turn_id: str
+    session_id: str
+    model: str
+    shape: AnswerShape
+    prompts: Sequence[Sequence[int]]
+    history: str
+    created_unix_s: int = field(default_factory=lambda: int(time.time()))
+
+    def prompt_ids(self, choice: int) -> Sequence[int]:
+        """The prompt of a choice: each prompt of a batch has the same number of choices."""
+        return self.prompts[choice * len(self.prompts) // self.shape.choices]
+
+
+class ChoiceEvents(Protocol):
+    """Writes the events of one choice of a streamed answer."""
+
+    def first(self) -> bytes:
+        """Before any text; may be empty."""
+        ...
+
+    def piece(self, piece: Piece) -> bytes:
+        """Empty when the piece shows nothing that was requested."""
+        ...
+
+    def last(self, answer: Answer) -> bytes:
+        """The choice's finish."""
+        ...
+
+
+class Form(Protocol):
+    """The form of an API's answers."""
+
+    def answer_id(self, head: AnswerHead) -> str: ...
+
+    def headers(self, head: AnswerHead) -> Mapping[str, str]:
+        """Those that this API has beside the common ones."""
+        ...
+
+    def body(self, head: AnswerHead, answers: Sequence[Answer]) -> bytes:
+        """The whole answer: its choices in order."""
+        ...
+
+    def events(self, head: AnswerHead, choice: int) -> ChoiceEvents: ...
+
+    def stream_end(self, head: AnswerHead, answers: Sequence[Answer]) -> bytes:
+        """After the last choice's finish."""
+        ...
+
+    def error_event(self, error: LaminarError) -> bytes:
+        """The last event of a stream that failed after its first byte."""
+        ...
 
 
 @dataclass(slots=True)
@@ -49,12 +119,14 @@ class Choice:
 class PreparedRequest:
     """A request with its turns, ready to be answered."""
 
+    form: Form
     head: AnswerHead
     record_head: Message
     prompt: Prompt
     choices: Sequence[Choice]
     named_by: IdentitySource  # "none": it is a session of its own
     joined: bool
+    has_messages: bool = True  # its prompt is a conversation
     continued: bool = False  # the answer continues the last message of the request
 
     @property
@@ -75,8 +147,8 @@ class PreparedRequest:
 class Responder:
     """Reads a request's turns and sends their answers."""
 
-    def __init__(self, turns: Turns, codec: Codec) -> None:
-        self._turns, self._codec = turns, codec
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
 
     async def respond(self, request: web.Request, prepared: PreparedRequest) -> web.StreamResponse:
         try:
@@ -106,16 +178,16 @@ class Responder:
                 if not response.started:
                     raise
                 log.warning("%s %s: failed after its first byte: %s", request.method, request.path, e)
-                return await response.fail(error_bytes(e))
+                return await response.fail(prepared.form.error_event(e))
             except Exception as e:
                 if not response.started:
                     raise
-                return await response.fail(error_bytes(unexpected(request, e)))
+                return await response.fail(prepared.form.error_event(unexpected(request, e)))
 
     async def _whole(self, late: LateBody, prepared: PreparedRequest) -> web.StreamResponse:
         answers = await _side_by_side([self._read(late, prepared, choice) for choice in prepared.choices])
         late.set_header(VERSION_HEADER, _versions(answers))
-        return await late.answer(writer.body(self._codec, prepared.head, answers))
+        return await late.answer(prepared.form.body(prepared.head, answers))
 
     async def _read(self, late: LateBody, prepared: PreparedRequest, choice: Choice) -> Answer:
         async with choice.turn:
@@ -128,12 +200,12 @@ class Responder:
 
     async def _stream(self, events: EventStream, prepared: PreparedRequest) -> web.StreamResponse:
         await _side_by_side([self._send(events, prepared, choice) for choice in prepared.choices])
-        await events.send(writer.stream_end(prepared.head, [choice.answer for choice in prepared.choices]))
+        await events.send(prepared.form.stream_end(prepared.head, [choice.answer for choice in prepared.choices]))
         return await events.end()
 
     async def _send(self, events: EventStream, prepared: PreparedRequest, choice: Choice) -> None:
-        """One choice's chunks, up to its finish."""
-        chunks = writer.Chunks(self._codec, prepared.head, choice.turn.request.choice)
+        """One choice's events, up to its finish."""
+        chunks = prepared.form.events(prepared.head, choice.turn.request.choice)
         first = chunks.first()
 
         def show(piece: Piece) -> Awaitable[None] | None:
@@ -160,7 +232,7 @@ class Responder:
         if prepared.ephemeral:
             return
         messages: list[Message] = []
-        if prepared.head.api == "chat":
+        if prepared.has_messages:
             answer = msgspec.to_builtins(choice.answer.message())
             messages = [*prepared.prompt.added, answer]
             if prepared.continued:  # a client sends the begun message and its continuation back as one
@@ -193,9 +265,10 @@ def _versions(answers: Sequence[Answer]) -> str:
 def _headers(prepared: PreparedRequest) -> dict[str, str]:
     headers = {
         "X-Session-ID": prepared.head.session_id,
-        "X-Request-Id": prepared.head.answer_id,
+        "X-Request-Id": prepared.form.answer_id(prepared.head),
         "X-Laminar-Session-From": prepared.named_by,
         "X-Laminar-History": prepared.prompt.history,
+        **prepared.form.headers(prepared.head),
     }
     if prepared.prompt.reason:
         headers["X-Laminar-History-Reason"] = prepared.prompt.reason

@@ -1,0 +1,200 @@
+"""The answering of model calls: from a parsed request to its turns, or those of the request that it repeats.
+
+Invariants:
+- a call without a session that is refused leaves no session behind;
+- the `n` answers to a request are separate turns, side by side in the session's tree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.calls.answer import AnswerHead, AnswerShape, Api, Choice, Form, PreparedRequest, Responder
+from gateway.api.calls.history import Prompt
+from gateway.api.calls.identity import call_of, identify
+from gateway.api.calls.turn_view import Reader
+from gateway.core.retries import Call, choice_id
+from gateway.core.tree import TurnTree
+from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, TurnRequest
+from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnHandle, Turns
+from gateway.tokens import Codec, ReasoningParser, ToolCallParser
+from gateway.tokens.toolcalls import CLOSE
+from protos.errors import OutOfCapacity, Unavailable
+
+TOKENISING_MAX = 4
+"""Threads that tokenise, so that large prompts wait for each other and for nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyIdentity:
+    """What a body has to name its session with."""
+
+    metadata: Mapping[str, Any] | None = None
+    session_id: str | None = None
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A valid request, before its session is known. `messages`: none where the prompt is a text or token ids."""
+
+    api: Api
+    form: Form
+    model: ModelInfo
+    shape: AnswerShape
+    named: BodyIdentity
+    record_head: Message
+    messages: Sequence[Message]
+    make_prompts: Callable[[SessionView], list[Prompt]]
+    is_long: Callable[[SessionView], bool]  # making the prompts would hold the event loop
+    make_sampling: Callable[[int, SessionView], SamplingParams]  # from the length of the prompt
+    parses_tools: bool = False
+    parses_reasoning: bool = False
+    show_special: bool = False
+    num_prompts: int = 1
+    one_call: bool = False  # no more than one tool call
+    continued: bool = False  # the answer continues the last message
+
+
+NOBODY = SessionView(SessionId(""), TurnTree(), ephemeral=True)
+"""The session that a call without one extends: an empty one."""
+
+
+class Calls:
+    """Answers parsed requests: what every API's routes share."""
+
+    def __init__(self, turns: Turns, codec: Codec, *, session_from_user: bool = True) -> None:
+        """`session_from_user`: the body's `user` names a session, where nothing else does."""
+        self.turns, self.codec = turns, codec
+        self._session_from_user = session_from_user
+        self._responder = Responder(turns)
+        self._threads = ThreadPoolExecutor(TOKENISING_MAX, "tokenising")
+
+    async def answer(self, request: web.Request, raw: bytes, parsed: ParsedRequest) -> web.StreamResponse:
+        """`raw` is the request's body, by which its retries are known."""
+        return await self._responder.respond(request, await self._prepare(request, raw, parsed))
+
+    def identify(self, request: web.Request, named: BodyIdentity) -> SessionIdentity:
+        user = named.user if self._session_from_user else None
+        return identify(request, self.turns, metadata=named.metadata, session_id=named.session_id, user=user)
+
+    async def prompts(self, view: SessionView, parsed: ParsedRequest) -> tuple[list[Prompt], bool]:
+        """The request's prompts in that session, and whether a thread made them: then others may have come since."""
+        if not parsed.is_long(view):
+            return parsed.make_prompts(view), False
+        frozen = dataclasses.replace(view, tree=view.tree.snapshot())  # turns end meanwhile
+        return await asyncio.get_running_loop().run_in_executor(self._threads, parsed.make_prompts, frozen), True
+
+    async def _prepare(self, request: web.Request, raw: bytes, parsed: ParsedRequest) -> PreparedRequest:
+        identity = self.identify(request, parsed.named)
+        call = call_of(request, raw, identity.session_id)
+        turns = await self.turns.join(call, parsed.shape.choices)
+        joined = turns is not None
+        if turns is None:
+            turns, joined = await self._begin(identity, call, parsed)
+        first = turns[0].request
+        origin = first.origin
+        added = parsed.messages[len(parsed.messages) - origin.messages_added :]
+        prompt = Prompt(
+            list(first.prompt_ids), origin.history, first.parent, added, first.turn_index, origin.history_reason
+        )
+        per_prompt = parsed.shape.choices // parsed.num_prompts
+        head = AnswerHead(
+            parsed.api,
+            first.turn_id,
+            first.session_id,
+            parsed.model.name,
+            parsed.shape,
+            [turn.request.prompt_ids for turn in turns if turn.request.choice % per_prompt == 0],
+            origin.history,
+            origin.created_unix_s,
+        )
+        choices = [self._choice(parsed, turn) for turn in turns]
+        return PreparedRequest(
+            parsed.form,
+            head,
+            parsed.record_head,
+            prompt,
+            choices,
+            identity.source,
+            joined,
+            has_messages=bool(parsed.messages),
+            continued=parsed.continued,
+        )
+
+    async def _begin(
+        self, identity: SessionIdentity, call: Call, parsed: ParsedRequest
+    ) -> tuple[Sequence[TurnHandle], bool]:
+        """The turns of a new request, and whether they were joined after all.
+
+        A refusal that a retry may get past is noted: else the same request, sent again, would count as the retry of
+        another one.
+        """
+        try:
+            return await self._new_turns(identity, call, parsed)
+        except (OutOfCapacity, Unavailable):
+            self.turns.refused(call)
+            raise
+
+    async def _new_turns(
+        self, identity: SessionIdentity, call: Call, parsed: ParsedRequest
+    ) -> tuple[Sequence[TurnHandle], bool]:
+        """Session, prompt and sampling. A call without a session gets its own last: refused, it leaves none behind.
+
+        While a thread makes a long prompt, a retry of the same request may arrive and begin: then its turns are joined.
+        """
+        named = identity.session_id is not None
+        choices = parsed.shape.choices
+        view = await self.turns.open_session(identity, choices) if named else NOBODY
+        prompts, waited = await self.prompts(view, parsed)
+        if waited and (joined := await self.turns.join(call, choices, again=True)) is not None:
+            return joined, True
+        sampled = [parsed.make_sampling(len(prompt.token_ids), view) for prompt in prompts]
+        if not named:
+            view = await self.turns.open_session(identity, choices)
+        name, per_prompt = secrets.token_hex(12), choices // len(prompts)
+        new: list[TurnRequest] = []
+        for prompt, sampling in zip(prompts, sampled, strict=True):
+            ids, origin = self.codec.shared(prompt.token_ids), _origin(call, prompt, named)
+            for i in range(len(new), len(new) + per_prompt):
+                turn_id = choice_id(TurnId(name), i)
+                new.append(TurnRequest(turn_id, view.session_id, prompt.turn, ids, sampling, prompt.parent, i, origin))
+        return [self.turns.start(turn) for turn in new], False
+
+    def _choice(self, parsed: ParsedRequest, turn: TurnHandle) -> Choice:
+        sampling = turn.request.sampling
+        one_call = parsed.one_call and parsed.parses_tools
+        closes = one_call and self.codec.tool_format == "hermes"
+        decoder = self.codec.stream_decoder(
+            turn.request.prompt_ids,
+            stop=(*sampling.stop, CLOSE) if closes else sampling.stop,
+            min_tokens=sampling.min_tokens,
+            show_special=parsed.show_special,
+            markers=parsed.parses_tools or parsed.parses_reasoning,
+        )
+        reasoning = None
+        if parsed.parses_reasoning:
+            reasoning = ReasoningParser(begun=self.codec.opens_reasoning(turn.request.prompt_ids))
+        tools = ToolCallParser(self.codec.tool_format) if parsed.parses_tools else None
+        return Choice(turn, Reader(decoder, reasoning, tools, sampling.stop_token_ids, turn.request.turn_id, one_call))
+
+
+def _origin(call: Call, prompt: Prompt, named: bool) -> TurnOrigin:
+    return TurnOrigin(
+        call.digest,
+        not named,
+        call.idempotency_key,
+        prompt.history,
+        prompt.reason,
+        messages_added=len(prompt.added),
+        created_unix_s=int(time.time()),
+    )

@@ -1,0 +1,118 @@
+"""From a body of OpenAI's API to a parsed request.
+
+Other APIs put their requests into one of these bodies, and give the form of their answers.
+"""
+
+from __future__ import annotations
+
+from gateway.api.calls import history
+from gateway.api.calls.answer import AnswerShape, Api, Form
+from gateway.api.calls.service import BodyIdentity, ParsedRequest
+from gateway.api.openai import requests
+from gateway.api.openai.bodies import ChatRequest, CompletionRequest
+from gateway.api.openai.writer import OpenAIForm
+from gateway.core.types import SamplingParams
+from gateway.ports import ModelInfo, SessionView, Turns
+from gateway.tokens import Codec
+from gateway.tokens.toolcalls import ToolFormat
+
+LONG_BODY_BYTES = 8_000
+"""A longer body is tokenised in a thread: it would hold the event loop for milliseconds (1 ms for about 4 KB)."""
+LONG_HISTORY_BYTES = 32_000
+"""Up to this, a body that the session's record holds nearly whole is handled in the event loop: little is left to
+tokenise, and rendering the rest through the template costs less than handing it to a thread."""
+
+
+class Parser:
+    def __init__(self, turns: Turns, codec: Codec) -> None:
+        self._turns, self._codec = turns, codec
+        reasons = codec.reasoning_format == "think"  # before it calls: a grammar would forbid that
+        self._forced_format: ToolFormat = "none" if reasons else codec.tool_format
+
+    def chat(self, body: ChatRequest, size: int, *, api: Api = "chat", form: Form | None = None) -> ParsedRequest:
+        """`size`: bytes of the request's body. `api`, `form`: of another API that has put its request into a chat's."""
+        model = requests.find_model(body.model, self._turns.models())
+        messages = requests.chat_messages(body.messages)
+        requests.check_continued(body, messages)
+        tools = requests.chat_tools(body, self._codec.tool_format)
+        kwargs, shape = body.chat_template_kwargs, requests.chat_shape(body)
+        return ParsedRequest(
+            api,
+            form or OpenAIForm(self._codec),
+            model,
+            shape,
+            _named(body),
+            record_head=history.head(api="chat", tools=tools, template_kwargs=kwargs),
+            messages=messages,
+            make_prompts=lambda view: [
+                history.chat_prompt(
+                    self._codec,
+                    view,
+                    messages,
+                    tools,
+                    kwargs,
+                    body.history,
+                    generation_prompt=body.add_generation_prompt is not False,
+                    continued=body.continue_final_message,
+                )
+            ],
+            is_long=lambda view: (
+                size > LONG_HISTORY_BYTES
+                or (
+                    size > LONG_BODY_BYTES and history.unrecorded_chars(view, messages, tools, kwargs) > LONG_BODY_BYTES
+                )
+            ),
+            make_sampling=lambda tokens, view: self._sampling(body, shape, model, tokens, view),
+            parses_tools=tools is not None and body.tool_choice != "none",
+            parses_reasoning=body.separate_reasoning and self._codec.reasoning_format == "think",
+            show_special=not body.skip_special_tokens,
+            one_call=body.parallel_tool_calls is False,
+            continued=body.continue_final_message,
+        )
+
+    def completion(
+        self, body: CompletionRequest, size: int, *, api: Api = "completion", form: Form | None = None
+    ) -> ParsedRequest:
+        model = requests.find_model(body.model, self._turns.models())
+        prompts = requests.completion_prompts(body, self._codec.vocab_size)
+        special, shape = body.add_special_tokens, requests.completion_shape(body, len(prompts))
+        return ParsedRequest(
+            api,
+            form or OpenAIForm(self._codec),
+            model,
+            shape,
+            _named(body),
+            record_head=history.head(api="completion"),
+            messages=(),
+            make_prompts=lambda view: [
+                history.completion_prompt(self._codec, view, prompt, add_special_tokens=special) for prompt in prompts
+            ],
+            is_long=lambda view: size > LONG_BODY_BYTES,
+            make_sampling=lambda tokens, view: self._sampling(body, shape, model, tokens, view),
+            show_special=not body.skip_special_tokens,
+            num_prompts=len(prompts),
+        )
+
+    def _sampling(
+        self,
+        body: ChatRequest | CompletionRequest,
+        shape: AnswerShape,
+        model: ModelInfo,
+        prompt_tokens: int,
+        view: SessionView,
+    ) -> SamplingParams:
+        sampling = requests.sampling(
+            body,
+            prompt_tokens=prompt_tokens,
+            model=requests.within(model, view),
+            top=shape.logprobs or 0,
+            tokens_per_event=self._turns.tokens_per_event(streamed=shape.stream),
+            tool_format=self._forced_format,
+            vocab_size=self._codec.vocab_size,
+        )
+        requests.check_trainable(sampling, view, model.kinds)
+        return sampling
+
+
+def _named(body: ChatRequest | CompletionRequest) -> BodyIdentity:
+    return BodyIdentity(body.metadata, body.session_id, body.user)
