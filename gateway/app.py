@@ -14,6 +14,7 @@ from gateway.api.admin import AdminDeps, add_admin_routes
 from gateway.api.calls.service import Calls
 from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
+from gateway.api.generate import add_generate_route
 from gateway.api.groups import add_group_routes
 from gateway.api.http_server import BACKLOG, Runner, bodies_in_time
 from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
@@ -256,6 +257,7 @@ def _routes(
         text = TextRoutes(parts.text_proxy, parts.sessions, config.model, session_from_user=from_user)
     calls = Calls(parts.sessions, codec, session_from_user=from_user)
     add_openai_routes(app, OpenAIDeps(calls, text))
+    add_generate_route(app, calls)
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
     add_group_routes(app, parts.groups)
     add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))

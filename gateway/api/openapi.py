@@ -26,6 +26,8 @@ from gateway.api.admin import (
 from gateway.api.calls.answer import VERSION_HEADER
 from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, ReleaseAnswer, SampleAnswer, SampleRequest
+from gateway.api.generate import PATH as GENERATE
+from gateway.api.generate import Generated, GenerateRequest
 from gateway.api.groups import CreateGroupRequest, GroupAnswer
 from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
 from gateway.api.openai.requests import CHOICES_MAX, LOGPROBS_MAX, ROLES
@@ -77,7 +79,7 @@ _EVENTS = ("text/event-stream",)
 _ENDED = (Finished, SessionAnswer)  # the latter waits for its reward
 
 
-def _openai(prefix: str) -> Sequence[Route]:
+def _calls(prefix: str) -> Sequence[Route]:
     return [
         Route(
             "post",
@@ -94,6 +96,15 @@ def _openai(prefix: str) -> Sequence[Route]:
             _COMPLETION,
             CompletionRequest,
             answers=[Completion],
+            also=_EVENTS,
+            turn=True,
+        ),
+        Route(
+            "post",
+            prefix + GENERATE,
+            "Token ids in and out, as vLLM has it.",
+            GenerateRequest,
+            answers=[Generated],
             also=_EVENTS,
             turn=True,
         ),
@@ -166,7 +177,7 @@ _OPERATOR = [
     Route("get", "/openapi.json", "This.", also=("application/json",)),
 ]
 ROUTES: Sequence[Route] = [
-    *(route for prefix in PREFIXES for route in _openai(prefix)),
+    *(route for prefix in PREFIXES for route in _calls(prefix)),
     *_SESSIONS,
     *_TRAINER,
     *_OPERATOR,

@@ -239,6 +239,26 @@ def test_a_session_over_turns_is_one_record(gateway: Gateway) -> None:
     assert all((lp == 0.0) == (m == 0) for lp, m in zip(trajectory["logprobs"], trajectory["loss_mask"], strict=True))
 
 
+def test_a_session_by_token_ids_is_one_record(gateway: Gateway) -> None:
+    """As train clients do it: they look the context up, tokenise themselves, and name the session in a header."""
+    [model] = httpx.get(f"{gateway.url}/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("policy", 2048)
+    ids, headers = gateway.codec.render(HELLO), {"X-Session-ID": "by-ids"}
+    for history in ("first", "extended"):
+        sampling = {"max_tokens": 6, "logprobs": 1, "stop_token_ids": [EOS], "skip_special_tokens": False}
+        body = {"model": "policy", "token_ids": ids, "sampling_params": sampling}
+        raw = httpx.post(f"{gateway.url}/inference/v1/generate", json=body, headers=headers, timeout=60)
+        [choice] = raw.raise_for_status().json()["choices"]
+        assert raw.headers["X-Laminar-History"] == history
+        assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+            f"token_id:{i}" for i in choice["token_ids"]
+        ]
+        assert all(-100 < entry["logprob"] <= 0 for entry in choice["logprobs"]["content"])
+        ids = [*ids, *choice["token_ids"], *gateway.codec.encode("<|im_start|>user\nAnd?<|im_end|>\n")]
+    finished = httpx.post(f"{gateway.url}/finish_session?session_id=by-ids", json={"reward": 0.5}).json()
+    assert (finished["leaves"], finished["turns"]) == (1, 2)
+
+
 def test_branches_of_a_session_reach_the_trainer_as_its_leaves(gateway: Gateway) -> None:
     made = httpx.post(f"{gateway.url}/sessions", json={"group_id": "branches"}).json()
     asked: dict[str, Any] = {"model": "policy", "max_tokens": 6, "seed": 3, "extra_body": {"return_token_ids": True}}

@@ -23,6 +23,11 @@ BATCH = {"trajectories": 4096, "groups": 64, "group_size": 64}
 """Of a trainer: were it smaller, no more than that would be admitted."""
 
 
+def brief(values: dict[str, Any]) -> dict[str, Any]:
+    few = {name: most for name, most in FEW_TOKENS.items() if type(values.get(name)) is int and values[name] > most}
+    return values | ({"max_tokens": 8} if values.get("max_tokens") is None else {}) | few
+
+
 def met(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
@@ -32,9 +37,9 @@ def met(values: Any) -> Any:
             out[name] = f"{kind}{zlib.crc32(out[name].encode(errors='replace')) % FEW}"
     if isinstance(out.get("model"), str):
         out["model"] = "policy"
-        few = {name: most for name, most in FEW_TOKENS.items() if type(out.get(name)) is int and out[name] > most}
-        out |= {"max_tokens": 8} if out.get("max_tokens") is None else {}
-        out |= few
+        out = brief(out)
+    if isinstance(sampling := out.get("sampling_params"), dict):
+        out["sampling_params"] = brief(sampling)
     if isinstance(out.get("name"), str):
         out["name"] = "e9"
     for name in ("version", "min_version", "max_version"):

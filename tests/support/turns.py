@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gateway.api.calls.service import Calls
 from gateway.api.errors import answer_errors
+from gateway.api.generate import add_generate_route
 from gateway.api.http_server import Runner, bodies_in_time
 from gateway.api.openai.routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
 from gateway.core.retries import Call
@@ -205,9 +206,11 @@ class ScriptedRun:
 
 @contextlib.asynccontextmanager
 async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
-    """The OpenAI routes on a free port; yields the base URL without `/v1`."""
+    """The routes of model calls on a free port; yields the base URL without `/v1`."""
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[answer_errors, bodies_in_time])
-    add_openai_routes(app, OpenAIDeps(Calls(turns, codec)))
+    calls = Calls(turns, codec)
+    add_openai_routes(app, OpenAIDeps(calls))
+    add_generate_route(app, calls)
     async with serving_app(app) as url:
         yield url
 

@@ -18,9 +18,11 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from gateway.api.calls.events import EventStream, LateBody
 from gateway.api.calls.history import Prompt
+from gateway.api.calls.schema import Provenance
 from gateway.api.calls.turn_view import Answer, Piece, Reader
 from gateway.api.errors import error_headers, unexpected
 from gateway.ports import IdentitySource, Message, TurnHandle, Turns
@@ -63,6 +65,14 @@ class AnswerHead:
     def prompt_ids(self, choice: int) -> Sequence[int]:
         """The prompt of a choice: each prompt of a batch has the same number of choices."""
         return self.prompts[choice * len(self.prompts) // self.shape.choices]
+
+
+def provenance(head: AnswerHead, answer: Answer) -> Provenance | UnsetType:
+    """On request, and in any case when the session's version was lost meanwhile."""
+    if not (head.shape.token_ids or head.shape.weight_versions or answer.version_changes):
+        return UNSET
+    moves = sum(segment.cause == "move" for segment in answer.segments)
+    return Provenance(head.session_id, head.history, moves, answer.segments, answer.version_changes)
 
 
 class ChoiceEvents(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.api.calls.answer import AnswerHead
+from gateway.api.calls.answer import AnswerHead, provenance
 from gateway.api.calls.schema import CalledFunction, Provenance
 from gateway.api.calls.turn_view import Answer, Piece
 from gateway.api.errors import error_bytes
@@ -206,14 +206,6 @@ def usage(head: AnswerHead, answers: Sequence[Answer]) -> Usage:
     """A prompt counts once, however many choices it has."""
     prompt, completion = sum(map(len, head.prompts)), sum(len(answer.token_ids) for answer in answers)
     return Usage(prompt, completion, prompt + completion)
-
-
-def provenance(head: AnswerHead, answer: Answer) -> Provenance | UnsetType:
-    """On request, and in any case when the session's version was lost meanwhile."""
-    if not (head.shape.token_ids or head.shape.weight_versions or answer.version_changes):
-        return UNSET
-    moves = sum(segment.cause == "move" for segment in answer.segments)
-    return Provenance(head.session_id, head.history, moves, answer.segments, answer.version_changes)
 
 
 def token_text(codec: Codec, token_id: int) -> str:
