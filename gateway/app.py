@@ -21,6 +21,7 @@ from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
 from gateway.api.openai.text_proxy import TextRoutes
 from gateway.api.openapi import add_openapi_route
 from gateway.api.sessions import add_session_routes
+from gateway.api.tasks import add_task_routes
 from gateway.config import ExperienceStoreKind, GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
@@ -45,6 +46,7 @@ from gateway.store.groups import GroupStore
 from gateway.store.layout import claim
 from gateway.store.lineage import LineageStore
 from gateway.store.sessions import SessionStore
+from gateway.tasks import PromptPool
 from gateway.tokens import Codec
 from paramserver.membership import EtcdRegistry
 from protos.process import cannot_listen
@@ -68,6 +70,7 @@ class Stores:
     groups: GroupStore
     lineage: LineageStore
     reader: ReaderStore
+    tasks: PromptPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,7 @@ async def start(config: GatewayConfig) -> Gateway:
             repacker=parts.repacker,
             buffer=stores.buffer,
             pool=stores.pool,
+            tasks=stores.tasks,
             text_proxy=parts.text_proxy,
             database=database,
         )
@@ -201,13 +205,15 @@ async def open_stores(
         GroupStore(database),
         LineageStore(database),
         ReaderStore(database),
+        PromptPool(database),
     )
     for part in (stores.pool, stores.timeline):
         await part.open()
         stack.push_async_callback(part.close)
-    for tables in (stores.buffer, stores.sessions, stores.groups, stores.lineage, stores.reader):
+    for tables in (stores.buffer, stores.sessions, stores.groups, stores.lineage, stores.reader, stores.tasks):
         await tables.open()
     stack.push_async_callback(stores.buffer.close)
+    stack.push_async_callback(stores.tasks.close)
     return stores
 
 
@@ -261,6 +267,7 @@ def _routes(
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
     add_group_routes(app, parts.groups)
     add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))
+    add_task_routes(app, stores.tasks)
     add_openapi_route(app)
     add_experience_routes(app, ExperienceDeps(stores.buffer, parts.trainer, parts.fleet, config.fleet.staleness_max))
     return app

@@ -44,6 +44,25 @@ from gateway.api.sessions import (
     SessionMade,
     SessionPhase,
 )
+from gateway.api.tasks import (
+    AddTasksRequest,
+    FailTaskRequest,
+    FinishTaskRequest,
+    LeaseTasksRequest,
+    PoolAnswer,
+    PrioritizeTasksRequest,
+    ReleaseTasksRequest,
+    RemoveTasksRequest,
+    RenewTasksRequest,
+    TaskEnded,
+    TaskResults,
+    TasksAdded,
+    TasksLeased,
+    TasksPrioritized,
+    TasksReleased,
+    TasksRemoved,
+    TasksRenewed,
+)
 from gateway.core.endings import Finish, Finished
 from gateway.core.parameters import PARAMETERS
 from gateway.operate.report import Health, StatusReport
@@ -150,6 +169,25 @@ _TRAINER = [
     Route("post", "/experience/ack", "Uses them up.", AckRequest, answers=[AckAnswer]),
     Route("post", "/experience/release", "Gives them back unused.", AckRequest, answers=[ReleaseAnswer]),
 ]
+_POOL: Json = {"schema": {"type": "string", "minLength": 1, "maxLength": 200}}
+_TASKS = [
+    Route("post", "/tasks", "Adds tasks to a prompt pool.", AddTasksRequest, answers=[TasksAdded]),
+    Route("get", "/tasks", "A prompt pool as it stands.", query={"pool": _POOL}, answers=[PoolAnswer]),
+    Route("post", "/tasks/lease", "Leases samples of tasks to a runner.", LeaseTasksRequest, answers=[TasksLeased]),
+    Route("post", "/tasks/renew", "Prolongs leases.", RenewTasksRequest, answers=[TasksRenewed]),
+    Route("post", "/tasks/finish", "Ends a lease with a reward.", FinishTaskRequest, answers=[TaskEnded]),
+    Route("post", "/tasks/fail", "Ends a lease without one.", FailTaskRequest, answers=[TaskEnded]),
+    Route("post", "/tasks/release", "Gives samples back.", ReleaseTasksRequest, answers=[TasksReleased]),
+    Route(
+        "get",
+        "/tasks/results",
+        "The last rewards of tasks.",
+        query={"pool": _POOL, "after": _NUMBER, "limit": _NUMBER},
+        answers=[TaskResults],
+    ),
+    Route("post", "/tasks/priorities", "Sets priorities.", PrioritizeTasksRequest, answers=[TasksPrioritized]),
+    Route("post", "/tasks/remove", "Removes tasks.", RemoveTasksRequest, answers=[TasksRemoved]),
+]
 _OPERATOR = [
     Route("get", "/status", "The gateway, its engines and its counters.", answers=[StatusReport]),
     Route(
@@ -180,6 +218,7 @@ ROUTES: Sequence[Route] = [
     *(route for prefix in PREFIXES for route in _calls(prefix)),
     *_SESSIONS,
     *_TRAINER,
+    *_TASKS,
     *_OPERATOR,
 ]
 

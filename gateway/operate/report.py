@@ -15,6 +15,7 @@ from gateway.fleet.text_proxy import TextProxyStatistics
 from gateway.runtime.counters import Counters
 from gateway.sessions.trainer import AdmissionStatus, Staleness
 from gateway.store.partial import PoolStatistics
+from gateway.tasks import PromptPoolStatistics
 
 
 class Health(msgspec.Struct):
@@ -105,6 +106,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     buffer: BufferStatistics
     admission: AdmissionStatus
     partial_response_pool: PoolStatistics
+    prompt_pool: PromptPoolStatistics
     store_failure: str
     refused_relays: Mapping[str, str]
     unreachable_relays: Sequence[str]

@@ -37,6 +37,7 @@ from gateway.runtime.clock import unix_s
 from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool
+from gateway.tasks import PromptPool
 
 RATE_WINDOW_S = 10.0
 HELD_BY_MAX = 16
@@ -56,12 +57,13 @@ class GatewayStatus:
         repacker: Repacker,
         buffer: ExperienceBuffer,
         pool: PartialResponsePool,
+        tasks: PromptPool,
         text_proxy: TextProxy | None = None,
         database: Database,
     ) -> None:
         self._config, self._fleet, self._sessions, self._repacker = config, fleet, sessions, repacker
         self._trainer, self._buffer, self._pool, self._text_proxy = trainer, buffer, pool, text_proxy
-        self._database = database
+        self._database, self._tasks = database, tasks
         self._started = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque(maxlen=256)
         self._provider = MeterProvider(metric_readers=[PrometheusMetricReader(disable_target_info=True)])
@@ -98,6 +100,7 @@ class GatewayStatus:
             buffer=self._buffer.statistics(),
             admission=self._trainer.status(),
             partial_response_pool=self._pool.statistics(),
+            prompt_pool=self._tasks.statistics(),
             store_failure=self._database.failure,
             refused_relays=fleet.relays.refused(),
             unreachable_relays=fleet.relays.unreachable(),
@@ -189,6 +192,22 @@ class GatewayStatus:
         meter.create_observable_gauge(
             "laminar_gateway_buffered_trajectories", [_observe(lambda: self._buffer.statistics().trajectories)]
         )
+
+        self._task_instruments()
+
+    def _task_instruments(self) -> None:
+        meter, statistics = self._provider.get_meter("laminar.gateway"), self._tasks.statistics
+        meter.create_observable_gauge("laminar_gateway_tasks", [_observe(lambda: statistics().tasks)])
+        meter.create_observable_gauge("laminar_gateway_task_leases", [_observe(lambda: statistics().leases)])
+        for name, read in (
+            ("leased", lambda: statistics().leased),
+            ("finished", lambda: statistics().finished),
+            ("failed", lambda: statistics().failed),
+            ("released", lambda: statistics().released),
+            ("expired", lambda: statistics().expired),
+            ("given_up", lambda: statistics().given_up),
+        ):
+            meter.create_observable_counter(f"laminar_gateway_tasks_{name}", [_observe(read)])
 
     def _cuts(self, _: CallbackOptions) -> Iterable[Observation]:
         reasons = self._sessions.counters.cuts_by_reason

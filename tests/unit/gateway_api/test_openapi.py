@@ -94,6 +94,17 @@ async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
             ("post", "/experience/release", "/experience/release", ["lease_id"]),  # of the answer before it
             ("post", "/experience/sample", "/experience/sample", {**reader, "trajectories": 1}),
             ("post", "/experience/ack", "/experience/ack", ["lease_id"]),
+            ("post", "/tasks", "/tasks", {"tasks": [{"task_id": "t", "data": {"q": 1}}, {"data": {"q": 2}}]}),
+            ("get", "/tasks", "/tasks?pool=default", None),
+            ("post", "/tasks/lease", "/tasks/lease", {"runner": "r", "request": "one"}),
+            ("post", "/tasks/finish", "/tasks/finish", lambda before: {**leased(before), "reward": 1.0}),
+            ("post", "/tasks/lease", "/tasks/lease", {"runner": "r", "request": "two"}),
+            ("post", "/tasks/fail", "/tasks/fail", leased),
+            ("post", "/tasks/renew", "/tasks/renew", {"lease_ids": ["unknown"]}),
+            ("post", "/tasks/release", "/tasks/release", {"lease_ids": ["unknown"]}),
+            ("get", "/tasks/results", "/tasks/results?after=0&limit=10", None),
+            ("post", "/tasks/priorities", "/tasks/priorities", {"priorities": {"t": 2.0, "none": 1.0}}),
+            ("post", "/tasks/remove", "/tasks/remove", {"drained": True}),
             ("get", "/status", "/status", None),
             ("get", "/healthz", "/healthz", None),
             ("get", "/health", "/health", None),
@@ -119,13 +130,20 @@ async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
         raw = b""
         for method, path, url, body in asked:
             [route] = [r for r in ROUTES if (r.method, r.path) == (method, path)]
-            if isinstance(body, list):
+            if callable(body):
+                body = body(json.loads(raw))
+            elif isinstance(body, list):
                 body = {name: json.loads(raw)[name] for name in body}
             async with http.request(method, url, json=body) as answer:
                 raw = await answer.read()
                 assert answer.status in (route.status, route.also_status), f"{method} {url}: {answer.status} {raw!r}"
             fitting = [kind for kind in route.answers if fits(kind, raw)]
             assert fitting, f"{method} {url}: {raw!r}"
+
+
+def leased(answer: Any) -> dict[str, Any]:
+    """The body that ends the lease of the answer before it."""
+    return {"lease_id": answer["leases"][0]["lease_id"]}
 
 
 def fits(kind: type[msgspec.Struct], raw: bytes) -> bool:
@@ -161,6 +179,9 @@ def requests(draw: Any) -> tuple[str, str, bytes | None]:
         "name": "e0",
         "url": "http://127.0.0.1:1",
         "lease_id": "l",
+        "lease_ids": ["l"],
+        "runner": "r",
+        "tasks": [{"data": {"q": 1}}],
     }
     body = {name: value for name, value in usual.items() if name in fields and draw(st.integers(0, 9))} | body
     body.pop("wait_s", None)

@@ -1,0 +1,193 @@
+"""The prompt pool: tasks that runners lease with a deadline, and what came of them.
+
+Invariants:
+- an operation has its effect on disk, in one transaction, when it returns; so the pool is the same after kill -9, and
+  there is no copy in memory that could differ;
+- a lease whose request went away before its answer is given back, unless the request has a name (`request`): then the
+  runner sends it again, and gets the same leases;
+- a waiting request wakes when tasks are added or come back, and when a lease expires.
+
+With a gateway that has `--data` all of it holds after a restart; without, the pool is in memory and lost at exit. What
+was added survives a power cut; of the last leases and ends a power cut may lose some, so that a sample is leased again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gateway.core.tasks import (
+    LEASE_S,
+    TASKS_MAX,
+    WAIT_S_MAX,
+    Ending,
+    GroupResult,
+    Leased,
+    NewTask,
+    PoolCounts,
+)
+from gateway.runtime.clock import unix_s
+from gateway.runtime.shielded import ShieldedTasks
+from gateway.store.database import Database
+from gateway.tasks import leases, rows
+from gateway.tasks.leases import LeaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPoolStatistics:
+    """`tasks` and `leases`: now, in all pools. The others count since the gateway's start; `expired` leases are those
+    of runners that died or were too slow, `given_up` samples those that failed too often."""
+
+    tasks: int = 0
+    leases: int = 0
+    leased: int = 0
+    finished: int = 0
+    failed: int = 0
+    released: int = 0
+    expired: int = 0
+    given_up: int = 0
+
+
+class PromptPool:
+    """All pools of one gateway, each with a name; a runner leases from one of them."""
+
+    def __init__(self, database: Database, *, tasks_max: int = TASKS_MAX) -> None:
+        self._database = database
+        self._tasks_max = tasks_max
+        self._statistics = PromptPoolStatistics()
+        self._changed = asyncio.Event()  # replaced at each change: whoever took it before a look misses none
+        self._shielded = ShieldedTasks()
+
+    async def open(self) -> None:
+        """Makes the tables, and takes over what the previous process left, leases included."""
+        tasks, live = await self._database.run(lambda connection: rows.open_tables(connection, unix_s()))
+        self._statistics = PromptPoolStatistics(tasks=tasks, leases=live)
+
+    async def close(self) -> None:
+        """Waits for the changes in progress. The database stays open."""
+        await self._shielded.drain()
+
+    async def add(self, pool: str, tasks: Sequence[NewTask]) -> int:
+        """Adds the tasks whose id the pool does not have, and returns how many. OutOfCapacity when they do not fit."""
+        added = await self._database.run(lambda connection: rows.add(connection, pool, tasks, self._tasks_max))
+        self._count(tasks=added)
+        self._notify()
+        await self._database.synced()
+        return added
+
+    async def lease(
+        self,
+        pool: str,
+        runner: str,
+        *,
+        count: int = 1,
+        lease_s: float = LEASE_S,
+        wait_s: float = 0.0,
+        request: str | None = None,
+    ) -> Leased:
+        """Up to `count` samples; waits up to `wait_s` for the first one. Returns at once from a drained pool."""
+        deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
+        names = [secrets.token_hex(8) for _ in range(2 * count)]
+        wanted = LeaseRequest(pool, runner, count, lease_s, request, names)
+        while True:
+            changed = self._changed
+            leased = await self._lease(wanted)
+            remaining_s = deadline - time.monotonic()
+            if leased.leases or leased.drained or remaining_s <= 0:
+                return leased
+            if leased.next_expiry_unix_s is not None:
+                remaining_s = min(remaining_s, max(0.0, leased.next_expiry_unix_s - unix_s()))
+            try:
+                async with asyncio.timeout(remaining_s):
+                    await changed.wait()
+            except TimeoutError:
+                continue  # looks again: its deadline has come, or a lease expired
+
+    async def _lease(self, wanted: LeaseRequest) -> Leased:
+        """Written by a task of its own: a caller that is cancelled never gets the ids, so its leases are given back."""
+        leasing = self._shielded.start(self._write_lease(wanted), "lease-tasks")
+        try:
+            return await asyncio.shield(leasing)
+        except asyncio.CancelledError:
+            if wanted.request is None:
+                self._shielded.start(self._give_back(leasing), "give-back-tasks")
+            raise
+
+    async def _write_lease(self, wanted: LeaseRequest) -> Leased:
+        leased, changed = await self._database.run(lambda connection: leases.lease(connection, wanted, unix_s()))
+        fresh = {f"task-{name}" for name in wanted.names}
+        new = sum(lease.lease_id in fresh for lease in leased.leases)
+        self._count(leased=new, leases=new - changed.expired, expired=changed.expired, given_up=changed.given_up)
+        if changed.expired:
+            self._notify()
+        return leased
+
+    async def _give_back(self, leasing: asyncio.Task[Leased]) -> None:
+        await asyncio.wait([leasing])
+        if leasing.exception() is None and (found := leasing.result().leases):
+            await self.release([lease.lease_id for lease in found])
+
+    async def renew(self, lease_ids: Sequence[str], lease_s: float = LEASE_S) -> tuple[list[str], list[str]]:
+        """The leases that now last `lease_s` from now, and those that are lost."""
+        until = unix_s() + lease_s
+        renewed, lost, revived = await self._database.run(lambda connection: leases.renew(connection, lease_ids, until))
+        self._count(leases=revived)
+        return renewed, lost
+
+    async def finish(self, lease_id: str, reward: float) -> Ending:
+        """Ends a lease with the sample's reward; the same again when it is repeated. NotFound when another runner has
+        the sample, Conflict when the lease ended otherwise."""
+        return await self._end(lambda connection: leases.finish(connection, lease_id, reward), "finished")
+
+    async def fail(self, lease_id: str, error: str) -> Ending:
+        """Ends a lease without a reward. Errors as `finish`."""
+        return await self._end(lambda connection: leases.fail(connection, lease_id, error), "failed")
+
+    async def _end(self, operation: leases.EndOperation, counter: str) -> Ending:
+        ending, was_leased = await self._shielded.run(self._database.run(operation), counter)
+        if not ending.repeated:
+            given_up = int(counter == "failed" and not ending.retried)
+            self._count(leases=-was_leased, given_up=given_up, **{counter: 1})
+            self._notify()  # also of an end: a pool may be drained now
+        return ending
+
+    async def release(self, lease_ids: Sequence[str]) -> int:
+        """Gives the samples back: others may lease them at once. How many leases this ended."""
+        released = await self._shielded.run(
+            self._database.run(lambda connection: leases.release(connection, lease_ids)), "release-tasks"
+        )
+        self._count(leases=-released, released=released)
+        self._notify()
+        return released
+
+    async def results(self, pool: str, after: int = 0, limit: int = 1000) -> list[GroupResult]:
+        """Each task's newest ended round, in the order of their ends, after the one numbered `after`."""
+        return await self._database.run(lambda connection: rows.results(connection, pool, after, limit))
+
+    async def prioritize(self, pool: str, priorities: Mapping[str, float]) -> list[str]:
+        """Sets priorities, by task id; returns the ids that the pool does not have."""
+        return await self._database.run(lambda connection: rows.prioritize(connection, pool, priorities))
+
+    async def remove(self, pool: str, task_ids: Sequence[str] | None) -> int:
+        """Removes the tasks, or all drained ones (None), and returns how many. Leases on them are lost."""
+        removed, lost = await self._database.run(lambda connection: rows.remove(connection, pool, task_ids))
+        self._count(tasks=-removed, leases=-lost)
+        self._notify()
+        return removed
+
+    async def counts(self, pool: str) -> PoolCounts:
+        return await self._database.run(lambda connection: rows.count(connection, pool))
+
+    def statistics(self) -> PromptPoolStatistics:
+        return self._statistics
+
+    def _count(self, **changes: int) -> None:
+        now = self._statistics
+        self._statistics = replace(now, **{name: getattr(now, name) + change for name, change in changes.items()})
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
