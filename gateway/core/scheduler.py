@@ -95,29 +95,30 @@ _Kind = tuple[bool, bool, int, int | None, frozenset[str] | None]
 
 @dataclass(slots=True)
 class Refusals:
-    """Refusals of new sessions in one round through the queue: others of their kind would be refused likewise.
+    """Refusals of new sessions in one round through the queue: others of their kind would be refused likewise, if they
+    need at least as much, of an engine's free memory now and of its context in all.
 
     Without it a queue of n costs n decisions whenever anything changes.
     """
 
-    _refused: dict[_Kind, tuple[int, Wait]] = field(default_factory=dict)
+    _refused: dict[_Kind, tuple[int, int, Wait]] = field(default_factory=dict)
 
     def find(self, demand: Demand, fleet: FleetState) -> Wait | None:
         """The refusal that holds for this one, too; None when it has to be decided."""
         spec = demand.session.spec
         if demand.session.version is not None or fleet.group_versions.get(spec.group_id) is not None:
             return None
-        tokens, wait = self._refused.get(_kind(demand), (0, None))
-        return wait if demand.prompt_tokens >= tokens else None
+        prompt_tokens, tokens_max, wait = self._refused.get(_kind(demand), (0, 0, None))
+        return wait if demand.prompt_tokens >= prompt_tokens and demand.tokens_max >= tokens_max else None
 
     def note(self, demand: Demand, fleet: FleetState, wait: Wait) -> None:
         spec = demand.session.spec
         if demand.session.version is None and fleet.group_versions.get(spec.group_id) is None:
-            self._refused[_kind(demand)] = (demand.prompt_tokens, wait)
+            self._refused[_kind(demand)] = (demand.prompt_tokens, demand.tokens_max, wait)
 
 
 def _kind(demand: Demand) -> _Kind:
-    """All of a new session that its refusal may depend on, but for its length."""
+    """All of a new session that its refusal may depend on, but for its lengths."""
     spec = demand.session.spec
     return _awaits_trainer(spec), demand.session.insists, spec.min_version, spec.max_version, demand.kinds
 

@@ -130,7 +130,8 @@ async def publish(
             give_up_at = min(give_up_at, time.monotonic() + MASTER_WAIT_S)
             if time.monotonic() > give_up_at:
                 raise
-            log.warning("publishing %s again, at %s it came to nothing: %s", model, master.address, error)
+            # as text: whoever keeps log records would hold the error's frames, and with them the relay's memory
+            log.warning("publishing %s again, at %s it came to nothing: %s", model, master.address, str(error))
         await asyncio.sleep(RETRY_S)
         master = await relay.find_master(model) or master  # the relay may come back until then
 
@@ -246,7 +247,7 @@ async def _commit(
     except (Unavailable, _Replaced) as error:
         lost = error
     what = f"version {opened.version} of {request.model}"
-    log.warning("the reply to the commit of %s was lost; querying its outcome: %s", what, lost)
+    log.warning("the reply to the commit of %s was lost; querying its outcome: %s", what, str(lost))
     deadline = time.monotonic() + MASTER_WAIT_S
     while time.monotonic() < deadline:
         await asyncio.sleep(RETRY_S)

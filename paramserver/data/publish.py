@@ -245,7 +245,9 @@ def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mapping
                 digests = _copy(image, places, connection)
             _finish(sock)
         except LinkBroken as error:
-            raise _reason(sock, error) from error
+            if refusal := _refusal(sock):
+                raise refusal from error
+            raise
         return digests
 
 
@@ -406,20 +408,22 @@ def _stream(address: str, greeting: Greeting, image: Image, digests: dict[int, b
                         connection.send(header, buffer[: chunk.length])
             _finish(sock)
         except LinkBroken as error:
-            raise _reason(sock, error) from error
+            if refusal := _refusal(sock):
+                raise refusal from error
+            raise
 
 
-def _reason(sock: socket.socket, broken: LinkBroken) -> LaminarError:
+def _refusal(sock: socket.socket) -> LaminarError | None:
     """The refusal that the relay sent before it ended the connection, if any: it is read only once sending failed."""
     try:
         sock.settimeout(REFUSAL_S)
         header = frames.receive_header(sock)
         if header.kind is not Kind.REFUSED:
-            return broken
+            return None
         refusal = frames.receive_refusal(sock, header)
     except (LinkBroken, OSError) as error:
-        log.debug("the relay left without a refusal: %s", error)
-        return broken
+        log.debug("the relay left without a refusal: %s", str(error))
+        return None
     return LinkBroken(str(refusal)) if isinstance(refusal, Conflict | NotFound) else refusal
 
 

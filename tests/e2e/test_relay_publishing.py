@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -128,6 +129,33 @@ async def test_a_publish_that_failed_maps_nothing_once_its_publisher_is_closed(r
             return mapped_here() == ""
 
         await until(let_go, "nothing is mapped")  # the copy's thread may be about to let go of its last work
+    finally:
+        gc.enable()
+
+
+async def test_a_publish_whose_relay_dies_on_the_way_maps_nothing_once_its_publisher_is_closed(relays: Relays) -> None:
+    """An error that names itself as its cause is a cycle, and holds the frames that hold the memory."""
+    head, tail = relays.start("a"), relays.start("b")
+    first, *others = source_of(weights(1))
+
+    def dying() -> memoryview:
+        if head.process.poll() is None:
+            head.kill()
+        return first.read()
+
+    gc.collect()
+    gc.disable()
+    try:
+        async with RelayClient(head.ready["grpc"]) as relay:
+            await relay.master_of(MODEL)
+        async with RelayClient(tail.ready["grpc"]) as relay:
+            sources = [dataclasses.replace(first, read=dying), *others]
+            await (await publish(relay, MODEL, sources, step=1, run="r")).wait_sealed(60.0)
+
+        async def let_go() -> bool:
+            return mapped_here() == ""
+
+        await until(let_go, "nothing is mapped")
     finally:
         gc.enable()
 

@@ -7,15 +7,18 @@ from hypothesis import strategies as st
 
 from gateway.core.fleet import FleetState
 from gateway.core.scheduler import Admission, Demand, Refusals, Wait, place
-from gateway.core.types import GroupId, Version
+from gateway.core.types import EngineName, GroupId, Version
 from tests.unit.gateway_core.helpers import engine, fleet, session
 
 DEMANDS = st.builds(
-    lambda i, version, group, tokens, how: Demand(session(f"s{i}", group, version=version, **how), tokens),
+    lambda i, version, group, tokens, most, how: Demand(
+        session(f"s{i}", group, version=version, **how), tokens, tokens_max=most
+    ),
     st.integers(0, 99),
     st.sampled_from([None, None, None, 1, 2]),
     st.sampled_from(["", "", "g"]),
     st.sampled_from([10, 100, 900]),
+    st.sampled_from([0, 900, 1000, 9000]),
     st.fixed_dictionaries(
         {},
         optional={
@@ -33,6 +36,7 @@ def some_fleet(open_: bool, full: int) -> FleetState:
     state = fleet(
         engine("e0", 1, [100] * full, intake_open=open_), engine("e1", 2, [500], intake_open=open_), max_running=2
     )
+    state.engines[EngineName("e1")].context_tokens = 950
     state.group_versions.note(GroupId("g"), Version(1))
     return state
 
@@ -56,6 +60,9 @@ def test_one_refusal_stands_for_those_that_need_as_much_and_no_others() -> None:
     refusals.note(Demand(session("a"), 50), state, Wait("every intake is closed"))
     assert refusals.find(Demand(session("b"), 50), state) == Wait("every intake is closed")
     assert refusals.find(Demand(session("c"), 49), state) is None
+    refusals.note(Demand(session("a"), 50, tokens_max=1000), state, Wait("open intakes are full"))
+    assert refusals.find(Demand(session("b"), 50, tokens_max=1000), state) == Wait("open intakes are full")
+    assert refusals.find(Demand(session("c"), 50, tokens_max=999), state) is None, "a smaller context holds it"
     assert refusals.find(Demand(session("d", version=1), 50), state) is None
     assert refusals.find(Demand(session("e", "g"), 50), state) is None
     assert refusals.find(Demand(session("f", split="eval"), 50), state) is None
