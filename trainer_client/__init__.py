@@ -10,20 +10,27 @@ from paramserver.client import RefusedLoad
 from protos.trajectories import Segment, Trajectory
 from trainer_client.experience import AsyncExperienceReader, Batch, ExperienceReader, Wanted
 from trainer_client.publisher import AsyncPublisher, AsyncTicket, Publisher, PublisherStatus, Ticket, Wait
+from trainer_client.tasks import Added, AsyncPromptPool, PoolStatus, PromptPool, TaskOptions, TaskResult
 from trainer_client.trajectories import Packed, PackedTensors, pack
 
 __all__ = [
+    "Added",
     "AsyncExperienceReader",
+    "AsyncPromptPool",
     "AsyncPublisher",
     "AsyncTicket",
     "Batch",
     "ExperienceReader",
     "Packed",
     "PackedTensors",
+    "PoolStatus",
+    "PromptPool",
     "Publisher",
     "PublisherStatus",
     "RefusedLoad",
     "Segment",
+    "TaskOptions",
+    "TaskResult",
     "Ticket",
     "Trajectory",
     "Wait",

@@ -21,9 +21,9 @@ from typing import Any, TypedDict, Unpack
 import httpx
 import msgspec
 
-from protos.decoding import decode_json
-from protos.errors import BY_CODE, Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
+from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable
 from protos.trajectories import Trajectory
+from trainer_client.gateway_http import WRONG_SERVER, request
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.trajectories import Packed, pack
 
@@ -87,15 +87,6 @@ class _SampleAnswer(msgspec.Struct):
     trajectories: list[Trajectory]
 
 
-class _ErrorBody(msgspec.Struct):
-    message: str
-    code: str | None = None
-
-
-class _ErrorAnswer(msgspec.Struct):
-    error: _ErrorBody
-
-
 class ReaderOptions(TypedDict, total=False):
     """The keyword arguments of a reader."""
 
@@ -140,9 +131,11 @@ class AsyncExperienceReader(AsyncClient):
         body = _request(self.reader, self.trainer_version, wanted)
         answer = await self._post("/experience/sample", body, timeout_s=body["wait_s"] + self._timeout_s)
         try:
-            sampled = self._decoder.decode(answer.content)
+            sampled = self._decoder.decode(answer)
         except msgspec.DecodeError as error:
-            raise Unavailable(f"{self._url} answered with something else than a batch: {error}", hint=_WRONG) from error
+            raise Unavailable(
+                f"{self._url} answered with something else than a batch: {error}", hint=WRONG_SERVER
+            ) from error
         self._answered = True
         return Batch(sampled.lease_id, tuple(sampled.trajectories))
 
@@ -245,43 +238,11 @@ class AsyncExperienceReader(AsyncClient):
             except LaminarError as error:
                 log.warning("a batch of %d comes back when its lease ends: %s", len(batch), error)
 
-    async def _post(self, path: str, body: dict[str, object], *, timeout_s: float) -> httpx.Response:
+    async def _post(self, path: str, body: dict[str, object], *, timeout_s: float) -> bytes:
         if self._http.is_closed:
             raise Conflict("this reader is closed", hint="open a new one; a closed reader is not used again")
-        try:
-            answer = await self._http.post(self._url + path, json=body, headers={"Accept": MSGPACK}, timeout=timeout_s)
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise InvalidRequest(f"gateway address {self._url!r}: {error}", hint=_ADDRESS) from error
-        except httpx.TransportError as error:
-            reason = str(error) or type(error).__name__
-            raise Unavailable(f"no answer from the gateway at {self._url}: {reason}", hint=_ADDRESS) from error
-        if answer.is_error:
-            raise _error_of(answer, self._url)
-        return answer
-
-
-_ADDRESS = "pass the URL that `gateway serve` prints, such as http://127.0.0.1:8080"
-_WRONG = "is another server listening there? `gateway serve` prints its URL"
-
-
-def _error_of(answer: httpx.Response, url: str) -> LaminarError:
-    """The gateway's error, in the class of its code."""
-    try:
-        body = decode_json(answer.content, _ErrorAnswer).error
-    except msgspec.DecodeError:
-        return Unavailable(f"{url} answered {answer.status_code} without a gateway's error body", hint=_WRONG)
-    kind = BY_CODE.get(body.code or "", LaminarError)
-    if issubclass(kind, OutOfCapacity):
-        return kind(body.message, retry_after_s=_seconds(answer.headers.get("Retry-After", "")))
-    return kind(body.message)
-
-
-def _seconds(retry_after: str) -> float:
-    """The seconds of a Retry-After header; 1 s for any other form: a proxy may send a date."""
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        return 1.0
+        encoded = msgspec.json.encode(body)
+        return await request(self._http, self._url, path, body=encoded, accept=MSGPACK, timeout_s=timeout_s)
 
 
 class ExperienceReader(SyncClient[AsyncExperienceReader]):

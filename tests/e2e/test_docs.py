@@ -44,6 +44,7 @@ RUN_HERE = {
     (FLEET, "sh"): 2,
     (FLEET, "python"): 1,
     ("docs/guide.md", "sh"): 1,
+    ("docs/prompt-pool.md", "python"): 1,
 }
 """Blocks of code by page and language that tests of this module run, all of them."""
 RUN_ELSEWHERE = {
@@ -204,6 +205,12 @@ def test_a_trainer_publishes_after_a_batch(fleet: Documented) -> None:
     assert [len(batch.rewards) for batch in batches] == [GROUPS * GROUP_SIZE]
     assert left["ticket"].version == left["reader"].trainer_version == 1
     until(lambda: 1 in [engine["version"] for engine in fleet.engines().values()], "the engine loads version 1")
+
+
+def test_a_trainer_fills_the_prompt_pool(fleet: Documented) -> None:
+    (fleet.directory / "prompts.jsonl").write_text('{"id": "a", "prompt": "3 + 3?"}\n')
+    left = fleet.program(blocks("docs/prompt-pool.md", "python")[0].replace("print(", "status = ("))
+    assert (left["status"].tasks, left["status"].ready) == (2, 2)
 
 
 def test_ranks_publish_one_version(fleet: Documented) -> None:
