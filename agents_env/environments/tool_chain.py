@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from agents_env.environment import Chat, Message, Outcome
+from agents_env.environment import Chat, Message, Outcome, Reply
 from agents_env.environments.calculator import BadExpression, calculate, format_number
 
 LENGTHS_OF_TEN: tuple[tuple[int, ...], ...] = (*((1,),) * 4, *((2,),) * 3, (3,), (4, 5), (6, 7, 8))
@@ -109,7 +109,7 @@ class ToolChain:
         shown, prompt, calls_right = Fraction(task.start), f"Start with {task.start}. {task.steps[0]}", 0
         for position, step in enumerate(task.steps):
             call = await _turn(conversation, client, prompt, CALL_TOKENS_MAX)
-            value = call_value(call)
+            value = call_value(call.text)
             calls_right += value is not None and value == step.apply(shown)
             result = "Error: not one call"
             if value is not None:
@@ -118,10 +118,10 @@ class ToolChain:
             following = str(task.steps[position + 1]) if position + 1 < len(task.steps) else "Result?"
             prompt = f"{result}. {following}"
         answer = await _turn(conversation, client, prompt, ANSWER_TOKENS_MAX)
-        answer_right = answer_value(answer) == task.answer
+        answer_right = answer_value(answer.text) == task.answer
         reward = (calls_right + answer_right) / (len(task.steps) + 1)
         metrics = {"calls": len(task.steps), "calls_right": calls_right, "answer_right": float(answer_right)}
-        return Outcome(reward, metrics=metrics)
+        return Outcome(reward, "truncated" if answer.truncated else "completed", metrics)
 
 
 def draw_chain(rng: random.Random, length: int) -> Chain:
@@ -159,8 +159,8 @@ def answer_value(reply: str) -> Fraction | None:
     return Fraction(int(text)) if _NUMBER.fullmatch(text) else None
 
 
-async def _turn(conversation: list[Message], client: Chat, prompt: str, max_tokens: int) -> str:
+async def _turn(conversation: list[Message], client: Chat, prompt: str, max_tokens: int) -> Reply:
     conversation.append({"role": "user", "content": prompt})
     reply = await client.reply(conversation, max_tokens=max_tokens)
     conversation.append({"role": "assistant", "content": reply.text})
-    return reply.text
+    return reply

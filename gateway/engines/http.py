@@ -193,7 +193,7 @@ class HttpAdapter:
     def _other_model(self, served: Iterable[str]) -> EngineFailed:
         return EngineFailed(
             f"{self.url} serves {sorted(served)}, not {self._model!r}",
-            hint="start it with --served-model-name, or the gateway with --model, so that they agree",
+            hint="start it under that name (vLLM, SGLang: --served-model-name), or the gateway with --model of its own",
         )
 
     def _check_loaded(self, version: int, label: str, *, same_incarnation: bool) -> None:

@@ -48,6 +48,12 @@ async def test_a_chain_without_a_mistake_is_worth_one_and_shows_each_result() ->
     assert words == ["Start with 12. Add 7.", "calc(12 + 7)", "19. Multiply by 3.", "calc(19 * 3)", "57. Result?"]
 
 
+async def test_an_answer_without_an_end_counts_as_truncated() -> None:
+    for answer, status in (("57", "completed"), ("57 " * 99, "truncated")):
+        rest = iter(("calc(12 + 7)", "calc(19 * 3)", answer))
+        assert (await ToolChain().rollout(CHAIN, ScriptedChat(lambda _, rest=rest: next(rest)))).status == status  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     ("replies", "right"),
     [
