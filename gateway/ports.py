@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self
 
 from gateway.core.retries import Call
 from gateway.core.tree import TurnTree
-from gateway.core.types import History, LogprobsKind, SessionId, TokenDelta, TurnRequest
+from gateway.core.types import History, LogprobsKind, SessionId, TokenDelta, TurnId, TurnRequest
 from protos.engines import ENGINE_KINDS
 from protos.trajectories import Segment, VersionChange
 
@@ -23,10 +23,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SessionIdentity:
-    """Which session a request names, and where. `None`: the call is a session of its own, which ends with it."""
+    """Which session a request names, and where. `None`: the call is a session of its own, which ends with it, unless it
+    is `kept` for calls that continue it."""
 
     session_id: SessionId | None
     source: IdentitySource
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,10 @@ class Turns(Protocol):
 
     async def open_session(self, identity: SessionIdentity, turns: int = 1) -> SessionView:
         """Gets or makes the session. Raises Conflict when it has ended, or has no room for so many turns more."""
+        ...
+
+    def session_of_turn(self, turn_id: TurnId) -> SessionView | None:
+        """The live session in whose tree this turn is."""
         ...
 
     async def join(self, call: Call, choices: int, *, again: bool = False) -> Sequence[TurnHandle] | None:

@@ -34,6 +34,9 @@ from gateway.api.openai.requests import CHOICES_MAX, LOGPROBS_MAX, ROLES
 from gateway.api.openai.routes import PREFIXES
 from gateway.api.openai.schema import ChatCompletion, Completion, Model, Models
 from gateway.api.openai.text_proxy import ENGINE_HEADER
+from gateway.api.responses.bodies import NEUTRAL as NEUTRAL_RESPONSES
+from gateway.api.responses.bodies import ResponsesRequest
+from gateway.api.responses.schema import ResponseObject
 from gateway.api.sessions import (
     Abandoned,
     AbandonRequest,
@@ -124,6 +127,15 @@ def _calls(prefix: str) -> Sequence[Route]:
             "Token ids in and out, as vLLM has it.",
             GenerateRequest,
             answers=[Generated],
+            also=_EVENTS,
+            turn=True,
+        ),
+        Route(
+            "post",
+            f"{prefix}/v1/responses",
+            "A response in OpenAI's newer API; a session's next turn.",
+            ResponsesRequest,
+            answers=[ResponseObject],
             also=_EVENTS,
             turn=True,
         ),
@@ -238,10 +250,12 @@ def schema() -> Json:
     components["Error"] = _ERROR
     components["ChatMessage"]["properties"]["role"] = {"enum": list(ROLES)}
     components["Tool"]["properties"]["type"] = {"enum": ["function"]}
-    for struct, neutral in ((ChatRequest, NEUTRAL_CHAT), (CompletionRequest, NEUTRAL_COMPLETION)):
+    for struct, neutral in _NEUTRAL.items():
         fields = components[struct.__name__]["properties"]
         fields |= {name: {"enum": list(allowed), "default": None} for name, allowed in neutral.items()}
         for name, bounds in (_BOUNDS | _BOUNDS_OF[struct]).items():
+            if name not in fields:
+                continue
             of_number = next(kind for kind in fields[name]["anyOf"] if kind["type"] in ("integer", "number"))
             of_number |= bounds
     paths: dict[str, Json] = {}
@@ -262,12 +276,21 @@ _BOUNDS: dict[str, Json] = {
     "seed": {"minimum": -(1 << 63), "maximum": (1 << 63) - 1},
     **{p.name: {"exclusiveMinimum" if p.low_excluded else "minimum": p.low, "maximum": p.high} for p in PARAMETERS},
 }
+_NEUTRAL: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
+    ChatRequest: NEUTRAL_CHAT,
+    CompletionRequest: NEUTRAL_COMPLETION,
+    ResponsesRequest: NEUTRAL_RESPONSES,
+}
 _BOUNDS_OF: dict[type[msgspec.Struct], dict[str, Json]] = {
     ChatRequest: {
         "max_completion_tokens": {"minimum": 1},
         "top_logprobs": {"minimum": 0, "maximum": LOGPROBS_MAX},
     },
     CompletionRequest: {"logprobs": {"minimum": 0, "maximum": LOGPROBS_MAX}},
+    ResponsesRequest: {
+        "max_output_tokens": {"minimum": 1},
+        "top_logprobs": {"minimum": 0, "maximum": LOGPROBS_MAX},
+    },
 }
 """Bounds of numbers that the request side checks itself, so that its error names the field and the range."""
 _TEXT: Json = {"type": "string"}

@@ -73,6 +73,13 @@ class TurnService:
             raise Unavailable("the gateway is shutting down", hint="send the request again soon")
         state = self.live.named_by(identity)
         state.check_open(turns)
+        return self._view(state)
+
+    def session_of_turn(self, turn_id: TurnId) -> SessionView | None:
+        state = self.live.of_turn(turn_id)
+        return None if state is None else self._view(state)
+
+    def _view(self, state: SessionState) -> SessionView:
         spec = state.spec
         return SessionView(
             state.session_id,

@@ -13,7 +13,7 @@ import schemathesis  # type: ignore[import-not-found]
 NAMES = {"session_id": "s", "parent_session_id": "s", "sid": "s", "group_id": "g", "gid": "g"}
 NAME_MAX = 256
 """Characters, by the schema; a longer name is one that has to be refused."""
-FEW_TOKENS = {"max_tokens": 8, "max_completion_tokens": 8, "min_tokens": 2, "n": 3}
+FEW_TOKENS = {"max_tokens": 8, "max_output_tokens": 8, "max_completion_tokens": 8, "min_tokens": 2, "n": 3}
 """What is asked for beyond them takes longer, and shows nothing more."""
 WAIT_S_MAX = 300
 """Of the schema; a call that waited so long would hold the others up."""
@@ -25,7 +25,8 @@ BATCH = {"trajectories": 4096, "groups": 64, "group_size": 64}
 
 def brief(values: dict[str, Any]) -> dict[str, Any]:
     few = {name: most for name, most in FEW_TOKENS.items() if type(values.get(name)) is int and values[name] > most}
-    return values | ({"max_tokens": 8} if values.get("max_tokens") is None else {}) | few
+    limit = "max_output_tokens" if "input" in values else "max_tokens"
+    return values | ({limit: 8} if values.get(limit) is None else {}) | few
 
 
 def met(values: Any) -> Any:

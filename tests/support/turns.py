@@ -16,6 +16,7 @@ from gateway.api.errors import answer_errors
 from gateway.api.generate import add_generate_route
 from gateway.api.http_server import Runner, bodies_in_time
 from gateway.api.openai.routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
+from gateway.api.responses.routes import add_responses_routes
 from gateway.core.retries import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import (
@@ -24,6 +25,7 @@ from gateway.core.types import (
     SessionId,
     TokenDelta,
     TopLogprob,
+    TurnId,
     TurnRecord,
     TurnRequest,
     Version,
@@ -85,13 +87,17 @@ class ScriptedTurns:
         self.identities.append(identity)
         name = identity.session_id or f"own-{len(self.identities)}"
         kept = self.sessions.setdefault(name, Kept(name))
-        return SessionView(SessionId(name), kept.tree, identity.session_id is None)
+        return SessionView(SessionId(name), kept.tree, identity.session_id is None and not identity.kept)
 
     def tokens_per_event(self, *, streamed: bool) -> int:
         return 1
 
     async def join(self, call: Call, choices: int, *, again: bool = False) -> None:
         return None
+
+    def session_of_turn(self, turn_id: TurnId) -> SessionView | None:
+        found = [kept for kept in self.sessions.values() if turn_id in kept.tree]
+        return SessionView(SessionId(found[0].session_id), found[0].tree, False) if found else None
 
     def refused(self, call: Call) -> None:
         return None
@@ -211,6 +217,7 @@ async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
     calls = Calls(turns, codec)
     add_openai_routes(app, OpenAIDeps(calls))
     add_generate_route(app, calls)
+    add_responses_routes(app, calls)
     async with serving_app(app) as url:
         yield url
 

@@ -138,10 +138,11 @@ class PreparedRequest:
     joined: bool
     has_messages: bool = True  # its prompt is a conversation
     continued: bool = False  # the answer continues the last message of the request
+    kept: bool = False  # its session lives on, also if nothing named it
 
     @property
     def ephemeral(self) -> bool:
-        return self.named_by == "none"
+        return self.named_by == "none" and not self.kept
 
     def delivered(self) -> None:
         for choice in self.choices:

@@ -52,8 +52,11 @@ def chat_prompt(
     *,
     generation_prompt: bool = True,
     continued: bool = False,
+    after: TurnId | None = None,
 ) -> Prompt:
     """Extends the deepest turn whose path the messages repeat; without one, renders the template alone.
+
+    `after`: this turn, if the messages repeat its path: others may say the same in other ids.
 
     `mode` "template": the template's rendering takes precedence wherever it differs from the record. `continued`: the
     answer continues the last message. A recorded answer is continued from its ids, as a root of its own, because its
@@ -66,7 +69,7 @@ def chat_prompt(
     }
     turn = sum(message.get("role") == "assistant" for message in messages)
     tree, own_head = view.tree, head(api="chat", tools=tools, template_kwargs=template_kwargs)
-    parent = _extended_turn(tree, own_head, messages)
+    parent = _extended_turn(tree, own_head, messages, after)
     if parent is None:
         ids = codec.render(messages, tools, **how)
         if not len(tree):
@@ -143,7 +146,9 @@ def completion_prompt(codec: Codec, view: SessionView, prompt: str | list[int], 
     return Prompt(ids, "extended", parent.turn_id, turn=parent.depth + 1)
 
 
-def _extended_turn(tree: TurnTree, own_head: Message, messages: Sequence[Message]) -> Turn | None:
+def _extended_turn(
+    tree: TurnTree, own_head: Message, messages: Sequence[Message], after: TurnId | None = None
+) -> Turn | None:
     """The first item of a history is its head, so that a turn with another head never matches."""
     items = [own_head, *map(comparable, messages)]
 
@@ -153,6 +158,11 @@ def _extended_turn(tree: TurnTree, own_head: Message, messages: Sequence[Message
         own_items = list(map(comparable, turn.messages))
         return [turn.head, *own_items] if turn.parent is None else own_items
 
+    named = None if after is None else tree.turns.get(after)
+    if named is not None:
+        owned = [own(turn) for turn in tree.path(named)]
+        if None not in owned and (path := [item for found in owned for item in found or ()]) == items[: len(path)]:
+            return named
     return matched(tree, items, own)
 
 

@@ -22,6 +22,7 @@ from gateway.api.calls.answer import AnswerHead, AnswerShape, Api, Choice, Form,
 from gateway.api.calls.history import Prompt
 from gateway.api.calls.identity import call_of, identify
 from gateway.api.calls.turn_view import Reader
+from gateway.api.errors import BadField
 from gateway.core.retries import Call, choice_id
 from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, TurnRequest
@@ -41,6 +42,7 @@ class BodyIdentity:
     metadata: Mapping[str, Any] | None = None
     session_id: str | None = None
     user: str | None = None
+    previous: SessionId | None = None  # that of the answer which the call continues: its own, unless another is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class ParsedRequest:
     num_prompts: int = 1
     one_call: bool = False  # no more than one tool call
     continued: bool = False  # the answer continues the last message
+    kept: bool = False  # without a session it makes one that others may continue
 
 
 NOBODY = SessionView(SessionId(""), TurnTree(), ephemeral=True)
@@ -84,8 +87,17 @@ class Calls:
         return await self._responder.respond(request, await self._prepare(request, raw, parsed))
 
     def identify(self, request: web.Request, named: BodyIdentity) -> SessionIdentity:
-        user = named.user if self._session_from_user else None
-        return identify(request, self.turns, metadata=named.metadata, session_id=named.session_id, user=user)
+        user = named.user if self._session_from_user and named.previous is None else None
+        found = identify(request, self.turns, metadata=named.metadata, session_id=named.session_id, user=user)
+        if named.previous is None or found.session_id == named.previous:
+            return found
+        if found.session_id is not None:
+            raise BadField(
+                "previous_response_id",
+                f"the previous response is of session {named.previous}, and the request names {found.session_id}",
+                hint="leave one of them out",
+            )
+        return SessionIdentity(named.previous, "body")
 
     async def prompts(self, view: SessionView, parsed: ParsedRequest) -> tuple[list[Prompt], bool]:
         """The request's prompts in that session, and whether a thread made them: then others may have come since."""
@@ -96,6 +108,8 @@ class Calls:
 
     async def _prepare(self, request: web.Request, raw: bytes, parsed: ParsedRequest) -> PreparedRequest:
         identity = self.identify(request, parsed.named)
+        if identity.session_id is None:
+            identity = dataclasses.replace(identity, kept=parsed.kept)
         call = call_of(request, raw, identity.session_id)
         turns = await self.turns.join(call, parsed.shape.choices)
         joined = turns is not None
@@ -129,6 +143,7 @@ class Calls:
             joined,
             has_messages=bool(parsed.messages),
             continued=parsed.continued,
+            kept=parsed.kept,
         )
 
     async def _begin(

@@ -5,14 +5,16 @@ Other APIs put their requests into one of these bodies, and give the form of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gateway.api.calls import history
 from gateway.api.calls.answer import AnswerShape, Api, Form
 from gateway.api.calls.service import BodyIdentity, ParsedRequest
 from gateway.api.openai import requests
 from gateway.api.openai.bodies import ChatRequest, CompletionRequest
 from gateway.api.openai.writer import OpenAIForm
-from gateway.core.types import SamplingParams
-from gateway.ports import ModelInfo, SessionView, Turns
+from gateway.core.types import SamplingParams, TurnId
+from gateway.ports import Message, ModelInfo, SessionView, Turns
 from gateway.tokens import Codec
 from gateway.tokens.toolcalls import ToolFormat
 
@@ -29,10 +31,21 @@ class Parser:
         reasons = codec.reasoning_format == "think"  # before it calls: a grammar would forbid that
         self._forced_format: ToolFormat = "none" if reasons else codec.tool_format
 
-    def chat(self, body: ChatRequest, size: int, *, api: Api = "chat", form: Form | None = None) -> ParsedRequest:
-        """`size`: bytes of the request's body. `api`, `form`: of another API that has put its request into a chat's."""
+    def chat(
+        self,
+        body: ChatRequest,
+        size: int,
+        *,
+        api: Api = "chat",
+        form: Form | None = None,
+        messages: Sequence[Message] = (),
+        after: TurnId | None = None,
+    ) -> ParsedRequest:
+        """`size`: bytes of the request's body. The rest is of another API that has put its request into a chat's: its
+        form, its messages where they are not the body's, and the turn that it continues, where its history repeats it.
+        """
         model = requests.find_model(body.model, self._turns.models())
-        messages = requests.chat_messages(body.messages)
+        messages = messages or requests.chat_messages(body.messages)
         requests.check_continued(body, messages)
         tools = requests.chat_tools(body, self._codec.tool_format)
         kwargs, shape = body.chat_template_kwargs, requests.chat_shape(body)
@@ -54,6 +67,7 @@ class Parser:
                     body.history,
                     generation_prompt=body.add_generation_prompt is not False,
                     continued=body.continue_final_message,
+                    after=after,
                 )
             ],
             is_long=lambda view: (

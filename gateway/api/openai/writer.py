@@ -223,16 +223,9 @@ def _logprobs(
     """`offset`: characters of token texts before these, for completions' `text_offset`."""
     if head.shape.logprobs is None:
         return None
-    rows = [sorted(row, key=lambda t: -t.logprob) for row in top] if top else [[]] * len(token_ids)
     if head.api == "chat":
-        content = [
-            SampledToken(
-                *_token(codec, token_id, logprob),
-                [Alternative(*_token(codec, t.token_id, t.logprob)) for t in row[: head.shape.logprobs]],
-            )
-            for token_id, logprob, row in zip(token_ids, logprobs, rows, strict=True)
-        ]
-        return ChatLogprobs(content, None)
+        return ChatLogprobs(sampled_tokens(codec, token_ids, logprobs, top, head.shape.logprobs), None)
+    rows = _sorted_rows(top, len(token_ids))
     texts = [token_text(codec, token_id) for token_id in token_ids]
     offsets = [offset]
     for text in texts[:-1]:
@@ -242,6 +235,27 @@ def _logprobs(
         for text, logprob, row in zip(texts, logprobs, rows, strict=True)
     ]
     return CompletionLogprobs(texts, list(logprobs), alternatives, offsets[: len(texts)])
+
+
+def sampled_tokens(
+    codec: Codec,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    top: Sequence[Sequence[TopLogprob]] | None,
+    most: int,
+) -> list[SampledToken]:
+    """Tokens with their logprobs and at most `most` alternatives each."""
+    return [
+        SampledToken(
+            *_token(codec, token_id, logprob),
+            [Alternative(*_token(codec, t.token_id, t.logprob)) for t in row[:most]],
+        )
+        for token_id, logprob, row in zip(token_ids, logprobs, _sorted_rows(top, len(token_ids)), strict=True)
+    ]
+
+
+def _sorted_rows(top: Sequence[Sequence[TopLogprob]] | None, length: int) -> list[list[TopLogprob]]:
+    return [sorted(row, key=lambda t: -t.logprob) for row in top] if top else [[]] * length
 
 
 def _token(codec: Codec, token_id: int, logprob: float) -> tuple[str, float, list[int]]:

@@ -1,0 +1,25 @@
+"""`POST /v1/responses` and `GET /v1/responses/{id}`, at the root and below a session's path, as the other model calls.
+
+A call that names no session makes one, unless it says `store`: false, so that the next call can continue it by
+`previous_response_id`; nothing trains on such a session. It ends as others do: finished, abandoned, or idle.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from gateway.api.calls.service import Calls
+from gateway.api.openai.parser import Parser
+from gateway.api.openai.routes import PREFIXES
+from gateway.api.responses.parser import ResponsesParser
+
+
+def add_responses_routes(app: web.Application, calls: Calls) -> None:
+    parser = ResponsesParser(calls.turns, calls.codec, Parser(calls.turns, calls.codec))
+
+    async def create(request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        return await calls.answer(request, raw, parser.parse(raw))
+
+    for prefix in PREFIXES:
+        app.router.add_post(f"{prefix}/v1/responses", create)
