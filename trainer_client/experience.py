@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import httpx
 import msgspec
@@ -57,6 +57,10 @@ class Batch:
         return pack(self.trajectories)
 
 
+Strategy = Literal["fifo", "newest", "complete_groups"]
+"""`fifo`: as they finished; `newest`: the latest first; `complete_groups`: whole groups, the earliest first."""
+
+
 class Wanted(TypedDict, total=False):
     """What to sample: `trajectories`, or `groups` of `group_size` each, and how."""
 
@@ -66,6 +70,7 @@ class Wanted(TypedDict, total=False):
     wait_s: float  # how long the gateway waits until there is enough; default 30
     staleness_max: int  # leave out what is staler than this at use; default: the gateway's bound
     drop_equal_rewards: bool  # drop, for good, groups whose rewards are all equal
+    strategy: Strategy  # the order in which they are handed out; default "fifo"
     lease_s: float  # the lease: how long the batch may stay unacknowledged; default 600
 
 
@@ -123,7 +128,7 @@ class AsyncExperienceReader(AsyncClient):
             await self._http.aclose()
 
     async def sample(self, **wanted: Unpack[Wanted]) -> Batch:
-        """Leases up to `trajectories`, or up to `groups` whole groups of `group_size`, oldest first.
+        """Leases up to `trajectories`, or up to `groups` whole groups of `group_size`, in the order of `strategy`.
 
         Waits up to `wait_s` for them and returns what there is, possibly nothing. Raises Unavailable when the gateway
         does not answer, and InvalidRequest when it refuses the request.

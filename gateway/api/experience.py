@@ -17,7 +17,8 @@ from msgspec import Meta
 
 from gateway.api.bodies import Count, answer_json, decode
 from gateway.api.errors import BadField
-from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer, check_wanted
+from gateway.core.selection import Strategy, check_wanted
+from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer
 from gateway.fleet.fleet import Fleet
 from gateway.sessions.trainer import Trainer
 from protos.trajectories import Trajectory
@@ -44,6 +45,7 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     staleness_max: Count | None = None
     lease_s: Annotated[float, Meta(ge=0.001, le=86_400)] = LEASE_S
     drop_equal_rewards: bool = False  # groups whose members all got the same are dropped for good
+    strategy: Strategy = "fifo"  # the order in which they are handed out
 
 
 class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,6 +108,7 @@ class _Handlers:
             staleness_max=bound,
             lease_s=wanted.lease_s,
             drop_equal_rewards=wanted.drop_equal_rewards,
+            strategy=wanted.strategy,
         )
         self._deps.trainer.took(wanted.trainer_version, trajectories)
         answer = SampleAnswer(lease_id, trajectories)
@@ -135,7 +138,7 @@ def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
             "would be too stale",
             hint="pass the version that `publish` returned, not a step",
         )
-    check_wanted(wanted.trajectories, wanted.groups, wanted.group_size)
+    check_wanted(wanted.trajectories, wanted.groups, wanted.group_size, wanted.strategy)
     groups, size = wanted.groups or 0, wanted.group_size or 0
     if groups * size > TRAJECTORIES_MAX:
         raise BadField(

@@ -1,4 +1,4 @@
-"""The experience buffer: finished trajectories that wait for a trainer, first in first out, under leases.
+"""The experience buffer: finished trajectories that wait for a trainer, under leases.
 
 Invariants:
 - a trajectory is in its store when `add` returns; it leaves only by `ack`, as too stale, or for room: each is counted;
@@ -25,14 +25,15 @@ from itertools import chain, compress
 import msgspec
 
 from gateway.config import ExperienceStoreKind
-from gateway.experience.leases import BufferState, Entry, LeaseState
+from gateway.core.selection import Entry, Strategy, check_wanted
+from gateway.experience.leases import BufferState, LeaseState
 from gateway.experience.stores import STORES
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.damage import leaving_out
 from gateway.store.database import Database, Operation
 from protos.decoding import decode_msgpack
-from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity
+from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
 from protos.trajectories import Trajectory
 
 CAPACITY = 65_536
@@ -179,6 +180,7 @@ class ExperienceBuffer:
         staleness_max: int | None = None,
         lease_s: float = LEASE_S,
         drop_equal_rewards: bool = False,
+        strategy: Strategy = "fifo",
     ) -> tuple[str, list[Trajectory]]:
         """A lease and its trajectories: as many as requested, or those that are there after `wait_s`, possibly none
         (lease id "").
@@ -188,12 +190,16 @@ class ExperienceBuffer:
         versions behind `trainer_version` are dropped, counted, and never handed out; with `drop_equal_rewards` so are
         groups all of whose rewards are equal.
         """
-        wanted = check_wanted(trajectories, groups, group_size)
+        wanted = check_wanted(trajectories, groups, group_size, strategy)
         self._store.check()
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
         while True:
             async with self._order:
-                chosen = await self._choose(trainer_version, staleness_max, trajectories, groups, group_size)
+                await self._declare(trainer_version, staleness_max)
+                if groups is None:
+                    chosen = self._state.take(wanted, strategy)
+                else:
+                    chosen = self._state.take_groups(groups, group_size or 0, strategy)
                 remaining_s = deadline - time.monotonic()
                 found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
                 if found >= wanted or remaining_s <= 0:
@@ -264,24 +270,12 @@ class ExperienceBuffer:
                 hint="acknowledge leases after use",
             )
 
-    async def _choose(
-        self,
-        trainer_version: int,
-        staleness_max: int | None,
-        trajectories: int | None,
-        groups: int | None,
-        group_size: int | None,
-    ) -> list[Entry]:
+    async def _declare(self, trainer_version: int, staleness_max: int | None) -> None:
         self._lapse()
         stale = self._state.declare(trainer_version, staleness_max)
         if stale:
             self._count_evicted(stale)
             await self._delete(stale)
-        if groups is not None:
-            assert group_size is not None
-            return self._state.take_groups(groups, group_size)
-        assert trajectories is not None
-        return self._state.take(trajectories)
 
     async def _delete(self, gone: Sequence[Entry]) -> None:
         """Deletes entries from the store that the state has dropped."""
@@ -367,15 +361,3 @@ class ExperienceBuffer:
 
 def _oldest_version(leaves: Sequence[Trajectory]) -> int:
     return min(chain.from_iterable(compress(leaf.versions, leaf.loss_mask) for leaf in leaves), default=0)
-
-
-def check_wanted(trajectories: int | None, groups: int | None, group_size: int | None) -> int:
-    """The number of trajectories, or of groups, that is requested. InvalidRequest unless it is one of them."""
-    if (trajectories is None) == (groups is None):
-        raise InvalidRequest("request either `trajectories` or `groups`", hint='such as {"trajectories": 32}')
-    if groups is not None:
-        if group_size is None or group_size < 1:
-            raise InvalidRequest("`groups` needs `group_size`, a positive integer")
-        return groups
-    assert trajectories is not None
-    return trajectories

@@ -6,8 +6,7 @@ acknowledgement that comes after the expiry is refused, since another reader may
 
 Invariants:
 - an entry is either free or in exactly one live lease; an expired lease returns its entries to their old place;
-- free entries are handed out in the order of their arrival, groups in the order of their oldest member, whole or not at
-  all;
+- free entries are handed out in the order of the sample's strategy (`gateway.core.selection`);
 - there are never more than `capacity` entries.
 """
 
@@ -16,15 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A finished session. `oldest_version`: the oldest weight version that sampled one of its tokens."""
-
-    seq: int
-    session_id: str
-    group_id: str
-    oldest_version: int
+from gateway.core.selection import Entry, Strategy, ordered, whole_groups
 
 
 @dataclass(slots=True)
@@ -88,19 +79,13 @@ class BufferState:
     def is_stale(self, entry: Entry) -> bool:
         return self.staleness_max is not None and self.trainer_version - entry.oldest_version > self.staleness_max
 
-    def take(self, count: int) -> list[Entry]:
-        """Up to `count` free entries, oldest first. They stay free until leased."""
-        return [self.free[seq] for seq in sorted(self.free)[:count]]
+    def take(self, count: int, strategy: Strategy = "fifo") -> list[Entry]:
+        """Up to `count` free entries. They stay free until leased."""
+        return ordered(self.free.values(), strategy)[:count]
 
-    def take_groups(self, count: int, group_size: int) -> list[Entry]:
-        """Up to `count` whole groups of `group_size` members (or as many as they were closed with), the group with the
-        oldest member first."""
-        groups: dict[str, list[Entry]] = {}
-        for seq in sorted(self.free):
-            groups.setdefault(self.free[seq].group_id, []).append(self.free[seq])
-        needed = {name: min(group_size, self.closed_groups.get(name, group_size)) for name in groups}
-        whole = [members[:group_size] for name, members in groups.items() if len(members) >= needed[name]]
-        return [entry for members in whole[:count] for entry in members]
+    def take_groups(self, count: int, group_size: int, strategy: Strategy = "fifo") -> list[Entry]:
+        """Up to `count` whole groups of `group_size` members, or as many as they were closed with."""
+        return whole_groups(self.free.values(), count, group_size, self.closed_groups, strategy)
 
     def forget_closed_groups(self) -> list[str]:
         """Forgets the oldest closed groups beyond one for each place: all their members are long gone."""

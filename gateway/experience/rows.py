@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from gateway.experience.leases import Entry
+from gateway.core.selection import Entry
 from gateway.runtime.clock import unix_s
 from gateway.store.damage import leaving_out, reading
 from protos.decoding import decode_msgpack

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.config import ExperienceStoreKind
+from gateway.core.selection import Entry
 from gateway.experience import rows
-from gateway.experience.leases import Entry, LeaseState
+from gateway.experience.leases import LeaseState
 from gateway.store.database import Database, Operation
 from protos.trajectories import Trajectory
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.experience.leases import Entry, LeaseState
+from gateway.core.selection import Entry
+from gateway.experience.leases import LeaseState
 from gateway.experience.stores import STORES, ExperienceStore, MemoryStore
 from gateway.store import Database
 from protos.errors import Conflict, Unavailable

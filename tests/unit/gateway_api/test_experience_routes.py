@@ -85,6 +85,17 @@ async def test_a_loop_that_is_left_gives_its_batch_back_for_the_next_reader(door
     assert (door.buffer.statistics().acked, door.buffer.statistics().leased) == (3, 0)
 
 
+async def test_the_strategy_decides_the_order(door: Door) -> None:
+    for name in "abc":
+        await door.buffer.add(trajectory(name))
+    async with AsyncExperienceReader(door.url) as reader:
+        newest = await reader.sample(trajectories=2, wait_s=0, strategy="newest")
+        assert [t.session_id for t in newest.trajectories] == ["c", "b"]
+        await reader.give_back(newest)
+        [group] = (await reader.sample(groups=1, group_size=3, wait_s=0, strategy="complete_groups"),)
+        assert [t.session_id for t in group.trajectories] == ["a", "b", "c"]
+
+
 async def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as answer:
         return answer.status, json.loads(await answer.read())
@@ -120,6 +131,8 @@ async def test_the_gateways_staleness_bound_holds_unless_the_reader_names_one(do
         ({"reader": "r", "trainer_version": 1, "trajectories": 1, "drop_equal_rewards": True}, "drop_equal_rewards"),
         ({"reader": "r", "trainer_version": -1, "trajectories": 1}, "trainer_version"),
         ({"reader": "r", "trainer_version": 1, "trajectories": 1, "count": 3}, "count"),
+        ({"reader": "r", "trainer_version": 1, "trajectories": 1, "strategy": "lifo"}, "strategy"),
+        ({"reader": "r", "trainer_version": 1, "trajectories": 1, "strategy": "complete_groups"}, None),
         ({"reader": "r", "trainer_version": 1}, None),
     ],
 )

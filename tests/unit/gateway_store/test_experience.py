@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.core.selection import Entry
 from gateway.experience import ExperienceBuffer
-from gateway.experience.leases import BufferState, Entry
+from gateway.experience.leases import BufferState
 from gateway.experience.stores import STORES
 from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
