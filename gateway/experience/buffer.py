@@ -92,7 +92,7 @@ class ExperienceBuffer:
         kept = await self._store.open()
         for entry, _ in kept.entries:
             self._state.add(entry)
-            self._next_seq = entry.seq + 1
+        self._next_seq = kept.last_seq + 1
         self._state.closed_groups.update(kept.closed_groups)
         for lease_id, reader, until in kept.leases:
             held = [entry for entry, of in kept.entries if of == lease_id]

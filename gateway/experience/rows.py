@@ -45,7 +45,8 @@ def count(connection: sqlite3.Connection) -> int:
 
 def load(
     connection: sqlite3.Connection,
-) -> tuple[list[tuple[Entry, str | None]], list[tuple[str, str, float]]]:
+) -> tuple[list[tuple[Entry, str | None]], list[tuple[str, str, float]], int]:
+    """The entries with their lease's id, the leases, and the number of the last row, also of a damaged one."""
     _make_tables(connection)
     rows = connection.execute(
         "SELECT seq, session_id, group_id, oldest_version, lease_id FROM trajectories ORDER BY seq"
@@ -55,7 +56,7 @@ def load(
     for seq, session_id, group_id, oldest_version, lease_id in rows:
         with leaving_out("trajectories", seq):
             found.append((Entry(seq, session_id, group_id, _number(oldest_version)), lease_id))
-    return found, leases
+    return found, leases, max((row[0] for row in rows), default=0)
 
 
 def _number(value: object) -> int:
@@ -131,7 +132,7 @@ def equally_rewarded(bodies: Iterable[tuple[Entry, bytes]]) -> list[Entry]:
     rewards: dict[str, set[float]] = {}
     entries: list[Entry] = []
     for entry, body in bodies:
-        entries.append(entry)
         with leaving_out("trajectories", entry.seq):
             rewards.setdefault(entry.group_id, set()).update(leaf.reward for leaf in _decode_rewards(body))
+            entries.append(entry)
     return [entry for entry in entries if len(rewards.get(entry.group_id, ())) == 1]

@@ -32,11 +32,13 @@ Change = Callable[[list[Trajectory]], list[Trajectory]]
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What an earlier life of the gateway left. `entries`: oldest first, each with its lease's id. `leases`: id, reader
-    and end (Unix time, in seconds). `closed_groups`: with their members."""
+    and end (Unix time, in seconds). `closed_groups`: with their members. `last_seq`: of all that is there, also of what
+    is damaged; numbers above it are free."""
 
     entries: Sequence[tuple[Entry, str | None]] = ()
     leases: Sequence[tuple[str, str, float]] = ()
     closed_groups: Sequence[tuple[str, int]] = ()
+    last_seq: int = 0
 
 
 class ExperienceStore(Protocol):
@@ -92,8 +94,8 @@ class DatabaseStore:
         self._database = database
 
     async def open(self) -> Kept:
-        entries, leases = await self._database.run(rows.load)
-        return Kept(entries, leases, await self._database.run(rows.load_closed_groups))
+        entries, leases, last_seq = await self._database.run(rows.load)
+        return Kept(entries, leases, await self._database.run(rows.load_closed_groups), last_seq)
 
     def check(self) -> None:
         self._database.check()

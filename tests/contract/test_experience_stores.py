@@ -134,6 +134,9 @@ async def test_groups_of_equal_rewards_are_found_late_rewards_included(store: Ex
     assert await store.of_equal_rewards([*same, *mixed]) == [*same, *mixed]
     await store.revise(mixed[1], lambda leaves: [msgspec.structs.replace(leaf, reward=1.0) for leaf in leaves])
     assert await store.of_equal_rewards([*mixed, *same]) == same
+    damaged = entry(5, "same")
+    await store.add(damaged, b"\xc1", (), None)
+    assert await store.of_equal_rewards([*same, damaged]) == same, "what does not decode is left where it is"
 
 
 async def test_memory_keeps_nothing_of_what_is_gone_and_writes_no_row(database: Database) -> None:
