@@ -10,6 +10,8 @@ from paramserver.client import RefusedLoad
 from protos.trajectories import Segment, Trajectory
 from trainer_client.experience import AsyncExperienceReader, Batch, ExperienceReader, Wanted
 from trainer_client.publisher import AsyncPublisher, AsyncTicket, Publisher, PublisherStatus, Ticket, Wait
+from trainer_client.streaming.manifest import Manifest, TensorMeta, gathered, manifest_of
+from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks
 from trainer_client.tasks import Added, AsyncPromptPool, PoolStatus, PromptPool, TaskOptions, TaskResult
 from trainer_client.trajectories import Packed, PackedTensors, pack
 
@@ -21,19 +23,26 @@ __all__ = [
     "AsyncTicket",
     "Batch",
     "ExperienceReader",
+    "Manifest",
+    "OneRank",
     "Packed",
     "PackedTensors",
     "PoolStatus",
     "PromptPool",
     "Publisher",
     "PublisherStatus",
+    "Ranks",
     "RefusedLoad",
     "Segment",
     "TaskOptions",
     "TaskResult",
+    "TensorMeta",
     "Ticket",
+    "TorchRanks",
     "Trajectory",
     "Wait",
     "Wanted",
+    "gathered",
+    "manifest_of",
     "pack",
 ]

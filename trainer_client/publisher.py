@@ -12,15 +12,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypedDict, Unpack
 
 from paramserver import client
-from paramserver.client import Rank, RefusedLoad, RelayClient, Stage, publish
+from paramserver.client import Rank, RefusedLoad, RelayClient, Stage, StreamedVersion, TicketData, open_stream, publish
 from protos.announce_options import AnnounceOptions
 from protos.errors import InvalidRequest
 from trainer_client.loop import AsyncClient, LoopThread, SyncClient
 from trainer_client.sources import NamedTensors, sources_of
+from trainer_client.streaming.manifest import Manifest, TensorMeta
+from trainer_client.streaming.names import Names
+from trainer_client.streaming.passes import Items, Part, Stream, Writers
+from trainer_client.streaming.ranks import OneRank, Ranks
+from trainer_client.streaming.staging import StagingRing
 
 AsyncTicket = client.Ticket
 """What `AsyncPublisher.publish` returns; its waits are coroutines."""
@@ -48,6 +54,11 @@ async def wait_for(ticket: AsyncTicket, wait: Wait, timeout_s: float) -> None:
         await ticket.wait_all(timeout_s)
     elif isinstance(wait, int):
         await ticket.wait_copies(wait, timeout_s)
+
+
+def _metadata(tied: Mapping[str, str]) -> dict[str, str]:
+    """The metadata in the headers of a version's files."""
+    return {**FORMAT, **{f"tied:{name}": owner for name, owner in tied.items()}}
 
 
 def _check_wait(wait: Wait) -> None:
@@ -107,7 +118,7 @@ class AsyncPublisher(AsyncClient):
         self.model = model
         self.run = run if run is not None else new_run_id()
         self._relay = RelayClient(relay, timeout_s=timeout_s)
-        self._wait: Wait = wait
+        self.wait: Wait = wait
         self._force_tcp = force_tcp
         self._reached = False
         self._newest: AsyncTicket | None = None
@@ -138,21 +149,18 @@ class AsyncPublisher(AsyncClient):
         Conflict for another publisher of this model or for differing names, and Unavailable when the relay or etcd
         does not answer.
         """
-        target = self._wait if wait is None else wait
+        target = self.wait if wait is None else wait
         _check_wait(target)
         sources = sources_of(tensors, check_nan=check_nan)
-        tied = {f"tied:{name}": owner for name, owner in sources.tied.items()}
         async with self._publish_lock:
-            if not self._reached:  # a wrong address fails at once; for a relay that is lost later it waits
-                await self._relay.status()
-                self._reached = True
+            await self._reach()
             ticket = await publish(
                 self._relay,
                 self.model,
                 sources.tensors,
                 step=step,
                 run=self.run,
-                metadata={**FORMAT, **tied},
+                metadata=_metadata(sources.tied),
                 force_tcp=self._force_tcp,
                 rank=self._rank,
                 refuse_change=not allow_change,
@@ -161,6 +169,49 @@ class AsyncPublisher(AsyncClient):
             self._newest = ticket
         await wait_for(ticket, target, timeout_s)
         return ticket
+
+    async def _reach(self) -> None:
+        """A wrong address fails at once. For a relay that is lost later a publish waits."""
+        if not self._reached:
+            await self._relay.status()
+            self._reached = True
+
+    # ---- what `Publisher.publish_stream` builds on; the tensors are taken on its caller's thread
+
+    async def begin_turn(self) -> None:
+        """No other publish of this run begins before `end_turn`."""
+        await self._publish_lock.acquire()
+
+    async def end_turn(self, ticket: AsyncTicket | None) -> None:
+        self._newest = ticket or self._newest
+        self._publish_lock.release()
+
+    async def open_stream(
+        self,
+        manifest: Manifest,
+        part: Part,
+        *,
+        step: int,
+        allow_change: bool = False,
+        **options: Unpack[AnnounceOptions],
+    ) -> StreamedVersion:
+        """Announces what this rank writes of a stream. Raises what `publish` raises."""
+        await self._reach()
+        return await open_stream(
+            self._relay,
+            self.model,
+            [meta.spec for meta in part.metas],
+            step=step,
+            run=self.run,
+            metadata=_metadata(manifest.tied),
+            force_tcp=self._force_tcp,
+            rank=part.rank if part.rank.count > 1 else self._rank,
+            refuse_change=not allow_change,
+            **options,
+        )
+
+    def ticket(self, data: TicketData) -> AsyncTicket:
+        return AsyncTicket.of(self._relay, data)
 
     async def status(self) -> PublisherStatus:
         """The newest version of this publisher, as the model's master reports it."""
@@ -238,11 +289,72 @@ class Publisher(SyncClient[AsyncPublisher]):
 
     def __init__(self, relay: str, model: str = "policy", **options: Unpack[PublisherOptions]) -> None:
         super().__init__(AsyncPublisher(relay, model, **options), "laminar-publisher")
+        self._staging = StagingRing()
         self.model, self.run = self._client.model, self._client.run
 
     def publish(self, tensors: NamedTensors, *, step: int, **options: Unpack[PublishOptions]) -> Ticket:
         """See `AsyncPublisher.publish`."""
         return Ticket(self._loop.run(self._client.publish(tensors, step=step, **options)), self._loop)
+
+    def publish_stream(
+        self,
+        manifest: Manifest | Iterable[TensorMeta],
+        tensors: Items,
+        *,
+        step: int,
+        ranks: Ranks | None = None,
+        writers: Writers = "first",
+        names: Names | None = None,
+        wait: Wait | None = None,
+        timeout_s: float = WAIT_TIMEOUT_S,
+        allow_change: bool = False,
+        check_nan: bool = True,
+        **options: Unpack[AnnounceOptions],
+    ) -> Ticket:
+        """Publishes one version from tensors that are made one by one; returns at *copied*, or at `wait`.
+
+        `manifest` gives names, dtypes and shapes: they are announced before the first tensor is made. `tensors` are
+        pairs (name, tensor) in any order, or a function that gives such an iterator. Each is taken on this thread,
+        written and let go, so memory holds one tensor at a time.
+
+        With a function the publish begins again by itself when the master relay dies. With an iterator, which cannot
+        be taken twice, the rest of it is drained and the error is raised.
+
+        `ranks` (`TorchRanks()`): taking a tensor is a collective, so every rank calls this at the same time with its
+        own iterator. All return a ticket of the same version, or raise the same error. Rank 0 writes all files; with
+        `writers="all"` each rank writes files of its own, and all pass the same `run` to their publishers.
+
+        `names` maps the names of manifest and iterator: a function, or pairs for `re.sub`. Other arguments and errors
+        are those of `publish`; InvalidRequest also for a tensor that differs from the manifest, or does not come.
+        """
+        target = self._client.wait if wait is None else wait
+        _check_wait(target)
+        client, loop = self._client, self._loop
+
+        def open_version(announced: Manifest, part: Part) -> StreamedVersion:
+            opening = client.open_stream(announced, part, step=step, allow_change=allow_change, **options)
+            return loop.run(opening)
+
+        stream = Stream(
+            manifest,
+            tensors,
+            run=self.run,
+            ranks=OneRank() if ranks is None else ranks,
+            writers=writers,
+            loop=loop,
+            open_version=open_version,
+            wait=lambda ticket: loop.run(wait_for(ticket, target, timeout_s)),
+            staging=self._staging,
+            names=names,
+            check_nan=check_nan,
+        )
+        ticket = None
+        loop.run(client.begin_turn())
+        try:
+            ticket = client.ticket(stream.publish())
+        finally:
+            loop.run(client.end_turn(ticket))
+        return Ticket(ticket, loop)
 
     def status(self) -> PublisherStatus:
         """See `AsyncPublisher.status`."""

@@ -77,14 +77,24 @@ _NAN: dict[str, Callable[[memoryview], bool]] = {
 def _nan_checked(source: TensorSource) -> TensorSource:
     def read() -> memoryview:
         view = source.read().cast("B")
-        if _NAN[source.dtype](view[:NAN_CHECK_BYTES]):
-            raise InvalidRequest(
-                f"tensor {source.name!r} holds NaN: this version is not published",
-                hint="look at the training step before; pass check_nan=False if it is meant to",
-            )
+        refuse_nan(source.name, source.dtype, view)
         return view
 
     return replace(source, read=read)
+
+
+def refuse_nan(name: str, dtype: str, view: memoryview) -> None:
+    """InvalidRequest when a tensor begins with NaN; `view`: its first bytes, or all of them."""
+    if dtype in _NAN and _NAN[dtype](view[:NAN_CHECK_BYTES]):
+        raise InvalidRequest(
+            f"tensor {name!r} holds NaN: this version is not published",
+            hint="look at the training step before; pass check_nan=False if it is meant to",
+        )
+
+
+def plain_source(name: str, tensor: Any) -> TensorSource:
+    """One torch tensor or numpy array. Raises InvalidRequest for what cannot be published."""
+    return _source(name, tensor)[0]
 
 
 def source_bytes(source: TensorSource) -> int:

@@ -19,8 +19,9 @@ from paramserver.client.relay import (
     TransferStatus,
     VersionEvent,
 )
-from paramserver.client.ticket import Ticket
-from paramserver.core.layout import DTYPES
+from paramserver.client.streamed import StreamedVersion, open_stream
+from paramserver.client.ticket import Ticket, TicketData
+from paramserver.core.layout import DTYPES, TensorSpec
 from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import Rank, RegisteredEngine
 from paramserver.core.refused_loads import RefusedLoad
@@ -42,10 +43,14 @@ __all__ = [
     "RelayStatus",
     "SealedVersion",
     "Stage",
+    "StreamedVersion",
     "TensorSource",
+    "TensorSpec",
     "Ticket",
+    "TicketData",
     "TransferStatus",
     "VersionEvent",
+    "open_stream",
     "publish",
     "watch_engines",
 ]

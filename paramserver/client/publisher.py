@@ -91,10 +91,30 @@ async def publish(
     Conflict (another publisher; with `refuse_change` also another architecture than that of the version before),
     Unavailable (no relay, or none that can be master).
     """
+    specs = [TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    request, files = announcement(
+        model, specs, step=step, run=run, metadata=metadata, rank=rank, refuse_change=refuse_change, **options
+    )
+    return await at_a_master(
+        relay, model, lambda master: _publish_once(relay, master, request, files, tensors, force_tcp=force_tcp)
+    )
+
+
+def announcement(
+    model: str,
+    specs: Sequence[TensorSpec],
+    *,
+    step: int,
+    run: str,
+    metadata: Mapping[str, str] | None = None,
+    rank: Rank = SOLE,
+    refuse_change: bool = False,
+    **options: Unpack[AnnounceOptions],
+) -> tuple[pb.AnnounceRequest, tuple[FileLayout, ...]]:
+    """The announcement of a version, and the layout of this rank's files, which the master computes alike."""
     check_model_name(model)
     check_text("the run", run)
     step = check_step(step)
-    specs = [TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     metadata = metadata or None  # a message has no {} beside none, and both sides must lay out the same
     options = {**DEFAULTS, **options}
     files = plan_layout(specs, file_bytes_max=options["file_bytes_max"], metadata=metadata)
@@ -115,11 +135,16 @@ async def publish(
             f"an announcement {show_bytes(ANNOUNCEMENT_BYTES_MAX)} at most",
             hint="publish larger tensors, or from several ranks",
         )
+    return request, files
+
+
+async def at_a_master(relay: RelayClient, model: str, attempt: Callable[[RelayClient], Awaitable[T]]) -> T:
+    """The result of `attempt` at the model's master: made again, at the next one, when that is gone or not ready."""
     prepared_by, give_up_at = time.monotonic() + PREPARE_MAX_S, math.inf
     master = await relay.last_master_of(model)  # a wrong address fails here, at once
     while True:
         try:
-            return await _publish_once(relay, master, request, files, tensors, force_tcp=force_tcp)
+            return await attempt(master)
         except Preparing as error:  # no fault of the master: it answers, with its progress
             if time.monotonic() > prepared_by:
                 raise
@@ -136,12 +161,12 @@ async def publish(
         master = await relay.find_master(model) or master  # the relay may come back until then
 
 
-class _Replaced(StaleEpoch):
+class Replaced(StaleEpoch):
     """Another relay became master while a call to the one before had no reply."""
 
 
-async def _unless_replaced(relay: RelayClient, model: str, master: RelayClient, work: Awaitable[T]) -> T:
-    """The result of `work` at the master; _Replaced once another relay is master, since the work is void then.
+async def unless_replaced(relay: RelayClient, model: str, master: RelayClient, work: Awaitable[T]) -> T:
+    """The result of `work` at the master; Replaced once another relay is master, since the work is void then.
 
     A master that hangs does not answer, and the call's own deadline would be longer than an election takes.
 
@@ -153,7 +178,7 @@ async def _unless_replaced(relay: RelayClient, model: str, master: RelayClient, 
         while not (await asyncio.wait([working], timeout=LOOK_S))[0]:
             newer = await relay.find_master(model)
             if newer is not None and newer is not master and not working.done():
-                raise _Replaced(f"{newer.address} became master of {model} while {master.address} did not answer")
+                raise Replaced(f"{newer.address} became master of {model} while {master.address} did not answer")
         return await working
     finally:
         if not working.done():
@@ -171,34 +196,65 @@ async def _publish_once(
     *,
     force_tcp: bool,
 ) -> Ticket:
-    rank = Rank(request.rank, request.num_ranks)
     model = request.model
-    opened = await _unless_replaced(relay, model, master, _announce(master, request, rank))
-    for warning in opened.warnings:
-        log.warning("version %d of %s: %s", opened.version, request.model, warning)
+    opened = await announced(relay, master, request)
     try:
-        _check_lineage(relay, model, opened)
-        mine = [number for number, owner in enumerate(opened.owners) if owner == rank.index]
-        layouts = dict(zip(mine, files, strict=False))  # alone, a rank's index is not written: the relay has one of all
+        check_lineage(relay, model, opened)
+        layouts = files_of(request, opened, files)
         reads = {tensor.name: tensor.read for tensor in tensors}
         resident = {tensor.name for tensor in tensors if tensor.resident}
         image = Image([file.size_bytes for file in opened.files], layouts, reads, opened.chunk_bytes, resident)
         writing = asyncio.to_thread(_write, master, model, opened, image, force_tcp)
-        digests = await _unless_replaced(relay, model, master, writing)
-        root = version_root(_manifest(request, opened), digests) if rank.count == 1 else part_root(digests)
-        await _commit(relay, master, request, opened, root)
-        relay.lineages[model].saw(_origin(opened), opened.version)
-    except _Replaced:  # the old master does not answer, and the next one ends the version
-        raise
+        digests = await unless_replaced(relay, model, master, writing)
+        return await committed(relay, master, request, opened, digests)
     except BaseException as error:
-        await _abort(master, model, opened, error)
-        if isinstance(error, Conflict | NotFound | VersionLost) and not relay.lineages[model].refuses(_origin(opened)):
-            await _check_epoch(master, model, opened, error)
+        await given_up(relay, master, model, opened, error)
         raise
+
+
+async def announced(relay: RelayClient, master: RelayClient, request: pb.AnnounceRequest) -> pb.AnnounceReply:
+    """Claims the run and announces; the reply's warnings are logged."""
+    announcing = _announce(master, request, Rank(request.rank, request.num_ranks))
+    opened = await unless_replaced(relay, request.model, master, announcing)
+    for warning in opened.warnings:
+        log.warning("version %d of %s: %s", opened.version, request.model, warning)
+    return opened
+
+
+def files_of(
+    request: pb.AnnounceRequest, opened: pb.AnnounceReply, files: Sequence[FileLayout]
+) -> dict[int, FileLayout]:
+    """This rank's files by their numbers in the version. Alone, its index is not written: the relay has one of all."""
+    mine = [number for number, owner in enumerate(opened.owners) if owner == request.rank]
+    return dict(zip(mine, files, strict=False))
+
+
+async def committed(
+    relay: RelayClient,
+    master: RelayClient,
+    request: pb.AnnounceRequest,
+    opened: pb.AnnounceReply,
+    digests: Sequence[bytes],
+) -> Ticket:
+    """Commits what was written, with the digests of this rank's chunks in order."""
+    root = version_root(_manifest(request, opened), digests) if request.num_ranks == 1 else part_root(digests)
+    await _commit(relay, master, request, opened, root)
+    relay.lineages[request.model].saw(_origin(opened), opened.version)
     return _ticket(relay, request, opened)
 
 
-def _check_lineage(relay: RelayClient, model: str, opened: pb.AnnounceReply) -> None:
+async def given_up(
+    relay: RelayClient, master: RelayClient, model: str, opened: pb.AnnounceReply, error: BaseException
+) -> None:
+    """Gives the version up at the master. StaleEpoch when `error` is due to the end of the master's epoch."""
+    if isinstance(error, Replaced):  # the old master does not answer, and the next one ends the version
+        return
+    await _abort(master, model, opened, error)
+    if isinstance(error, Conflict | NotFound | VersionLost) and not relay.lineages[model].refuses(_origin(opened)):
+        await _check_epoch(master, model, opened, error)
+
+
+def check_lineage(relay: RelayClient, model: str, opened: pb.AnnounceReply) -> None:
     """Conflict when the version is of a registry that replaced the one of those before, or its number is not new."""
     lineage = relay.lineages.setdefault(model, Lineage())
     why = lineage.refuses(_origin(opened), opened.version)
@@ -242,9 +298,9 @@ async def _commit(
     lost: LaminarError
     try:
         committing = master.call(master.stub.Commit(commit, timeout=master.timeout_s))
-        await _unless_replaced(relay, request.model, master, committing)
+        await unless_replaced(relay, request.model, master, committing)
         return
-    except (Unavailable, _Replaced) as error:
+    except (Unavailable, Replaced) as error:
         lost = error
     what = f"version {opened.version} of {request.model}"
     log.warning("the reply to the commit of %s was lost; querying its outcome: %s", what, str(lost))

@@ -23,7 +23,7 @@ import grpc.aio
 from paramserver.core.lineage import UNKNOWN, Lineage, Origin
 from paramserver.core.records import SOLE, Rank
 from paramserver.core.refused_loads import RefusedLoad
-from paramserver.data.publish import Mappings
+from paramserver.data.publisher_link import Mappings
 from protos import grpc_errors
 from protos.engines import is_host_port
 from protos.errors import InvalidRequest, LaminarError, StaleEpoch, Unavailable

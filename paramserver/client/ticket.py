@@ -10,6 +10,8 @@ import asyncio
 import logging
 from typing import cast
 
+import msgspec
+
 from paramserver.client.relay import RelayClient, refused_loads
 from paramserver.core.refused_loads import RefusedLoad
 from paramserver.core.ticket_status import Stage
@@ -19,6 +21,18 @@ from protos.laminar.v1 import relay_pb2 as pb
 log = logging.getLogger(__name__)
 
 QUERY_WAIT_S = 5.0  # one query waits this long at the relay, so that a dead relay is noticed
+
+
+class TicketData(msgspec.Struct, frozen=True):
+    """What a ticket is made of: a process that did not publish the version can follow it, too."""
+
+    model: str
+    version: int
+    run: str
+    step: int
+    store_id: str
+    revision: int
+    warnings: tuple[str, ...] = ()
 
 
 class Ticket:
@@ -42,6 +56,19 @@ class Ticket:
         self.step = step
         self.warnings = warnings
         """Its master's warnings: how it differs from the version before, and which engines refused that."""
+
+    @property
+    def data(self) -> TicketData:
+        epoch = self._epoch
+        return TicketData(
+            self.model, self.version, self.run, self.step, epoch.store_id, epoch.revision, tuple(self.warnings)
+        )
+
+    @classmethod
+    def of(cls, relay: RelayClient, data: TicketData) -> Ticket:
+        """The ticket of a version that another process published."""
+        epoch = pb.Epoch(store_id=data.store_id, revision=data.revision)
+        return cls(relay, data.model, data.version, data.run, data.step, epoch, data.warnings)
 
     def __repr__(self) -> str:
         return f"Ticket({self.model} version {self.version}, run {self.run}, step {self.step})"

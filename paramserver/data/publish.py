@@ -14,36 +14,36 @@ reads them from the core's cache. And the digest is that of the source, so a bad
 from __future__ import annotations
 
 import bisect
-import contextlib
 import logging
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from paramserver.core.layout import FileLayout
 from paramserver.core.records import Chunk, ChunkMap
 from paramserver.data import frames, stream
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
-from paramserver.memory.mapping import FileMapping
-from protos.errors import Conflict, Corrupt, InvalidRequest, LaminarError, NotFound, Unavailable
+from paramserver.data.publisher_link import (
+    PUBLISH_STALL_S,
+    MappedFile,
+    Mappings,
+    PublisherConnection,
+    connect_unix,
+    finish,
+    receive_fds,
+    refusal,
+)
+from protos.errors import Corrupt, InvalidRequest, Unavailable
 
 log = logging.getLogger(__name__)
 
-PUBLISH_STALL_S = 30.0
-MAPPINGS_MAX = 64
 COPY_THREADS_MAX = 4
 RUN_BYTES_MAX = 32 << 20  # copied and reported at once; two threads take 3 ms, a hop of 5 GB/s twice that
 CHUNKS_PER_THREAD_MIN = 4
-PRESENT_S = 0.001  # between reports: one by one, 256 chunks took 14 ms of the 80 in which two cores copied them
-ALIVE_S = 1.0  # a relay takes a publisher that is silent for some seconds to be hung
-REFUSAL_S = 1.0  # it was sent before the connection ended
-SLOW_READ_S = 10.0  # logged then, and again each time that it has taken twice as long
 
 Read = Callable[[], memoryview]
 
@@ -165,88 +165,22 @@ def _segments(file: FileLayout, reads: Mapping[str, Read], resident: Container[s
     return [head, *(segment for segment in tensors if segment.size_bytes)]
 
 
-class MappedFile:
-    """One file of the relay's, mapped. The first pass over a fresh mapping brings its pages in by `populate`."""
-
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        self._fd = fd
-        self._map = FileMapping(fd, size_bytes)
-        self.view = self._map.view()
-        self.warm = False
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def status(self) -> os.stat_result:
-        return os.fstat(self._fd)
-
-    def populate(self, offset: int, num_bytes: int) -> None:
-        """Maps the pages in one call, unless that was done: each fault by itself costs four times as much."""
-        if self.warm:
-            return
-        with contextlib.suppress(OSError):  # a kernel without it maps them one by one
-            self._map.populate(offset, num_bytes)
-
-    def drop(self) -> None:
-        os.close(self._fd)  # the mapping goes when its last view does
-
-
-class Mappings:
-    """Kept mappings of the relay's files: a fresh one costs a copy's time and a half more."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], MappedFile] = {}
-        self._mutex = threading.Lock()  # a thread maps, and the event loop finds the relay gone
-
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept)
-
-    def map(self, fd: int) -> MappedFile:
-        """The file behind `fd`, which this object owns from now on, writable."""
-        with self._mutex:
-            self._prune()
-            status = os.fstat(fd)
-            key = (status.st_dev, status.st_ino)
-            if key in self._kept:
-                os.close(fd)
-            else:
-                self._kept[key] = MappedFile(fd, status.st_size)
-            return self._kept[key]
-
-    def _prune(self) -> None:
-        """Drops what the relay has destroyed or resized: keeping it would hold memory outside the pool."""
-        for key, mapping in list(self._kept.items()):
-            status = mapping.status()
-            if status.st_nlink == 0 or status.st_size != len(mapping):
-                self._kept.pop(key).drop()
-        while len(self._kept) > MAPPINGS_MAX:
-            self._kept.pop(next(iter(self._kept))).drop()
-
-    def close(self) -> None:
-        """Drops all: the relay is gone, whose next life needs the memory, or the publisher is done with it."""
-        with self._mutex:
-            for mapping in self._kept.values():
-                mapping.drop()
-            self._kept.clear()
-
-
 def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mappings) -> list[bytes]:
     """Writes through the relay's own descriptors. Returns the chunk digests; LinkBroken when it went away."""
-    with _unix(path) as sock:
+    with connect_unix(path) as sock:
         frames.send_greeting(sock, greeting)
         welcome = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
         sizes = [file.size_bytes for file in welcome.manifest.files]
         places = [
-            mappings.map(fd) if size else None for fd, size in zip(_receive_fds(sock, len(sizes)), sizes, strict=True)
+            mappings.map(fd) if size else None for fd, size in zip(receive_fds(sock, len(sizes)), sizes, strict=True)
         ]
         try:
-            with _Connection(sock, image) as connection:
+            with PublisherConnection(sock, image) as connection:
                 digests = _copy(image, places, connection)
-            _finish(sock)
+            finish(sock)
         except LinkBroken as error:
-            if refusal := _refusal(sock):
-                raise refusal from error
+            if found := refusal(sock):
+                raise found from error
             raise
         return digests
 
@@ -256,89 +190,7 @@ def num_copy_threads(num_chunks: int = 1 << 30) -> int:
     return max(1, min(COPY_THREADS_MAX, len(os.sched_getaffinity(0)), num_chunks // CHUNKS_PER_THREAD_MIN))
 
 
-class _Connection:
-    """The connection to the relay while a version is copied; a thread sends signs of life on it.
-
-    Chunks are reported in batches of PRESENT_S: each report takes processor time from the threads that copy.
-    """
-
-    def __init__(self, sock: socket.socket, image: Image) -> None:
-        self._sock = sock
-        self._image = image
-        self._mutex = threading.Lock()
-        self._frames: list[bytes] = []
-        self._sent_at = time.monotonic()
-        self._broken = ""  # how, found by the thread of signs of life; the next to send raises it
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._live, name="publish-alive", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()  # it sends nothing after DONE: the relay reads no further than that
-
-    def present(self, headers: Iterable[Header]) -> None:
-        frames = b"".join(header.pack() for header in headers)
-        with self._mutex:
-            self._frames.append(frames)
-            if time.monotonic() - self._sent_at > PRESENT_S:
-                self._flush()
-
-    def send(self, header: Header, content: memoryview) -> None:
-        with self._mutex:
-            self._send(header.pack(), socket.MSG_MORE)
-            self._send(content)
-
-    def flush(self) -> None:
-        with self._mutex:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._frames:
-            self._send(b"".join(self._frames))
-        self._frames.clear()
-
-    def _send(self, data: bytes | memoryview, flags: int = 0) -> None:
-        if self._broken:
-            raise LinkBroken(self._broken)
-        frames.send_all(self._sock, data, flags)
-        self._sent_at = time.monotonic()
-
-    def _live(self) -> None:
-        logged: tuple[float, float] = (0.0, 0.0)  # of the read last logged as slow: when it began, logged after
-        while not self._over.wait(ALIVE_S):
-            logged = self._log_slow(logged)
-            if not self._mutex.acquire(blocking=False):
-                continue  # another thread sends, which is a sign of life
-            try:
-                if time.monotonic() - self._sent_at > ALIVE_S / 2:
-                    self._frames.append(Header(Kind.ALIVE).pack())
-                    self._flush()
-            except LinkBroken as error:
-                self._broken = str(error)
-                reading = self._image.reading
-                where = f" while tensor {reading[0]!r} is read" if reading is not None else ""
-                log.warning("the relay left%s: the publish ends when that returns", where)
-                return
-            finally:
-                self._mutex.release()
-
-    def _log_slow(self, logged: tuple[float, float]) -> tuple[float, float]:
-        reading = self._image.reading
-        if reading is None:
-            return logged
-        name, since = reading
-        took_s = time.monotonic() - since
-        if took_s < max(SLOW_READ_S, 2 * logged[1] if logged[0] == since else 0.0):
-            return logged
-        log.warning("tensor %r has been read for %.1f s: the publish goes on when its read() returns", name, took_s)
-        return since, took_s
-
-
-def _copy(image: Image, places: Sequence[MappedFile | None], connection: _Connection) -> list[bytes]:
+def _copy(image: Image, places: Sequence[MappedFile | None], connection: PublisherConnection) -> list[bytes]:
     """Copies and hashes every chunk, and reports each to the relay; digests in the order of `image.indices`."""
     digests: dict[int, bytes] = {}
     num_threads = num_copy_threads(len(image.indices))
@@ -399,60 +251,15 @@ def _stream(address: str, greeting: Greeting, image: Image, digests: dict[int, b
         buffer = memoryview(bytearray(image.chunks.chunk_bytes))
         missing = {index for first, end in welcome.missing for index in range(first, end)}
         try:
-            with _Connection(sock, image) as connection:
+            with PublisherConnection(sock, image) as connection:
                 for index in image.indices:
                     if index in missing:
                         chunk = image.chunks.chunk(index)
                         digests[index] = image.fill(chunk, buffer)
                         header = Header(Kind.DATA, index, 0, chunk.length, digests[index])
                         connection.send(header, buffer[: chunk.length])
-            _finish(sock)
+            finish(sock)
         except LinkBroken as error:
-            if refusal := _refusal(sock):
-                raise refusal from error
+            if found := refusal(sock):
+                raise found from error
             raise
-
-
-def _refusal(sock: socket.socket) -> LaminarError | None:
-    """The refusal that the relay sent before it ended the connection, if any: it is read only once sending failed."""
-    try:
-        sock.settimeout(REFUSAL_S)
-        header = frames.receive_header(sock)
-        if header.kind is not Kind.REFUSED:
-            return None
-        refusal = frames.receive_refusal(sock, header)
-    except (LinkBroken, OSError) as error:
-        log.debug("the relay left without a refusal: %s", str(error))
-        return None
-    return LinkBroken(str(refusal)) if isinstance(refusal, Conflict | NotFound) else refusal
-
-
-def _finish(sock: socket.socket) -> None:
-    """Sends DONE and waits until the relay has taken everything in."""
-    frames.send_all(sock, Header(Kind.DONE).pack())
-    header = frames.receive_header(sock)
-    if header.kind is Kind.REFUSED:
-        raise frames.receive_refusal(sock, header)
-    if header.kind is not Kind.DONE:
-        raise LinkBroken(f"expected DONE, got {header.kind.name}")
-
-
-def _unix(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(PUBLISH_STALL_S)
-        sock.connect(str(path))
-    except OSError as error:
-        sock.close()
-        raise LinkBroken(f"cannot connect to {path}: {error}") from error
-    return sock
-
-
-def _receive_fds(sock: socket.socket, num: int) -> list[int]:
-    fds: list[int] = []
-    while len(fds) < num:
-        data, batch, _, _ = socket.recv_fds(sock, 1, frames.FDS_PER_MESSAGE)
-        if not data:
-            raise LinkBroken("the relay closed the connection before it passed all descriptors")
-        fds += batch
-    return fds

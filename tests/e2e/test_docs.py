@@ -49,6 +49,7 @@ RUN_HERE = {
 """Blocks of code by page and language that tests of this module run, all of them."""
 RUN_ELSEWHERE = {
     ("README.md", "sh"): 1,  # `.ci/run` types it
+    ("docs/publishing.md", "python"): 3,  # test_docs_publishing.py
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
 }

@@ -30,7 +30,8 @@ from paramserver.data import arrival, frames, tcp
 from paramserver.data import server as data_server
 from paramserver.data.fetch import Fetch
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
-from paramserver.data.publish import Image, Mappings, write_mapped, write_tcp
+from paramserver.data.publish import Image, write_mapped, write_tcp
+from paramserver.data.publisher_link import Mappings
 from paramserver.data.transport import Arrived, Source
 from protos.errors import (
     Conflict,
@@ -483,7 +484,7 @@ def test_no_chunk_that_is_whole_waits_for_the_read_of_another_tensor(
     make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paramserver.data.publish.num_copy_threads", lambda chunks: 1)
-    monkeypatch.setattr("paramserver.data.publish.ALIVE_S", 0.01)
+    monkeypatch.setattr("paramserver.data.publisher_link.ALIVE_S", 0.01)
     (file,) = plan_layout([TensorSpec("a", "U8", (5 * CHUNK,)), TensorSpec("b", "U8", (5 * CHUNK,))])
     host, mappings = make_host(file.size_bytes), Mappings()
 
@@ -560,8 +561,8 @@ def test_a_tensor_that_takes_longer_to_read_than_a_silence_may_last_breaks_nothi
     """The relay hears signs of life meanwhile, and the trainer's log says which tensor is waited for."""
     for name in ("server.STALL_S", "server.PUBLISHER_SILENCE_S"):
         monkeypatch.setattr(f"paramserver.data.{name}", 0.5)
-    monkeypatch.setattr("paramserver.data.publish.ALIVE_S", 0.05)
-    monkeypatch.setattr("paramserver.data.publish.SLOW_READ_S", 0.2)
+    monkeypatch.setattr("paramserver.data.publisher_link.ALIVE_S", 0.05)
+    monkeypatch.setattr("paramserver.data.publisher_link.SLOW_READ_S", 0.2)
 
     def slow() -> memoryview:
         time.sleep(1.5)  # what is tested is that nothing happens meanwhile
@@ -595,7 +596,7 @@ def test_a_publisher_hears_why_its_version_was_given_up_meanwhile(make_host: Mak
 def test_a_version_given_up_during_a_slow_read_frees_the_relays_thread_and_is_said(
     make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    monkeypatch.setattr("paramserver.data.publish.ALIVE_S", 0.01)
+    monkeypatch.setattr("paramserver.data.publisher_link.ALIVE_S", 0.01)
     (file,) = plan_layout([TensorSpec("gathered", "U8", (len(CONTENT),))])
     host = make_host(file.size_bytes)
 

@@ -1,0 +1,171 @@
+"""A version that its publisher writes tensor by tensor, as they are made.
+
+Invariants:
+- a `StreamedVersion` ends in `commit` or in `give_up`, and only then is its publisher free for another one;
+- when the master is replaced while the version is written, the next `write` fails: nobody waits for a hung relay;
+- what a `write` gave is gone, so nothing here begins again; `give_up` says by its error whether it is worth it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Unpack
+
+from paramserver.client.publisher import (
+    Replaced,
+    announced,
+    announcement,
+    at_a_master,
+    check_lineage,
+    committed,
+    files_of,
+    given_up,
+    unless_replaced,
+)
+from paramserver.client.relay import RelayClient
+from paramserver.client.ticket import Ticket
+from paramserver.core.layout import FileLayout, TensorSpec
+from paramserver.core.records import SOLE, Rank
+from paramserver.data.frames import Greeting
+from paramserver.data.streamed import StreamWriter, open_mapped, open_tcp
+from protos.announce_options import AnnounceOptions
+from protos.errors import Corrupt, LaminarError, StaleEpoch
+from protos.laminar.v1 import relay_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+class StreamedVersion:
+    """One announced version. One thread writes; the coroutines run on the event loop of the relay's client."""
+
+    def __init__(
+        self,
+        relay: RelayClient,
+        master: RelayClient,
+        request: pb.AnnounceRequest,
+        opened: pb.AnnounceReply,
+        writer: StreamWriter,
+    ) -> None:
+        self._relay, self._master = relay, master
+        self._request, self._opened = request, opened
+        self._writer = writer
+        self._written = asyncio.Event()
+        self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def version(self) -> int:
+        return self._opened.version
+
+    def pieces(self, name: str, bytes_max: int) -> Iterator[tuple[int, int]]:
+        """Ranges of a tensor's bytes, each of some `bytes_max`, in which it is written with the least work."""
+        return self._writer.pieces(name, bytes_max)
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Writes the next bytes of a tensor; nothing of `data` is kept. Blocks; raises LaminarError."""
+        self._writer.write(name, data)
+
+    async def commit(self) -> Ticket:
+        """Commits what was written. Raises like `write`; `give_up` has to follow then."""
+        digests = await asyncio.to_thread(self._writer.finish)
+        await self._end_watch()
+        ticket = await committed(self._relay, self._master, self._request, self._opened, digests)
+        await asyncio.to_thread(self._writer.close)
+        return ticket
+
+    async def give_up(self, error: LaminarError) -> LaminarError:
+        """Ends the version for the reason `error`; returns the error to raise.
+
+        That is StaleEpoch or Unavailable when the version may be published again, at the next master.
+        """
+        replaced = await self._end_watch()
+        await asyncio.to_thread(self._writer.close)
+        if replaced is not None:
+            return replaced
+        try:
+            await given_up(self._relay, self._master, self._request.model, self._opened, error)
+        except LaminarError as found:
+            return found
+        if isinstance(error, Corrupt):  # on its way: only all of it can be sent again
+            return StaleEpoch(error.message, hint=error.hint)
+        return error
+
+    async def _watch(self) -> None:
+        try:
+            await unless_replaced(self._relay, self._request.model, self._master, self._written.wait())
+        except Replaced:
+            self._writer.interrupt()
+            raise
+
+    async def _end_watch(self) -> Replaced | None:
+        self._written.set()
+        (found,) = await asyncio.gather(self._watching, return_exceptions=True)
+        if found is None or isinstance(found, Replaced):
+            return found
+        raise found
+
+
+async def open_stream(
+    relay: RelayClient,
+    model: str,
+    specs: Sequence[TensorSpec],
+    *,
+    step: int,
+    run: str,
+    metadata: Mapping[str, str] | None = None,
+    force_tcp: bool = False,
+    rank: Rank = SOLE,
+    refuse_change: bool = False,
+    **options: Unpack[AnnounceOptions],
+) -> StreamedVersion:
+    """Announces a version and opens it for writing. Arguments and errors are those of `publish`."""
+    request, files = announcement(
+        model, specs, step=step, run=run, metadata=metadata, rank=rank, refuse_change=refuse_change, **options
+    )
+    return await at_a_master(relay, model, lambda master: _open_once(relay, master, request, files, force_tcp))
+
+
+async def _open_once(
+    relay: RelayClient,
+    master: RelayClient,
+    request: pb.AnnounceRequest,
+    files: Sequence[FileLayout],
+    force_tcp: bool,
+) -> StreamedVersion:
+    opened = await announced(relay, master, request)
+    try:
+        check_lineage(relay, request.model, opened)
+        layouts = files_of(request, opened, files)
+        opening = asyncio.ensure_future(
+            asyncio.to_thread(_open_writer, master, request.model, opened, layouts, force_tcp)
+        )
+        try:
+            writer = await unless_replaced(relay, request.model, master, asyncio.shield(opening))
+        except BaseException:
+            opening.add_done_callback(_close_late)
+            raise
+    except BaseException as error:
+        await given_up(relay, master, request.model, opened, error)
+        raise
+    return StreamedVersion(relay, master, request, opened, writer)
+
+
+def _open_writer(
+    master: RelayClient, model: str, opened: pb.AnnounceReply, layouts: Mapping[int, FileLayout], force_tcp: bool
+) -> StreamWriter:
+    path = Path(opened.publish_socket)  # empty: the relay takes bytes only
+    name = f"{socket.gethostname()}:{os.getpid()}"
+    if opened.publish_socket and not force_tcp and os.access(path, os.W_OK):
+        greeting = Greeting("map", model, opened.version, name, token=opened.token)
+        return open_mapped(path, greeting, layouts, master.mappings)
+    return open_tcp(opened.data_address, Greeting("write", model, opened.version, name, token=opened.token), layouts)
+
+
+def _close_late(opening: asyncio.Future[StreamWriter]) -> None:
+    """Closes a writer that nobody waits for any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

@@ -1,0 +1,131 @@
+"""What will be published, as known before the first tensor is made: names, dtypes and shapes.
+
+Invariants:
+- a manifest is made of metadata alone: no tensor is gathered, moved or read for it;
+- a tensor with several names stands in it once; the other names are `tied`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paramserver.client import DTYPES, TensorSpec
+from protos.errors import InvalidRequest
+from trainer_client.dtypes import NUMPY_DTYPES, unsupported_dtype
+from trainer_client.streaming.names import Names, rename
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One tensor of a stream. `dtype`: torch's, numpy's, or safetensors' name for it ("BF16"), which it becomes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _dtype_name(self.name, self.dtype))
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The tensors of one version. `tied`: further names of some of them, each with the name that carries the bytes."""
+
+    tensors: tuple[TensorMeta, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Manifest | Iterable[TensorMeta]) -> Manifest:
+        """Raises InvalidRequest for a name that comes twice, and for no tensors at all."""
+        found = tensors if isinstance(tensors, Manifest) else cls(tuple(tensors))
+        seen: set[str] = set(found.tied)
+        for meta in found.tensors:
+            if not isinstance(meta, TensorMeta):
+                raise InvalidRequest(
+                    f"the manifest holds a {type(meta).__name__}", hint="give TensorMeta(name, dtype, shape)"
+                )
+            if meta.name in seen:
+                raise InvalidRequest(f"tensor {meta.name!r} is announced twice", hint="give each name once")
+            seen.add(meta.name)
+        return found
+
+    def renamed(self, names: Names | None) -> Manifest:
+        """With every name mapped; names that map to None are left out."""
+        if names is None:
+            return self
+        tensors = [replace(meta, name=name) for meta in self.tensors if (name := rename(names, meta.name)) is not None]
+        tied = [(rename(names, alias), rename(names, owner)) for alias, owner in self.tied.items()]
+        kept = {alias: owner for alias, owner in tied if alias is not None and owner is not None}
+        return Manifest.of(Manifest(tuple(tensors), kept))
+
+
+def manifest_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Manifest:
+    """The manifest of a state dict, or of pairs such as `model.named_parameters()`; nothing is gathered.
+
+    Shapes are those of whole tensors: a DTensor's is the one that `full_tensor()` gives. Names that share memory (tied
+    weights) stand once, under the first. Raises InvalidRequest for what is no tensor.
+    """
+    metas: list[TensorMeta] = []
+    owners: dict[object, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in _pairs(tensors):
+        if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
+            raise InvalidRequest(
+                f"{name!r} is a {type(tensor).__name__}, not a tensor", hint="leave other entries of a state dict out"
+            )
+        owner = owners.setdefault(_memory(name, tensor), name)
+        if owner == name:
+            metas.append(TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
+        else:
+            tied[name] = owner
+    return Manifest.of(Manifest(tuple(metas), tied))
+
+
+def gathered(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Each named tensor whole, one after the other: a DTensor (FSDP2, tensor parallelism) by `full_tensor()`.
+
+    That is a collective: every rank has to go through this in step. Pass `lambda: gathered(model.state_dict())` to
+    `publish_stream`, so that it can begin again.
+    """
+    seen: set[object] = set()
+    for name, tensor in _pairs(tensors):
+        memory = _memory(name, tensor)
+        if memory not in seen:
+            seen.add(memory)
+            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _pairs(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    return tensors.items() if isinstance(tensors, Mapping) else tensors
+
+
+def _memory(name: str, tensor: Any) -> object:
+    """What two names share only if they are one tensor; `name` itself where that cannot be seen."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(local, torch.Tensor) or local.is_meta or not local.numel():
+        return name
+    return (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, tuple(tensor.shape))
+
+
+def _dtype_name(name: str, dtype: object) -> str:
+    """safetensors' name of a dtype. torch's and numpy's names are the same but for a prefix, so torch is not needed."""
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return dtype
+    plain = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    if plain not in NUMPY_DTYPES:
+        raise unsupported_dtype(name, str(dtype), DTYPES)
+    return NUMPY_DTYPES[plain]

@@ -1,0 +1,38 @@
+"""Name maps: from a trainer's names of tensors to those that engines load by.
+
+A map is a function from a name to a name, or pairs (regular expression, replacement), which are applied one after the
+other by `re.sub`. A function that returns None, or the replacement None where the expression is found, leaves the
+tensor out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from protos.errors import InvalidRequest
+
+Names = Callable[[str], str | None] | Sequence[tuple[str, str | None]]
+
+
+def rename(names: Names, name: str) -> str | None:
+    """The name under which a tensor is published; None: it is not."""
+    if callable(names):
+        found = names(name)
+        if found is not None and not isinstance(found, str):
+            raise InvalidRequest(
+                f"the name map made {found!r} of {name!r}", hint="return a str, or None to leave it out"
+            )
+        return found
+    for pattern, replacement in names:
+        try:
+            if replacement is None:
+                if re.search(pattern, name):
+                    return None
+            else:
+                name = re.sub(pattern, replacement, name)
+        except re.error as error:
+            raise InvalidRequest(
+                f"{pattern!r} -> {replacement!r} is no map of names: {error}", hint="pairs are for re.sub"
+            ) from error
+    return name

@@ -1,0 +1,266 @@
+"""One version published from a stream of tensors: by one process, or by ranks that take the tensors in step.
+
+Invariants:
+- tensors are taken on the caller's thread, one at a time, and let go before the next one is taken;
+- every rank takes every tensor of an iterator that was begun, whatever fails: taking one is a collective, and a rank
+  that stopped would leave the others in it;
+- ranks agree twice, on what became of the announcement and of the writing: all return the same version, all begin
+  again together, or all raise the same error;
+- only ranks that write speak to a relay.
+
+An error that the iterator itself raises goes through at once, and the version is given up: the ranks are out of step
+by then, and only the caller knows how to get them out of their collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from paramserver.client import Rank, StreamedVersion, TensorSource, Ticket, TicketData
+from protos.errors import BY_CODE, InvalidRequest, LaminarError, StaleEpoch, Unavailable
+from trainer_client.loop import LoopThread
+from trainer_client.sources import plain_source, refuse_nan
+from trainer_client.streaming.manifest import Manifest, TensorMeta
+from trainer_client.streaming.names import Names, rename
+from trainer_client.streaming.ranks import Ranks
+from trainer_client.streaming.staging import StagingRing
+
+log = logging.getLogger(__name__)
+
+Items = Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]]
+"""Pairs (name, tensor), or a function that gives them from the beginning each time that it is called."""
+Writers = Literal["first", "all"]
+"""Which ranks write: the first one all files, or each rank files of its own."""
+
+PASSES_MAX = 3
+"""Times that a factory's tensors are taken for one version. Each waits for the next master by itself."""
+WORDS_MAX = 1500
+"""Of a message and of a hint that ranks exchange, in characters."""
+
+
+class Outcome(msgspec.Struct):
+    """What became of one rank's part. `code`: of its error; "" for none. `again`: the next master may take it."""
+
+    code: str = ""
+    message: str = ""
+    hint: str = ""
+    again: bool = False
+    same: str = ""  # a digest of the manifest
+    run: str = ""
+    ticket: TicketData | None = None
+
+    @classmethod
+    def of(cls, error: LaminarError) -> Outcome:
+        again = isinstance(error, StaleEpoch | Unavailable)
+        code = next(
+            kind.code for kind in type(error).__mro__ if issubclass(kind, LaminarError) and kind.code in BY_CODE
+        )
+        return cls(code, error.message[:WORDS_MAX], error.hint[:WORDS_MAX], again)
+
+    def error(self) -> LaminarError:
+        return BY_CODE.get(self.code, LaminarError)(self.message, hint=self.hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What this rank writes: the announced tensors, and which of all are its own."""
+
+    rank: Rank
+    metas: tuple[TensorMeta, ...]
+
+
+def part_of(manifest: Manifest, ranks: Ranks, writers: Writers) -> Part | None:
+    """This rank's share; None when it writes nothing. With "all" each tensor goes to the rank with the fewest bytes."""
+    if writers == "first" or ranks.count == 1:
+        return Part(Rank(0, 1), manifest.tensors) if ranks.index == 0 else None
+    if len(manifest.tensors) < ranks.count:
+        raise InvalidRequest(
+            f"{len(manifest.tensors)} tensors for {ranks.count} ranks that write", hint='pass writers="first"'
+        )
+    shares: list[list[TensorMeta]] = [[] for _ in range(ranks.count)]
+    sizes = [0] * ranks.count
+    for number, meta in enumerate(manifest.tensors):
+        # The first ones go around, so that no rank is without a file; in a version of empty tensors, too.
+        to = number if number < ranks.count else min(range(ranks.count), key=lambda n: (sizes[n], n))
+        shares[to].append(meta)
+        sizes[to] += meta.size_bytes
+    return Part(Rank(ranks.index, ranks.count), tuple(shares[ranks.index]))
+
+
+class Stream:
+    """The publish of one version; `publish` is called once, on the thread that takes the tensors."""
+
+    def __init__(
+        self,
+        manifest: Manifest | Iterable[TensorMeta],
+        items: Items,
+        *,
+        run: str,
+        ranks: Ranks,
+        writers: Writers,
+        loop: LoopThread,
+        open_version: Callable[[Manifest, Part], StreamedVersion],
+        wait: Callable[[Ticket], None],
+        staging: StagingRing,
+        names: Names | None = None,
+        check_nan: bool = True,
+    ) -> None:
+        self._announced = manifest
+        self._items = items
+        self._run = run
+        self._ranks, self._writers = ranks, writers
+        self._loop = loop
+        self._open, self._wait = open_version, wait
+        self._staging = staging
+        self._names = names
+        self._check_nan = check_nan
+        self._manifest = Manifest(())
+        self._part: Part | None = None
+        self._metas: dict[str, TensorMeta] = {}
+        self._mine: frozenset[str] = frozenset()
+
+    def publish(self) -> TicketData:
+        """The version's ticket, the same on every rank; raises the same error on every rank."""
+        prepared = self._agree(self._prepare())
+        if prepared.code:
+            if not callable(self._items):
+                self._write_all(None)
+            raise prepared.error()
+        for number in range(1, PASSES_MAX + 1):
+            found = self._pass()
+            if not found.code:
+                assert found.ticket is not None, "the first rank writes, and has a ticket"
+                return found.ticket
+            if not (found.again and callable(self._items)) or number == PASSES_MAX:
+                break
+            log.warning("the publish begins again: %s", found.message)
+        raise found.error()
+
+    def _prepare(self) -> Outcome:
+        """What this rank will write; its outcome names the run and the tensors, to be the same on every rank."""
+        try:
+            self._manifest = Manifest.of(self._announced).renamed(self._names)
+            self._part = part_of(self._manifest, self._ranks, self._writers)
+        except LaminarError as error:
+            return Outcome.of(error)
+        self._metas = {meta.name: meta for meta in self._manifest.tensors}
+        self._mine = frozenset(meta.name for meta in self._part.metas) if self._part is not None else frozenset()
+        run = self._run if self._writers == "all" else ""
+        return Outcome(same=hashlib.sha256(repr(self._manifest).encode()).hexdigest(), run=run)
+
+    def _pass(self) -> Outcome:
+        """One announcement and one round through the tensors; what all ranks agree became of it."""
+        version, outcome = self._begin()
+        agreed = self._agree(outcome)
+        if agreed.code and version is not None:
+            self._loop.run(version.give_up(agreed.error()))
+            version = None
+        if not agreed.code or not callable(self._items):  # an iterator is drained even if nothing was opened
+            outcome = self._take_all(version)
+        return agreed if agreed.code else self._agree(outcome)
+
+    def _begin(self) -> tuple[StreamedVersion | None, Outcome]:
+        if self._part is None:
+            return None, Outcome()
+        try:
+            return self._open(self._manifest, self._part), Outcome()
+        except LaminarError as error:  # it was tried at every master that there was
+            return None, msgspec.structs.replace(Outcome.of(error), again=False)
+
+    def _take_all(self, version: StreamedVersion | None) -> Outcome:
+        try:
+            outcome = self._write_all(version)
+        except BaseException as error:
+            if version is not None:
+                self._loop.run(version.give_up(LaminarError(f"the iterator raised {type(error).__name__}: {error}")))
+            raise
+        if version is None:
+            return outcome
+        if not outcome.code:
+            outcome = self._commit(version)
+        if outcome.code and outcome.ticket is None:
+            outcome = Outcome.of(self._loop.run(version.give_up(outcome.error())))
+        return outcome
+
+    def _write_all(self, version: StreamedVersion | None) -> Outcome:
+        """Takes every tensor, and writes it; those after one that failed are let go."""
+        outcome = Outcome()
+        for item in self._items() if callable(self._items) else self._items:
+            if version is not None and not outcome.code:
+                outcome = self._written(version, item)
+            del item  # the next one is made before this name is bound again
+        return outcome
+
+    def _written(self, version: StreamedVersion, item: object) -> Outcome:
+        try:
+            self._write(version, *_pair(item))
+        except LaminarError as error:
+            return Outcome.of(error)
+        return Outcome()
+
+    def _write(self, version: StreamedVersion, given: str, tensor: Any) -> None:
+        name = given if self._names is None else rename(self._names, given)
+        if name is None or name in self._manifest.tied or (name in self._metas and name not in self._mine):
+            return
+        meta = self._metas.get(name)
+        if meta is None:
+            raise InvalidRequest(f"tensor {name!r} is not in the manifest", hint="announce every tensor that comes")
+        source = plain_source(name, tensor)
+        if (source.dtype, tuple(source.shape)) != (meta.dtype, meta.shape):
+            raise InvalidRequest(
+                f"tensor {name!r} came as {source.dtype} {list(source.shape)}, announced as {meta.dtype} "
+                f"{list(meta.shape)}",
+                hint="the manifest and the iterator have to agree",
+            )
+        first = True
+        for piece in self._bytes_of(version, source, tensor):
+            if first and self._check_nan:
+                refuse_nan(name, source.dtype, piece)
+            first = False
+            version.write(name, piece)
+
+    def _bytes_of(self, version: StreamedVersion, source: TensorSource, tensor: Any) -> Iterable[memoryview]:
+        if getattr(getattr(tensor, "device", None), "type", "cpu") != "cpu":
+            return self._staging.pieces(tensor, version.pieces(source.name, self._staging.buffer_bytes))
+        return (source.read().cast("B"),)
+
+    def _commit(self, version: StreamedVersion) -> Outcome:
+        try:
+            ticket = self._loop.run(version.commit())
+        except LaminarError as error:
+            return Outcome.of(error)
+        try:
+            self._wait(ticket)
+        except LaminarError as error:  # it is published, or lost: nothing is made again
+            return msgspec.structs.replace(Outcome.of(error), again=False, ticket=ticket.data)
+        return Outcome(ticket=ticket.data)
+
+    def _agree(self, outcome: Outcome) -> Outcome:
+        """The outcome of all ranks: an error of one that begins nothing again, else one that does, else the first's."""
+        if self._ranks.count == 1:
+            return outcome
+        sent = msgspec.msgpack.encode(outcome)
+        found = [msgspec.msgpack.decode(one, type=Outcome) for one in self._ranks.exchange(sent)]
+        failed = [one for one in found if one.code]
+        if failed:
+            return next((one for one in failed if not one.again), failed[0])
+        if len({one.same for one in found}) > 1:
+            error = InvalidRequest("the ranks announce different tensors", hint="pass the same manifest on every rank")
+            return Outcome.of(error)
+        if len({one.run for one in found}) > 1:
+            return Outcome.of(
+                InvalidRequest("the ranks are of different runs", hint="pass the same run= on every rank")
+            )
+        return found[0]
+
+
+def _pair(item: object) -> tuple[str, Any]:
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+        return item
+    raise InvalidRequest(f"the iterator gave a {type(item).__name__}", hint="give pairs (name, tensor)")
