@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.api.admin import AdminDeps, add_admin_routes
+from gateway.api.anthropic.routes import add_anthropic_routes
 from gateway.api.calls.service import Calls
 from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
@@ -266,6 +267,7 @@ def _routes(
     add_openai_routes(app, OpenAIDeps(calls, text))
     add_generate_route(app, calls)
     add_responses_routes(app, calls)
+    add_anthropic_routes(app, calls)
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
     add_group_routes(app, parts.groups)
     add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))

@@ -128,6 +128,10 @@ class Turns(Protocol):
         """The session whose key this is; None for any other key."""
         ...
 
+    def find_session(self, session_id: SessionId) -> SessionView | None:
+        """The live session of that name, if there is one."""
+        ...
+
     async def open_session(self, identity: SessionIdentity, turns: int = 1) -> SessionView:
         """Gets or makes the session. Raises Conflict when it has ended, or has no room for so many turns more."""
         ...

@@ -2,6 +2,7 @@
 
 Invariants:
 - every error's body is `{"error": {"message", "type", "param", "code"}}`, also inside a stream;
+- on Anthropic's routes it is `{"type": "error", "error": {"type", "message"}, "request_id"}`; the id is a header, too;
 - `x-should-retry: false` stops an SDK from retrying where no retry can succeed; Retry-After says when another may.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -84,6 +86,33 @@ def error_body(error: LaminarError) -> dict[str, Any]:
     }
 
 
+ANTHROPIC_ROUTES = "/v1/messages"
+"""In the paths of the routes whose errors are Anthropic's."""
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's `type` for an HTTP status; for others "invalid_request_error" below 500 and "api_error" from there."""
+
+
+def anthropic_error(error: LaminarError) -> dict[str, Any]:
+    """`details`: of an error that Anthropic's clients recognise by them."""
+    found = _anthropic(error.http_status, str(error))
+    if details := getattr(error, "details", None):
+        found["error"]["details"] = details
+    return found
+
+
+def _anthropic(status: int, message: str) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
 def error_headers(error: LaminarError) -> dict[str, str]:
     """Whether and when to retry. The official SDKs obey both headers; on their own they would retry any 409."""
     if isinstance(error, OutOfCapacity):
@@ -95,8 +124,18 @@ def error_bytes(error: LaminarError) -> bytes:
     return json.dumps(error_body(error)).encode()
 
 
-def error_response(error: LaminarError) -> web.Response:
+def error_response(error: LaminarError, path: str = "") -> web.Response:
+    """`path`: of the request."""
+    if ANTHROPIC_ROUTES in path:
+        return _anthropic_response(anthropic_error(error), error.http_status, error_headers(error))
     return web.json_response(error_body(error), status=error.http_status, headers=error_headers(error))
+
+
+def _anthropic_response(body: dict[str, Any], status: int, headers: Mapping[str, str]) -> web.Response:
+    request_id = f"req_{secrets.token_hex(12)}"
+    return web.json_response(
+        {**body, "request_id": request_id}, status=status, headers={**headers, "request-id": request_id}
+    )
 
 
 @web.middleware
@@ -107,26 +146,28 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except LaminarError as e:
         if e.http_status >= 500:
             log.warning("%s %s: %s", request.method, request.path, e)
-        return error_response(e)
+        return error_response(e, request.path)
     except web.HTTPNotFound:
-        return error_response(NotFound(f"no route {request.path}", hint=_meant(request)))
+        return error_response(NotFound(f"no route {request.path}", hint=_meant(request)), request.path)
     except web.HTTPMethodNotAllowed as e:
         allowed = ", ".join(sorted(e.allowed_methods))
-        return _refused(405, f"{request.path} takes {allowed}, not {request.method}", "method_not_allowed", e.headers)
+        return _refused(
+            request, 405, f"{request.path} takes {allowed}, not {request.method}", "method_not_allowed", e.headers
+        )
     except web.HTTPRequestEntityTooLarge as e:
-        return _refused(413, e.text or "the body is too large", "too_large", {})
+        return _refused(request, 413, e.text or "the body is too large", "too_large", {})
     except web.HTTPException as e:
         if e.status < 400:
             raise
-        return _refused(e.status, e.reason, error_type(e.status), {})
+        return _refused(request, e.status, e.reason, error_type(e.status), {})
     except (web.RequestPayloadError, HttpProcessingError) as e:  # its transfer or content encoding is broken
-        return error_response(InvalidRequest(f"the body cannot be read: {str(e)[:200]}"))
+        return error_response(InvalidRequest(f"the body cannot be read: {str(e)[:200]}"), request.path)
     except ConnectionError:  # the client is gone: nobody is left to notify
         raise
     except Exception as e:
         if request.writer.output_size > 0:  # a response has begun: only a broken connection shows the error
             raise
-        return error_response(unexpected(request, e))
+        return error_response(unexpected(request, e), request.path)
 
 
 def unexpected(request: web.Request, error: Exception) -> Internal:
@@ -135,14 +176,18 @@ def unexpected(request: web.Request, error: Exception) -> Internal:
     return Internal(f"the gateway failed on this request ({type(error).__name__})", hint="its log says more")
 
 
-def _refused(status: int, message: str, code: str, headers: Mapping[str, str]) -> web.Response:
+def _refused(request: web.Request, status: int, message: str, code: str, headers: Mapping[str, str]) -> web.Response:
+    kept = {"x-should-retry": "false", **({"Allow": headers["Allow"]} if "Allow" in headers else {})}
+    if ANTHROPIC_ROUTES in request.path:
+        return _anthropic_response(_anthropic(status, message), status, kept)
     body = {"error": {"message": message, "type": error_type(status), "param": None, "code": code}}
-    kept = {"Allow": headers["Allow"]} if "Allow" in headers else {}
-    return web.json_response(body, status=status, headers={"x-should-retry": "false", **kept})
+    return web.json_response(body, status=status, headers=kept)
 
 
 def _meant(request: web.Request) -> str:
-    """The commonest mistake is a base_url without its /v1."""
+    """The commonest mistake is a base_url without its /v1, or, of Anthropic's client, one that has it."""
+    if "/v1/v1/messages" in request.path:
+        return "the base_url of Anthropic's client does not end in /v1"
     if request.path.endswith(("/chat/completions", "/completions", "/models")) and "/v1/" not in request.path:
         return "the base_url ends in /v1"
     return "completions are at /v1/chat/completions and /v1/completions; GET /openapi.json lists every route"

@@ -23,6 +23,11 @@ from gateway.api.admin import (
     Plans,
     Receipts,
 )
+from gateway.api.anthropic.bodies import NEUTRAL as NEUTRAL_MESSAGES
+from gateway.api.anthropic.bodies import NEUTRAL_TOOL, CountTokensRequest, MessagesRequest
+from gateway.api.anthropic.conversation import NEEDED as BLOCK_TYPES
+from gateway.api.anthropic.conversation import ROLES as MESSAGE_ROLES
+from gateway.api.anthropic.schema import MessageAnswer, TokenCount
 from gateway.api.calls.answer import VERSION_HEADER
 from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, ReleaseAnswer, SampleAnswer, SampleRequest
@@ -89,6 +94,7 @@ class Route:
     also: Sequence[str] = ()
     also_status: int | None = None
     optional_body: bool = False
+    error: str = "Error"  # the schema of its errors
     turn: bool = False  # a model call: it may name its session and be a retry, and its response's headers have both
 
 
@@ -138,6 +144,24 @@ def _calls(prefix: str) -> Sequence[Route]:
             answers=[ResponseObject],
             also=_EVENTS,
             turn=True,
+        ),
+        Route(
+            "post",
+            f"{prefix}/v1/messages",
+            "Anthropic's Messages API; a session's next turn.",
+            MessagesRequest,
+            answers=[MessageAnswer],
+            also=_EVENTS,
+            turn=True,
+            error="AnthropicError",
+        ),
+        Route(
+            "post",
+            f"{prefix}/v1/messages/count_tokens",
+            "The length of a message's prompt.",
+            CountTokensRequest,
+            answers=[TokenCount],
+            error="AnthropicError",
         ),
         Route("get", f"{prefix}/v1/models", "The models served.", answers=[Models]),
         Route("get", f"{prefix}/v1/models/{{model}}", "One model.", answers=[Model]),
@@ -247,17 +271,16 @@ def add_openapi_route(app: web.Application) -> None:
 def schema() -> Json:
     structs = list(dict.fromkeys(s for route in ROUTES for s in (route.body, *route.answers) if s is not None))
     _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
-    components["Error"] = _ERROR
+    components |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     components["ChatMessage"]["properties"]["role"] = {"enum": list(ROLES)}
     components["Tool"]["properties"]["type"] = {"enum": ["function"]}
     for struct, neutral in _NEUTRAL.items():
         fields = components[struct.__name__]["properties"]
         fields |= {name: {"enum": list(allowed), "default": None} for name, allowed in neutral.items()}
         for name, bounds in (_BOUNDS | _BOUNDS_OF[struct]).items():
-            if name not in fields:
-                continue
-            of_number = next(kind for kind in fields[name]["anyOf"] if kind["type"] in ("integer", "number"))
-            of_number |= bounds
+            if name in fields:
+                _bound(fields[name], bounds)
+    _constrain_messages(components)
     paths: dict[str, Json] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
@@ -267,6 +290,25 @@ def schema() -> Json:
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"session_key": {"type": "http", "scheme": "bearer"}}},
     }
+
+
+def _constrain_messages(components: Json) -> None:
+    """What the Messages API checks after decoding."""
+    components["MessageParam"]["properties"]["role"] = {"enum": list(MESSAGE_ROLES)}
+    components["Block"]["properties"]["type"] = {"enum": list(BLOCK_TYPES)}
+    for name, neutral in (
+        ("MessagesRequest", NEUTRAL_MESSAGES),
+        ("CountTokensRequest", NEUTRAL_MESSAGES),
+        ("ToolDefinition", NEUTRAL_TOOL),
+    ):
+        fields = components[name]["properties"]
+        fields |= {field: {"enum": list(allowed), "default": None} for field, allowed in neutral.items()}
+    for parameter in PARAMETERS:
+        _bound(components["MessagesRequest"]["properties"][parameter.name], _BOUNDS[parameter.name])
+
+
+def _bound(field: Json, bounds: Json) -> None:
+    next(kind for kind in field["anyOf"] if kind["type"] in ("integer", "number")).update(bounds)
 
 
 _BOUNDS: dict[str, Json] = {
@@ -331,6 +373,17 @@ _ERROR: Json = {
 }
 
 
+_ANTHROPIC_ERROR: Json = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
+        "request_id": _TEXT,
+    },
+}
+
+
 def _operation(route: Route) -> Json:
     response: Json = {"description": "The response."}
     if route.answers or route.also:
@@ -345,7 +398,7 @@ def _operation(route: Route) -> Json:
         "parameters": [*_in_path(route.path), *_in_query(route.query or {}), *(_IN_HEADERS if route.turn else ())],
         "responses": {
             **{str(status): response for status in statuses},
-            "default": {"description": "An error.", "content": _content("Error")},
+            "default": {"description": "An error.", "content": _content(route.error)},
         },
     }
     if route.body is not None:

@@ -79,6 +79,10 @@ class TurnService:
         state = self.live.of_turn(turn_id)
         return None if state is None else self._view(state)
 
+    def find_session(self, session_id: SessionId) -> SessionView | None:
+        state = self.live.find(session_id)
+        return None if state is None else self._view(state)
+
     def _view(self, state: SessionState) -> SessionView:
         spec = state.spec
         return SessionView(

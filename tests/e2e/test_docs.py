@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
 import shlex
 import shutil
@@ -40,7 +41,8 @@ FLEET = "docs/fleet.md"
 GROUPS, GROUP_SIZE = 4, 8
 RUN_HERE = {
     ("README.md", "python"): 2,
-    ("docs/agents.md", "python"): 1,
+    ("docs/agents.md", "python"): 3,
+    ("docs/agents.md", "json"): 1,
     (FLEET, "sh"): 2,
     (FLEET, "python"): 1,
     ("docs/guide.md", "sh"): 1,
@@ -191,9 +193,27 @@ def test_an_agents_turns_are_a_session(fleet: Documented, page: str) -> None:
     assert session.json()["state"] == "finished", session.text
 
 
+def test_other_apis_take_the_turns_that_the_page_shows(fleet: Documented) -> None:
+    for api, few in (
+        ("anthropic", ("max_tokens=512", "max_tokens=4")),
+        ("responses", ("input=", "max_output_tokens=4, input=")),
+    ):
+        (program,) = (block for block in blocks("docs/agents.md", "python") if api in block)
+        left = fleet.program(f"from openai import OpenAI\n{program.replace(*few)}")
+        answers = [left[name] for name in ("message", "first", "second") if name in left]
+        assert answers
+        assert all(answer.usage.output_tokens in range(1, 5) for answer in answers)
+    (body,) = blocks("docs/agents.md", "json")
+    url = f"http://127.0.0.1:{fleet.port('gateway:8080')}"
+    generated = httpx.post(f"{url}/inference/v1/generate", json=json.loads(body), timeout=60).raise_for_status().json()
+    [choice] = generated["choices"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) > 0
+    assert httpx.get(f"{url}/sessions/ID").raise_for_status().json()["turns"] == 1
+
+
 def test_a_trainer_publishes_after_a_batch(fleet: Documented) -> None:
     (program,) = (block for block in blocks("README.md", "python") if "ExperienceReader" in block)
-    (shown,) = blocks("docs/agents.md", "python")
+    (shown,) = (block for block in blocks("docs/agents.md", "python") if "/sessions" in block)
     episode = shown.replace("messages=", "max_tokens=4, messages=")
     names = [f"step-{group}" for group in range(GROUPS) for _ in range(GROUP_SIZE)]
     with ThreadPoolExecutor(8) as threads:

@@ -11,6 +11,7 @@ from typing import Self
 
 from aiohttp import web
 
+from gateway.api.anthropic.routes import add_anthropic_routes
 from gateway.api.calls.service import Calls
 from gateway.api.errors import answer_errors
 from gateway.api.generate import add_generate_route
@@ -88,6 +89,10 @@ class ScriptedTurns:
         name = identity.session_id or f"own-{len(self.identities)}"
         kept = self.sessions.setdefault(name, Kept(name))
         return SessionView(SessionId(name), kept.tree, identity.session_id is None and not identity.kept)
+
+    def find_session(self, session_id: SessionId) -> SessionView | None:
+        kept = self.sessions.get(session_id)
+        return None if kept is None else SessionView(session_id, kept.tree, False)
 
     def tokens_per_event(self, *, streamed: bool) -> int:
         return 1
@@ -218,6 +223,7 @@ async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
     add_openai_routes(app, OpenAIDeps(calls))
     add_generate_route(app, calls)
     add_responses_routes(app, calls)
+    add_anthropic_routes(app, calls)
     async with serving_app(app) as url:
         yield url
 

@@ -32,7 +32,7 @@ from protos.errors import LaminarError
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
-Api = Literal["chat", "completion", "generate"]
+Api = Literal["chat", "completion", "generate", "messages"]
 VERSION_HEADER = "X-Laminar-Weight-Version"
 
 

@@ -27,6 +27,7 @@ SESSION_HEADERS = (
     "Thread-Id",
 )
 SESSION_ID_MAX = 256
+API_KEY_HEADER = "X-Api-Key"
 KEY_HEADER = "Idempotency-Key"
 RETRY_HEADER = "X-Stainless-Retry-Count"
 """The official SDKs count their own retries in it, from 0."""
@@ -38,9 +39,9 @@ def identify(
     """The session that a request names. `metadata`, `session_id` and `user`: the body's fields; None to ignore one."""
     if (sid := request.match_info.get("sid")) is not None:
         return SessionIdentity(_checked(sid, "session id in the URL"), "url")
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and (of_key := _session_of(key.strip(), turns)) is not None:
-        return SessionIdentity(of_key, "api_key")
+    for key in api_keys(request):
+        if (of_key := _session_of(key, turns)) is not None:
+            return SessionIdentity(of_key, "api_key")
     for header in SESSION_HEADERS:
         if (value := request.headers.get(header)) is not None:
             return SessionIdentity(_checked(value, header), "header")
@@ -49,6 +50,13 @@ def identify(
         if value is not None:
             return SessionIdentity(_checked(value, field), "body")
     return SessionIdentity(_of_user(user), "body") if user else SessionIdentity(None, "none")
+
+
+def api_keys(request: web.Request) -> list[str]:
+    """The API keys of a request, where OpenAI's clients send theirs and where Anthropic's do."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    bearer = [key.strip()] if scheme.lower() == "bearer" else []
+    return [*bearer, *([request.headers[API_KEY_HEADER].strip()] if API_KEY_HEADER in request.headers else ())]
 
 
 def _of_user(user: str) -> SessionId:
@@ -77,7 +85,8 @@ ATTEMPT_DIGITS_MAX = 6
 def call_of(request: web.Request, raw: bytes, session_id: SessionId | None) -> Call:
     """`raw` is the body: a retry repeats it byte for byte, for the same route and with the same credentials."""
     route = request.path.rpartition("/v1/")[2]
-    head = f"{route}\n{request.headers.get('Authorization', '')}\n".encode()
+    keys = [request.headers.get("Authorization", ""), *request.headers.getall(API_KEY_HEADER, ())]
+    head = "".join(f"{line}\n" for line in (route, *keys)).encode()
     key = request.headers.get(KEY_HEADER)
     if key is not None and (not 1 <= len(key) <= KEY_MAX or not key.isprintable()):
         raise BadField(KEY_HEADER, f"{KEY_HEADER} is not a key: {key!r:.80}", hint=f"1 to {KEY_MAX} characters")

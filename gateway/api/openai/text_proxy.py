@@ -20,7 +20,7 @@ from aiohttp import hdrs, web
 
 from gateway.api.calls.answer import VERSION_HEADER
 from gateway.api.calls.events import KEEP_ALIVE, KeptAlive
-from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
+from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS, api_keys
 from gateway.api.errors import error_body
 from gateway.core.text_requests import TextApi
 from gateway.core.types import Version
@@ -70,9 +70,9 @@ class TextRoutes:
         headers = request.headers
         if "sid" in request.match_info or any(name.lower() in TOKENS_ONLY for name in headers):
             return None
-        scheme, _, key = headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        if scheme.lower() == "bearer" and (
-            key.strip().startswith(SESSION_KEY_PREFIX) or self._turns.session_of_key(key.strip()) is not None
+        if any(
+            key.startswith(SESSION_KEY_PREFIX) or self._turns.session_of_key(key) is not None
+            for key in api_keys(request)
         ):
             return None  # also of a session that has ended: nothing of the call would be recorded
         try:

@@ -55,7 +55,8 @@ def test_every_route_says_what_it_answers() -> None:
         for method, operation in methods.items():
             [*told, default] = operation["responses"].values()
             assert told, f"{method} {path}"
-            assert default["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
+            error = "AnthropicError" if "/v1/messages" in path else "Error"
+            assert default["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{error}"}
             for one in told:
                 typed = one["content"].get("application/json", {}).get("schema")
                 assert typed or path in ("/metrics", "/openapi.json"), f"{method} {path}"

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its bodies, put into a chat's, and the form of its answers."""
