@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, runtime_checkable
 
 Metrics = Mapping[str, float]
 
@@ -59,6 +59,20 @@ class Task(Protocol):
 
 
 TaskT = TypeVar("TaskT", bound=Task)
+
+
+@runtime_checkable
+class PooledEnvironment(Protocol):
+    """What an environment needs besides to roll out tasks of a prompt pool."""
+
+    def task_of(self, task_id: str, data: Mapping[str, Any]) -> Any:
+        """The task that `data`, a JSON object of whoever filled the pool, describes. ValueError or KeyError, with what
+        is wrong, for data that describes none."""
+        ...
+
+    def data_of(self, task: Any) -> Mapping[str, Any]:
+        """What `task_of` makes the same task of: the way from an environment's own tasks into a pool."""
+        ...
 
 
 class Environment(Protocol[TaskT]):

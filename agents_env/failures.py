@@ -9,13 +9,15 @@ Boundary = Literal["model", "session", "environment"]
 
 
 class RolloutFailed(Exception):
-    """One rollout ended without a reward. `kind` is the HTTP status or the class of the cause."""
+    """One rollout ended without a reward. `kind` is the HTTP status, the class of the cause, or
+    "timeout"; `phase` is when it failed (`agents_env.phases`), or "session"."""
 
-    def __init__(self, boundary: Boundary, kind: str, message: str) -> None:
+    def __init__(self, boundary: Boundary, kind: str, message: str, phase: str = "session") -> None:
         super().__init__(f"{boundary} ({kind}): {message}")
         self.boundary = boundary
         self.kind = kind
         self.message = message
+        self.phase = phase
 
 
 class RunFailed(Exception):

@@ -49,9 +49,17 @@ def parse_retry_after_s(header: str | None) -> float | None:
 
 
 async def with_retries(
-    request: Callable[[], Awaitable[T]], *, patience_s: float, on_retry: Callable[[], None], rng: random.Random
+    request: Callable[[], Awaitable[T]],
+    *,
+    patience_s: float,
+    on_retry: Callable[[], None],
+    rng: random.Random,
+    repeatable: bool = False,
 ) -> T:
-    """The result of `request`, which is retried until `patience_s` is over; raises its last error."""
+    """The result of `request`, which is retried until `patience_s` is over; raises its last error.
+
+    `repeatable`: it may have been begun, because sent twice it has the effect of once.
+    """
     deadline = time.monotonic() + patience_s
     backoff_s = BACKOFF_MIN_S
     while True:
@@ -59,6 +67,8 @@ async def with_retries(
             return await request()
         except openai.APIError as error:
             again = not_begun(error)
+            if again is None and repeatable and isinstance(error, openai.APIConnectionError):
+                again = NotBegun(None)
             if again is None:
                 raise
             wait_s = backoff_s * rng.uniform(0.5, 1.0) if again.retry_after_s is None else again.retry_after_s

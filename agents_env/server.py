@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class SessionSpec:
     group_size: int
     split: Literal["train", "eval"] = "train"
     tags: Mapping[str, str] = field(default_factory=dict)
+    version: int | None = None  # the weight version it is pinned to
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ class Server:
         usage = Usage()
         if not self._sessions:
             return Session(spec.session_id, self._openai, usage)
-        body = {
+        body: dict[str, Any] = {
             "session_id": spec.session_id,
             "group_id": spec.group_id,
             "sample_index": spec.sample_index,
@@ -129,7 +130,9 @@ class Server:
             "split": spec.split,
             "tags": dict(spec.tags),
         }
-        answer = await self._post("/sessions", body, usage)
+        if spec.version is not None:
+            body["version"] = spec.version
+        answer = await self.post("/sessions", body, usage)
         try:
             client = self._openai.with_options(base_url=answer["base_url"], api_key=answer["api_key"])
         except KeyError as error:
@@ -139,7 +142,7 @@ class Server:
     async def finish(self, session: Session, outcome: Outcome) -> None:
         if self._sessions:
             body = {"reward": outcome.reward, "status": outcome.status, "metrics": dict(outcome.metrics)}
-            await self._post(f"/sessions/{session.session_id}/finish", body, session.usage)
+            await self.post(f"/sessions/{session.session_id}/finish", body, session.usage)
 
     async def abandon(self, session_id: str, reason: str) -> None:
         if not self._sessions:
@@ -152,19 +155,51 @@ class Server:
         except (openai.APIError, TimeoutError) as error:
             log.warning("session %s could not be abandoned: %s", session_id, str(error) or type(error).__name__)
 
+    async def look(self, session_id: str) -> Mapping[str, Any] | None:
+        """What the gateway says of a session; None when it has none of that name."""
+        if not self._sessions:
+            return None
+        try:
+            return await self.get(f"/sessions/{session_id}", Usage())
+        except RolloutFailed as error:
+            if error.kind == "http 404":
+                return None
+            raise
+
     def chat(self, session: Session) -> SessionChat:
         return SessionChat(session, self.sampling, self._patience_s, self._rng)
 
-    async def _post(self, path: str, body: Mapping[str, Any], usage: Usage) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: Mapping[str, Any], usage: Usage, *, repeatable: bool = False
+    ) -> dict[str, Any]:
+        """A request to the gateway itself. `repeatable`: sent twice it has the effect of once."""
+
         async def send() -> object:
             return await self._root.post(path, cast_to=object, body=body)
 
+        return await self._sent(f"POST {path}", send, usage, repeatable=repeatable)
+
+    async def get(self, path: str, usage: Usage) -> dict[str, Any]:
+        async def send() -> object:
+            return await self._root.get(path, cast_to=object)
+
+        return await self._sent(f"GET {path}", send, usage, repeatable=True)
+
+    async def _sent(
+        self, what: str, send: Callable[[], Awaitable[object]], usage: Usage, *, repeatable: bool
+    ) -> dict[str, Any]:
         try:
-            answer = await with_retries(send, patience_s=self._patience_s, on_retry=usage.count_retry, rng=self._rng)
+            answer = await with_retries(
+                send,
+                patience_s=self._patience_s,
+                on_retry=usage.count_retry,
+                rng=self._rng,
+                repeatable=repeatable,
+            )
         except openai.APIError as error:
             raise _failure("session", error) from error
         if not isinstance(answer, dict):
-            raise RolloutFailed("session", "answer", f"POST {path} did not answer with a JSON object")
+            raise RolloutFailed("session", "answer", f"{what} did not answer with a JSON object")
         return answer
 
 

@@ -74,6 +74,15 @@ class Reasoning:
         for index in range(_STREAM_SIZE):
             yield Problem(f"{self._dataset}-{seed}-{index}", entries[index])
 
+    def task_of(self, task_id: str, data: Mapping[str, Any]) -> Problem:
+        """`data`: an entry of this dataset, as the library makes them."""
+        if missing := [name for name in ("question", "answer", "metadata") if name not in data]:
+            raise ValueError(f"an entry of {self._dataset} has no {', '.join(missing)}")
+        return Problem(task_id, data)
+
+    def data_of(self, task: Problem) -> Mapping[str, Any]:
+        return task.entry
+
     async def rollout(self, task: Problem, client: Chat) -> Outcome:
         question: Message = {"role": "user", "content": str(task.entry["question"])}
         reply = await client.reply([*self._opening, question], max_tokens=self._max_tokens)

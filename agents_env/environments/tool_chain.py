@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from agents_env.environment import Chat, Message, Outcome, Reply
 from agents_env.environments.calculator import BadExpression, calculate, format_number
@@ -103,6 +103,16 @@ class ToolChain:
             rng.shuffle(lengths)
             for length in lengths:
                 yield draw_chain(rng, length)
+
+    def task_of(self, task_id: str, data: Mapping[str, Any]) -> Chain:
+        """`data`: `{"start": 12, "steps": [["Add", 7], ["Multiply by", 3]]}`."""
+        steps = tuple(Step(operation, int(operand)) for operation, operand in data["steps"])
+        if not steps or any(step.operation not in _SYMBOL for step in steps):
+            raise ValueError(f"`steps` are one or more of {', '.join(_SYMBOL)}, each with a number")
+        return Chain(int(data["start"]), steps)
+
+    def data_of(self, task: Chain) -> Mapping[str, Any]:
+        return {"start": task.start, "steps": [[step.operation, step.operand] for step in task.steps]}
 
     async def rollout(self, task: Chain, client: Chat) -> Outcome:
         conversation = list(WORKED_EXAMPLE)

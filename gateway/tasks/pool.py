@@ -3,8 +3,8 @@
 Invariants:
 - an operation has its effect on disk, in one transaction, when it returns; so the pool is the same after kill -9, and
   there is no copy in memory that could differ;
-- a lease whose request went away before its answer is given back, unless the request has a name (`request`): then the
-  runner sends it again, and gets the same leases;
+- a lease whose request went away before its answer is given back. A request that is sent again under its name
+  (`request`) supersedes the one before: it gets what that one leased, which leases no more and gives nothing back;
 - a waiting request wakes when tasks are added or come back, and when a lease expires.
 
 With a gateway that has `--data` all of it holds after a restart; without, the pool is in memory and lost at exit. What
@@ -14,6 +14,7 @@ was added survives a power cut; of the last leases and ends a power cut may lose
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,7 @@ class PromptPool:
         self._statistics = PromptPoolStatistics()
         self._changed = asyncio.Event()  # replaced at each change: whoever took it before a look misses none
         self._shielded = ShieldedTasks()
+        self._newest: dict[str, object] = {}  # by the name of a request: the one that was sent last, while it lives
 
     async def open(self) -> None:
         """Makes the tables, and takes over what the previous process left, leases included."""
@@ -92,28 +94,32 @@ class PromptPool:
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
         names = [secrets.token_hex(8) for _ in range(2 * count)]
         wanted = LeaseRequest(pool, runner, count, lease_s, request, names)
-        while True:
-            changed = self._changed
-            leased = await self._lease(wanted)
-            remaining_s = deadline - time.monotonic()
-            if leased.leases or leased.drained or remaining_s <= 0:
-                return leased
-            if leased.next_expiry_unix_s is not None:
-                remaining_s = min(remaining_s, max(0.0, leased.next_expiry_unix_s - unix_s()))
-            try:
-                async with asyncio.timeout(remaining_s):
-                    await changed.wait()
-            except TimeoutError:
-                continue  # looks again: its deadline has come, or a lease expired
+        name, mine = request or names[0], object()
+        self._newest[name] = mine
+        try:
+            while True:
+                changed = self._changed
+                leased = await self._lease(wanted, name, mine)
+                remaining_s = deadline - time.monotonic()
+                if leased.leases or leased.drained or remaining_s <= 0:
+                    return leased
+                await _wait(changed, remaining_s, leased.next_expiry_unix_s)
+                if self._newest.get(name) is not mine:
+                    return Leased(())
+        finally:
+            if self._newest.get(name) is mine:
+                del self._newest[name]
 
-    async def _lease(self, wanted: LeaseRequest) -> Leased:
+    async def _lease(self, wanted: LeaseRequest, name: str, mine: object) -> Leased:
         """Written by a task of its own: a caller that is cancelled never gets the ids, so its leases are given back."""
         leasing = self._shielded.start(self._write_lease(wanted), "lease-tasks")
         try:
             return await asyncio.shield(leasing)
         except asyncio.CancelledError:
-            if wanted.request is None:
-                self._shielded.start(self._give_back(leasing), "give-back-tasks")
+            if self._newest.get(name) is mine:
+                gone = object()
+                self._newest[name] = gone
+                self._shielded.start(self._give_back(leasing, name, gone), "give-back-tasks")
             raise
 
     async def _write_lease(self, wanted: LeaseRequest) -> Leased:
@@ -125,8 +131,11 @@ class PromptPool:
             self._notify()
         return leased
 
-    async def _give_back(self, leasing: asyncio.Task[Leased]) -> None:
+    async def _give_back(self, leasing: asyncio.Task[Leased], name: str, gone: object) -> None:
         await asyncio.wait([leasing])
+        if self._newest.get(name) is not gone:
+            return  # it was sent again meanwhile, and that request has the leases
+        del self._newest[name]
         if leasing.exception() is None and (found := leasing.result().leases):
             await self.release([lease.lease_id for lease in found])
 
@@ -191,3 +200,12 @@ class PromptPool:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _wait(changed: asyncio.Event, remaining_s: float, next_expiry_unix_s: float | None) -> None:
+    """Returns when the pool changed, the deadline has come, or a lease expired: then the caller looks again."""
+    if next_expiry_unix_s is not None:
+        remaining_s = min(remaining_s, max(0.0, next_expiry_unix_s - unix_s()))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(remaining_s):
+            await changed.wait()

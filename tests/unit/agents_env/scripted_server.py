@@ -28,7 +28,10 @@ class Refusal:
 class ScriptedServer:
     """`script` answers conversations; `refuse[path kind]` are answers given first: "chat", "open", "finish"."""
 
-    def __init__(self, script: Script, *, model: str = "policy") -> None:
+    def __init__(
+        self, script: Script, *, model: str = "policy", extend: Callable[[web.Application], None] | None = None
+    ) -> None:
+        self.extend = extend
         self.script = script
         self.model = model
         self.url = ""
@@ -40,6 +43,7 @@ class ScriptedServer:
         self.keys: list[str] = []
         self.most_at_once = 0
         self.hold: asyncio.Event | None = None  # answers wait for it
+        self.hold_from: int | None = None  # the answer of this number, from 1, and later ones never come
         self._chat_begun = asyncio.Condition()
         self._at_once = 0
 
@@ -52,10 +56,13 @@ class ScriptedServer:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/sessions", self._open)
+        app.router.add_get("/sessions/{session}", self._look)
         app.router.add_post("/sessions/{session}/finish", self._finish)
         app.router.add_post("/sessions/{session}/abandon", self._abandon)
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_post("/v1/chat/completions", self._chat)
+        if self.extend is not None:
+            self.extend(app)
         return app
 
     def _refusal(self, kind: str) -> web.Response | None:
@@ -75,9 +82,21 @@ class ScriptedServer:
             return refused
         body = await request.json()
         session = body["session_id"]
+        if session in self.sessions:
+            return web.json_response({"error": {"message": "there is such a session"}}, status=409)
         self.sessions[session] = body
         url = f"{self.url}/sessions/{session}/v1"
         return web.json_response({"session_id": session, "base_url": url, "api_key": f"key-{session}"})
+
+    async def _look(self, request: web.Request) -> web.Response:
+        session = request.match_info["session"]
+        if (asked := self.finished.get(session)) is not None:
+            return web.json_response({"session_id": session, "state": "finished", "result": asked})
+        if session in self.abandoned:
+            return web.json_response({"session_id": session, "state": "abandoned", "result": None})
+        if session in self.sessions:
+            return web.json_response({"session_id": session, "state": "live"})
+        return web.json_response({"error": {"message": "no such session"}}, status=404)
 
     async def _finish(self, request: web.Request) -> web.Response:
         if refused := self._refusal("finish"):
@@ -105,6 +124,8 @@ class ScriptedServer:
         try:
             if self.hold is not None:
                 await self.hold.wait()
+            if self.hold_from is not None and len(self.chats) >= self.hold_from:
+                await asyncio.Event().wait()
             await asyncio.sleep(0)
         finally:
             self._at_once -= 1

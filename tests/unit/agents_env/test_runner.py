@@ -119,6 +119,9 @@ async def test_a_full_server_is_asked_again_when_it_said() -> None:
     assert len(server.finished) == 6
 
 
+PHASES = {"chat": "model", "open": "session", "finish": "session"}
+
+
 @pytest.mark.parametrize(("kind", "boundary"), [("chat", "model"), ("open", "session"), ("finish", "session")])
 async def test_a_failed_sample_starts_anew_in_another_session(kind: str, boundary: str) -> None:
     async with serving(repeat) as server:
@@ -126,7 +129,12 @@ async def test_a_failed_sample_starts_anew_in_another_session(kind: str, boundar
         statistics, lines = await roll_out(server, plan(groups=1, concurrency=1))
     assert (statistics.rollouts, statistics.failed, statistics.groups_completed) == (3, 1, 1)
     failed = lines[0]
-    assert failed["error"] == {"boundary": boundary, "kind": "http 500", "message": "the engine is gone"}
+    assert failed["error"] == {
+        "boundary": boundary,
+        "kind": "http 500",
+        "message": "the engine is gone",
+        "phase": PHASES[kind],
+    }
     assert (failed["status"], failed["reward"], failed["attempt"]) == ("failed", None, 1)
     assert (lines[1]["session_id"], lines[1]["attempt"]) == ("echo-r-0-0-retry1", 2)
     assert set(server.abandoned) == ({"echo-r-0-0"} if kind != "open" else set())
@@ -140,7 +148,10 @@ async def test_an_error_of_the_environment_is_its_own_and_spares_the_others() ->
     assert (statistics.rollouts, statistics.groups_completed) == (4, 2)
     assert (statistics.failed, statistics.given_up) == (4, 2)
     errors = [line["error"] for line in lines if line["error"] is not None]
-    assert errors == [{"boundary": "environment", "kind": "LookupError", "message": "no answer for 1"}] * 4
+    assert (
+        errors
+        == [{"boundary": "environment", "kind": "LookupError", "message": "no answer for 1", "phase": "tool"}] * 4
+    )
 
 
 @pytest.mark.slow

@@ -257,6 +257,30 @@ async def test_a_request_that_went_away_leaves_no_lease_behind(pool: PromptPool,
     assert [lease.attempt for lease in await take(pool)] == [2]
 
 
+@pytest.mark.parametrize("leased_before", [True, False])
+async def test_a_request_that_is_sent_again_supersedes_the_one_before(pool: PromptPool, leased_before: bool) -> None:
+    """`leased_before`: the first one was cancelled while its lease was written; else it waits for a task."""
+    if leased_before:
+        await pool.add(P, [task("a")])
+        first = asyncio.create_task(pool.lease(P, "r", request="x"))
+        await asyncio.sleep(0)
+        first.cancel()
+    else:
+        await pool.add(P, [task("a")])
+        [held] = await take(pool)
+        first = asyncio.create_task(pool.lease(P, "r", request="x", wait_s=60))
+        await asyncio.sleep(0)
+    again = await take(pool, request="x", wait_s=0)
+    assert [lease.attempt for lease in again] == ([1] if leased_before else [])
+    await pool.close()
+    if leased_before:
+        assert await take(pool) == []  # nothing was given back behind its holder
+    else:
+        await pool.release([held.lease_id])
+        assert (await first).leases == ()
+        assert [lease.attempt for lease in await take(pool)] == [2]
+
+
 async def test_removed_tasks_take_their_leases_along(pool: PromptPool) -> None:
     await pool.add(P, [task("a", group_size=2), task("b")])
     [lease] = await take(pool)

@@ -1,0 +1,260 @@
+"""The options of `agents-env run` and `eval`, and what is made of them.
+
+Each environment's command is written once, for `run`; `eval` and `tasks` have the same commands with other options.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import click
+
+from agents_env.environment import Environment
+from agents_env.phases import PhaseLimits
+from agents_env.runner import Plan
+from agents_env.runner.sources import PoolOptions
+from agents_env.server import Sampling, Server
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
+FILE: Any = click.Path(dir_okay=False, path_type=Path)
+SECONDS = click.FloatRange(min=0, min_open=True)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Option = Callable[[Any], Any]
+
+
+class Startable(Protocol):
+    """What a command does with its environment."""
+
+    def start(self, environment: Environment[Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Where the model is, how it samples, and what time each thing may take."""
+
+    gateway: str
+    model: str
+    concurrency: int
+    seed: int
+    temperature: float
+    top_p: float
+    attempts: int
+    failures_max: int
+    patience_s: float
+    timeout_s: float
+    reset_timeout_s: float
+    model_timeout_s: float
+    tool_timeout_s: float
+    score_timeout_s: float
+    out: Path | None
+    run_id: str | None
+    log_level: str
+
+    def server(self, *, sessions: bool = True) -> Server:
+        return Server(
+            self.gateway,
+            Sampling(self.model, self.temperature, self.top_p),
+            sessions=sessions,
+            api_key=os.environ.get(API_KEY_VARIABLE) or "none",
+            patience_s=self.patience_s,
+            timeout_s=self.timeout_s,
+        )
+
+    def limits(self) -> PhaseLimits:
+        return PhaseLimits(self.reset_timeout_s, self.model_timeout_s, self.tool_timeout_s, self.score_timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(ServerOptions):
+    sessions: bool
+    groups: int
+    group_size: int
+    duration_s: float | None
+    split: Literal["train", "eval"]
+    pool: str | None
+    follow: bool
+    lease_s: float
+    journal: Path | None
+    ready_file: Path | None
+
+    def plan(self, run_id: str | None = None) -> Plan:
+        return Plan(
+            run_id=run_id or self.run_id or secrets.token_hex(3),
+            groups=self.groups,
+            group_size=self.group_size,
+            concurrency=self.concurrency,
+            seed=self.seed,
+            attempts=self.attempts,
+            duration_s=self.duration_s,
+            split=self.split,
+            failures_max=self.failures_max,
+            limits=self.limits(),
+        )
+
+    def pool_options(self) -> PoolOptions | None:
+        return None if self.pool is None else PoolOptions(self.pool, self.lease_s, self.follow)
+
+    def start(self, environment: Environment[Any]) -> None:
+        from agents_env.run import start
+
+        start(environment, self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions(ServerOptions):
+    tasks: int
+    samples: int
+    version: int | None
+    json: Path | None
+
+    def plan(self) -> Plan:
+        return Plan(
+            run_id=self.run_id or f"eval-{secrets.token_hex(3)}",
+            groups=self.tasks,
+            group_size=self.samples,
+            concurrency=self.concurrency,
+            seed=self.seed,
+            attempts=self.attempts,
+            split="eval",
+            failures_max=self.failures_max,
+            limits=self.limits(),
+            version=self.version,
+        )
+
+    def start(self, environment: Environment[Any]) -> None:
+        from agents_env.evaluate import start
+
+        start(environment, self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksOptions:
+    count: int
+    seed: int
+
+    def start(self, environment: Environment[Any]) -> None:
+        from agents_env.run import print_tasks
+
+        print_tasks(environment, count=self.count, seed=self.seed)
+
+
+def url(_: click.Context, __: click.Parameter, value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise click.BadParameter(f"{value!r} is not a URL; write http://{value}")
+    return value
+
+
+def _option(owner: Callable[..., object], flag: str, **attributes: Any) -> Option:
+    """The option of a parameter of `owner`, with the parameter's default."""
+    name = flag.partition("/")[0].removeprefix("--").replace("-", "_")
+    return click.option(flag, default=inspect.signature(owner).parameters[name].default, **attributes)
+
+
+def _limit(phase: str, what: str) -> Option:
+    return click.option(
+        f"--{phase}-timeout-s", default=getattr(PhaseLimits(), f"{phase}_s"), type=SECONDS, help=f"of {what}"
+    )
+
+
+GATEWAY = click.option(
+    "--gateway",
+    required=True,
+    metavar="URL",
+    callback=url,
+    help="what `gateway serve` prints, or an OpenAI base_url",
+)
+LOG_LEVEL = click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+_SEED = _option(Plan, "--seed", type=click.IntRange(min=0), help="of the stream of tasks")
+
+_SERVER: Sequence[Option] = [
+    GATEWAY,
+    click.option("--model", default="policy", help="the model's name there"),
+    _option(Plan, "--concurrency", type=click.IntRange(min=1), help="rollouts at once"),
+    _SEED,
+    _option(Sampling, "--temperature", type=click.FloatRange(min=0)),
+    _option(Sampling, "--top-p", type=click.FloatRange(0, 1, min_open=True)),
+    _option(Plan, "--attempts", type=click.IntRange(min=1), help="per sample; each in a session of its own"),
+    _option(Plan, "--failures-max", type=click.IntRange(min=1), help="failures in a row that end the run"),
+    _option(Server, "--patience-s", type=click.FloatRange(min=0), help="for a server that is full or away"),
+    _option(Server, "--timeout-s", type=SECONDS, help="of one request"),
+    _limit("reset", "a rollout's beginning, up to its first model call"),
+    _limit("model", "one model call, with its wait for a full server"),
+    _limit("tool", "what happens between two model calls, or after the last"),
+    _limit("score", "the scoring, in environments that mark it"),
+    click.option("--out", default=None, type=FILE, help="a JSON line per rollout is added"),
+    click.option("--run-id", default=None, help="part of every group and session id  [default: random]"),
+    LOG_LEVEL,
+]
+RUN: Sequence[Option] = [
+    *_SERVER,
+    _option(Server, "--sessions/--no-sessions", help="--no-sessions: a plain OpenAI server; nothing is recorded"),
+    _option(Plan, "--groups", type=click.IntRange(min=0), help="own tasks to roll out; 0: until stopped"),
+    _option(Plan, "--group-size", type=click.IntRange(min=1), help="samples of each own task"),
+    _option(Plan, "--duration-s", type=click.FloatRange(min=0), help="stop after so many seconds"),
+    _option(Plan, "--split", type=click.Choice(["train", "eval"]), help="eval: scored, not trained on"),
+    click.option(
+        "--pool",
+        is_flag=False,
+        flag_value=PoolOptions().name,
+        default=None,
+        metavar="[NAME]",
+        help="lease samples from the gateway's prompt pool, until it is drained  [default name: default]",
+    ),
+    click.option("--follow", is_flag=True, help="with --pool: wait for further tasks when it is drained"),
+    click.option(
+        "--lease-s",
+        default=PoolOptions().lease_s,
+        type=click.FloatRange(1, 86_400),
+        help="with --pool: when another runner gets the samples of this one, should it die",
+    ),
+    click.option("--journal", default=None, type=FILE, help="the same command with the same file goes on"),
+    click.option("--ready-file", default=None, type=FILE, help="written once it rolls out"),
+]
+EVAL: Sequence[Option] = [
+    *_SERVER,
+    click.option("--tasks", default=100, type=click.IntRange(min=1), help="the first so many of --seed: a fixed set"),
+    click.option("--samples", default=1, type=click.IntRange(min=1), help="of each task"),
+    click.option("--version", default=None, type=click.IntRange(min=0), help="weight version to pin"),
+    click.option("--json", default=None, type=FILE, help="where to write the whole result"),
+]
+TASKS: Sequence[Option] = [click.option("--count", default=100, type=click.IntRange(min=1)), _SEED]
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options of every environment to a command, which gets them as `options`."""
+    return _with(command, RunOptions, RUN)
+
+
+def _with(
+    command: Callable[..., None], kind: Callable[..., Startable], options: Sequence[Option]
+) -> Callable[..., None]:
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # dataclasses, all of them
+
+    @functools.wraps(command)
+    def with_options(**arguments: Any) -> None:
+        own = {name: value for name, value in arguments.items() if name not in names}
+        command(options=kind(**{name: arguments[name] for name in names}), **own)
+
+    for option in reversed(options):
+        with_options = option(with_options)
+    return with_options
+
+
+def mirror(run: click.Group, group: click.Group, kind: Callable[..., Startable], options: Sequence[Option]) -> None:
+    """Gives `group` every command of `run`, with the environment's own options and `options`."""
+    common = {field.name for field in fields(RunOptions)}
+    for name, command in run.commands.items():
+        assert command.callback is not None
+        bare = command.callback.__wrapped__  # type: ignore[attr-defined]  # by functools.wraps
+        mirrored = click.command(name, help=command.help, context_settings=SETTINGS)(_with(bare, kind, options))
+        mirrored.params[:0] = [parameter for parameter in command.params if parameter.name not in common]
+        group.add_command(mirrored)
