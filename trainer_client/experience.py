@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -62,11 +62,12 @@ Strategy = Literal["fifo", "newest", "complete_groups"]
 
 
 class Wanted(TypedDict, total=False):
-    """What to sample: `trajectories`, or `groups` of `group_size` each, and how."""
+    """What to sample: `trajectories`, or `groups` of `group_size` each, or the sessions `session_ids`, and how."""
 
     trajectories: int
     groups: int
     group_size: int
+    session_ids: Sequence[str]  # sessions that the caller finished itself: all of them, or what there is after `wait_s`
     wait_s: float  # how long the gateway waits until there is enough; default 30
     staleness_max: int  # leave out what is staler than this at use; default: the gateway's bound
     drop_equal_rewards: bool  # drop, for good, groups whose rewards are all equal
@@ -76,8 +77,8 @@ class Wanted(TypedDict, total=False):
 
 def _request(reader: str, trainer_version: int, wanted: Wanted) -> dict[str, Any]:
     """The body of a sample request, complete with defaults."""
-    if ("trajectories" in wanted) == ("groups" in wanted):
-        raise InvalidRequest("sample needs either `trajectories` or `groups`", hint="pass one of the two")
+    if sum(name in wanted for name in ("trajectories", "groups", "session_ids")) != 1:
+        raise InvalidRequest("sample needs one of `trajectories`, `groups` and `session_ids`", hint="pass one of them")
     return {
         "reader": reader,
         "trainer_version": trainer_version,
@@ -128,7 +129,8 @@ class AsyncExperienceReader(AsyncClient):
             await self._http.aclose()
 
     async def sample(self, **wanted: Unpack[Wanted]) -> Batch:
-        """Leases up to `trajectories`, or up to `groups` whole groups of `group_size`, in the order of `strategy`.
+        """Leases up to `trajectories`, or up to `groups` whole groups of `group_size`, in the order of `strategy`; or
+        the sessions `session_ids`.
 
         Waits up to `wait_s` for them and returns what there is, possibly nothing. Raises Unavailable when the gateway
         does not answer, and InvalidRequest when it refuses the request.

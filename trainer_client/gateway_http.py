@@ -54,11 +54,12 @@ async def request(
             raise Conflict("this client is closed", hint="open a new one; a closed client is not used again") from error
         raise
     if answer.is_error:
-        raise _error_of(answer, url)
+        raise error_of(answer, url)
     return answer.content
 
 
-def _error_of(answer: httpx.Response, url: str) -> LaminarError:
+def error_of(answer: httpx.Response, url: str) -> LaminarError:
+    """The gateway's error, in the class of its code."""
     try:
         body = decode_json(answer.content, _ErrorAnswer).error
     except msgspec.DecodeError:

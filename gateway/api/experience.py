@@ -34,13 +34,21 @@ Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
 
 
 class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Either `trajectories`, or `groups` of `group_size`. `trainer_version`: the newest that the trainer published."""
+    """Either `trajectories`, or `groups` of `group_size`, or the sessions `session_ids`. `trainer_version`: the newest
+    that the trainer published."""
 
     reader: Annotated[str, Meta(min_length=1, max_length=READER_MAX)]
     trainer_version: Count
     trajectories: Some | None = None
     groups: Some | None = None
     group_size: Some | None = None
+    session_ids: Annotated[
+        Annotated[list[str], Meta(min_length=1, max_length=TRAJECTORIES_MAX)] | None,
+        Meta(
+            description="Sessions that this reader finished itself. Such a request declares no batch: it bounds no "
+            "admission of new sessions."
+        ),
+    ] = None
     wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 0.0
     staleness_max: Count | None = None
     lease_s: Annotated[float, Meta(ge=0.001, le=86_400)] = LEASE_S
@@ -88,14 +96,17 @@ class _Handlers:
 
     async def sample(self, request: web.Request) -> web.Response:
         wanted = _checked(decode(_sample, await request.read()), self._deps.fleet.state.newest)
-        self._deps.trainer.requested(
-            wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0),
-            wanted.trainer_version,
-            wanted.staleness_max,
-            reader=wanted.reader,
-            group_size=wanted.group_size if wanted.groups is not None else None,
-            waits=wanted.wait_s > 0,
-        )
+        if wanted.session_ids is None:
+            self._deps.trainer.requested(
+                wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0),
+                wanted.trainer_version,
+                wanted.staleness_max,
+                reader=wanted.reader,
+                group_size=wanted.group_size if wanted.groups is not None else None,
+                waits=wanted.wait_s > 0,
+            )
+        else:
+            self._deps.trainer.published(wanted.trainer_version)
         self._deps.fleet.reconcile()  # another bound may admit sessions that wait
         bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
         lease_id, trajectories = await self._deps.buffer.sample(
@@ -104,6 +115,7 @@ class _Handlers:
             trajectories=wanted.trajectories,
             groups=wanted.groups,
             group_size=wanted.group_size,
+            session_ids=wanted.session_ids,
             wait_s=wanted.wait_s,
             staleness_max=bound,
             lease_s=wanted.lease_s,
@@ -138,7 +150,7 @@ def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
             "would be too stale",
             hint="pass the version that `publish` returned, not a step",
         )
-    check_wanted(wanted.trajectories, wanted.groups, wanted.group_size, wanted.strategy)
+    check_wanted(wanted.trajectories, wanted.groups, wanted.group_size, wanted.strategy, wanted.session_ids)
     groups, size = wanted.groups or 0, wanted.group_size or 0
     if groups * size > TRAJECTORIES_MAX:
         raise BadField(

@@ -9,7 +9,7 @@ Groups stand in the order of the member that the strategy ranks first, whole or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -51,16 +51,24 @@ def whole_groups(
 
 
 def check_wanted(
-    trajectories: int | None, groups: int | None, group_size: int | None, strategy: Strategy = "fifo"
+    trajectories: int | None,
+    groups: int | None,
+    group_size: int | None,
+    strategy: Strategy = "fifo",
+    session_ids: Sequence[str] | None = None,
 ) -> int:
-    """The number of trajectories, or of groups, that is requested. InvalidRequest unless it is one of them."""
-    if (trajectories is None) == (groups is None):
-        raise InvalidRequest("request either `trajectories` or `groups`", hint='such as {"trajectories": 32}')
+    """The number of trajectories, groups or sessions that is requested. InvalidRequest unless it is one of them."""
+    if sum(wanted is not None for wanted in (trajectories, groups, session_ids)) != 1:
+        raise InvalidRequest(
+            "request one of `trajectories`, `groups` and `session_ids`", hint='such as {"trajectories": 32}'
+        )
     if groups is not None:
         if group_size is None or group_size < 1:
             raise InvalidRequest("`groups` needs `group_size`, a positive integer")
         return groups
     if strategy == "complete_groups":
         raise InvalidRequest("strategy `complete_groups` hands out groups", hint="pass `groups` and `group_size`")
+    if session_ids is not None:
+        return len(set(session_ids))
     assert trajectories is not None
     return trajectories

@@ -176,6 +176,7 @@ class ExperienceBuffer:
         trajectories: int | None = None,
         groups: int | None = None,
         group_size: int | None = None,
+        session_ids: Sequence[str] | None = None,
         wait_s: float = 0.0,
         staleness_max: int | None = None,
         lease_s: float = LEASE_S,
@@ -186,17 +187,19 @@ class ExperienceBuffer:
         (lease id "").
 
         A session with branches counts as one and comes with all its leaves.
-        With `groups`, whole groups of `group_size` only. Trajectories whose oldest token is more than `staleness_max`
-        versions behind `trainer_version` are dropped, counted, and never handed out; with `drop_equal_rewards` so are
-        groups all of whose rewards are equal.
+        With `groups`, whole groups of `group_size` only; with `session_ids`, those sessions only. Trajectories whose
+        oldest token is more than `staleness_max` versions behind `trainer_version` are dropped, counted, and never
+        handed out; with `drop_equal_rewards` so are groups all of whose rewards are equal.
         """
-        wanted = check_wanted(trajectories, groups, group_size, strategy)
+        wanted = check_wanted(trajectories, groups, group_size, strategy, session_ids)
         self._store.check()
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
         while True:
             async with self._order:
                 await self._declare(trainer_version, staleness_max)
-                if groups is None:
+                if session_ids is not None:
+                    chosen = self._state.take_sessions(session_ids, strategy)
+                elif groups is None:
                     chosen = self._state.take(wanted, strategy)
                 else:
                     chosen = self._state.take_groups(groups, group_size or 0, strategy)

@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from gateway.core.selection import Entry, Strategy, ordered, whole_groups
@@ -82,6 +82,11 @@ class BufferState:
     def take(self, count: int, strategy: Strategy = "fifo") -> list[Entry]:
         """Up to `count` free entries. They stay free until leased."""
         return ordered(self.free.values(), strategy)[:count]
+
+    def take_sessions(self, session_ids: Collection[str], strategy: Strategy = "fifo") -> list[Entry]:
+        """Those of `session_ids` that are free."""
+        wanted = set(session_ids)
+        return ordered((entry for entry in self.free.values() if entry.session_id in wanted), strategy)
 
     def take_groups(self, count: int, group_size: int, strategy: Strategy = "fifo") -> list[Entry]:
         """Up to `count` whole groups of `group_size` members, or as many as they were closed with."""

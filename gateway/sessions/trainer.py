@@ -83,6 +83,10 @@ class Trainer:
         self._readers.requested(reader, batch, group_size, bound, now, waits=waits)
         if self._store is not None and (found := self._readers.deciding(now)) is not None:
             self._store.keep(KeptReader(found.name, found.batch, found.group_size, found.staleness_max))
+        self.published(version)
+
+    def published(self, version: int) -> None:
+        """The newest version that a reader reported."""
         self.version = max(self.version, version)
 
     def took(self, version: int, trajectories: Sequence[Trajectory]) -> None:

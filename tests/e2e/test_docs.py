@@ -54,6 +54,7 @@ RUN_ELSEWHERE = {
     ("docs/publishing.md", "python"): 3,  # test_docs_publishing.py
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
+    ("docs/trl.md", "python"): 1,  # `tests/trl/test_docs.py`
 }
 
 

@@ -68,6 +68,15 @@ async def test_the_sdks_reader_samples_and_acknowledges(door: Door) -> None:
     assert (door.trainer.version, door.trainer.staleness.use) == (2, {1: 3})
 
 
+async def test_who_asks_for_sessions_by_name_gets_them_and_declares_no_batch(door: Door) -> None:
+    for name in "abc":
+        await door.buffer.add(trajectory(name))
+    async with AsyncExperienceReader(door.url, trainer_version=2) as reader:
+        batch = await reader.sample(session_ids=["c", "b"], wait_s=30)
+    assert [t.session_id for t in batch.trajectories] == ["b", "c"]
+    assert (door.trainer.version, door.trainer.status().reader) == (2, None)
+
+
 async def test_a_loop_that_is_left_gives_its_batch_back_for_the_next_reader(door: Door) -> None:
     for name in "abc":
         await door.buffer.add(trajectory(name))

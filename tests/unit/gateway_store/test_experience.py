@@ -146,6 +146,18 @@ async def test_whole_groups_only(buffer: ExperienceBuffer) -> None:
     assert buffer.statistics().trajectories == 2
 
 
+async def test_named_sessions_only_and_it_waits_for_all_of_them(buffer: ExperienceBuffer) -> None:
+    for name in "abc":
+        await buffer.add(trajectory(name))
+    waiting = asyncio.create_task(buffer.sample("t", session_ids=["d", "a", "a"], trainer_version=1, wait_s=60.0))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await buffer.add(trajectory("d"))
+    assert names(await asyncio.wait_for(waiting, 60)) == ["a", "d"]
+    assert names(await buffer.sample("t", session_ids=["a", "b"], trainer_version=1)) == ["b"], "a is leased"
+    assert buffer.statistics().trajectories == 1
+
+
 async def test_over_stale_ones_are_dropped_and_counted(buffer: ExperienceBuffer) -> None:
     await buffer.add(trajectory("old", version=1))
     await buffer.add(trajectory("new", version=3))
@@ -166,7 +178,7 @@ async def test_room_is_made_from_the_oldest_and_never_from_what_is_leased(buffer
 
 
 async def test_bad_requests_are_named(buffer: ExperienceBuffer) -> None:
-    with pytest.raises(InvalidRequest, match="either"):
+    with pytest.raises(InvalidRequest, match="one of"):
         await buffer.sample("t", trainer_version=1)
     with pytest.raises(InvalidRequest, match="group_size"):
         await buffer.sample("t", groups=1, trainer_version=1)

@@ -217,7 +217,7 @@ async def test_the_synchronous_face_does_the_same(gateway: ExperienceServer) -> 
         with ExperienceReader(gateway.url) as reader:
             reader.trainer_version = 2
             sizes = [len(batch) for _, batch in zip(range(2), reader.batches(trajectories=4), strict=False)]
-            with pytest.raises(InvalidRequest, match="either `trajectories` or `groups`"):
+            with pytest.raises(InvalidRequest, match="one of `trajectories`, `groups`"):
                 reader.sample()
             reader.ack(reader.sample(trajectories=1))
             assert reader.trainer_version == 2
@@ -288,9 +288,9 @@ async def test_a_full_gateway_says_when_to_come_again(gateway: ExperienceServer,
     assert caught.value.retry_after_s == 1.0, "a proxy may say it so"
 
 
-@pytest.mark.parametrize("wanted", [{}, {"trajectories": 1, "groups": 1}])
+@pytest.mark.parametrize("wanted", [{}, {"trajectories": 1, "groups": 1}, {"trajectories": 1, "session_ids": ["a"]}])
 async def test_what_to_sample_must_be_said_once(reader: AsyncExperienceReader, wanted: dict[str, int]) -> None:
-    with pytest.raises(InvalidRequest, match="`trajectories` or `groups`"):
+    with pytest.raises(InvalidRequest, match="one of `trajectories`, `groups`"):
         await reader.sample(**wanted)  # type: ignore[misc]
 
 

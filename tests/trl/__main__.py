@@ -1,0 +1,28 @@
+"""`make trl ARGS=grpo`: a TRL trainer on a fleet of this machine, with a tiny random model, and what it printed."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from deploy import trl_env
+from tests.trl.scene import Scene
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.trl", description=__doc__)
+    parser.add_argument("program", choices=("grpo",), help="which of TRL's trainers")
+    parser.add_argument("--steps", type=int, default=20, help="optimiser steps; each publishes a version")
+    flags = parser.parse_args()
+    trl_env.python()
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-trl-"))
+        scene = Scene(Path(directory), stack)
+        for report in scene.train(flags.program, f"--steps={flags.steps}"):
+            print(*(f"{name} {value}" for name, value in report.items()), sep=" | ")
+
+
+if __name__ == "__main__":
+    main()

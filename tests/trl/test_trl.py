@@ -1,0 +1,35 @@
+"""TRL's trainers on a fleet of real processes: the weights sampled from are those published, and the reward rises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.trl.scene import Scene
+
+pytestmark = [pytest.mark.trl, pytest.mark.timeout(1200)]
+
+RATIO_OFF_MAX = 1e-4
+"""Of a sampled token's probability by `transformers` over that of the engine, both in float32 at temperature 1."""
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with ExitStack() as stack:
+        yield Scene(tmp_path, stack)
+
+
+def test_grpo_trains_on_what_the_published_weights_sampled(scene: Scene) -> None:
+    *steps, logged = scene.train("grpo")
+    assert [step["version"] for step in steps] == list(range(1, len(steps) + 1))
+    assert all(step["sampled_under"] == [step["version"]] for step in steps)
+    assert all(step["masked_tokens"] > 0 for step in steps), "the message between the turns"
+    assert max(step["ratio_off"] for step in steps) < RATIO_OFF_MAX
+    assert min(step["ratio_off_version_before"] for step in steps[1:]) > 10 * RATIO_OFF_MAX
+    assert abs(logged["ratio_min"] - 1) < RATIO_OFF_MAX, "as TRL measures it"
+    assert abs(logged["ratio_max"] - 1) < RATIO_OFF_MAX
+    assert logged["steps"] == len(steps)
+    assert steps[-1]["reward"] > steps[0]["reward"] + 0.1
