@@ -28,6 +28,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import httpx
 import msgspec
 
+from protos.decoding import decode_json
 from protos.errors import InvalidRequest, Unavailable
 from trainer_client.gateway_http import WRONG_SERVER, request
 from trainer_client.loop import AsyncClient, SyncClient
@@ -204,7 +205,7 @@ class AsyncPromptPool(AsyncClient):
         while True:
             try:
                 raw = await request(self._http, self._url, path, body=encoded, query=query, timeout_s=self._timeout_s)
-                found = msgspec.json.decode(raw, type=answer)
+                found = decode_json(raw, answer)
             except msgspec.DecodeError as error:
                 raise Unavailable(
                     f"{self._url}{path} answered with something else: {error}", hint=WRONG_SERVER
