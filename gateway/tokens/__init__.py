@@ -4,7 +4,8 @@ from gateway.tokens.bridge import Bridged
 from gateway.tokens.codec import Codec
 from gateway.tokens.reasoning import ReasoningParser
 from gateway.tokens.stream import StreamDecoder, TextDelta
-from gateway.tokens.toolcalls import ToolCall, ToolCallParser, ToolFormat
+from gateway.tokens.toolcalls import ToolCall, ToolCallParser
+from gateway.tokens.toolformats import ToolFormat
 
 __all__ = [
     "Bridged",

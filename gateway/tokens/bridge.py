@@ -116,35 +116,54 @@ def after_mark(rendered: str) -> str:
     return rest
 
 
-def join(recorded_ids: Sequence[int], suffix_ids: Sequence[int], turn_end_ids: frozenset[int]) -> Bridged:
-    """The record and the suffix, with the turn's end once: the suffix begins with the template's own."""
+def join(
+    recorded_ids: Sequence[int], suffix_ids: Sequence[int], turn_end_ids: frozenset[int], *, ends_begin: bool = False
+) -> Bridged:
+    """The record and the suffix, with the turn's end once: the suffix begins with the template's own.
+
+    `ends_begin`: the tokens that end a turn begin the next one (GLM). Then the template's stays beside another one: it
+    says whose turn begins.
+    """
     ends_itself = bool(recorded_ids) and recorded_ids[-1] in turn_end_ids
     template_ends = bool(suffix_ids) and suffix_ids[0] in turn_end_ids
-    if ends_itself and template_ends:
+    if ends_itself and template_ends and not (ends_begin and recorded_ids[-1] != suffix_ids[0]):
         return Bridged([*recorded_ids, *suffix_ids[1:]], closed_turn=False)
     return Bridged([*recorded_ids, *suffix_ids], closed_turn=template_ends)
 
 
-def template_messages(messages: Sequence[Message], *, knows_tools: bool) -> list[dict[str, Any]]:
-    """Messages as templates expect them: parts joined, arguments as objects, calls as text for a template without
-    tools."""
-    return [_template_message(message, knows_tools) for message in messages]
+@dataclass(frozen=True, slots=True)
+class TemplateNeeds:
+    """How a template takes messages. `knows_calls`: it writes them; else they are text. `objects`: it takes arguments
+    as objects; else as JSON text. `no_content`: it takes null as the content of an answer that only calls."""
+
+    knows_calls: bool
+    objects: bool = True
+    no_content: bool = False
 
 
-def _template_message(message: Message, knows_tools: bool) -> dict[str, Any]:
+def template_messages(messages: Sequence[Message], needs: TemplateNeeds) -> list[dict[str, Any]]:
+    """Messages as the template expects them, with the parts of their content joined."""
+    return [_template_message(message, needs) for message in messages]
+
+
+def _template_message(message: Message, needs: TemplateNeeds) -> dict[str, Any]:
     out: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
     calls = out.pop("tool_calls", None) or ()
     out["content"] = content_text(message.get("content"))
-    if calls and knows_tools:
-        out["tool_calls"] = [_template_call(call) for call in calls]
+    if calls and needs.knows_calls:
+        out["tool_calls"] = [_template_call(call, needs.objects) for call in calls]
+        out["content"] = out["content"] or (None if needs.no_content else "")
     elif calls:
         out["content"] = "\n".join(filter(None, [out["content"], *(hermes_text(call["function"]) for call in calls)]))
     return out
 
 
-def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _template_call(call: Mapping[str, Any], objects: bool) -> dict[str, Any]:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": arguments_object(function.get("arguments"))}}
+    arguments = arguments_object(function.get("arguments"))
+    if not objects and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def hermes_text(function: Mapping[str, Any]) -> str:

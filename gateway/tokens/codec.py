@@ -17,8 +17,8 @@ from typing import Any, TypedDict, Unpack
 from tokenizers import Tokenizer
 
 from gateway.tokens import bridge as bridging
-from gateway.tokens.bridge import Bridged
-from gateway.tokens.reasoning import END_THINK, THINK, ReasoningFormat
+from gateway.tokens.bridge import Bridged, TemplateNeeds
+from gateway.tokens.reasoning import REASONING_MARKERS, TAGS, ReasoningFormat, reasoning_format_of
 from gateway.tokens.stream import (
     ByteLevelDetokenizer,
     Detokenizer,
@@ -29,7 +29,7 @@ from gateway.tokens.stream import (
     token_bytes,
 )
 from gateway.tokens.template import ChatTemplate, Message
-from gateway.tokens.toolcalls import MARKERS, PYTHON_TAG, ToolFormat
+from gateway.tokens.toolformats import MARKERS, ToolFormat, format_of
 from protos.errors import InvalidRequest, UnsupportedField
 
 Tool = Mapping[str, Any]
@@ -52,6 +52,19 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 """Qwen2.5's wording, added to the system message for models whose template has no tools (SmolLM2)."""
+
+DEEPSEEK_TOOL_PROMPT = """\
+## Tools
+
+You may call one or more of these functions, each described by a line of JSON:
+{tools}
+
+A call has this form, with the arguments as a JSON object:
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+```json
+ARGUMENTS
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"""
+"""The same in the format of templates that write calls and list no tools (DeepSeek V3 and R1)."""
 
 
 class Rendering(TypedDict, total=False):
@@ -87,7 +100,7 @@ class Codec:
         special = {token_id for token_id, token in added.items() if token.special}
         self.hidden_ids = frozenset(special | eos_ids)
         self._hidden_for_parsing = frozenset(
-            i for i in self.hidden_ids if i not in added or added[i].content not in (*MARKERS, THINK, END_THINK)
+            i for i in self.hidden_ids if i not in added or added[i].content not in (*MARKERS, *REASONING_MARKERS)
         )
         self._byte_level = is_byte_level(tokenizer)
 
@@ -195,21 +208,20 @@ class Codec:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """The format of this model's tool calls: its template's; Hermes' where the template has no tools."""
+        """The format of this model's tool calls: its template's; Hermes' where the template has no calls."""
         if self.template is None:
             return "none"
-        if not self.template.knows_tools or "<tool_call>" in self.template.source:
-            return "hermes"
-        return "llama" if PYTHON_TAG in self.template.source or '"parameters"' in self.template.source else "none"
+        return format_of(self.template.source) if self.template.knows_calls else "hermes"
 
     @property
     def reasoning_format(self) -> ReasoningFormat:
-        """ "think" where the template has reasoning, which the model then writes between `<think>` and `</think>`."""
-        return "think" if self.template is not None and END_THINK in self.template.source else "none"
+        """The tags between which the model reasons, where its template knows reasoning."""
+        return "none" if self.template is None else reasoning_format_of(self.template.source)
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends within reasoning: some templates write the opening tag themselves."""
-        return self.decode(prompt_ids[-16:]).rstrip().endswith(THINK)
+        tags = TAGS.get(self.reasoning_format)
+        return tags is not None and self.decode(prompt_ids[-16:]).rstrip().endswith(tags[0])
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, **how: Unpack[Rendering]
@@ -241,7 +253,17 @@ class Codec:
         `tools` and `template_kwargs` must be those of the recorded turns: their prompts were rendered with them.
         """
         rendered = self.render_text(bridging.marked(recorded_messages, added), tools, **how)
-        return bridging.join(recorded_ids, self.encode(bridging.after_mark(rendered)), self.turn_end_ids)
+        suffix = self.encode(bridging.after_mark(rendered))
+        return bridging.join(recorded_ids, suffix, self.turn_end_ids, ends_begin=self._ends_begin)
+
+    @cached_property
+    def _ends_begin(self) -> bool:
+        """Whether a user's turn begins with a token that ends the turn before."""
+        mark = bridging.ANSWER_MARK
+        before = self.render_text([{"role": "user", "content": mark}], add_generation_prompt=False).partition(mark)[0]
+        added = self.tokenizer.get_added_tokens_decoder()
+        last = next((i for i in reversed(self.encode(before)) if i in added), None)
+        return last in self.turn_end_ids
 
     @cached_property
     def turn_end_ids(self) -> frozenset[int]:
@@ -259,9 +281,10 @@ class Codec:
             raise UnsupportedField(
                 "this model's tokenizer has no chat template", hint="use /v1/completions, or add chat_template.jinja"
             )
-        knows_tools = self.template.knows_tools
-        prepared = bridging.template_messages(messages, knows_tools=knows_tools)
-        return prepared if knows_tools or not tools else _with_tool_prompt(prepared, tools)
+        template = self.template
+        needs = TemplateNeeds(template.knows_calls, template.takes_objects, template.knows_no_content)
+        prepared = bridging.template_messages(messages, needs)
+        return prepared if template.knows_tools or not tools else _with_tool_prompt(prepared, tools, self.tool_format)
 
     def _render_prepared(
         self,
@@ -279,8 +302,9 @@ class Codec:
         )
 
 
-def _with_tool_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    prompt = TOOL_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+def _with_tool_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool], form: ToolFormat) -> list[dict[str, Any]]:
+    described = DEEPSEEK_TOOL_PROMPT if form == "deepseek" else TOOL_PROMPT
+    prompt = described.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{prompt}"}, *messages[1:]]
     return [{"role": "system", "content": prompt}, *messages]

@@ -1,19 +1,30 @@
-"""Splits a streamed answer into reasoning, between `<think>` and `</think>` at its beginning, and text.
+"""Splits a streamed answer into reasoning, between two tags at its beginning, and text.
+
+The tags are `<think>` and `</think>` (Qwen, DeepSeek, GLM), or `[THINK]` and `[/THINK]` (Mistral).
 
 Invariants:
-- only the beginning of an answer can be reasoning; a `<think>` in the middle of a text is text;
+- only the beginning of an answer can be reasoning; a tag in the middle of a text is text;
 - reasoning and text are released as they come, but for the tags and the white space beside them;
 - an answer that ends within its reasoning is all reasoning: the model was cut before it answered.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ReasoningFormat = Literal["think", "none"]
+ReasoningFormat = Literal["think", "brackets", "none"]
 
 THINK, END_THINK = "<think>", "</think>"
+TAGS: Mapping[ReasoningFormat, tuple[str, str]] = {"think": (THINK, END_THINK), "brackets": ("[THINK]", "[/THINK]")}
+REASONING_MARKERS = tuple(tag for tags in TAGS.values() for tag in tags)
+"""Tokens that the parser has to see even where the vocabulary declares them special."""
+
+
+def reasoning_format_of(source: str) -> ReasoningFormat:
+    """The format of the reasoning that a chat template knows, by its closing tag."""
+    return next((form for form, (_, end) in TAGS.items() if end in source), "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +36,8 @@ class ReasoningDelta:
 class ReasoningParser:
     """One answer. `feed` its text as it comes, `finish` at its end. `begun`: the prompt itself opened the tag."""
 
-    def __init__(self, *, begun: bool = False) -> None:
+    def __init__(self, form: ReasoningFormat = "think", *, begun: bool = False) -> None:
+        self._open, self._close = TAGS[form]
         self._phase: Literal["before", "opened", "within", "closed", "after"] = "opened" if begun else "before"
         self._held = ""
 
@@ -50,18 +62,18 @@ class ReasoningParser:
 
     def _look_for_start(self) -> None:
         start = self._held.lstrip()
-        if start.startswith(THINK):
-            self._phase, self._held = "opened", start[len(THINK) :]
-        elif not THINK.startswith(start):
+        if start.startswith(self._open):
+            self._phase, self._held = "opened", start[len(self._open) :]
+        elif not self._open.startswith(start):
             self._phase = "after"
 
     def _take_reasoning(self) -> str:
         """The reasoning up to the closing tag. A possible beginning of the tag, and white space before it, is held."""
-        at = self._held.find(END_THINK)
+        at = self._held.find(self._close)
         if at >= 0:
-            reasoning, self._held, self._phase = self._held[:at].rstrip(), self._held[at + len(END_THINK) :], "closed"
+            reasoning, self._held, self._phase = self._held[:at].rstrip(), self._held[at + len(self._close) :], "closed"
             return reasoning
-        begun = next((n for n in range(len(END_THINK) - 1, 0, -1) if self._held.endswith(END_THINK[:n])), 0)
+        begun = next((n for n in range(len(self._close) - 1, 0, -1) if self._held.endswith(self._close[:n])), 0)
         keep = len(self._held[: len(self._held) - begun].rstrip())
         reasoning, self._held = self._held[:keep], self._held[keep:]
         return reasoning

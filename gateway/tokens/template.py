@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -17,6 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.tokens.toolformats import CALL_BEGIN
 from protos.errors import InvalidRequest
 
 Message = Mapping[str, Any]
@@ -75,6 +77,32 @@ class ChatTemplate:
     @property
     def knows_tools(self) -> bool:
         return "tools" in self.variables
+
+    @property
+    def knows_calls(self) -> bool:
+        """It writes calls in a format of its own, perhaps without listing tools (DeepSeek V3)."""
+        return self.knows_tools or CALL_BEGIN in self.source
+
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Whether it takes a call's arguments as an object, as templates do; some only join their JSON text."""
+        if self._renders_call({"a": "b"}):
+            return True
+        return not self._renders_call("{}")  # if neither, it is not the arguments
+
+    @property
+    def knows_no_content(self) -> bool:
+        """It asks whether an answer has content, and writes calls only where it has none (DeepSeek R1)."""
+        return "['content'] is none" in self.source
+
+    def _renders_call(self, arguments: Any) -> bool:
+        call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": None if self.knows_no_content else "", "tool_calls": [call]}
+        try:
+            self.render([{"role": "user", "content": "?"}, answer], add_generation_prompt=False)
+        except InvalidRequest:
+            return False
+        return True
 
     def render(
         self,

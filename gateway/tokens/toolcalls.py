@@ -1,31 +1,24 @@
 """Tool calls in a streamed text: found as it comes, and released whole once they parse.
 
-Formats (a model's chat template shows which one it writes):
-- `hermes`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, after free text (Hermes, Qwen);
-- `llama`: the whole answer is a JSON object `{"name": ..., "parameters": {...}}`, or several joined by `;`, optionally
-  after `<|python_tag|>` (Llama 3.1 and later).
+The formats stand in `gateway.tokens.toolformats`; a model's chat template shows which one it writes.
 
 Invariants:
 - text outside calls is released as soon as it cannot be the beginning of a call; calls are released whole;
 - text that began like a call and does not parse is released unchanged: nothing that a model wrote vanishes;
-- the white space around calls belongs to the calls.
+- the white space around calls, and the marks around a run of calls, belong to the calls;
+- calls and text do not depend on how the text is cut into chunks.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
-from gateway.tokens.values import NotJson, parse, parse_first
+from gateway.tokens.toolformats import PYTHON_TAG, SYNTAX, Call, Syntax, Tool, ToolFormat
 
-ToolFormat = Literal["hermes", "llama", "none"]
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-MARKERS = (OPEN, CLOSE, PYTHON_TAG)
-"""Tokens that the parser has to see even where the vocabulary declares them special."""
+MISTRAL_ID_CHARS = 9
+"""Mistral's templates refuse ids of any other length, and characters besides letters and digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,117 +37,112 @@ class ToolDelta:
 
 
 class ToolCallParser:
-    """One answer. `feed` its text as it comes, `finish` at its end."""
+    """One answer. `feed` its text as it comes, `finish` at its end. `tools` have the types of arguments."""
 
-    def __init__(self, form: ToolFormat) -> None:
-        self._form = form
+    def __init__(self, form: ToolFormat, tools: Sequence[Tool] = ()) -> None:
+        self.form, self._syntax, self._tools = form, SYNTAX.get(form), tools
         self._held = ""
         self._begun = False  # text was released
         self._after_call = False  # white space that follows belongs to the call before it
         self.num_calls = 0
 
+    @property
+    def close(self) -> str | None:
+        """The mark that ends each call."""
+        return None if self._syntax is None else self._syntax.close
+
+    def call_id(self, digest: str) -> str:
+        """An id as the model's template takes it, from hexadecimal digits."""
+        return digest[:MISTRAL_ID_CHARS] if self.form == "mistral" else f"call_{digest}"
+
     def feed(self, text: str) -> ToolDelta:
         self._held += text
-        if self._after_call:
-            self._held = self._held.lstrip()
-            self._after_call = not self._held
-        if self._form == "hermes":
-            return self._feed_hermes()
-        if self._form == "llama":
-            return self._feed_llama()
-        return self._release(ToolDelta(self._take_all()))
+        if self._syntax is None:
+            return self._release(self._take_all(), [])
+        if self._syntax.close is None:
+            return self._feed_up_to_calls(self._syntax)
+        return self._feed_blocks(self._syntax, self._syntax.close)
 
     def finish(self) -> ToolDelta:
-        rest = self._take_all()
-        if self._form == "hermes" and rest.lstrip().startswith(OPEN):
-            calls = _hermes_calls(rest.lstrip().removeprefix(OPEN))  # complete but for its closing tag
-        elif self._form == "llama" and not self._begun:
-            calls = _llama_calls(rest)
-        else:
-            calls = None
-        if calls:
-            self.num_calls += len(calls)
-            return ToolDelta("", tuple(calls))
-        return ToolDelta(rest)
+        syntax, rest = self._syntax, self._take_all()
+        if syntax is None or not syntax.ends_itself:
+            return self._release(rest, [])
+        start = rest.lstrip().removeprefix(syntax.before).lstrip()
+        whole = self.form == "llama" and not self._begun
+        if not (start.startswith(syntax.open) or (whole and start)):
+            return self._release(rest, [])
+        calls = syntax.parse(start.removeprefix(syntax.open), self._tools)
+        return self._release("" if calls else rest, calls or [])
 
-    def _feed_hermes(self) -> ToolDelta:
-        text: list[str] = []
-        calls: list[ToolCall] = []
-        while (at := self._held.find(OPEN)) >= 0:
-            end = self._held.find(CLOSE, at)
+    def _feed_blocks(self, syntax: Syntax, close: str) -> ToolDelta:
+        texts: list[str] = []
+        calls: list[Call] = []
+        while True:
+            if self._after_call and self._within_run(syntax):
+                return self._release("".join(texts), calls)
+            at = self._held.find(syntax.open)
+            end = self._held.find(close, at) if at >= 0 else -1
             if end < 0:
                 break
-            parsed = _hermes_calls(self._held[at + len(OPEN) : end])
-            end += len(CLOSE)
-            text.append(self._held[:at].rstrip() if parsed else self._held[:end])
+            parsed = syntax.parse(self._held[at + len(syntax.open) : end], self._tools)
+            end += len(close)
+            texts.append(_before_call(self._held[:at], syntax) if parsed else self._held[:end])
             calls += parsed or ()
-            self._held = self._held[end:].lstrip() if parsed else self._held[end:]
-            self._after_call = bool(parsed) and not self._held
-        if at < 0:
-            keep = _undecided(self._held)
-            text.append(self._held[: len(self._held) - keep])
-            self._held = self._held[len(self._held) - keep :]
-        elif at > 0:
-            text.append(self._held[:at].rstrip())
-            self._held = self._held[len(self._held[:at].rstrip()) :]
-        return self._release(ToolDelta("".join(text), tuple(calls)))
+            self._held, self._after_call = self._held[end:], bool(parsed)
+        decided = len(_before_call(self._held[:at], syntax)) if at >= 0 else len(_decided(self._held, syntax))
+        texts.append(self._held[:decided])
+        self._held = self._held[decided:]
+        return self._release("".join(texts), calls)
 
-    def _feed_llama(self) -> ToolDelta:
-        if not self._begun and self._could_be_llama():
+    def _within_run(self, syntax: Syntax) -> bool:
+        """Takes what belongs to the call before, and returns whether more of it may come."""
+        self._held = self._held.lstrip()
+        if syntax.after and self._held.startswith(syntax.after):
+            self._held = self._held[len(syntax.after) :].lstrip()
+        if not self._held or (len(self._held) < len(syntax.after) and syntax.after.startswith(self._held)):
+            return True
+        self._after_call = False
+        return False
+
+    def _feed_up_to_calls(self, syntax: Syntax) -> ToolDelta:
+        """Holds everything from the opening mark on; of Llama also an answer that begins like JSON."""
+        if self.form == "llama" and not self._begun and self._could_be_llama():
             return ToolDelta()
-        return self._release(ToolDelta(self._take_all()))
+        at = self._held.find(syntax.open)
+        decided = len(self._held[:at].rstrip()) if at >= 0 else len(_decided(self._held, syntax))
+        text, self._held = self._held[:decided], self._held[decided:]
+        return self._release(text, [])
 
     def _could_be_llama(self) -> bool:
         start = self._held.lstrip()
         return not start or start[0] == "{" or PYTHON_TAG.startswith(start[: len(PYTHON_TAG)])
 
-    def _release(self, delta: ToolDelta) -> ToolDelta:
-        self.num_calls += len(delta.calls)
-        self._begun = self._begun or bool(delta.text)
-        return delta
+    def _release(self, text: str, calls: Sequence[Call]) -> ToolDelta:
+        self.num_calls += len(calls)
+        self._begun = self._begun or bool(text)
+        return ToolDelta(text, tuple(ToolCall(name, arguments) for name, arguments in calls))
 
     def _take_all(self) -> str:
         held, self._held = self._held, ""
         return held
 
 
-def _undecided(text: str) -> int:
-    """Length of the end of `text` that may belong to a call: white space, then the beginning of an opening tag."""
-    body = text
-    for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
-        if OPEN.startswith(text[-length:]):
-            body = text[:-length]
-            break
-    return len(text) - len(body.rstrip())
+def _before_call(text: str, syntax: Syntax) -> str:
+    """The text before an opening mark, without the white space and the mark that belong to the call."""
+    return text.rstrip().removesuffix(syntax.before).rstrip()
 
 
-def _hermes_calls(text: str) -> list[ToolCall] | None:
-    """The calls in one `<tool_call>` block: an object, or a list of them (SmolLM2). None if it is neither."""
-    try:
-        value = parse(text)
-    except NotJson:
-        return None
-    return _calls(value if isinstance(value, list) else [value])
+def _decided(text: str, syntax: Syntax) -> str:
+    """The text without its end that may belong to a call: white space, then the beginning of an opening mark."""
+    without = _without_beginning(text, syntax.open)
+    if not syntax.before:
+        return without.rstrip()
+    if without.rstrip().endswith(syntax.before):
+        return _before_call(without, syntax)
+    return without.rstrip() if without != text else _without_beginning(text, syntax.before).rstrip()
 
 
-def _llama_calls(text: str) -> list[ToolCall] | None:
-    rest, values = text.strip().removeprefix(PYTHON_TAG).lstrip(), []
-    while rest:
-        try:
-            value, end = parse_first(rest)
-        except NotJson:
-            return None
-        values.append(value)
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return _calls(values)
-
-
-def _calls(values: list[Any]) -> list[ToolCall] | None:
-    calls = []
-    for value in values:
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get("arguments", value.get("parameters", {}))
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(ToolCall(value["name"], text))
-    return calls or None
+def _without_beginning(text: str, mark: str) -> str:
+    """The text without the longest end of it that is a beginning of the mark."""
+    length = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+    return text[: len(text) - length]

@@ -184,7 +184,7 @@ def tiny() -> Codec:
     return _load(tiny_model())
 
 
-def _byte_level(special: tuple[str, ...]) -> Tokenizer:
+def byte_level(special: tuple[str, ...]) -> Tokenizer:
     """A small vocabulary that begins with `special`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -212,7 +212,7 @@ def qwen3() -> Codec:
 
 
 def _qwen(name: str, template: str) -> Codec:
-    tokenizer = _byte_level(QWEN_SPECIAL)
+    tokenizer = byte_level(QWEN_SPECIAL)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in QWEN_ADDED])
     return _write(name, tokenizer, {"eos_token": "<|im_end|>", "chat_template": template}, [2, 0])
 
@@ -222,7 +222,7 @@ def llama3() -> Codec:
     """Llama 3.1's template and special tokens over a small byte-level vocabulary."""
     return _write(
         "llama3",
-        _byte_level(LLAMA3_SPECIAL),
+        byte_level(LLAMA3_SPECIAL),
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "chat_template": LLAMA3_TEMPLATE},
         [LLAMA3_SPECIAL.index("<|eot_id|>"), LLAMA3_SPECIAL.index("<|eom_id|>")],
     )

@@ -5,46 +5,21 @@ It is not in requirements.lock: 220 MB for one transport, and what it asks for b
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from deploy.setup_env import cache_dir, digest, python_tag, shared_environment
+from tests.support import side_package
 from tests.support.skips import needs
 
 LOCK = Path(__file__).with_name("nixl.lock")
-INSTALL_TIMEOUT_S = 600
 
 
 def installed() -> Path:
-    """The directory to import it from, filled now if need be. Safe under concurrent calls. RuntimeError: why not."""
-    target = cache_dir() / "envs" / f"nixl-{python_tag()}-{digest(LOCK.read_bytes())}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{target}.lock", "w") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        if not (target / ".complete").exists():
-            shutil.rmtree(target, ignore_errors=True)
-            _install(target)
-            (target / ".complete").touch()
-    return target
-
-
-def _install(target: Path) -> None:
-    pip = [str(shared_environment() / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
-    done = subprocess.run(
-        [*pip, "--target", str(target), "--requirement", str(LOCK)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=INSTALL_TIMEOUT_S,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{LOCK.read_text().strip()} cannot be installed: {done.stderr.strip()[-300:]}")
+    return side_package.installed(LOCK)
 
 
 def environment() -> dict[str, str]:

@@ -28,7 +28,6 @@ from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnHandle, Turns
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
-from gateway.tokens.toolcalls import CLOSE
 from protos.errors import OutOfCapacity, Unavailable
 
 TOKENISING_MAX = 4
@@ -188,18 +187,23 @@ class Calls:
     def _choice(self, parsed: ParsedRequest, turn: TurnHandle) -> Choice:
         sampling = turn.request.sampling
         one_call = parsed.one_call and parsed.parses_tools
-        closes = one_call and self.codec.tool_format == "hermes"
+        tools = (
+            ToolCallParser(self.codec.tool_format, parsed.record_head.get("tools") or ())
+            if parsed.parses_tools
+            else None
+        )
+        close = tools.close if one_call and tools is not None else None
         decoder = self.codec.stream_decoder(
             turn.request.prompt_ids,
-            stop=(*sampling.stop, CLOSE) if closes else sampling.stop,
+            stop=sampling.stop if close is None else (*sampling.stop, close),
             min_tokens=sampling.min_tokens,
             show_special=parsed.show_special,
             markers=parsed.parses_tools or parsed.parses_reasoning,
         )
         reasoning = None
         if parsed.parses_reasoning:
-            reasoning = ReasoningParser(begun=self.codec.opens_reasoning(turn.request.prompt_ids))
-        tools = ToolCallParser(self.codec.tool_format) if parsed.parses_tools else None
+            begun = self.codec.opens_reasoning(turn.request.prompt_ids)
+            reasoning = ReasoningParser(self.codec.reasoning_format, begun=begun)
         return Choice(turn, Reader(decoder, reasoning, tools, sampling.stop_token_ids, turn.request.turn_id, one_call))
 
 

@@ -20,7 +20,7 @@ from gateway.core.types import FinishReason, TokenDelta, TopLogprob, TurnId
 from gateway.ports import TurnHandle
 from gateway.tokens import ReasoningParser, StreamDecoder, ToolCall, ToolCallParser
 from gateway.tokens.reasoning import ReasoningDelta
-from gateway.tokens.toolcalls import CLOSE, ToolDelta
+from gateway.tokens.toolcalls import ToolDelta
 from protos.trajectories import Segment, VersionChange
 
 
@@ -103,8 +103,8 @@ class Answer:
             self.spans.append(schema.Span(str(delta.version), start, len(self.token_ids), delta.engine))
 
 
-def _call_id(turn_id: TurnId | None, number: int) -> str:
-    return f"call_{hashlib.blake2b(f'{turn_id}:{number}'.encode(), digest_size=12).hexdigest()}"
+def _digest(turn_id: TurnId | None, number: int) -> str:
+    return hashlib.blake2b(f"{turn_id}:{number}".encode(), digest_size=12).hexdigest()
 
 
 @dataclass(slots=True)
@@ -158,7 +158,9 @@ class Reader:
             text, stopped_by = text + rest.text, rest.stopped_by
         if stopped_by is not None:
             answer.over, finish = True, "stop"
-            if not (self.one_call and stopped_by == CLOSE):
+            if self.one_call and self.tools is not None and stopped_by == self.tools.close:
+                text += stopped_by  # the call's own end
+            else:
                 answer.stop_reason = stopped_by
         reasoning, text = self._split_reasoning(text, finish is not None)
         text, calls = self._split_calls(text, finish is not None, len(answer.calls))
@@ -179,7 +181,7 @@ class Reader:
         found = self.tools.feed(text)
         end = self.tools.finish() if last else NO_CALLS
         calls = [
-            dataclasses.replace(call, id=_call_id(self.turn_id, number))
+            dataclasses.replace(call, id=self.tools.call_id(_digest(self.turn_id, number)))
             for number, call in enumerate((*found.calls, *end.calls), num_before)
         ]
         return found.text + end.text, tuple(calls[: max(0, 1 - num_before)] if self.one_call else calls)

@@ -15,7 +15,7 @@ from gateway.api.errors import BadField, RefusedField
 from gateway.api.openai.bodies import ChatRequest, CompletionRequest
 from gateway.core.sampling import kinds_for
 from gateway.ports import ModelInfo
-from gateway.tokens.toolcalls import CLOSE, OPEN, ToolFormat
+from gateway.tokens.toolformats import CLOSE, OPEN, ToolFormat
 from protos.decoding import decode_json
 
 

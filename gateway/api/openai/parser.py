@@ -16,7 +16,7 @@ from gateway.api.openai.writer import OpenAIForm
 from gateway.core.types import SamplingParams, TurnId
 from gateway.ports import Message, ModelInfo, SessionView, Turns
 from gateway.tokens import Codec
-from gateway.tokens.toolcalls import ToolFormat
+from gateway.tokens.toolformats import ToolFormat
 
 LONG_BODY_BYTES = 8_000
 """A longer body is tokenised in a thread: it would hold the event loop for milliseconds (1 ms for about 4 KB)."""
@@ -28,7 +28,7 @@ tokenise, and rendering the rest through the template costs less than handing it
 class Parser:
     def __init__(self, turns: Turns, codec: Codec) -> None:
         self._turns, self._codec = turns, codec
-        reasons = codec.reasoning_format == "think"  # before it calls: a grammar would forbid that
+        reasons = codec.reasoning_format != "none"  # before it calls: a grammar would forbid that
         self._forced_format: ToolFormat = "none" if reasons else codec.tool_format
 
     def chat(
@@ -78,7 +78,7 @@ class Parser:
             ),
             make_sampling=lambda tokens, view: self._sampling(body, shape, model, tokens, view),
             parses_tools=tools is not None and body.tool_choice != "none",
-            parses_reasoning=body.separate_reasoning and self._codec.reasoning_format == "think",
+            parses_reasoning=body.separate_reasoning and self._codec.reasoning_format != "none",
             show_special=not body.skip_special_tokens,
             one_call=body.parallel_tool_calls is False,
             continued=body.continue_final_message,

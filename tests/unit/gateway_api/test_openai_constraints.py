@@ -12,7 +12,8 @@ from gateway.api.openai.bodies import ChatRequest
 from gateway.api.openai.constraints import Constraint, constraint
 from gateway.api.openai.requests import decode_chat
 from gateway.ports import ModelInfo
-from gateway.tokens.toolcalls import ToolCallParser, ToolFormat
+from gateway.tokens.toolcalls import ToolCallParser
+from gateway.tokens.toolformats import ToolFormat
 
 MODEL = ModelInfo("policy", 50, 0)
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}

@@ -1,0 +1,132 @@
+"""The chat templates of the families that people train: their formats are found, what a template writes as a call is
+parsed as that call, and the next prompt extends what was sampled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.tokens import ReasoningParser, ToolCallParser
+from tests.support import families
+
+FAMILIES = {
+    "qwen2_5": ("hermes", "none"),
+    "qwen3": ("hermes", "think"),
+    "qwen3_instruct_2507": ("hermes", "none"),
+    "qwen3_5_think": ("qwen_xml", "think"),
+    "qwen3_5_nothink": ("qwen_xml", "think"),
+    "qwen3_6": ("qwen_xml", "think"),
+    "llama3_1": ("llama", "none"),
+    "llama3_2": ("llama", "none"),
+    "deepseekv3": ("deepseek", "think"),
+    "deepseek_r1_distill": ("deepseek", "think"),
+    "glm4moe": ("glm", "think"),
+    "mistral": ("mistral", "brackets"),
+}
+ONE_CALL = ("llama3_1", "llama3_2")
+"""Their templates refuse several calls in one answer."""
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS}}
+]
+ARGUMENTS = [{"city": "Köln 12", "days": 3}, {"city": "42", "days": 1}]
+ASK: list[Any] = [{"role": "user", "content": "How is it?"}]
+
+
+def answer(name: str) -> dict[str, Any]:
+    calls = [
+        {"id": f"call0000{n}", "type": "function", "function": {"name": "weather", "arguments": json.dumps(arguments)}}
+        for n, arguments in enumerate(ARGUMENTS[: 1 if name in ONE_CALL else 2])
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def written(name: str) -> str:
+    """What the template writes as the answer, up to its end, with the header of the turn."""
+    codec = families.codec(name)
+    before = codec.render_text(ASK, TOOLS, add_generation_prompt=False)
+    text = codec.render_text([*ASK, answer(name)], TOOLS, add_generation_prompt=False)
+    assert text.startswith(before)
+    for end in families.ENDS[next(family for family in families.ENDS if name.startswith(family))]:
+        text = text.rstrip("\n").removesuffix(end)
+    return text[len(before) :]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_formats_are_found_in_the_template(name: str) -> None:
+    codec = families.codec(name)
+    assert (codec.tool_format, codec.reasoning_format) == FAMILIES[name]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_the_template_writes_is_parsed_as_the_call(name: str, chunk: int) -> None:
+    codec = families.codec(name)
+    ids = codec.encode(written(name))
+    begin = next(n for n in range(len(ids)) if _opens(codec.decode(ids[n:]), codec.tool_format))
+    ids = ids[begin:]
+    decoder, parser = codec.stream_decoder(markers=True), ToolCallParser(codec.tool_format, TOOLS)
+    deltas = [parser.feed(decoder.feed(ids[at : at + chunk]).text) for at in range(0, len(ids), chunk)]
+    deltas += [parser.feed(decoder.finish().text), parser.finish()]
+    calls = [call for delta in deltas for call in delta.calls]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
+        ("weather", arguments) for arguments in ARGUMENTS[: len(answer(name)["tool_calls"])]
+    ]
+    assert "".join(delta.text for delta in deltas) == ""
+
+
+def _opens(text: str, form: str) -> bool:
+    marks = {"deepseek": "<｜tool▁calls▁begin｜>", "mistral": "[TOOL_CALLS]", "llama": '{"name"'}
+    return text.startswith(marks.get(form, "<tool_call>"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_next_prompt_extends_the_sampled_call(name: str) -> None:
+    codec = families.codec(name)
+    end = max(codec.turn_end_ids)  # of GLM the token that begins a tool's turn
+    recorded = [*codec.render(ASK, TOOLS), *codec.encode(written(name)), end]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "Rain."} for call in answer(name)["tool_calls"]]
+    bridged = codec.bridge(recorded, [*ASK, answer(name)], results, TOOLS)
+    assert bridged.prompt_ids[: len(recorded)] == recorded
+    rest = codec.decode(bridged.prompt_ids[len(recorded) :])
+    assert rest.count("Rain.") == len(results)
+    assert codec.tokenizer.id_to_token(end) not in rest.partition("Rain.")[0]
+
+
+def test_a_token_that_begins_the_next_turn_stays_when_another_was_sampled() -> None:
+    """GLM ends a turn with the token of the role that it expects next; a user may speak instead of a tool."""
+    codec = families.codec("glm4moe")
+    user, tool = (codec.tokenizer.token_to_id(token) for token in ("<|user|>", "<|observation|>"))
+    assert user is not None
+    assert tool is not None
+    recorded = [*codec.render(ASK), *codec.encode("Fine."), tool]
+    more: list[Any] = [{"role": "user", "content": "Sure?"}]
+    messages: list[Any] = [*ASK, {"role": "assistant", "content": "Fine."}]
+    bridged = codec.bridge(recorded, messages, more)
+    assert bridged.prompt_ids[len(recorded)] == user
+    bridged = codec.bridge([*recorded[:-1], user], messages, more)
+    assert codec.decode(bridged.prompt_ids[len(recorded) :]).startswith("\nSure?")
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_mistrals_reasoning(chunk: int) -> None:
+    text = "[THINK]Hm, [3].\n[/THINK]\nIt is [3]."
+    parser = ReasoningParser("brackets")
+    deltas = [parser.feed(text[at : at + chunk]) for at in range(0, len(text), chunk)] + [parser.finish()]
+    assert "".join(delta.reasoning for delta in deltas) == "Hm, [3]."
+    assert "".join(delta.text for delta in deltas) == "It is [3]."
+
+
+@pytest.mark.parametrize(("name", "opened"), [("qwen3_5_think", True), ("deepseekv3", True), ("qwen3", False)])
+def test_a_prompt_that_opens_the_reasoning_is_noticed(name: str, opened: bool) -> None:
+    codec = families.codec(name)
+    assert codec.opens_reasoning(codec.render(ASK)) is opened
+
+
+def test_a_template_that_writes_calls_and_lists_no_tools_gets_a_list() -> None:
+    codec = families.codec("deepseekv3")
+    prompt = codec.render_text(ASK, TOOLS)
+    assert '"weather"' in prompt
+    assert "<｜tool▁calls▁begin｜>" in prompt
