@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.api.openapi import ROUTES, schema
+from gateway.api.openapi import schema
+from gateway.api.routes import ROUTES
 from gateway.app import start
 from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_api.test_status import config
