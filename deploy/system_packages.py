@@ -54,6 +54,7 @@ SET_UP = (
 TESTS = (
     SystemPackage("iproute2", "tests of cut and slow links", lambda: _has_command("ip") and _has_command("tc")),
     SystemPackage("iptables", "tests of cut links", lambda: _has_command("iptables")),
+    SystemPackage("bubblewrap", "the sandbox of `agents-env run code` on older kernels", lambda: _has_command("bwrap")),
 )
 BENCHMARKS = (
     SystemPackage("libibverbs1", "Mooncake, in `make bench-relay`", lambda: _has_library("libibverbs.so.1")),
