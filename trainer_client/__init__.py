@@ -8,7 +8,8 @@ with Publisher("127.0.0.1:7070") as publisher, ExperienceReader("http://127.0.0.
 
 from paramserver.client import RefusedLoad
 from protos.trajectories import Segment, Trajectory
-from trainer_client.experience import AsyncExperienceReader, Batch, ExperienceReader, Wanted
+from trainer_client.batches import Batch
+from trainer_client.experience import AsyncExperienceReader, ExperienceReader, Strategy, Wanted
 from trainer_client.publisher import AsyncPublisher, AsyncTicket, Publisher, PublisherStatus, Ticket, Wait
 from trainer_client.streaming.manifest import Manifest, TensorMeta, gathered, manifest_of
 from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks
@@ -34,6 +35,7 @@ __all__ = [
     "Ranks",
     "RefusedLoad",
     "Segment",
+    "Strategy",
     "TaskOptions",
     "TaskResult",
     "TensorMeta",

@@ -15,21 +15,19 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
 import httpx
 import msgspec
 
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable
-from protos.trajectories import Trajectory
+from protos.packed import Damaged
+from trainer_client.batches import ACCEPTED, Batch, batch_of
 from trainer_client.gateway_http import WRONG_SERVER, request
 from trainer_client.loop import AsyncClient, SyncClient
-from trainer_client.trajectories import Packed, pack
 
 log = logging.getLogger(__name__)
 
-MSGPACK = "application/msgpack"
 WAIT_S = 30.0
 GIVE_BACK_S = 5.0
 """Deadline for giving a batch back when a loop is left; a lease that is not given back ends by itself."""
@@ -43,22 +41,10 @@ LEASE_S = 600.0
 """Default lease of a batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Trajectories leased to this reader; empty when none were there within the wait."""
-
-    lease_id: str
-    trajectories: tuple[Trajectory, ...]
-
-    def __len__(self) -> int:
-        return len(self.trajectories)
-
-    def pack(self) -> Packed:
-        return pack(self.trajectories)
-
-
-Strategy = Literal["fifo", "newest", "complete_groups"]
-"""`fifo`: as they finished; `newest`: the latest first; `complete_groups`: whole groups, the earliest first."""
+Strategy = Literal["fifo", "newest", "priority", "complete_groups", "staleness_bounded"]
+"""`fifo`: as they finished. `newest`: the latest first. `priority`: the highest `metrics["priority"]` of the finish
+first. `complete_groups`: whole groups, the earliest first. `staleness_bounded`: as `fifo`, with `staleness_max` for
+each token: a trajectory is left out when all its tokens are staler, else `Batch.pack` masks the staler ones."""
 
 
 class Wanted(TypedDict, total=False):
@@ -71,7 +57,8 @@ class Wanted(TypedDict, total=False):
     wait_s: float  # how long the gateway waits until there is enough; default 30
     staleness_max: int  # leave out what is staler than this at use; default: the gateway's bound
     drop_equal_rewards: bool  # drop, for good, groups whose rewards are all equal
-    strategy: Strategy  # the order in which they are handed out; default "fifo"
+    strategy: Strategy  # which ones, in which order; default "fifo"
+    uses_max: int  # also those that were used before, if less often than this; default 1: each is used once
     lease_s: float  # the lease: how long the batch may stay unacknowledged; default 600
 
 
@@ -79,6 +66,8 @@ def _request(reader: str, trainer_version: int, wanted: Wanted) -> dict[str, Any
     """The body of a sample request, complete with defaults."""
     if sum(name in wanted for name in ("trajectories", "groups", "session_ids")) != 1:
         raise InvalidRequest("sample needs one of `trajectories`, `groups` and `session_ids`", hint="pass one of them")
+    if wanted.get("strategy") == "staleness_bounded" and "staleness_max" not in wanted:
+        raise InvalidRequest("strategy `staleness_bounded` needs a bound", hint="pass `staleness_max`")
     return {
         "reader": reader,
         "trainer_version": trainer_version,
@@ -86,11 +75,6 @@ def _request(reader: str, trainer_version: int, wanted: Wanted) -> dict[str, Any
         "lease_s": LEASE_S,
         **wanted,
     }
-
-
-class _SampleAnswer(msgspec.Struct):
-    lease_id: str
-    trajectories: list[Trajectory]
 
 
 class ReaderOptions(TypedDict, total=False):
@@ -119,7 +103,6 @@ class AsyncExperienceReader(AsyncClient):
         self._url = gateway.rstrip("/")
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False)  # a cluster-internal address, never a proxy
-        self._decoder = msgspec.msgpack.Decoder(_SampleAnswer)
 
     async def close(self) -> None:
         """Gives back the batches that loops over `batches` still hold."""
@@ -137,14 +120,17 @@ class AsyncExperienceReader(AsyncClient):
         """
         body = _request(self.reader, self.trainer_version, wanted)
         answer = await self._post("/experience/sample", body, timeout_s=body["wait_s"] + self._timeout_s)
+        bound = None
+        if wanted.get("strategy") == "staleness_bounded":
+            bound = (body["trainer_version"], wanted["staleness_max"])
         try:
-            sampled = self._decoder.decode(answer)
-        except msgspec.DecodeError as error:
+            batch = batch_of(answer, bound)
+        except Damaged as error:
             raise Unavailable(
                 f"{self._url} answered with something else than a batch: {error}", hint=WRONG_SERVER
             ) from error
         self._answered = True
-        return Batch(sampled.lease_id, tuple(sampled.trajectories))
+        return batch
 
     async def ack(self, batch: Batch) -> None:
         """Ends the lease of a batch that was used. NotFound when the lease had ended: others may have sampled it again.
@@ -249,7 +235,7 @@ class AsyncExperienceReader(AsyncClient):
         if self._http.is_closed:
             raise Conflict("this reader is closed", hint="open a new one; a closed reader is not used again")
         encoded = msgspec.json.encode(body)
-        return await request(self._http, self._url, path, body=encoded, accept=MSGPACK, timeout_s=timeout_s)
+        return await request(self._http, self._url, path, body=encoded, accept=ACCEPTED, timeout_s=timeout_s)
 
 
 class ExperienceReader(SyncClient[AsyncExperienceReader]):

@@ -9,14 +9,15 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from protos.errors import InvalidRequest
+from protos.packed import COLUMNS, Row
 from protos.trajectories import Trajectory
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class Packed:
         """`trainer_version` minus the generating version, for each sampled token (staleness at use)."""
         return trainer_version - self.versions[self.loss_mask]
 
+    def within(self, trainer_version: int, staleness_max: int) -> Packed:
+        """The same with a loss mask of 0 for tokens more than `staleness_max` versions behind `trainer_version`."""
+        return replace(self, loss_mask=self.loss_mask & (trainer_version - self.versions <= staleness_max))
+
     def torch(self) -> PackedTensors:
         """Torch tensors that share the memory of these arrays."""
         from trainer_client.torch_sources import from_numpy
@@ -74,33 +79,47 @@ class PackedTensors(NamedTuple):
 
 def pack(trajectories: Sequence[Trajectory]) -> Packed:
     """Lays trajectories back to back. InvalidRequest names one whose lists differ in length."""
-    for trajectory in trajectories:
-        _check_lengths(trajectory)
-    lengths = np.array([len(trajectory.token_ids) for trajectory in trajectories], dtype=np.int32)
+    columns = {name: [getattr(trajectory, name) for trajectory in trajectories] for name in COLUMNS}
+    return _packed(trajectories, {name: [len(row) for row in columns[name]] for name in COLUMNS}, columns)
+
+
+def pack_rows(rows: Sequence[Row]) -> Packed:
+    """As `pack`, of trajectories that came packed: no work by token in Python."""
+    heads = [head for row in rows for head in row.heads]
+    lengths = {name: [length for row in rows for length in row.lengths[name]] for name in COLUMNS}
+    return _packed(heads, lengths, {name: [row.columns[name] for row in rows] for name in COLUMNS})
+
+
+def _packed(
+    heads: Sequence[Trajectory], lengths: Mapping[str, Sequence[int]], columns: Mapping[str, Sequence[Any]]
+) -> Packed:
+    for number, head in enumerate(heads):
+        _check_lengths(head.session_id, {name: lengths[name][number] for name in COLUMNS})
+    of = np.array(lengths["token_ids"], dtype=np.int32)
+    cu_seqlens = np.concatenate([np.zeros(1, np.int32), np.cumsum(of, dtype=np.int32)])
     groups: dict[str, int] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, len(groups))
+    for head in heads:
+        groups.setdefault(head.group_id, len(groups))
     return Packed(
-        input_ids=_flat([t.token_ids for t in trajectories], np.int64),
-        position_ids=_flat([range(length) for length in lengths], np.int64),
-        loss_mask=_flat([t.loss_mask for t in trajectories], np.bool_),
-        logprobs=_flat([t.logprobs for t in trajectories], np.float32),
-        versions=_flat([t.versions for t in trajectories], np.int64),
-        cu_seqlens=np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)]),
-        rewards=np.array([t.reward for t in trajectories], dtype=np.float32),
-        group_index=np.array([groups[t.group_id] for t in trajectories], dtype=np.int64),
+        input_ids=_flat(columns["token_ids"], np.int64),
+        position_ids=np.arange(cu_seqlens[-1], dtype=np.int64) - np.repeat(cu_seqlens[:-1].astype(np.int64), of),
+        loss_mask=_flat(columns["loss_mask"], np.bool_),
+        logprobs=_flat(columns["logprobs"], np.float32),
+        versions=_flat(columns["versions"], np.int64),
+        cu_seqlens=cu_seqlens,
+        rewards=np.array([head.reward for head in heads], dtype=np.float32),
+        group_index=np.array([groups[head.group_id] for head in heads], dtype=np.int64),
     )
 
 
-def _flat(rows: Sequence[Sequence[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return np.concatenate([np.zeros(0, dtype), *(np.asarray(row, dtype) for row in rows)])
+def _flat(rows: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    arrays = [row if isinstance(row, np.ndarray) else np.asarray(row, dtype) for row in rows]
+    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
 
 
-def _check_lengths(trajectory: Trajectory) -> None:
-    names = ("token_ids", "logprobs", "loss_mask", "versions")
-    lengths = {name: len(getattr(trajectory, name)) for name in names}
+def _check_lengths(session_id: str, lengths: Mapping[str, int]) -> None:
     if len(set(lengths.values())) > 1:
         raise InvalidRequest(
-            f"trajectory {trajectory.session_id!r} has lists of different lengths: {lengths}",
+            f"trajectory {session_id!r} has lists of different lengths: {lengths}",
             hint="the lists per token must be equally long",
         )

@@ -2,7 +2,8 @@
 
 `POST /experience/release` returns them unused; else that happens when the lease ends.
 
-Trajectories go out as msgpack where the client accepts it (`application/msgpack`), else as JSON.
+Trajectories go out packed where the client accepts it (`application/vnd.laminar.packed`, see `protos.packed`): the rows
+as they are stored. Else they are unpacked, and go out as msgpack (`application/msgpack`) or JSON.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from msgspec import Meta
 from gateway.api.bodies import Count, answer_json, decode
 from gateway.api.errors import BadField
 from gateway.core.selection import Strategy, check_wanted
-from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer
+from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer, Sampled
 from gateway.fleet.fleet import Fleet
 from gateway.sessions.trainer import Trainer
+from protos import packed
 from protos.trajectories import Trajectory
 
 MSGPACK = "application/msgpack"
@@ -28,6 +30,7 @@ TRAJECTORIES_MAX = 4096
 """In one answer: at a few KB to a few MB each, more would be better read in pieces."""
 VERSIONS_AHEAD_MAX = 1000
 """A trainer may know of versions before the gateway does, but not of so many."""
+USES_MAX = 1000
 READER_MAX = 256
 """Characters of a reader's name."""
 Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
@@ -54,6 +57,7 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lease_s: Annotated[float, Meta(ge=0.001, le=86_400)] = LEASE_S
     drop_equal_rewards: bool = False  # groups whose members all got the same are dropped for good
     strategy: Strategy = "fifo"  # the order in which they are handed out
+    uses_max: Annotated[int, Meta(ge=1, le=USES_MAX)] = 1  # trajectories that were used less often are handed out
 
 
 class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,7 +113,7 @@ class _Handlers:
             self._deps.trainer.published(wanted.trainer_version)
         self._deps.fleet.reconcile()  # another bound may admit sessions that wait
         bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
-        lease_id, trajectories = await self._deps.buffer.sample(
+        sampled = await self._deps.buffer.sample(
             wanted.reader,
             trainer_version=wanted.trainer_version,
             trajectories=wanted.trajectories,
@@ -121,12 +125,10 @@ class _Handlers:
             lease_s=wanted.lease_s,
             drop_equal_rewards=wanted.drop_equal_rewards,
             strategy=wanted.strategy,
+            uses_max=wanted.uses_max,
         )
-        self._deps.trainer.took(wanted.trainer_version, trajectories)
-        answer = SampleAnswer(lease_id, trajectories)
-        if MSGPACK in request.headers.get("Accept", ""):
-            return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)
-        return answer_json(answer)
+        self._deps.trainer.took(wanted.trainer_version, sampled.entries)
+        return _answer(sampled, request.headers.get("Accept", ""))
 
     async def ack(self, request: web.Request) -> web.Response:
         used = await self._deps.buffer.ack(decode(_ack, await request.read()).lease_id)
@@ -135,6 +137,15 @@ class _Handlers:
     async def release(self, request: web.Request) -> web.Response:
         returned = await self._deps.buffer.release(decode(_ack, await request.read()).lease_id)
         return answer_json(ReleaseAnswer(returned))
+
+
+def _answer(sampled: Sampled, accept: str) -> web.Response:
+    if packed.MEDIA_TYPE in accept:
+        return web.Response(body=packed.batch(sampled.lease_id, sampled.rows), content_type=packed.MEDIA_TYPE)
+    answer = SampleAnswer(sampled.lease_id, sampled.trajectories())
+    if MSGPACK in accept:
+        return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)
+    return answer_json(answer)
 
 
 _sample = msgspec.json.Decoder(SampleRequest)

@@ -1,46 +1,76 @@
-"""The order in which the experience buffer's entries are handed out: a sample's strategy. Pure.
+"""Which of the experience buffer's entries a sample gets, and in which order: its strategy. Pure.
 
 - `fifo`: as they finished, the earliest first;
 - `newest`: the latest first;
-- `complete_groups`: whole groups only, the one with the earliest member first.
+- `priority`: the highest `metrics["priority"]` of the finish first (0 without one), then as they finished;
+- `complete_groups`: whole groups only, the one with the earliest member first;
+- `staleness_bounded`: as `fifo`; staleness is bounded by token: an entry is too stale when its newest token is, and the
+  reader masks the tokens beyond the bound. Under every other strategy the oldest token decides.
 
-Groups stand in the order of the member that the strategy ranks first, whole or not at all.
+Invariants:
+- an entry that was used before stands behind all that were used less: each is used once before any is used again;
+- groups stand in the order of the member that the strategy ranks first, whole or not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from protos.errors import InvalidRequest
+from protos.packed import Facts
 
-Strategy = Literal["fifo", "newest", "complete_groups"]
+Strategy = Literal["fifo", "newest", "priority", "complete_groups", "staleness_bounded"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+PRIORITY = "priority"
+"""The metric of a finish that ranks it under the strategy of that name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A finished session. `seq`: its number in the order of finishes. `oldest_version`: the oldest weight version that
-    sampled one of its tokens."""
+    sampled one of its tokens. `uses`: how many readers have acknowledged it."""
 
     seq: int
     session_id: str
     group_id: str
     oldest_version: int
+    facts: Facts = field(default_factory=Facts)
+    uses: int = 0
+
+    @property
+    def newest_version(self) -> int:
+        return max(self.facts.versions, default=self.oldest_version)
 
 
-def ordered(entries: Iterable[Entry], strategy: Strategy = "fifo") -> list[Entry]:
-    """The entries, the first to be handed out first."""
-    return sorted(entries, key=lambda entry: entry.seq, reverse=strategy == "newest")
+def _by_priority(entry: Entry) -> tuple[float, int]:
+    return -entry.facts.metrics.get(PRIORITY, 0.0), entry.seq
 
 
-def whole_groups(
-    entries: Iterable[Entry], count: int, group_size: int, closed: Mapping[str, int], strategy: Strategy = "fifo"
-) -> list[Entry]:
-    """Up to `count` groups of `group_size` members each, or of as many as `closed` says that they ended with."""
+def _earliest(entry: Entry) -> tuple[float, int]:
+    return 0.0, entry.seq
+
+
+def _latest(entry: Entry) -> tuple[float, int]:
+    return 0.0, -entry.seq
+
+
+_RANKS: Mapping[Strategy, Callable[[Entry], tuple[float, int]]] = {"newest": _latest, "priority": _by_priority}
+
+
+def ordered(entries: Iterable[Entry], strategy: Strategy = "fifo", uses_max: int = 1) -> list[Entry]:
+    """The entries that were used less than `uses_max` times, the first to be handed out first."""
+    rank = _RANKS.get(strategy, _earliest)
+    usable = (entry for entry in entries if entry.uses < uses_max)
+    return sorted(usable, key=lambda entry: (entry.uses, rank(entry)))
+
+
+def whole_groups(entries: Sequence[Entry], count: int, group_size: int, closed: Mapping[str, int]) -> list[Entry]:
+    """Up to `count` groups of the `ordered` entries, of `group_size` members each, or of as many as `closed` says that
+    they ended with."""
     groups: dict[str, list[Entry]] = {}
-    for entry in ordered(entries, strategy):
+    for entry in entries:
         groups.setdefault(entry.group_id, []).append(entry)
     whole = (
         members[:group_size]
@@ -48,6 +78,21 @@ def whole_groups(
         if len(members) >= min(group_size, closed.get(name, group_size))
     )
     return [entry for _, members in zip(range(count), whole, strict=False) for entry in members]
+
+
+def too_stale(entry: Entry, trainer_version: int, staleness_max: int, *, by_token: bool) -> bool:
+    """Whether the entry is beyond the bound: with its newest token if `by_token`, else with its oldest."""
+    version = entry.newest_version if by_token else entry.oldest_version
+    return trainer_version - version > staleness_max
+
+
+def of_equal_rewards(entries: Sequence[Entry]) -> list[Entry]:
+    """The members of groups whose rewards are all equal: no member is better than another, so a trainer learns nothing
+    from them."""
+    rewards: dict[str, set[float]] = {}
+    for entry in entries:
+        rewards.setdefault(entry.group_id, set()).update(entry.facts.rewards)
+    return [entry for entry in entries if len(rewards[entry.group_id]) == 1]
 
 
 def check_wanted(

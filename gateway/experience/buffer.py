@@ -16,27 +16,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
-
-import msgspec
 
 from gateway.config import ExperienceStoreKind
-from gateway.core.selection import Entry, Strategy, check_wanted
+from gateway.core.selection import Entry, Strategy, check_wanted, of_equal_rewards
 from gateway.experience.leases import BufferState, LeaseState
 from gateway.experience.stores import STORES
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.damage import leaving_out
 from gateway.store.database import Database, Operation
-from protos.decoding import decode_msgpack
+from protos import packed
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
 from protos.trajectories import Trajectory
 
+log = logging.getLogger(__name__)
+
 CAPACITY = 65_536
+BYTES_MAX = 32 << 30
+"""Of packed trajectories: some 20 KB for 2,000 tokens."""
 LEASE_S = 600.0
 WAIT_S_MAX = 300.0
 
@@ -53,6 +55,9 @@ class BufferStatistics:
     evicted_stale: int
     evicted_for_room: int
     evicted_equal: int
+    used_before: int = 0  # of `trajectories`, those that wait for another use
+    num_bytes: int = 0  # packed, leased ones included
+    bytes_max: int = 0
 
 
 @dataclass(slots=True)
@@ -66,15 +71,34 @@ class _Counters:
     evicted_equal: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a sample got: `rows[i]` (`protos.packed`) is the session of `entries[i]`. No lease (""): nothing was
+    there."""
+
+    lease_id: str = ""
+    entries: Sequence[Entry] = ()
+    rows: Sequence[bytes] = ()
+
+    def trajectories(self) -> list[Trajectory]:
+        """All leaves, unpacked: a cost for each token."""
+        return [leaf for row in self.rows for leaf in packed.unpack(row)]
+
+
 class ExperienceBuffer:
     """Any number of readers; `add` by the gateway at a session's finish. `database`: the gateway's; `store`: what keeps
     the trajectories."""
 
     def __init__(
-        self, database: Database, *, store: ExperienceStoreKind = "database", capacity: int = CAPACITY
+        self,
+        database: Database,
+        *,
+        store: ExperienceStoreKind = "database",
+        capacity: int = CAPACITY,
+        bytes_max: int = BYTES_MAX,
     ) -> None:
         self._store = STORES[store](database)
-        self._state = BufferState(capacity)
+        self._state = BufferState(capacity, bytes_max)
         self._counters = _Counters()
         self._changed = asyncio.Event()
         # Held across each change of the state and its write: without it, two changes could reach the store in another
@@ -90,13 +114,20 @@ class ExperienceBuffer:
     async def open(self) -> None:
         """Creates the tables and takes over what the previous process left, leases included."""
         kept = await self._store.open()
+        gone = [entry for entry, lease in kept.entries[: -self._state.capacity] if lease is None]
+        dropped = {entry.seq for entry in gone}
         for entry, _ in kept.entries:
-            self._state.add(entry)
+            if entry.seq not in dropped:
+                gone += self._state.add(entry)
+        if gone:
+            log.warning("%d trajectories of an earlier life are more than this one keeps: they are evicted", len(gone))
+            self._counters.evicted_for_room += len(gone)
+            await self._store.delete(gone)
         self._next_seq = kept.last_seq + 1
         self._state.closed_groups.update(kept.closed_groups)
-        for lease_id, reader, until in kept.leases:
-            held = [entry for entry, of in kept.entries if of == lease_id]
-            self._state.lease(lease_id, reader, held, until)
+        for lease_id, reader, until, uses_max in kept.leases:
+            held = [entry for entry, of in kept.entries if of == lease_id and entry.seq in self._state.free]
+            self._state.lease(lease_id, reader, held, until, uses_max)
 
     async def add(self, *leaves: Trajectory, along: Operation[object] | None = None) -> None:
         """Adds one whole session: its leaves are added, handed out and used up together. `along` is
@@ -113,11 +144,14 @@ class ExperienceBuffer:
         trajectory = leaves[0]
         async with self._order:
             self._refuse(trajectory.session_id)
-            entry = Entry(self._next_seq, trajectory.session_id, trajectory.group_id, _oldest_version(leaves))
+            row = packed.pack(leaves)
+            facts = packed.facts_of(leaves, len(row))
+            name, group = trajectory.session_id, trajectory.group_id
+            entry = Entry(self._next_seq, name, group, facts.oldest_version, facts)
             self._next_seq += 1
             gone = self._state.add(entry)
             try:
-                await self._store.add(entry, msgspec.msgpack.encode(leaves), gone, along)
+                await self._store.add(entry, row, gone, along)
             except LaminarError:
                 self._state.remove(entry)
                 self._state.put_back(gone)
@@ -141,7 +175,9 @@ class ExperienceBuffer:
             entry = next((e for e in self._state.free.values() if e.session_id == session_id), None)
             if entry is None:
                 raise Conflict(f"a reader has session {session_id}", hint="give rewards before it is sampled")
-            await self._store.revise(entry, change)
+            facts = await self._store.revise(entry, change)
+            if entry.seq in self._state.free:
+                self._state.replace(dataclasses.replace(entry, facts=facts))
         await self._store.synced()
 
     async def close_group(self, group_id: str, members: int) -> None:
@@ -182,35 +218,36 @@ class ExperienceBuffer:
         lease_s: float = LEASE_S,
         drop_equal_rewards: bool = False,
         strategy: Strategy = "fifo",
-    ) -> tuple[str, list[Trajectory]]:
-        """A lease and its trajectories: as many as requested, or those that are there after `wait_s`, possibly none
-        (lease id "").
+        uses_max: int = 1,
+    ) -> Sampled:
+        """A lease and its trajectories: as many as requested, or those that are there after `wait_s`, possibly none.
 
         A session with branches counts as one and comes with all its leaves.
-        With `groups`, whole groups of `group_size` only; with `session_ids`, those sessions only. Trajectories whose
-        oldest token is more than `staleness_max` versions behind `trainer_version` are dropped, counted, and never
-        handed out; with `drop_equal_rewards` so are groups all of whose rewards are equal.
+        With `groups`, whole groups of `group_size` only; with `session_ids`, those sessions only. Trajectories more
+        than `staleness_max` versions behind `trainer_version` (with their oldest token; under `staleness_bounded` with
+        their newest) are dropped, counted, and never handed out; with `drop_equal_rewards` so are groups all of whose
+        rewards are equal. Trajectories that were used less than `uses_max` times are handed out, the least used first.
         """
         wanted = check_wanted(trajectories, groups, group_size, strategy, session_ids)
         self._store.check()
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
         while True:
             async with self._order:
-                await self._declare(trainer_version, staleness_max)
+                await self._declare(trainer_version, staleness_max, by_token=strategy == "staleness_bounded")
                 if session_ids is not None:
-                    chosen = self._state.take_sessions(session_ids, strategy)
+                    chosen = self._state.take_sessions(session_ids, strategy, uses_max)
                 elif groups is None:
-                    chosen = self._state.take(wanted, strategy)
+                    chosen = self._state.take(wanted, strategy, uses_max)
                 else:
-                    chosen = self._state.take_groups(groups, group_size or 0, strategy)
+                    chosen = self._state.take_groups(groups, group_size or 0, strategy, uses_max)
                 remaining_s = deadline - time.monotonic()
                 found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
                 if found >= wanted or remaining_s <= 0:
                     if drop_equal_rewards and await self._drop_equal(chosen):
                         continue
                     if not chosen:
-                        return "", []
-                    if (leased := await self._lease(reader, chosen, lease_s)) is None:
+                        return Sampled()
+                    if (leased := await self._lease(reader, chosen, lease_s, uses_max)) is None:
                         continue
                     return leased
                 # Cleared under the lock: a change after this look sets the event again, so none is missed.
@@ -218,7 +255,9 @@ class ExperienceBuffer:
             await self._wait_for_change(remaining_s)
 
     async def ack(self, lease_id: str) -> int:
-        """The reader has used them: they are gone. Returns how many. NotFound for an unknown or expired lease."""
+        """The reader has used them: they are gone, or wait for another use. Returns how many.
+
+        NotFound for an unknown or expired lease."""
         return await self._shielded.run(self._ack(lease_id), f"ack-{lease_id}")
 
     async def _ack(self, lease_id: str) -> int:
@@ -236,6 +275,8 @@ class ExperienceBuffer:
                 self._state.hold(lease)
                 raise
             self._counters.acked += len(lease.entries)
+        if lease.again():
+            self._changed.set()
         await self._store.synced()
         return len(lease.entries)
 
@@ -257,7 +298,15 @@ class ExperienceBuffer:
     def statistics(self) -> BufferStatistics:
         self._lapse()
         state, counters = self._state, dataclasses.asdict(self._counters)
-        return BufferStatistics(len(state) - state.num_leased, state.num_leased, state.capacity, **counters)
+        return BufferStatistics(
+            len(state) - state.num_leased,
+            state.num_leased,
+            state.capacity,
+            **counters,
+            used_before=state.num_used,
+            num_bytes=state.num_bytes,
+            bytes_max=state.bytes_max or 0,
+        )
 
     def groups(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """By group, the number of trajectories that no reader has; and the groups closed with fewer than their size."""
@@ -273,9 +322,9 @@ class ExperienceBuffer:
                 hint="acknowledge leases after use",
             )
 
-    async def _declare(self, trainer_version: int, staleness_max: int | None) -> None:
+    async def _declare(self, trainer_version: int, staleness_max: int | None, *, by_token: bool) -> None:
         self._lapse()
-        stale = self._state.declare(trainer_version, staleness_max)
+        stale = self._state.declare(trainer_version, staleness_max, by_token=by_token)
         if stale:
             self._count_evicted(stale)
             await self._delete(stale)
@@ -286,7 +335,7 @@ class ExperienceBuffer:
 
     async def _drop_equal(self, chosen: list[Entry]) -> bool:
         """Returns whether any group was dropped."""
-        gone = await self._store.of_equal_rewards(chosen)
+        gone = of_equal_rewards(chosen)
         for entry in gone:
             if entry.seq in self._state.free:
                 self._state.remove(entry)
@@ -294,7 +343,7 @@ class ExperienceBuffer:
         await self._delete(gone)
         return bool(gone)
 
-    async def _lease(self, reader: str, chosen: list[Entry], lease_s: float) -> tuple[str, list[Trajectory]] | None:
+    async def _lease(self, reader: str, chosen: list[Entry], lease_s: float, uses_max: int) -> Sampled | None:
         """None: none could be read.
 
         The lease is written by a task of its own, so that a cancelled caller cannot leave state and store apart. Its
@@ -302,7 +351,7 @@ class ExperienceBuffer:
         it is given back.
         """
         lease_id = f"lease-{secrets.token_hex(8)}"
-        lease = self._state.lease(lease_id, reader, chosen, unix_s() + lease_s)
+        lease = self._state.lease(lease_id, reader, chosen, unix_s() + lease_s, uses_max)
         leasing = self._shielded.start(self._write_lease(lease, chosen), lease_id)
         try:
             return await asyncio.shield(leasing)
@@ -310,29 +359,27 @@ class ExperienceBuffer:
             self._shielded.start(self._give_back(lease_id, leasing), f"give-back-{lease_id}")
             raise
 
-    async def _write_lease(self, lease: LeaseState, chosen: Sequence[Entry]) -> tuple[str, list[Trajectory]] | None:
+    async def _write_lease(self, lease: LeaseState, chosen: Sequence[Entry]) -> Sampled | None:
         try:
             bodies = await self._store.lease(lease)
         except LaminarError:
             self._state.release(lease.lease_id)
             raise
-        found: list[Trajectory] = []
+        found: list[tuple[Entry, bytes]] = []
         for entry, body in zip(chosen, bodies, strict=True):
-            leaves: list[Trajectory] | None = None
-            with leaving_out("trajectories", entry.seq):
-                leaves = decode_msgpack(body, list[Trajectory])
-            if leaves is None:
-                self._state.leave_out(lease, entry)
-                await self._store.leave_out(entry)
-            else:
-                found += leaves
+            with leaving_out("trajectory_bodies", entry.seq):
+                packed.check(body)
+                found.append((entry, body))
+                continue
+            self._state.leave_out(lease, entry)
+            await self._store.leave_out(entry)
         self._counters.sampled += len(lease.entries)
         if not lease.entries:
             self._state.release(lease.lease_id)
             return None
-        return lease.lease_id, found
+        return Sampled(lease.lease_id, [entry for entry, _ in found], [row for _, row in found])
 
-    async def _give_back(self, lease_id: str, leasing: asyncio.Task[tuple[str, list[Trajectory]] | None]) -> None:
+    async def _give_back(self, lease_id: str, leasing: asyncio.Task[Sampled | None]) -> None:
         await asyncio.wait([leasing])
         async with self._order:
             if self._state.release(lease_id):
@@ -360,7 +407,3 @@ class ExperienceBuffer:
                 self._counters.evicted_stale += 1
             else:
                 self._counters.evicted_for_room += 1
-
-
-def _oldest_version(leaves: Sequence[Trajectory]) -> int:
-    return min(chain.from_iterable(compress(leaf.versions, leaf.loss_mask) for leaf in leaves), default=0)

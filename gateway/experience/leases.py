@@ -7,23 +7,32 @@ acknowledgement that comes after the expiry is refused, since another reader may
 Invariants:
 - an entry is either free or in exactly one live lease; an expired lease returns its entries to their old place;
 - free entries are handed out in the order of the sample's strategy (`gateway.core.selection`);
-- there are never more than `capacity` entries.
+- there are never more than `capacity` entries; and no more than `bytes_max` bytes, once something free can be evicted;
+- an acknowledged entry is removed, unless its reader said that it may be used again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from gateway.core.selection import Entry, Strategy, ordered, whole_groups
+from gateway.core.selection import Entry, Strategy, ordered, too_stale, whole_groups
 
 
 @dataclass(slots=True)
 class LeaseState:
+    """`uses_max`: how many uses its reader allows of an entry, over all readers."""
+
     lease_id: str
     reader: str
     until: float
     entries: dict[int, Entry]
+    uses_max: int = 1
+
+    def again(self) -> list[Entry]:
+        """Of the entries, with this use counted, those that stay for another."""
+        used = (replace(entry, uses=entry.uses + 1) for entry in self.entries.values())
+        return [entry for entry in used if entry.uses < self.uses_max]
 
 
 @dataclass(slots=True)
@@ -31,13 +40,17 @@ class BufferState:
     """`now` is in seconds of any one clock; `trainer_version` is the newest that a reader reported."""
 
     capacity: int
+    bytes_max: int | None = None
     trainer_version: int = 0
     staleness_max: int | None = None
+    by_token: bool = False  # the newest token of an entry decides whether it is too stale
+    num_bytes: int = 0  # of all entries, packed
+    num_used: int = 0  # free entries that were used before
     free: dict[int, Entry] = field(default_factory=dict)  # by seq; out of order once a lease expired
     leases: dict[str, LeaseState] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
     closed_groups: dict[str, int] = field(default_factory=dict)  # complete with so many members, fewer than its size
-    groups: dict[str, int] = field(default_factory=dict)  # free entries of each group
+    groups: dict[str, int] = field(default_factory=dict)  # free entries of each group that nobody has used
 
     def __len__(self) -> int:
         return len(self.sessions)
@@ -52,22 +65,32 @@ class BufferState:
         Only while not `full`: with every place leased nothing can be evicted.
         """
         gone: list[Entry] = []
-        if len(self) >= self.capacity:
-            gone = self.stale() or [self.free[min(self.free)]]
+        if self._over(entry):
+            gone = self.stale()
             for old in gone:
                 self.remove(old)
-        self.sessions.add(entry.session_id)
+        while self._over(entry) and self.free:
+            oldest = max(self.free.values(), key=lambda old: (old.uses, -old.seq))
+            self.remove(oldest)
+            gone.append(oldest)
+        self._own(entry)
         self._let_in(entry)
         return gone
 
-    def full(self) -> bool:
-        """Whether every place is leased, so that nothing can be added."""
-        return len(self) >= self.capacity and not self.free
+    def _over(self, entry: Entry) -> bool:
+        """Whether there is no room for one more."""
+        over_bytes = self.bytes_max is not None and self.num_bytes + entry.facts.num_bytes > self.bytes_max
+        return len(self) >= self.capacity or over_bytes
 
-    def declare(self, trainer_version: int, staleness_max: int | None) -> list[Entry]:
+    def full(self) -> bool:
+        """Whether every place, or byte, is leased, so that nothing can be added."""
+        over_bytes = self.bytes_max is not None and self.num_bytes >= self.bytes_max
+        return (len(self) >= self.capacity or over_bytes) and not self.free
+
+    def declare(self, trainer_version: int, staleness_max: int | None, *, by_token: bool = False) -> list[Entry]:
         """A reader reports the trainer's version. Removes the free entries that are now too stale, and returns them."""
         self.trainer_version = max(self.trainer_version, trainer_version)
-        self.staleness_max = staleness_max
+        self.staleness_max, self.by_token = staleness_max, by_token
         stale = self.stale()
         for entry in stale:
             self.remove(entry)
@@ -77,20 +100,29 @@ class BufferState:
         return [entry for entry in self.free.values() if self.is_stale(entry)]
 
     def is_stale(self, entry: Entry) -> bool:
-        return self.staleness_max is not None and self.trainer_version - entry.oldest_version > self.staleness_max
+        bound = self.staleness_max
+        return bound is not None and too_stale(entry, self.trainer_version, bound, by_token=self.by_token)
 
-    def take(self, count: int, strategy: Strategy = "fifo") -> list[Entry]:
+    def take(self, count: int, strategy: Strategy = "fifo", uses_max: int = 1) -> list[Entry]:
         """Up to `count` free entries. They stay free until leased."""
-        return ordered(self.free.values(), strategy)[:count]
+        return ordered(self.free.values(), strategy, uses_max)[:count]
 
-    def take_sessions(self, session_ids: Collection[str], strategy: Strategy = "fifo") -> list[Entry]:
+    def take_sessions(
+        self, session_ids: Collection[str], strategy: Strategy = "fifo", uses_max: int = 1
+    ) -> list[Entry]:
         """Those of `session_ids` that are free."""
         wanted = set(session_ids)
-        return ordered((entry for entry in self.free.values() if entry.session_id in wanted), strategy)
+        return ordered((entry for entry in self.free.values() if entry.session_id in wanted), strategy, uses_max)
 
-    def take_groups(self, count: int, group_size: int, strategy: Strategy = "fifo") -> list[Entry]:
+    def take_groups(self, count: int, group_size: int, strategy: Strategy = "fifo", uses_max: int = 1) -> list[Entry]:
         """Up to `count` whole groups of `group_size` members, or as many as they were closed with."""
-        return whole_groups(self.free.values(), count, group_size, self.closed_groups, strategy)
+        usable = ordered(self.free.values(), strategy, uses_max)
+        return whole_groups(usable, count, group_size, self.closed_groups)
+
+    def replace(self, entry: Entry) -> None:
+        """The free entry's facts are others now."""
+        self.num_bytes += entry.facts.num_bytes - self.free[entry.seq].facts.num_bytes
+        self.free[entry.seq] = entry
 
     def forget_closed_groups(self) -> list[str]:
         """Forgets the oldest closed groups beyond one for each place: all their members are long gone."""
@@ -99,22 +131,32 @@ class BufferState:
             del self.closed_groups[name]
         return gone
 
-    def lease(self, lease_id: str, reader: str, entries: Iterable[Entry], until: float) -> LeaseState:
+    def lease(
+        self, lease_id: str, reader: str, entries: Iterable[Entry], until: float, uses_max: int = 1
+    ) -> LeaseState:
         taken = {entry.seq: self._take_out(entry.seq) for entry in entries}
-        state = self.leases[lease_id] = LeaseState(lease_id, reader, until, taken)
+        state = self.leases[lease_id] = LeaseState(lease_id, reader, until, taken, uses_max)
         return state
 
     def ack(self, lease_id: str) -> LeaseState | None:
-        """Ends a lease: its entries were used. None if there is no such lease."""
+        """Ends a lease: its entries were used, and are gone, or free for their next use. None if there is no such
+        lease."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
-            self.sessions.difference_update(entry.session_id for entry in lease.entries.values())
+            for entry in lease.entries.values():
+                self._disown(entry)
+            for entry in lease.again():
+                self._own(entry)
+                self._let_in(entry)
         return lease
 
     def hold(self, lease: LeaseState) -> None:
         """Restores a lease whose end could not be written."""
+        for entry in lease.again():
+            self.remove(entry)
         self.leases[lease.lease_id] = lease
-        self.sessions.update(entry.session_id for entry in lease.entries.values())
+        for entry in lease.entries.values():
+            self._own(entry)
 
     def release(self, lease_id: str) -> bool:
         """Ends a lease unused: its entries are free again. False if it had expired or ended."""
@@ -128,13 +170,13 @@ class BufferState:
         lease.entries.pop(entry.seq, None)
         if entry.seq in self.free:
             self._take_out(entry.seq)
-        self.sessions.discard(entry.session_id)
+        self._disown(entry)
 
     def put_back(self, entries: Iterable[Entry]) -> None:
         """Adds removed entries again: their removal could not be written."""
         for entry in entries:
             self._let_in(entry)
-            self.sessions.add(entry.session_id)
+            self._own(entry)
 
     def lapse(self, now: float) -> list[LeaseState]:
         """Ends the leases that expired: their entries are free again."""
@@ -150,15 +192,29 @@ class BufferState:
     def remove(self, entry: Entry) -> None:
         """Takes a free entry out."""
         self._take_out(entry.seq)
+        self._disown(entry)
+
+    def _own(self, entry: Entry) -> None:
+        self.sessions.add(entry.session_id)
+        self.num_bytes += entry.facts.num_bytes
+
+    def _disown(self, entry: Entry) -> None:
         self.sessions.discard(entry.session_id)
+        self.num_bytes -= entry.facts.num_bytes
 
     def _let_in(self, *entries: Entry) -> None:
         for entry in entries:
             self.free[entry.seq] = entry
-            self.groups[entry.group_id] = self.groups.get(entry.group_id, 0) + 1
+            if entry.uses:
+                self.num_used += 1
+            else:
+                self.groups[entry.group_id] = self.groups.get(entry.group_id, 0) + 1
 
     def _take_out(self, seq: int) -> Entry:
         entry = self.free.pop(seq)
+        if entry.uses:
+            self.num_used -= 1
+            return entry
         self.groups[entry.group_id] -= 1
         if not self.groups[entry.group_id]:
             del self.groups[entry.group_id]

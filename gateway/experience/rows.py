@@ -1,34 +1,32 @@
-"""The experience buffer on disk: its tables and the operations on them, which run in the database's thread."""
+"""The experience buffer on disk: its tables and the operations on them, which run in the database's thread.
+
+A session's packed trajectories stand apart from its row: what changes often (leases, uses) is small, and a start reads
+no bodies.
+"""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from gateway.core.selection import Entry
+from gateway.experience.leases import LeaseState
 from gateway.runtime.clock import unix_s
 from gateway.store.damage import leaving_out, reading
+from gateway.store.layout import TRAJECTORIES
+from protos import packed
 from protos.decoding import decode_msgpack
+from protos.packed import Facts
 from protos.trajectories import Trajectory
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS trajectories(
-    seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, group_id TEXT NOT NULL,
-    oldest_version INTEGER NOT NULL, body BLOB NOT NULL, lease_id TEXT);
+_SCHEMA = f"""
+{TRAJECTORIES};
 CREATE TABLE IF NOT EXISTS closed_groups(group_id TEXT PRIMARY KEY, members INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS leases(lease_id TEXT PRIMARY KEY, reader TEXT NOT NULL, until_unix_s REAL NOT NULL)
+CREATE TABLE IF NOT EXISTS leases(lease_id TEXT PRIMARY KEY, reader TEXT NOT NULL, until_unix_s REAL NOT NULL,
+    uses_max INTEGER NOT NULL DEFAULT 1)
 """
-
-
-class _Rewarded(msgspec.Struct):
-    """The part of a trajectory that decides whether its group teaches anything."""
-
-    reward: float
-
-
-_decode_rewards = msgspec.msgpack.Decoder(list[_Rewarded]).decode
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:
@@ -45,17 +43,19 @@ def count(connection: sqlite3.Connection) -> int:
 
 def load(
     connection: sqlite3.Connection,
-) -> tuple[list[tuple[Entry, str | None]], list[tuple[str, str, float]], int]:
+) -> tuple[list[tuple[Entry, str | None]], list[tuple[str, str, float, int]], int]:
     """The entries with their lease's id, the leases, and the number of the last row, also of a damaged one."""
     _make_tables(connection)
     rows = connection.execute(
-        "SELECT seq, session_id, group_id, oldest_version, lease_id FROM trajectories ORDER BY seq"
+        "SELECT seq, session_id, group_id, oldest_version, facts, uses, lease_id FROM trajectories ORDER BY seq"
     ).fetchall()
-    leases = connection.execute("SELECT lease_id, reader, until_unix_s FROM leases").fetchall()
+    leases = connection.execute("SELECT lease_id, reader, until_unix_s, uses_max FROM leases").fetchall()
     found: list[tuple[Entry, str | None]] = []
-    for seq, session_id, group_id, oldest_version, lease_id in rows:
+    for seq, session_id, group_id, oldest_version, facts, uses, lease_id in rows:
         with leaving_out("trajectories", seq):
-            found.append((Entry(seq, session_id, group_id, _number(oldest_version)), lease_id))
+            known = decode_msgpack(facts, Facts)
+            entry = Entry(seq, session_id, group_id, _number(oldest_version), known, _number(uses))
+            found.append((entry, lease_id))
     return found, leases, max((row[0] for row in rows), default=0)
 
 
@@ -76,40 +76,61 @@ def close_group(connection: sqlite3.Connection, group_id: str, members: int, gon
 
 def replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: Sequence[Entry]) -> None:
     delete(connection, gone)
-    row = (entry.seq, entry.session_id, entry.group_id, entry.oldest_version, body)
+    facts = msgspec.msgpack.encode(entry.facts)
     connection.execute(
-        "INSERT INTO trajectories(seq, session_id, group_id, oldest_version, body) VALUES (?,?,?,?,?)", row
+        "INSERT INTO trajectories(seq, session_id, group_id, oldest_version, facts) VALUES (?,?,?,?,?)",
+        (entry.seq, entry.session_id, entry.group_id, entry.oldest_version, facts),
     )
+    connection.execute("INSERT INTO trajectory_bodies VALUES (?,?)", (entry.seq, body))
 
 
 def delete(connection: sqlite3.Connection, entries: Sequence[Entry]) -> None:
-    connection.executemany("DELETE FROM trajectories WHERE seq=?", [(entry.seq,) for entry in entries])
+    seqs = [(entry.seq,) for entry in entries]
+    connection.executemany("DELETE FROM trajectories WHERE seq=?", seqs)
+    connection.executemany("DELETE FROM trajectory_bodies WHERE seq=?", seqs)
 
 
-def revise(connection: sqlite3.Connection, seq: int, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
-    [body] = connection.execute("SELECT body FROM trajectories WHERE seq=?", (seq,)).fetchone()
-    connection.execute("UPDATE trajectories SET body=? WHERE seq=?", (revised(seq, body, change), seq))
+def revise(connection: sqlite3.Connection, seq: int, change: Callable[[list[Trajectory]], list[Trajectory]]) -> Facts:
+    [body] = connection.execute("SELECT body FROM trajectory_bodies WHERE seq=?", (seq,)).fetchone()
+    after, facts = revised(seq, body, change)
+    connection.execute("UPDATE trajectory_bodies SET body=? WHERE seq=?", (after, seq))
+    connection.execute("UPDATE trajectories SET facts=? WHERE seq=?", (msgspec.msgpack.encode(facts), seq))
+    return facts
 
 
-def revised(seq: int, body: bytes, change: Callable[[list[Trajectory]], list[Trajectory]]) -> bytes:
-    with reading("trajectories", seq):
-        before = decode_msgpack(body, list[Trajectory])
-    return msgspec.msgpack.encode(change(before))
+def revised(seq: int, body: bytes, change: Callable[[list[Trajectory]], list[Trajectory]]) -> tuple[bytes, Facts]:
+    with reading("trajectory_bodies", seq):
+        before = packed.unpack(body)
+    leaves = change(before)
+    after = packed.pack(leaves)
+    return after, packed.facts_of(leaves, len(after))
 
 
-def lease_rows(
-    connection: sqlite3.Connection, lease_id: str, reader: str, until: float, seqs: list[int]
-) -> list[bytes]:
+def lease_rows(connection: sqlite3.Connection, lease: LeaseState) -> list[bytes]:
     connection.execute("DELETE FROM leases WHERE until_unix_s <= ?", (unix_s(),))
-    connection.execute("INSERT INTO leases VALUES (?,?,?)", (lease_id, reader, until))
-    connection.executemany("UPDATE trajectories SET lease_id=? WHERE seq=?", [(lease_id, seq) for seq in seqs])
-    read = "SELECT body FROM trajectories WHERE seq=?"
-    return [connection.execute(read, (seq,)).fetchone()[0] for seq in seqs]
+    connection.execute(
+        "INSERT INTO leases(lease_id, reader, until_unix_s, uses_max) VALUES (?,?,?,?)",
+        (lease.lease_id, lease.reader, lease.until, lease.uses_max),
+    )
+    named = [(lease.lease_id, seq) for seq in lease.entries]
+    connection.executemany("UPDATE trajectories SET lease_id=? WHERE seq=?", named)
+    read = "SELECT body FROM trajectory_bodies WHERE seq=?"
+    return [_body(connection.execute(read, (seq,)).fetchone()) for seq in lease.entries]
 
 
-def delete_lease(connection: sqlite3.Connection, lease_id: str) -> None:
-    connection.execute("DELETE FROM trajectories WHERE lease_id=?", (lease_id,))
-    connection.execute("DELETE FROM leases WHERE lease_id=?", (lease_id,))
+def _body(row: tuple[bytes] | None) -> bytes:
+    """An empty one for a row that lacks it: damaged, as one that does not decode is."""
+    return b"" if row is None or not isinstance(row[0], bytes) else row[0]
+
+
+def use_up(connection: sqlite3.Connection, lease: LeaseState) -> None:
+    again = lease.again()
+    kept = {entry.seq for entry in again}
+    delete(connection, [entry for entry in lease.entries.values() if entry.seq not in kept])
+    connection.executemany(
+        "UPDATE trajectories SET uses=?, lease_id=NULL WHERE seq=?", [(entry.uses, entry.seq) for entry in again]
+    )
+    connection.execute("DELETE FROM leases WHERE lease_id=?", (lease.lease_id,))
 
 
 def release(connection: sqlite3.Connection, lease_id: str) -> None:
@@ -119,20 +140,3 @@ def release(connection: sqlite3.Connection, lease_id: str) -> None:
 
 def unlease(connection: sqlite3.Connection, seq: int) -> None:
     connection.execute("UPDATE trajectories SET lease_id=NULL WHERE seq=?", (seq,))
-
-
-def of_equal_rewards(connection: sqlite3.Connection, entries: Sequence[Entry]) -> list[Entry]:
-    read = "SELECT body FROM trajectories WHERE seq=?"
-    return equally_rewarded((entry, connection.execute(read, (entry.seq,)).fetchone()[0]) for entry in entries)
-
-
-def equally_rewarded(bodies: Iterable[tuple[Entry, bytes]]) -> list[Entry]:
-    """The members of groups whose rewards are all equal: no member is better than another, so a trainer learns nothing
-    from them. Late rewards count: the bodies have them."""
-    rewards: dict[str, set[float]] = {}
-    entries: list[Entry] = []
-    for entry, body in bodies:
-        with leaving_out("trajectories", entry.seq):
-            rewards.setdefault(entry.group_id, set()).update(leaf.reward for leaf in _decode_rewards(body))
-            entries.append(entry)
-    return [entry for entry in entries if len(rewards.get(entry.group_id, ())) == 1]

@@ -4,9 +4,9 @@ The buffer decides what is added, leased and dropped (`buffer`, `leases`); a sto
 bookkeeping is to outlive the gateway. Of a session's finish, every store commits the part that is not its own (`along`)
 to the gateway's database, and has the trajectories only if that succeeded.
 
-What `run` and `owe` are to the database, the methods here are to their callers: `add`, `revise`, `lease`, `use_up` and
-`of_equal_rewards` raise LaminarError without any effect; the others record what has happened already, and wait while a
-store cannot be written.
+What `run` and `owe` are to the database, the methods here are to their callers: `add`, `revise`, `lease` and `use_up`
+raise LaminarError without any effect; the others record what has happened already, and wait while a store cannot be
+written.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gateway.core.selection import Entry
 from gateway.experience import rows
 from gateway.experience.leases import LeaseState
 from gateway.store.database import Database, Operation
+from protos.packed import Facts
 from protos.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
@@ -31,18 +32,18 @@ Change = Callable[[list[Trajectory]], list[Trajectory]]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an earlier life of the gateway left. `entries`: oldest first, each with its lease's id. `leases`: id, reader
-    and end (Unix time, in seconds). `closed_groups`: with their members. `last_seq`: of all that is there, also of what
-    is damaged; numbers above it are free."""
+    """What an earlier life of the gateway left. `entries`: oldest first, each with its lease's id. `leases`: id,
+    reader, end (Unix time, in seconds) and the uses that it allows. `closed_groups`: with their members. `last_seq`: of
+    all that is there, also of what is damaged; numbers above it are free."""
 
     entries: Sequence[tuple[Entry, str | None]] = ()
-    leases: Sequence[tuple[str, str, float]] = ()
+    leases: Sequence[tuple[str, str, float, int]] = ()
     closed_groups: Sequence[tuple[str, int]] = ()
     last_seq: int = 0
 
 
 class ExperienceStore(Protocol):
-    """The bodies of trajectories, by entry: the leaves of one session, as msgpack."""
+    """The bodies of trajectories, by entry: the leaves of one session, as a row of `protos.packed`."""
 
     async def open(self) -> Kept:
         """Makes the tables in any case: the sessions' own refer to them (`gateway.store.sessions`)."""
@@ -60,8 +61,9 @@ class ExperienceStore(Protocol):
         """Adds `body` in place of those of `gone`. `along` takes effect, too, or nothing does."""
         ...
 
-    async def revise(self, entry: Entry, change: Change) -> None:
-        """`change` is pure and may run in another thread, or more than once; if it raises, nothing changes."""
+    async def revise(self, entry: Entry, change: Change) -> Facts:
+        """The entry's new facts. `change` is pure and may run in another thread, or more than once; if it raises,
+        nothing changes."""
         ...
 
     async def delete(self, gone: Sequence[Entry]) -> None: ...
@@ -71,7 +73,7 @@ class ExperienceStore(Protocol):
         ...
 
     async def use_up(self, lease: LeaseState) -> None:
-        """Deletes the lease and its entries."""
+        """Deletes the lease and its entries, but for those that `again` keeps for another use."""
         ...
 
     async def release(self, lease_id: str) -> None: ...
@@ -81,10 +83,6 @@ class ExperienceStore(Protocol):
         ...
 
     async def close_group(self, group_id: str, members: int, forgotten: Sequence[str]) -> None: ...
-
-    async def of_equal_rewards(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The members of groups whose rewards are all equal."""
-        ...
 
 
 class DatabaseStore:
@@ -111,20 +109,17 @@ class DatabaseStore:
 
         await self._database.run(write)
 
-    async def revise(self, entry: Entry, change: Change) -> None:
-        await self._database.run(lambda connection: rows.revise(connection, entry.seq, change))
+    async def revise(self, entry: Entry, change: Change) -> Facts:
+        return await self._database.run(lambda connection: rows.revise(connection, entry.seq, change))
 
     async def delete(self, gone: Sequence[Entry]) -> None:
         await self._database.owe(lambda connection: rows.delete(connection, gone))
 
     async def lease(self, lease: LeaseState) -> Sequence[bytes]:
-        seqs = list(lease.entries)
-        return await self._database.run(
-            lambda connection: rows.lease_rows(connection, lease.lease_id, lease.reader, lease.until, seqs)
-        )
+        return await self._database.run(lambda connection: rows.lease_rows(connection, lease))
 
     async def use_up(self, lease: LeaseState) -> None:
-        await self._database.run(lambda connection: rows.delete_lease(connection, lease.lease_id))
+        await self._database.run(lambda connection: rows.use_up(connection, lease))
 
     async def release(self, lease_id: str) -> None:
         await self._database.owe(lambda connection: rows.release(connection, lease_id))
@@ -134,9 +129,6 @@ class DatabaseStore:
 
     async def close_group(self, group_id: str, members: int, forgotten: Sequence[str]) -> None:
         await self._database.owe(lambda connection: rows.close_group(connection, group_id, members, forgotten))
-
-    async def of_equal_rewards(self, entries: Sequence[Entry]) -> list[Entry]:
-        return await self._database.run(lambda connection: rows.of_equal_rewards(connection, entries))
 
 
 class MemoryStore:
@@ -175,8 +167,9 @@ class MemoryStore:
         await self.delete(gone)
         self._bodies[entry.seq] = body
 
-    async def revise(self, entry: Entry, change: Change) -> None:
-        self._bodies[entry.seq] = rows.revised(entry.seq, self._bodies[entry.seq], change)
+    async def revise(self, entry: Entry, change: Change) -> Facts:
+        self._bodies[entry.seq], facts = rows.revised(entry.seq, self._bodies[entry.seq], change)
+        return facts
 
     async def delete(self, gone: Sequence[Entry]) -> None:
         for entry in gone:
@@ -186,7 +179,8 @@ class MemoryStore:
         return [self._bodies[seq] for seq in lease.entries]
 
     async def use_up(self, lease: LeaseState) -> None:
-        await self.delete(list(lease.entries.values()))
+        kept = {entry.seq for entry in lease.again()}
+        await self.delete([entry for entry in lease.entries.values() if entry.seq not in kept])
 
     async def release(self, lease_id: str) -> None:
         pass
@@ -196,9 +190,6 @@ class MemoryStore:
 
     async def close_group(self, group_id: str, members: int, forgotten: Sequence[str]) -> None:
         pass
-
-    async def of_equal_rewards(self, entries: Sequence[Entry]) -> list[Entry]:
-        return rows.equally_rewarded((entry, self._bodies[entry.seq]) for entry in entries)
 
 
 STORES: Mapping[ExperienceStoreKind, Callable[[Database], ExperienceStore]] = {

@@ -13,10 +13,10 @@ from gateway.config import GatewayConfig
 from gateway.core.admission import Reader, Readers, WaitingGroup, stranded, waiting_groups
 from gateway.core.retry_after import Pace, retry_for_a_batch
 from gateway.core.scheduler import Admission
+from gateway.core.selection import Entry
 from gateway.experience import ExperienceBuffer
 from gateway.experience.readers import KeptReader, ReaderStore
 from gateway.sessions.registry import SessionRegistry
-from protos.trajectories import Trajectory
 
 GROUPS_SHOWN_MAX = 20
 """Waiting groups in the status."""
@@ -89,12 +89,12 @@ class Trainer:
         """The newest version that a reader reported."""
         self.version = max(self.version, version)
 
-    def took(self, version: int, trajectories: Sequence[Trajectory]) -> None:
+    def took(self, version: int, entries: Sequence[Entry]) -> None:
         """A reader got trajectories: staleness at use, by the oldest version of each."""
-        if trajectories:
+        if entries:
             self._took.happened(time.monotonic())
-        for trajectory in trajectories:
-            oldest = min((v for v in trajectory.versions if v >= 0), default=version)
+        for entry in entries:
+            oldest = entry.oldest_version if entry.facts.versions else version
             count(self.staleness.use, version - oldest)
 
     def admission(self) -> Admission:
@@ -102,7 +102,7 @@ class Trainer:
         reader has sampled, and stranded ones only where they decide: with thousands of sessions, these counts are most
         of a placement's cost."""
         now = time.monotonic()
-        buffered, next_s = self._buffer.statistics().trajectories, retry_for_a_batch(self._took, now)
+        buffered, next_s = self._fresh(), retry_for_a_batch(self._took, now)
         reader = self._readers.deciding(now)
         if reader is None:
             return Admission(0, buffered, None, self._config.fleet.staleness_max, next_s)
@@ -112,7 +112,7 @@ class Trainer:
         return found
 
     def status(self) -> AdmissionStatus:
-        now, buffered = time.monotonic(), self._buffer.statistics().trajectories
+        now, buffered = time.monotonic(), self._fresh()
         reader = self._readers.deciding(now)
         held = 0 if reader is None else self._stranded(reader)
         waiting = [] if reader is None else self._waiting(reader)
@@ -143,6 +143,11 @@ class Trainer:
     def _expected(self) -> Iterator[tuple[str, str]]:
         """Live sessions for training, with their groups."""
         return ((s.session_id, s.spec.group_id) for s in self._live if s.spec.trains)
+
+    def _fresh(self) -> int:
+        """Buffered trajectories that nobody has used: those that wait for another use delay no session."""
+        found = self._buffer.statistics()
+        return found.trajectories - found.used_before
 
     def _running(self) -> int:
         return sum(1 for s in self._live if s.version is not None and s.spec.trains)

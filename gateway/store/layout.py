@@ -9,16 +9,30 @@ from __future__ import annotations
 
 import sqlite3
 
-from protos.errors import Conflict
+import msgspec
 
-LAYOUT = 5
+from gateway.store.damage import leaving_out
+from protos import packed
+from protos.decoding import decode_msgpack
+from protos.errors import Conflict
+from protos.trajectories import Trajectory
+
+LAYOUT = 6
 """Layouts:
+- 6: trajectories are packed, and their bodies stand apart from what is known of them (makes both tables anew);
 - 5: a turn's row has only the part of its prompt that its parent's path lacks (adds a column);
 - 4: turns are numbered in the order in which they ended (adds a column);
 - 3: the model and the vocabulary of the ids (adds a table);
 - 2: a journal that takes the tokens of all turns (adds a table);
 - 1: ended and unrewarded sessions, rewards of turns, and groups;
 - 0: before layouts were numbered."""
+
+TRAJECTORIES = """
+CREATE TABLE IF NOT EXISTS trajectories(
+    seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, group_id TEXT NOT NULL,
+    oldest_version INTEGER NOT NULL, facts BLOB NOT NULL, uses INTEGER NOT NULL DEFAULT 0, lease_id TEXT);
+CREATE TABLE IF NOT EXISTS trajectory_bodies(seq INTEGER PRIMARY KEY, body BLOB NOT NULL)"""
+"""Made here, since layout 6 makes them anew; what they hold belongs to `gateway.experience`."""
 
 _UNCOUNTED: dict[str, frozenset[str]] = {
     "turns": frozenset({"turn_id", "session_id", "request", "begun_unix_s", "outcome", "num_tokens", "ended_unix_s"}),
@@ -50,6 +64,7 @@ def prepare(connection: sqlite3.Connection, name: str) -> None:
             _count(connection, name)
         _add_column(connection, "end_number")
         _add_column(connection, "num_inherited")
+        _pack_trajectories(connection)
         connection.execute(f"PRAGMA user_version = {LAYOUT}")
     except BaseException:
         connection.execute("ROLLBACK")
@@ -94,3 +109,43 @@ def _add_column(connection: sqlite3.Connection, column: str) -> None:
     found = {row[1] for row in connection.execute("PRAGMA table_info(turns)")}
     if found and column not in found:
         connection.execute(f"ALTER TABLE turns ADD COLUMN {column} INTEGER")
+
+
+def _pack_trajectories(connection: sqlite3.Connection) -> None:
+    """Moves trajectories of before 6 (msgpack, in one table) to the tables of today. A body that does not decode moves
+    as it is, without facts: whoever loads it names it, and leaves it out."""
+    columns = {row[1] for row in connection.execute("PRAGMA table_info(trajectories)")}
+    if "body" in columns:
+        connection.execute("ALTER TABLE trajectories RENAME TO trajectories_5")
+        connection.execute("DROP TRIGGER IF EXISTS finished")  # it would end sessions again; it is made anew with them
+        for statement in TRAJECTORIES.split(";"):
+            connection.execute(statement)
+        for row in connection.execute(
+            "SELECT seq, session_id, group_id, oldest_version, lease_id, body FROM trajectories_5 ORDER BY seq"
+        ):
+            _move(connection, *row)
+        connection.execute("DROP TABLE trajectories_5")
+    found = {row[1] for row in connection.execute("PRAGMA table_info(leases)")}
+    if found and "uses_max" not in found:
+        connection.execute("ALTER TABLE leases ADD COLUMN uses_max INTEGER NOT NULL DEFAULT 1")
+
+
+def _move(
+    connection: sqlite3.Connection,
+    seq: int,
+    session_id: str,
+    group_id: str,
+    oldest_version: int,
+    lease_id: str | None,
+    body: bytes,
+) -> None:
+    facts = b""
+    with leaving_out("trajectories", seq):
+        leaves = decode_msgpack(body, list[Trajectory])
+        body = packed.pack(leaves)
+        facts = msgspec.msgpack.encode(packed.facts_of(leaves, len(body)))
+    connection.execute(
+        "INSERT INTO trajectories(seq, session_id, group_id, oldest_version, facts, lease_id) VALUES (?,?,?,?,?,?)",
+        (seq, session_id, group_id, oldest_version, facts, lease_id),
+    )
+    connection.execute("INSERT INTO trajectory_bodies VALUES (?,?)", (seq, body))

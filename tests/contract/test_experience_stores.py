@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 
 from gateway.core.selection import Entry
 from gateway.experience.leases import LeaseState
-from gateway.experience.stores import STORES, ExperienceStore, MemoryStore
+from gateway.experience.stores import STORES, DatabaseStore, ExperienceStore, MemoryStore
 from gateway.store import Database
+from protos import packed
 from protos.errors import Conflict, Unavailable
 from protos.trajectories import Trajectory
 from tests.unit.gateway_store.disk import Disk, until
@@ -45,14 +47,14 @@ def lease(*entries: Entry, name: str = "lease") -> LeaseState:
 async def add(store: ExperienceStore, *entries: Entry, reward: float = 0.5, gone: Sequence[Entry] = ()) -> None:
     for found in entries:
         leaves = [msgspec.structs.replace(trajectory(found.session_id, group=found.group_id), reward=reward)]
-        await store.add(found, msgspec.msgpack.encode(leaves), gone, None)
+        await store.add(found, packed.pack(leaves), gone, None)
 
 
 async def names(store: ExperienceStore, *entries: Entry) -> list[str]:
     """Of the sessions whose bodies a lease of `entries` gets; the lease is given back."""
     bodies = await store.lease(lease(*entries, name="look"))
     await store.release("look")
-    return [leaf.session_id for body in bodies for leaf in msgspec.msgpack.decode(body, type=list[Trajectory])]
+    return [leaf.session_id for body in bodies for leaf in packed.unpack(body)]
 
 
 async def test_a_lease_gets_the_bodies_in_its_order_until_they_are_used_up(store: ExperienceStore) -> None:
@@ -88,7 +90,7 @@ async def test_what_is_written_along_is_committed_with_it(
     store: ExperienceStore, database: Database, tmp_path: Path
 ) -> None:
     await database.run(lambda connection: connection.execute("CREATE TABLE ends(name TEXT)") and None)
-    body = msgspec.msgpack.encode([trajectory("s1")])
+    body = packed.pack([trajectory("s1")])
     await store.add(entry(1), body, (), lambda c: c.execute("INSERT INTO ends VALUES ('s1')"))
     with sqlite3.connect(tmp_path / "db") as other:
         assert other.execute("SELECT name FROM ends").fetchall() == [("s1",)]
@@ -103,7 +105,7 @@ async def test_where_the_disk_refuses_what_is_written_along_nothing_is_added_nor
     disk = Disk()
     await disk.make(database)
     disk.full = True
-    body = msgspec.msgpack.encode([trajectory("s2")])
+    body = packed.pack([trajectory("s2")])
     with pytest.raises(Unavailable, match="full"):
         await store.add(entry(2), body, [entry(1)], disk.write)
     disk.full = False
@@ -125,18 +127,29 @@ async def test_a_revision_replaces_the_leaves_and_one_that_fails_changes_nothing
     with pytest.raises(Conflict, match="too late"):
         await store.revise(entry(1), refuse)
     [body] = await store.lease(lease(entry(1)))
-    assert [leaf.reward for leaf in msgspec.msgpack.decode(body, type=list[Trajectory])] == [0.75]
+    assert [leaf.reward for leaf in packed.unpack(body)] == [0.75]
 
 
-async def test_groups_of_equal_rewards_are_found_late_rewards_included(store: ExperienceStore) -> None:
-    same, mixed = [entry(1, "same"), entry(2, "same")], [entry(3, "mixed"), entry(4, "mixed")]
-    await add(store, *same, *mixed)
-    assert await store.of_equal_rewards([*same, *mixed]) == [*same, *mixed]
-    await store.revise(mixed[1], lambda leaves: [msgspec.structs.replace(leaf, reward=1.0) for leaf in leaves])
-    assert await store.of_equal_rewards([*mixed, *same]) == same
-    damaged = entry(5, "same")
-    await store.add(damaged, b"\xc1", (), None)
-    assert await store.of_equal_rewards([*same, damaged]) == same, "what does not decode is left where it is"
+async def test_a_revision_gives_the_facts_that_the_store_keeps(store: ExperienceStore, database: Database) -> None:
+    await add(store, entry(1))
+    facts = await store.revise(entry(1), lambda leaves: [msgspec.structs.replace(leaf, reward=1.0) for leaf in leaves])
+    assert (facts.rewards, facts.versions, facts.num_tokens) == ([1.0], {1: 1, 2: 1}, 3)
+    if isinstance(store, DatabaseStore):
+        [(kept, _)] = (await DatabaseStore(database).open()).entries
+        assert kept.facts == facts
+
+
+async def test_what_may_be_used_again_stays_with_its_use_counted(store: ExperienceStore, database: Database) -> None:
+    await add(store, entry(1), entry(2))
+    held = dataclasses.replace(lease(entry(1), entry(2)), uses_max=2)
+    held.entries[2] = dataclasses.replace(entry(2), uses=1)
+    await store.lease(held)
+    await store.use_up(held)
+    assert await names(store, entry(1)) == ["s1"]
+    await add(store, Entry(3, "s2", "g", 1))  # no trace of the other is left
+    if isinstance(store, DatabaseStore):
+        kept = (await DatabaseStore(database).open()).entries
+        assert [(found.session_id, found.uses, lease) for found, lease in kept] == [("s1", 1, None), ("s2", 0, None)]
 
 
 async def test_memory_keeps_nothing_of_what_is_gone_and_writes_no_row(database: Database) -> None:
@@ -151,5 +164,5 @@ async def test_memory_keeps_nothing_of_what_is_gone_and_writes_no_row(database: 
     await store.leave_out(entry(5))
     await store.close_group("g", 1, [])
     assert len(store) == 1
-    for table in ("trajectories", "leases", "closed_groups"):
+    for table in ("trajectories", "trajectory_bodies", "leases", "closed_groups"):
         assert await database.run(lambda c, t=table: c.execute(f"SELECT * FROM {t}").fetchall()) == []  # type: ignore[misc]

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from paramserver.client import Rank, StreamedVersion, TensorSource, Ticket, TicketData
+from protos.decoding import decode_msgpack
 from protos.errors import BY_CODE, InvalidRequest, LaminarError, StaleEpoch, Unavailable
 from trainer_client.loop import LoopThread
 from trainer_client.sources import plain_source, refuse_nan
@@ -246,7 +247,7 @@ class Stream:
         if self._ranks.count == 1:
             return outcome
         sent = msgspec.msgpack.encode(outcome)
-        found = [msgspec.msgpack.decode(one, type=Outcome) for one in self._ranks.exchange(sent)]
+        found = [decode_msgpack(one, Outcome) for one in self._ranks.exchange(sent)]
         failed = [one for one in found if one.code]
         if failed:
             return next((one for one in failed if not one.again), failed[0])

@@ -243,12 +243,12 @@ async def test_a_clock_that_is_set_ends_no_session_and_no_lease(
             await read(found.run(each))
         await found.endings.finish(used.session_id, Finish(reward=1.0))
         buffer = found.trainer._buffer
-        lease, _ = await buffer.sample("t", trainer_version=0, trajectories=1)
+        lease = (await buffer.sample("t", trainer_version=0, trajectories=1)).lease_id
         set_to = time.time() + 86_400
         monkeypatch.setattr("time.time", lambda: set_to)
         assert not found.endings._why_over(session)
         assert await buffer.ack(lease) == 1
-        assert (await buffer.sample("t", trainer_version=0, trajectories=1))[1] == []
+        assert not (await buffer.sample("t", trainer_version=0, trajectories=1)).rows
 
 
 async def test_a_clock_that_is_set_back_vouches_for_nothing_that_was_not_looked_at(

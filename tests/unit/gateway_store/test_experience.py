@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -64,6 +65,11 @@ async def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         yield buffer
 
 
+async def sample(buffer: ExperienceBuffer, reader: str, **wanted: Any) -> tuple[str, list[Trajectory]]:
+    sampled = await buffer.sample(reader, **wanted)
+    return sampled.lease_id, sampled.trajectories()
+
+
 def names(sampled: tuple[str, list[Trajectory]]) -> list[str]:
     return [t.session_id for t in sampled[1]]
 
@@ -71,9 +77,9 @@ def names(sampled: tuple[str, list[Trajectory]]) -> list[str]:
 async def test_first_in_first_out_and_bodies_are_whole(buffer: ExperienceBuffer) -> None:
     for name in "abc":
         await buffer.add(trajectory(name))
-    lease, got = await buffer.sample("trainer", trajectories=2, trainer_version=1)
+    lease, got = await sample(buffer, "trainer", trajectories=2, trainer_version=1)
     assert got == [trajectory("a"), trajectory("b")]
-    assert names(await buffer.sample("other", trajectories=2, trainer_version=1)) == ["c"]
+    assert names(await sample(buffer, "other", trajectories=2, trainer_version=1)) == ["c"]
     assert await buffer.ack(lease) == 2
     statistics = buffer.statistics()
     assert (statistics.trajectories, statistics.leased, statistics.acked) == (0, 1, 2)
@@ -83,20 +89,20 @@ async def test_a_session_with_branches_counts_as_one_and_comes_whole(buffer: Exp
     leaves = [msgspec.structs.replace(trajectory("a", version=v), leaf=i, leaves=2) for i, v in enumerate((5, 2))]
     await buffer.add(*leaves)
     await buffer.add(trajectory("b"))
-    lease, got = await buffer.sample("trainer", trajectories=1, trainer_version=5)
+    lease, got = await sample(buffer, "trainer", trajectories=1, trainer_version=5)
     assert got == leaves
     assert buffer.statistics().leased == await buffer.ack(lease) == 1
-    assert names(await buffer.sample("trainer", trajectories=2, trainer_version=5)) == ["b"]
+    assert names(await sample(buffer, "trainer", trajectories=2, trainer_version=5)) == ["b"]
     await buffer.add(*leaves)
-    await buffer.sample("trainer", trajectories=1, trainer_version=5, staleness_max=2)
+    await sample(buffer, "trainer", trajectories=1, trainer_version=5, staleness_max=2)
     assert buffer.statistics().evicted_stale == 1, "as stale as its oldest leaf"
 
 
 async def test_a_lapsed_lease_gives_back_to_the_old_place(buffer: ExperienceBuffer) -> None:
     for name in "abc":
         await buffer.add(trajectory(name))
-    lease, _ = await buffer.sample("dies", trajectories=2, trainer_version=1, lease_s=0.01)
-    got = await buffer.sample("lives", trajectories=3, trainer_version=1, wait_s=5.0)
+    lease, _ = await sample(buffer, "dies", trajectories=2, trainer_version=1, lease_s=0.01)
+    got = await sample(buffer, "lives", trajectories=3, trainer_version=1, wait_s=5.0)
     assert names(got) == ["a", "b", "c"]
     with pytest.raises(NotFound, match="expired"):
         await buffer.ack(lease)
@@ -109,8 +115,8 @@ async def test_what_is_given_back_is_there_at_once_and_after_a_restart(tmp_path:
         await buffer.open()
         for name in "ab":
             await buffer.add(trajectory(name))
-        lease, _ = await buffer.sample("t", trajectories=1, trainer_version=1)
-        waiting = asyncio.create_task(buffer.sample("u", trajectories=2, trainer_version=1, wait_s=60.0))
+        lease, _ = await sample(buffer, "t", trajectories=1, trainer_version=1)
+        waiting = asyncio.create_task(sample(buffer, "u", trajectories=2, trainer_version=1, wait_s=60.0))
         await asyncio.sleep(0)
         assert await buffer.release(lease) == 1
         again, got = await waiting
@@ -127,41 +133,41 @@ async def test_what_is_given_back_is_there_at_once_and_after_a_restart(tmp_path:
 
 
 async def test_sampling_waits_for_enough_and_takes_less_at_the_deadline(buffer: ExperienceBuffer) -> None:
-    waiting = asyncio.create_task(buffer.sample("t", trajectories=2, trainer_version=1, wait_s=10.0))
+    waiting = asyncio.create_task(sample(buffer, "t", trajectories=2, trainer_version=1, wait_s=10.0))
     await buffer.add(trajectory("a"))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     await buffer.add(trajectory("b"))
     assert names(await asyncio.wait_for(waiting, 60)) == ["a", "b"]
     await buffer.add(trajectory("c"))
-    assert names(await buffer.sample("t", trajectories=9, trainer_version=1, wait_s=0.01)) == ["c"]
-    assert await buffer.sample("t", trajectories=9, trainer_version=1) == ("", [])
+    assert names(await sample(buffer, "t", trajectories=9, trainer_version=1, wait_s=0.01)) == ["c"]
+    assert await sample(buffer, "t", trajectories=9, trainer_version=1) == ("", [])
 
 
 async def test_whole_groups_only(buffer: ExperienceBuffer) -> None:
     for name, group in (("a0", "a"), ("b0", "b"), ("b1", "b"), ("c0", "c")):
         await buffer.add(trajectory(name, group=group))
-    assert names(await buffer.sample("t", groups=2, group_size=2, trainer_version=1)) == ["b0", "b1"]
-    assert names(await buffer.sample("t", groups=1, group_size=2, trainer_version=1)) == []
+    assert names(await sample(buffer, "t", groups=2, group_size=2, trainer_version=1)) == ["b0", "b1"]
+    assert names(await sample(buffer, "t", groups=1, group_size=2, trainer_version=1)) == []
     assert buffer.statistics().trajectories == 2
 
 
 async def test_named_sessions_only_and_it_waits_for_all_of_them(buffer: ExperienceBuffer) -> None:
     for name in "abc":
         await buffer.add(trajectory(name))
-    waiting = asyncio.create_task(buffer.sample("t", session_ids=["d", "a", "a"], trainer_version=1, wait_s=60.0))
+    waiting = asyncio.create_task(sample(buffer, "t", session_ids=["d", "a", "a"], trainer_version=1, wait_s=60.0))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     await buffer.add(trajectory("d"))
     assert names(await asyncio.wait_for(waiting, 60)) == ["a", "d"]
-    assert names(await buffer.sample("t", session_ids=["a", "b"], trainer_version=1)) == ["b"], "a is leased"
+    assert names(await sample(buffer, "t", session_ids=["a", "b"], trainer_version=1)) == ["b"], "a is leased"
     assert buffer.statistics().trajectories == 1
 
 
 async def test_over_stale_ones_are_dropped_and_counted(buffer: ExperienceBuffer) -> None:
     await buffer.add(trajectory("old", version=1))
     await buffer.add(trajectory("new", version=3))
-    got = await buffer.sample("t", trajectories=2, trainer_version=4, staleness_max=1)
+    got = await sample(buffer, "t", trajectories=2, trainer_version=4, staleness_max=1)
     assert names(got) == ["new"]
     assert buffer.statistics().evicted_stale == 1
 
@@ -169,19 +175,19 @@ async def test_over_stale_ones_are_dropped_and_counted(buffer: ExperienceBuffer)
 async def test_room_is_made_from_the_oldest_and_never_from_what_is_leased(buffer: ExperienceBuffer) -> None:
     for name in "abcd":
         await buffer.add(trajectory(name))
-    await buffer.sample("t", trajectories=1, trainer_version=1)
+    await sample(buffer, "t", trajectories=1, trainer_version=1)
     await buffer.add(trajectory("e"))
     assert buffer.statistics().evicted_for_room == 1
-    assert names(await buffer.sample("t", trajectories=9, trainer_version=1)) == ["c", "d", "e"]
+    assert names(await sample(buffer, "t", trajectories=9, trainer_version=1)) == ["c", "d", "e"]
     with pytest.raises(OutOfCapacity, match="4 places"):
         await buffer.add(trajectory("f"))
 
 
 async def test_bad_requests_are_named(buffer: ExperienceBuffer) -> None:
     with pytest.raises(InvalidRequest, match="one of"):
-        await buffer.sample("t", trainer_version=1)
+        await sample(buffer, "t", trainer_version=1)
     with pytest.raises(InvalidRequest, match="group_size"):
-        await buffer.sample("t", groups=1, trainer_version=1)
+        await sample(buffer, "t", groups=1, trainer_version=1)
     with pytest.raises(ValueError, match="evaluation"):
         await buffer.add(trajectory("a", split="eval"))
     await buffer.add(trajectory("a"))
@@ -195,15 +201,15 @@ async def test_a_restart_keeps_trajectories_and_leases(tmp_path: Path) -> None:
         await buffer.open()
         for name in "abc":
             await buffer.add(trajectory(name))
-        lease, _ = await buffer.sample("t", trajectories=1, trainer_version=1, lease_s=1000)
-        await buffer.sample("gone", trajectories=1, trainer_version=1, lease_s=0.001)
+        lease, _ = await sample(buffer, "t", trajectories=1, trainer_version=1, lease_s=1000)
+        await sample(buffer, "gone", trajectories=1, trainer_version=1, lease_s=0.001)
     async with Database(tmp_path / "db") as database:
         buffer = ExperienceBuffer(database)
         await buffer.open()
-        assert names(await buffer.sample("t", trajectories=9, trainer_version=1)) == ["b", "c"]
+        assert names(await sample(buffer, "t", trajectories=9, trainer_version=1)) == ["b", "c"]
         assert await buffer.ack(lease) == 1
         await buffer.add(trajectory("d"))
-        assert names(await buffer.sample("t", trajectories=9, trainer_version=1)) == ["d"]
+        assert names(await sample(buffer, "t", trajectories=9, trainer_version=1)) == ["d"]
 
 
 @given(
@@ -272,8 +278,8 @@ CHILD = textwrap.dedent(
             await buffer.add(trajectory(f"s{number}"))
             print(number, flush=True)
             if number == 5:
-                lease, got = await buffer.sample("r", trajectories=3, trainer_version=3, lease_s=1000)
-                await buffer.ack(lease)
+                sampled = await buffer.sample("r", trajectories=3, trainer_version=3, lease_s=1000)
+                await buffer.ack(sampled.lease_id)
             if number == 8:
                 await buffer.sample("dead reader", trajectories=2, trainer_version=3, lease_s=0.001)
 
@@ -299,7 +305,7 @@ async def _check_what_is_left(path: Path, promised: int) -> None:
     async with Database(path) as database:
         buffer = ExperienceBuffer(database)
         await buffer.open()
-        left = names(await buffer.sample("r", trajectories=10**6, trainer_version=3))
+        left = names(await sample(buffer, "r", trajectories=10**6, trainer_version=3))
     assert len(left) >= promised - 3  # three were used; all others that `add` returned for are there
     assert left == [f"s{number}" for number in range(3, 3 + len(left))]  # each once, the dead reader's among them
 
@@ -313,7 +319,7 @@ async def test_groups_of_equal_rewards_are_dropped_when_asked_and_the_next_is_gi
                 await buffer.add(msgspec.structs.replace(trajectory(f"{group}-{number}", group=group), reward=reward))
         await buffer.revise("late-1", lambda leaves: [msgspec.structs.replace(leaf, reward=0.75) for leaf in leaves])
         asked = {"trainer_version": 1, "groups": 2, "group_size": 2}
-        sampled = await buffer.sample("r", **asked, drop_equal_rewards=True)  # type: ignore[arg-type]
+        sampled = await sample(buffer, "r", **asked, drop_equal_rewards=True)
         assert names(sampled) == ["mixed-0", "mixed-1", "late-0", "late-1"]
         assert (buffer.statistics().evicted_equal, buffer.statistics().trajectories) == (2, 0)
         await buffer.ack(sampled[0])

@@ -84,6 +84,52 @@ async def test_whole_prompts_of_layout_4_are_read_beside_those_that_inherit(tmp_
     assert layout(path) == LAYOUT
 
 
+LAYOUT_5 = """
+CREATE TABLE trajectories(
+    seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, group_id TEXT NOT NULL,
+    oldest_version INTEGER NOT NULL, body BLOB NOT NULL, lease_id TEXT);
+CREATE TABLE closed_groups(group_id TEXT PRIMARY KEY, members INTEGER NOT NULL);
+CREATE TABLE leases(lease_id TEXT PRIMARY KEY, reader TEXT NOT NULL, until_unix_s REAL NOT NULL);
+CREATE TABLE ended(number INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, body BLOB);
+CREATE TRIGGER finished AFTER INSERT ON trajectories BEGIN
+    INSERT OR REPLACE INTO ended(session_id) VALUES (NEW.session_id);
+END;
+INSERT INTO leases VALUES ('held', 'trainer', 4e9);
+PRAGMA user_version = 5;
+"""
+
+
+async def test_trajectories_of_layout_5_are_packed_with_their_leases_and_a_damaged_one_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "gateway.sqlite"
+    leaves = [[trajectory("a", version=3)], [trajectory("b"), trajectory("b", version=7)]]
+    with sqlite3.connect(path) as before:
+        before.executescript(LAYOUT_5)
+        for seq, (found, lease) in enumerate(zip(leaves, (None, "held"), strict=True), 1):
+            row = (seq, found[0].session_id, "g", 1, msgspec.msgpack.encode(found), lease)
+            before.execute("INSERT INTO trajectories VALUES (?,?,?,?,?,?)", row)
+        before.execute("INSERT INTO trajectories VALUES (3, 'c', 'g', 1, x'c1', NULL)")
+        before.execute("DELETE FROM ended")
+    async with Database(path) as database:
+        buffer, store = ExperienceBuffer(database), SessionStore(database)
+        await buffer.open()
+        await store.open()
+        assert await store.ended() == [], "moving them ended no session"
+        assert (buffer.statistics().trajectories, buffer.statistics().leased) == (1, 1)
+        assert (await buffer.sample("t", trainer_version=7, trajectories=9)).trajectories() == leaves[0]
+        await buffer.release("held")
+        sampled = await buffer.sample("t", trainer_version=7, trajectories=9)
+        assert sampled.trajectories() == leaves[1]
+        assert sampled.entries[0].facts.versions == {1: 1, 2: 1, 7: 1, 8: 1}
+        await buffer.add(trajectory("d"))
+        [(body,)] = await database.run(lambda c: c.execute("SELECT body FROM trajectory_bodies WHERE seq=3").fetchall())
+        assert body == b"\xc1", "a repaired file, or a newer gateway, may still read it"
+        assert [name for name, _ in await store.ended()] == ["d"], "the trigger stands again"
+    assert "row 3 of table trajectories is damaged" in caplog.text
+    assert layout(path) == LAYOUT
+
+
 async def test_a_newer_file_is_refused_untouched(tmp_path: Path) -> None:
     path = tmp_path / "gateway.sqlite"
     with sqlite3.connect(path) as newer:

@@ -114,7 +114,8 @@ DAMAGES = {
     "ended": "UPDATE ended SET body=x'c1' WHERE session_id='over'",
     "timeline": "UPDATE timeline SET event=x'c1' WHERE seq=2",
     "groups": "UPDATE groups SET body=x'c1'",
-    "trajectories": "UPDATE trajectories SET body=x'c1' WHERE session_id='over'",
+    "trajectories": "UPDATE trajectories SET facts=x'c1' WHERE session_id='over'",
+    "trajectory_bodies": "UPDATE trajectory_bodies SET body=x'c1' WHERE seq=1",
     "trajectories.oldest_version": "UPDATE trajectories SET oldest_version='x' WHERE session_id='over'",
     "trajectories.newest": "UPDATE trajectories SET oldest_version='x' WHERE session_id='also'",
 }
@@ -137,7 +138,7 @@ async def test_a_damaged_row_is_named_and_costs_what_it_says_alone(
         connection.close()
         async with gateway(tmp_path, e0) as (found, http):
             read = (await post(http, "/experience/sample", SAMPLE))["trajectories"]
-            bad = {"trajectories.newest": "also"}.get(table, "over" if "trajectories" in table else None)
+            bad = {"trajectories.newest": "also"}.get(table, "over" if "traj" in table else None)
             assert [t["session_id"] for t in read] == [name for name in ("over", "also") if name != bad]
             await turn(http, "good", [5])
             assert (await finish(http, "good", 1.0))["stored"]

@@ -1,0 +1,288 @@
+"""Finished trajectories as packed arrays: what the gateway's experience store keeps, and what it sends to trainers.
+
+A *row* is one finished session, all its leaves: a prefix, a header (msgpack), and one array for each column, back to
+back over the leaves. A *batch* is a header with its lease and the sizes of its rows, and the rows as they were stored:
+who serves one does no work by token. All numbers are little-endian; every array begins at a multiple of 8 bytes.
+
+    row    "LMR1", header size (u32), XXH3-64 of all that follows (u64); header; arrays
+    batch  "LMB1", header size (u32); header; rows
+
+Invariants:
+- `unpack(pack(leaves)) == leaves`, to the bit: a column has the narrower of its formats only if that loses nothing;
+- a column is compressed (zstd) only where that takes off at least a quarter;
+- a row that was changed or cut anywhere is refused as Damaged, as is one whose header tells other sizes than it has.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zstandard
+
+from protos.decoding import decode_msgpack
+from protos.trajectories import Trajectory
+
+MEDIA_TYPE = "application/vnd.laminar.packed"
+COLUMNS = ("token_ids", "logprobs", "loss_mask", "versions")
+_FORMATS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "token_ids": (("I", "<u4"), ("q", "<i8")),
+    "logprobs": (("f", "<f4"), ("d", "<f8")),
+    "loss_mask": (("B", "|u1"), ("q", "<i8")),
+    "versions": (("i", "<i4"), ("q", "<i8")),
+}
+"""Of each column, the formats that it may have, as `array` and as numpy name them: the first that loses nothing."""
+_ROW, _BATCH = struct.Struct("<4sIQ"), struct.Struct("<4sI")
+_ROW_MAGIC, BATCH_MAGIC = b"LMR1", b"LMB1"
+_ALIGNED = 8
+ZSTD_LEVEL = 1
+PAYS = 0.75
+"""A compressed column has at most this share of its bytes."""
+COMPRESSED_BYTES_MIN = 512
+"""Shorter columns stay as they are: a batch of them costs more calls than it saves bytes."""
+COLUMN_BYTES_MAX = 1 << 31
+"""Of one column, decompressed: what a header may ask for."""
+
+
+class Damaged(ValueError):
+    """Not what was packed: changed, cut, or something else altogether."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is known of a finished session without its tokens: what readers choose by."""
+
+    rewards: list[float] = []  # by leaf
+    status: str = "completed"
+    sample_index: int = 0
+    turns: int = 0
+    num_tokens: int = 0  # of all leaves
+    versions: dict[int, int] = {}  # tokens that are trained on, by the version that sampled them
+    num_bytes: int = 0  # packed
+    started_unix_s: float = 0.0
+    finished_unix_s: float = 0.0
+    tags: dict[str, str] = {}
+    metrics: dict[str, float] = {}
+
+    @property
+    def oldest_version(self) -> int:
+        return min(self.versions, default=0)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.versions.values())
+
+    @property
+    def reward(self) -> float:
+        """The mean of its leaves'."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
+
+
+def facts_of(leaves: Sequence[Trajectory], num_bytes: int) -> Facts:
+    first = leaves[0]
+    return Facts(
+        rewards=[leaf.reward for leaf in leaves],
+        status=first.status,
+        sample_index=first.sample_index,
+        turns=sum(leaf.turns for leaf in leaves),
+        num_tokens=sum(len(leaf.token_ids) for leaf in leaves),
+        versions=dict(Counter(chain.from_iterable(compress(leaf.versions, leaf.loss_mask) for leaf in leaves))),
+        num_bytes=num_bytes,
+        started_unix_s=min(leaf.started_unix_s for leaf in leaves),
+        finished_unix_s=max(leaf.finished_unix_s for leaf in leaves),
+        tags=first.tags,
+        metrics=first.metrics,
+    )
+
+
+class _Column(msgspec.Struct, array_like=True):
+    name: str
+    format: str  # numpy's name
+    codec: str  # "" or "zstd"
+    offset: int  # from the end of the header, which is aligned
+    stored_bytes: int
+
+
+class _RowHeader(msgspec.Struct):
+    """`heads`: the leaves without their tokens. `lengths`: how many columns' items each leaf has, by column."""
+
+    heads: list[Trajectory]
+    lengths: list[list[int]]
+    columns: list[_Column]
+
+
+class _BatchHeader(msgspec.Struct):
+    lease_id: str
+    rows: list[int]  # the size of each
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A session as it was packed. `columns`: by name, of all leaves back to back; read-only numpy arrays."""
+
+    heads: Sequence[Trajectory]
+    lengths: Mapping[str, Sequence[int]]
+    columns: Mapping[str, npt.NDArray[Any]]
+
+    def trajectories(self) -> list[Trajectory]:
+        ends = dict.fromkeys(COLUMNS, 0)
+        return [self._leaf(number, head, ends) for number, head in enumerate(self.heads)]
+
+    def _leaf(self, number: int, head: Trajectory, ends: dict[str, int]) -> Trajectory:
+        lists: dict[str, Any] = {}
+        for name in COLUMNS:
+            begin = ends[name]
+            ends[name] = begin + self.lengths[name][number]
+            lists[name] = self.columns[name][begin : ends[name]].tolist()
+        return msgspec.structs.replace(head, **lists)
+
+
+def pack(leaves: Sequence[Trajectory]) -> bytes:
+    """The row of one session. ValueError for numbers that no column takes."""
+    columns: list[_Column] = []
+    bodies: list[bytes] = []
+    offset = 0
+    for name in COLUMNS:
+        kind, raw = _numbers(name, list(chain.from_iterable(getattr(leaf, name) for leaf in leaves)))
+        codec, stored = _compressed(raw)
+        columns.append(_Column(name, kind, codec, offset, len(stored)))
+        bodies.append(stored + bytes(-len(stored) % _ALIGNED))
+        offset += len(bodies[-1])
+    heads = [msgspec.structs.replace(leaf, token_ids=[], logprobs=[], loss_mask=[], versions=[]) for leaf in leaves]
+    lengths = [[len(getattr(leaf, name)) for leaf in leaves] for name in COLUMNS]
+    header = msgspec.msgpack.encode(_RowHeader(heads, lengths, columns))
+    body = b"".join((header, bytes(-(_ROW.size + len(header)) % _ALIGNED), *bodies))
+    return _ROW.pack(_ROW_MAGIC, len(header), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unpack(row: bytes | memoryview) -> list[Trajectory]:
+    """The leaves of a row. Damaged if it is damaged."""
+    return opened(row).trajectories()
+
+
+def check(row: bytes | memoryview) -> None:
+    """Damaged if the row is damaged. Costs nothing by token but the digest."""
+    _header(row)
+
+
+def opened(row: bytes | memoryview, *, verify: bool = True) -> Row:
+    """A row's parts. Damaged if it is damaged; `verify` False: only what its header tells is checked."""
+    header, begin = _header(row, verify=verify)
+    view = memoryview(row)
+    columns = {column.name: _array(view, begin, column) for column in header.columns}
+    lengths = dict(zip(COLUMNS, header.lengths, strict=True))
+    for name in COLUMNS:
+        if name not in columns or len(columns[name]) != sum(lengths[name]) or len(lengths[name]) != len(header.heads):
+            raise Damaged(f"a packed row's column {name} has not the length that its header tells")
+    return Row(header.heads, lengths, columns)
+
+
+def batch(lease_id: str, rows: Sequence[bytes]) -> bytes:
+    """The answer to a sample: the rows as they are, under one lease."""
+    header = msgspec.msgpack.encode(_BatchHeader(lease_id, [len(row) for row in rows]))
+    padding = bytes(-(_BATCH.size + len(header)) % _ALIGNED)
+    return b"".join((_BATCH.pack(BATCH_MAGIC, len(header)), header, padding, *rows))
+
+
+def rows_of(body: bytes) -> tuple[str, list[memoryview]]:
+    """A batch's lease and rows, which share its memory. Damaged if it is cut or no batch."""
+    if len(body) < _BATCH.size:
+        raise Damaged("a packed batch without its beginning")
+    magic, size = _BATCH.unpack_from(body)
+    if magic != BATCH_MAGIC:
+        raise Damaged(f"{magic!r} begins no packed batch")
+    try:
+        header = decode_msgpack(memoryview(body)[_BATCH.size : _BATCH.size + size], _BatchHeader)
+    except msgspec.DecodeError as e:
+        raise Damaged(f"a packed batch's header: {e}") from e
+    begin = _aligned(_BATCH.size + size)
+    if begin + sum(header.rows) != len(body) or min(header.rows, default=0) < 0:
+        raise Damaged(f"a packed batch of {len(body)} bytes tells of {begin + sum(header.rows)}")
+    return header.lease_id, list(_split(memoryview(body), begin, header.rows))
+
+
+def _split(body: memoryview, begin: int, sizes: Sequence[int]) -> Iterator[memoryview]:
+    for size in sizes:
+        yield body[begin : begin + size]
+        begin += size
+
+
+def _header(row: bytes | memoryview, *, verify: bool = True) -> tuple[_RowHeader, int]:
+    """A row's header, and where its arrays begin."""
+    if len(row) < _ROW.size:
+        raise Damaged("a packed row without its beginning")
+    magic, size, digest = _ROW.unpack_from(row)
+    if magic != _ROW_MAGIC:
+        raise Damaged(f"{magic!r} begins no packed row")
+    view = memoryview(row)[_ROW.size :]
+    if verify and xxhash.xxh3_64_intdigest(view) != digest:
+        raise Damaged("a packed row's digest differs")
+    try:
+        return decode_msgpack(view[:size], _RowHeader), _aligned(_ROW.size + size)
+    except msgspec.DecodeError as e:
+        raise Damaged(f"a packed row's header: {e}") from e
+
+
+def _numbers(name: str, items: list[Any]) -> tuple[str, bytes]:
+    """The narrowest format that keeps the items as they are, and their bytes."""
+    for kind, format in _FORMATS[name]:
+        try:
+            found = array(kind, items)
+        except OverflowError:
+            continue
+        if kind != "f" or found.tolist() == items:
+            if sys.byteorder == "big":
+                found.byteswap()
+            return format, found.tobytes()
+    raise ValueError(f"{name} has numbers of more than 64 bits")
+
+
+def _compressed(raw: bytes) -> tuple[str, bytes]:
+    if len(raw) >= COMPRESSED_BYTES_MIN:
+        smaller = _zstd.compressor.compress(raw)
+        if len(smaller) <= PAYS * len(raw):
+            return "zstd", smaller
+    return "", raw
+
+
+class _Zstd(threading.local):
+    """Contexts of this thread: they are dear to make, and take one call at a time."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
+
+
+def _array(view: memoryview, begin: int, column: _Column) -> npt.NDArray[Any]:
+    if column.format not in (format for _, format in _FORMATS.get(column.name, ())):
+        raise Damaged(f"a packed row's column {column.name} has the unknown format {column.format!r}")
+    stored = view[begin + column.offset : begin + column.offset + column.stored_bytes]
+    if len(stored) != column.stored_bytes or column.offset < 0:
+        raise Damaged(f"a packed row's column {column.name} is cut")
+    if column.codec == "zstd":
+        try:
+            if zstandard.frame_content_size(stored) > COLUMN_BYTES_MAX:
+                raise Damaged(f"a packed row's column {column.name} is larger than {COLUMN_BYTES_MAX} bytes")
+            return np.frombuffer(_zstd.decompressor.decompress(stored), column.format)
+        except zstandard.ZstdError as e:
+            raise Damaged(f"a packed row's column {column.name}: {e}") from e
+    if column.codec:
+        raise Damaged(f"a packed row's column {column.name} has the unknown codec {column.codec!r}")
+    return np.frombuffer(stored, column.format)
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _ALIGNED

@@ -1,0 +1,75 @@
+"""A batch of experience: trajectories under a lease, as packed arrays or one by one.
+
+A gateway sends packed rows (`protos.packed`); one of before sends msgpack, and its batches are the same to their user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from protos import packed
+from protos.decoding import decode_msgpack
+from protos.packed import MEDIA_TYPE, Damaged, Row
+from protos.trajectories import Trajectory
+from trainer_client.trajectories import Packed, pack, pack_rows
+
+ACCEPTED = f"{MEDIA_TYPE}, application/msgpack"
+
+
+class Batch:
+    """Trajectories leased to this reader; empty when none were there within the wait.
+
+    `heads` are the trajectories without their tokens, `trajectories` the whole: made when first asked for, which costs
+    each token a Python object. `pack` takes the arrays as they came.
+    """
+
+    def __init__(
+        self,
+        lease_id: str,
+        trajectories: Sequence[Trajectory] = (),
+        *,
+        rows: Sequence[Row] | None = None,
+        bound: tuple[int, int] | None = None,
+    ) -> None:
+        """`rows` or `trajectories`. `bound`: the trainer's version, and how many versions a token may be behind it to
+        be trained on; None: all that were sampled are."""
+        self.lease_id = lease_id
+        self.heads = tuple(trajectories) if rows is None else tuple(head for row in rows for head in row.heads)
+        self._rows, self._bound = rows, bound
+        self._trajectories = tuple(trajectories) if rows is None else None
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def __repr__(self) -> str:
+        return f"Batch({self.lease_id!r}, {len(self)} trajectories)"
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        if self._trajectories is None:
+            self._trajectories = tuple(leaf for row in self._rows or () for leaf in row.trajectories())
+        return self._trajectories
+
+    def pack(self) -> Packed:
+        """The arrays that a trainer computes with; tokens beyond the sample's bound are masked."""
+        found = pack(self.heads) if self._rows is None else pack_rows(self._rows)
+        return found if self._bound is None else found.within(*self._bound)
+
+
+class _Answer(msgspec.Struct):
+    lease_id: str
+    trajectories: list[Trajectory]
+
+
+def batch_of(answer: bytes, bound: tuple[int, int] | None = None) -> Batch:
+    """The batch that a gateway answered with. Damaged if it is none."""
+    if answer.startswith(packed.BATCH_MAGIC):
+        lease_id, rows = packed.rows_of(answer)
+        return Batch(lease_id, rows=[packed.opened(row) for row in rows], bound=bound)
+    try:
+        sampled = decode_msgpack(answer, _Answer)
+    except msgspec.DecodeError as e:
+        raise Damaged(str(e)) from e
+    return Batch(sampled.lease_id, sampled.trajectories, bound=bound)
