@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.client_gateways import ServedGateway, over_embedded, over_script
 from tests.support.fleet import until
+from tests.support.middleman import Middleman
 
 pytestmark = pytest.mark.slow
 
@@ -223,3 +225,22 @@ def test_a_client_that_comes_back_reads_the_same_answer(gateway: ServedGateway) 
     assert gateway.counter("turns_joined") == joined + 1
     session = httpx.get(f"{gateway.url}/sessions/returns").raise_for_status().json()
     assert session["turns"] == 1, session
+
+
+def test_the_clients_own_retry_gets_the_turn_that_was_sampled(gateway: ServedGateway) -> None:
+    """Its connection is cut when the answer is there, and on its way: the client sends the request again by itself."""
+    asked: dict[str, Any] = {"model": "policy", "messages": HELLO, "max_tokens": 8}
+    started, completed, joined = (gateway.counter(f"turns_{what}") for what in ("started", "completed", "joined"))
+    with (
+        Middleman(gateway.url.removeprefix("http://")) as between,
+        anthropic.Anthropic(base_url=f"http://{between.address}/s/cut", api_key="unused", max_retries=10) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        between.hold("answers")
+        answer = thread.submit(client.messages.create, **asked)
+        until(lambda: gateway.counter("turns_completed") > completed, "the end of the turn")
+        between.cut()
+        between.mend()
+        assert answer.result(timeout=120).role == "assistant"
+    assert gateway.counter("turns_started") == started + 1
+    assert gateway.counter("turns_joined") == joined + 1

@@ -159,16 +159,17 @@ async def test_identity_in_its_order() -> None:
         assert await ask("/sessions/by-url", {**key, **header}, everything) == "by-url"
         assert await ask("/s/short", {}, everything) == "short"
         assert await ask("", {**key, **header}, everything) == "by-key"
+        assert await ask("", {"Authorization": "Bearer any", "X-Api-Key": "sk-of-b", **header}, everything) == "by-key"
         assert await ask("", {"Authorization": "Bearer sk-unknown", **header}, everything) == "by-header"
         assert await ask("", {"thread-id": "by-thread"}, everything) == "by-thread"
         assert await ask("", {}, everything) == "by-meta"
         assert await ask("", {}, {"session_id": "by-field", "user": "u"}) == "by-field"
         assert await ask("", {}, {"user": "by-user"}) == "by-user"
-        assert await ask("", {}, {}) == "own-9"
+        assert await ask("", {}, {}) == "own-10"
     assert (
         sources
         == [i.source for i in turns.identities]
-        == ["url", "url", "api_key", "header", "header", *["body"] * 3, "none"]
+        == ["url", "url", "api_key", "api_key", "header", "header", *["body"] * 3, "none"]
     )
 
 

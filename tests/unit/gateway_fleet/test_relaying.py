@@ -159,6 +159,7 @@ async def test_a_sessions_key_takes_the_token_path_and_any_other_key_does_not(tm
             key = (await made.json())["api_key"]
         ids = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": NUM}
         assert "X-Session-ID" in (await ask(http, ids, COMPLETION, Authorization=f"Bearer {key}")).headers
+        assert "X-Session-ID" in (await ask(http, ids, COMPLETION, **{"X-Api-Key": key})).headers
         assert (await ask(http, chat(), Authorization="Bearer sk-any")).headers[ENGINE] == "e0"
 
 
