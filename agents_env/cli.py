@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +13,19 @@ import click
 from agents_env.environment import Environment
 from agents_env.environments.reasoning import DEFAULT_DATASET, Reasoning, UnknownDataset, datasets
 from agents_env.environments.tool_chain import ToolChain
-from agents_env.options import EVAL, SETTINGS, TASKS, EvalOptions, Startable, TasksOptions, mirror, run_options
+from agents_env.options import (
+    EVAL,
+    SETTINGS,
+    TASKS,
+    EvalOptions,
+    RunOptions,
+    Startable,
+    TasksOptions,
+    exec_options,
+    mirror,
+    run_options,
+)
+from agents_env.programs import BadTasks, Programs, read_tasks
 
 
 @click.group(context_settings=SETTINGS)
@@ -71,6 +85,49 @@ def reasoning(options: Startable, dataset: str, dataset_config: str | None, max_
     except UnknownDataset as error:
         raise click.UsageError(str(error)) from error
     _run(environment, options)
+
+
+@main.command("exec", context_settings=SETTINGS)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option(
+    "--tasks",
+    "tasks_file",
+    default=None,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON lines, a task each; the program reads its own from $AGENTS_ENV_TASK_FILE",
+)
+@click.option("--reward-file", is_flag=True, help="the reward is the number in $AGENTS_ENV_REWARD_FILE")
+@click.option("--score", default=None, metavar="COMMAND", help="the reward is the last line that COMMAND prints")
+@click.option(
+    "--log-dir", default=None, type=click.Path(file_okay=False, path_type=Path), help="a run's output: SESSION.log"
+)
+@exec_options
+def execute(
+    options: RunOptions,
+    command: tuple[str, ...],
+    tasks_file: Path | None,
+    reward_file: bool,
+    score: str | None,
+    log_dir: Path | None,
+) -> None:
+    """Run any program that reads OPENAI_BASE_URL or ANTHROPIC_BASE_URL, each run as one session.
+
+    \b
+    agents-env exec --gateway http://127.0.0.1:8080 --runs 8 -- python agent.py
+    agents-env exec --gateway http://127.0.0.1:8080 --tasks tasks.jsonl --score "sh score.sh" -- ./agent
+
+    The reward is 1 for exit status 0 and 0 for any other, unless --reward-file or --score gives it. The program also
+    gets OPENAI_API_KEY, ANTHROPIC_API_KEY, AGENTS_ENV_MODEL, AGENTS_ENV_SESSION_ID, AGENTS_ENV_SAMPLE_INDEX and
+    AGENTS_ENV_TASK_FILE. A run that takes too long, or is stopped, ends with all processes of its group.
+    """
+    if reward_file and score is not None:
+        raise click.UsageError("--reward-file and --score both give the reward; choose one")
+    try:
+        tasks = read_tasks(tasks_file)
+    except BadTasks as error:
+        raise click.UsageError(str(error)) from error
+    programs = Programs(command, tasks, reward_file=reward_file, score=score, log_dir=log_dir)
+    _run(programs, dataclasses.replace(options, groups=len(tasks)))
 
 
 @main.command("list", context_settings=SETTINGS)

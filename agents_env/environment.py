@@ -61,6 +61,25 @@ class Task(Protocol):
 TaskT = TypeVar("TaskT", bound=Task)
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Where a session's model calls go, for whoever makes them itself: `base_url` ends in /v1, as OpenAI's clients take
+    it. `sample_index`: which sample of its group the session is."""
+
+    base_url: str
+    api_key: str
+    model: str
+    session_id: str
+    sample_index: int
+
+
+@runtime_checkable
+class SelfCallingEnvironment(Protocol):
+    """An environment whose model calls do not go through the runner's `Chat`: `play` instead of `rollout`."""
+
+    async def play(self, task: Any, access: Access) -> Outcome: ...
+
+
 @runtime_checkable
 class PooledEnvironment(Protocol):
     """What an environment needs besides to roll out tasks of a prompt pool."""

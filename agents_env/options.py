@@ -219,6 +219,31 @@ RUN: Sequence[Option] = [
     click.option("--journal", default=None, type=FILE, help="the same command with the same file goes on"),
     click.option("--ready-file", default=None, type=FILE, help="written once it rolls out"),
 ]
+_OF_PROGRAMS = {
+    "group_size": click.option(
+        "--runs", "group_size", default=1, type=click.IntRange(min=1), help="runs for each task: a group"
+    ),
+    "tool_timeout_s": click.option(
+        "--time-limit-s", "tool_timeout_s", default=3600.0, type=SECONDS, help="of one run of the program"
+    ),
+}
+"""Options of `run` that `exec` has under other names."""
+_NOT_OF_PROGRAMS = {"groups", "sessions", "temperature", "top_p", "reset_timeout_s", "model_timeout_s"}
+
+
+def _of_programs(option: Option) -> Option:
+    """An option of `run` as `exec` has it: those that a program decides by itself are not shown."""
+
+    def add(command: Any) -> Any:
+        found = option(lambda: None).__click_params__[0]
+        added = _OF_PROGRAMS.get(found.name, option)(command)
+        added.__click_params__[-1].hidden = found.name in _NOT_OF_PROGRAMS
+        return added
+
+    return add
+
+
+EXEC: Sequence[Option] = [_of_programs(option) for option in RUN]
 EVAL: Sequence[Option] = [
     *_SERVER,
     click.option("--tasks", default=100, type=click.IntRange(min=1), help="the first so many of --seed: a fixed set"),
@@ -232,6 +257,10 @@ TASKS: Sequence[Option] = [click.option("--count", default=100, type=click.IntRa
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of every environment to a command, which gets them as `options`."""
     return _with(command, RunOptions, RUN)
+
+
+def exec_options(command: Callable[..., None]) -> Callable[..., None]:
+    return _with(command, RunOptions, EXEC)
 
 
 def _with(

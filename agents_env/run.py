@@ -20,6 +20,7 @@ from rich.console import Console
 from agents_env.environment import Environment, PooledEnvironment
 from agents_env.failures import RunFailed
 from agents_env.options import RunOptions
+from agents_env.programs import Programs
 from agents_env.progress import describe, show_live, show_log
 from agents_env.runner import Plan, Runner
 from agents_env.runner.journal import Journal
@@ -50,22 +51,25 @@ def run_to_end(work: Any, log_level: str) -> Any:
         sys.exit(1)
 
 
-def stop_on_signals() -> asyncio.Event:
-    """Set by SIGTERM and Ctrl-C; the second Ctrl-C ends the process at once."""
+def stop_on_signals(environment: Environment[Any] | None = None) -> asyncio.Event:
+    """Set by SIGTERM and Ctrl-C, which an environment that runs programs passes on to them; the second Ctrl-C ends this
+    process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def stopped() -> None:
+    def stopped(number: signal.Signals) -> None:
+        if isinstance(environment, Programs):
+            environment.forward(number)
         stop.set()
         loop.remove_signal_handler(signal.SIGINT)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped)
+        loop.add_signal_handler(number, stopped, number)
     return stop
 
 
 async def _roll_out(environment: Environment[Any], options: RunOptions) -> None:
-    stop = stop_on_signals()
+    stop = stop_on_signals(environment)
     with contextlib.ExitStack() as files:
         journal = None if options.journal is None else files.enter_context(_journal(environment, options))
         plan = options.plan(None if journal is None else journal.run_id)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
-from agents_env.environment import Message, Outcome, Reply
+from agents_env.environment import Access, Message, Outcome, Reply
 from agents_env.failures import Boundary, RolloutFailed, RunFailed
 from agents_env.retries import with_retries
 
@@ -140,9 +140,22 @@ class Server:
         return Session(spec.session_id, client, usage)
 
     async def finish(self, session: Session, outcome: Outcome) -> None:
-        if self._sessions:
-            body = {"reward": outcome.reward, "status": outcome.status, "metrics": dict(outcome.metrics)}
-            await self.post(f"/sessions/{session.session_id}/finish", body, session.usage)
+        if not self._sessions:
+            return
+        body = {"reward": outcome.reward, "status": outcome.status, "metrics": dict(outcome.metrics)}
+        answer = await self.post(f"/sessions/{session.session_id}/finish", body, session.usage)
+        if not session.usage.turns:  # calls that did not go through `chat`: the gateway has counted them
+            session.usage.turns = int(answer.get("turns", 0))
+            session.usage.completion_tokens = int(answer.get("sampled_tokens", 0))
+
+    def access(self, session: Session, sample_index: int) -> Access:
+        return Access(
+            str(session.client.base_url).rstrip("/"),
+            session.client.api_key,
+            self.sampling.model,
+            session.session_id,
+            sample_index,
+        )
 
     async def abandon(self, session_id: str, reason: str) -> None:
         if not self._sessions:

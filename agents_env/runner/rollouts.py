@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Generic, TextIO
 
-from agents_env.environment import Environment, Outcome, TaskT
+from agents_env.environment import Environment, Outcome, SelfCallingEnvironment, TaskT
 from agents_env.failures import Boundary, RolloutFailed, RunFailed
 from agents_env.phases import Phases, PhaseTimedOut
 from agents_env.runner.journal import Journal
@@ -175,6 +175,9 @@ class Runner(Generic[TaskT]):
         phases = Phases(self.plan.limits)
         try:
             async with phases.limited():
+                if isinstance(self._environment, SelfCallingEnvironment):
+                    access = self._server.access(session, sample.sample_index)
+                    return await self._environment.play(sample.task, access)
                 return await self._environment.rollout(sample.task, phases.chat(self._server.chat(session)))
         except RolloutFailed as error:
             error.phase = phases.current
