@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-core bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-core bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,7 +20,7 @@ demo: env  ## the main job on this machine: train, publish, refresh, repack, kil
 	@$(RUN) -m deploy.demo $(ARGS)
 
 test: env  ## every test of the README, without those of `make soak` (some minutes)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl -m "not soak" $(PARALLEL) $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl -m "not soak" $(PARALLEL) $(ARGS)
 
 soak: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, one after the other (some five minutes)
 	@$(RUN) -m pytest tests/faults/test_relay_soak.py $(ARGS)
@@ -35,8 +35,11 @@ trl: ARGS = grpo
 trl: env  ## one TRL trainer on a fleet of this machine, step by step (ARGS="grpo --steps 30")
 	@$(RUN) -m tests.trl $(ARGS)
 
+test-verl: env  ## verl's weight updates and agent loops on a fleet of this machine, with verl installed once (1.7 GB on disk); three minutes
+	@$(RUN) -m pytest tests/verl -m verl $(ARGS)
+
 quick: env  ## the quick part of the tests (under a minute)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
 
 check: env  ## format, lint, strict types, import directions, generated parts fresh; seconds, no tests
 	@$(RUN) -m ruff format --check .
@@ -87,4 +90,4 @@ lock: env  ## requirements.lock with the newest versions that pyproject.toml all
 	@$(PYTHON) -m deploy.lock_env
 
 clean:  ## remove .venv and caches of this checkout (the shared environment stays)
-	@rm -rf .venv .venv-vllm .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report
+	@rm -rf .venv .venv-vllm .venv-trl .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report

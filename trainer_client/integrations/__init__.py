@@ -1,4 +1,4 @@
-"""Plugs for trainers that people already have: `trl` for TRL; `rollouts` is what they share.
+"""Plugs for trainers that people already have: `trl` for TRL, `verl` for verl; `rollouts` is what they share.
 
-Each module needs its trainer installed, and nothing else imports it.
+Each package needs its trainer installed, and nothing else imports it.
 """

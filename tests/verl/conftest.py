@@ -1,0 +1,12 @@
+"""verl's environment is made before the first test, so that no test's deadline pays for the installation."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy import verl_env
+
+
+@pytest.fixture(scope="session", autouse=True)
+def verl_environment() -> None:
+    verl_env.python()
