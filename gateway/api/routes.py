@@ -135,6 +135,12 @@ def _calls(prefix: str) -> Sequence[Route]:
             turn=True,
         ),
         Route(
+            "get",
+            f"{prefix}/v1/responses/{{response_id}}",
+            "A response of a live session, as recorded.",
+            answers=[ResponseObject],
+        ),
+        Route(
             "post",
             f"{prefix}/v1/messages",
             "Anthropic's Messages API; a session's next turn.",

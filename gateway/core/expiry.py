@@ -3,15 +3,30 @@
 Invariants:
 - a session is not idle while a turn runs, or a child that blocks its parent lives; a deadline has no exception;
 - a session without a turn, because no engine took its first one, expires sooner: its client may never come back;
+- of calls that named no session, only so many are kept for others to continue;
 - a session that is being finished does not expire, nor one that waits for its reward, until its window ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gateway.core.sessions import SessionState
 
 REFUSED_IDLE_S = 240.0
 """Idle time of a session whose first turn was refused: twice the longest Retry-After in a response."""
+
+UNNAMED_MAX = 10_000
+"""Idle sessions of calls that named none: clients that never come back make one with each call."""
+
+
+def crowding(states: Iterable[SessionState], most: int) -> list[SessionState]:
+    """The idle sessions of unnamed calls beyond `most`, the longest idle first."""
+    idle = sorted(
+        (state for state in states if state.spec.unnamed and state.phase == "live" and not state.running),
+        key=lambda state: (state.touched_unix_s, state.session_id),
+    )
+    return idle[: max(0, len(idle) - most)]
 
 
 def why_over(

@@ -27,8 +27,13 @@ class Given:
     leaves: Mapping[str, float] = field(default_factory=dict)
 
 
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "generate-")
+"""Of the ids of answers, by the API they came by; the rest is the turn's."""
+
+
 def turn_of(answer_id: str) -> TurnId:
-    return TurnId(answer_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+    prefix = next((prefix for prefix in ANSWER_PREFIXES if answer_id.startswith(prefix)), "")
+    return TurnId(answer_id.removeprefix(prefix))
 
 
 def note(state: SessionState, given: Given) -> None:

@@ -153,7 +153,7 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
     session.engine = engine.name
     fleet.pinned.note(session.session_id, session.version if session.insists else None)
     fleet.prefixes.sent(demand.prefix, engine.name, engine.holding)
-    if not session.spec.ephemeral:
+    if not (session.spec.ephemeral or session.spec.unnamed):
         fleet.note_session(session.session_id, engine.version, session.spec.on_version_loss)
 
 

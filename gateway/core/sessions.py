@@ -60,6 +60,7 @@ class SessionSpec:
     split: Split = "train"
     train: bool = True
     ephemeral: bool = False
+    unnamed: bool = False  # of a call that named no session, and that others may continue: no engine is held for it
     tags: Mapping[str, str] = field(default_factory=dict)
     history: History = "record"
     version: Version | None = None  # the one it must begin under

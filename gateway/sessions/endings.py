@@ -22,7 +22,7 @@ import logging
 from collections.abc import Sequence
 
 from gateway.core.endings import Ended, Finish, Finished, How, Unrewarded
-from gateway.core.expiry import why_over
+from gateway.core.expiry import UNNAMED_MAX, crowding, why_over
 from gateway.core.groups import GiveUp, Resample
 from gateway.core.lengths import SessionDurations
 from gateway.core.rewards import Given, note, revised, turn_of
@@ -255,6 +255,7 @@ class Endings:
             await self._sessions.sweep()
             for state in list(self._live):
                 await self._abandon_if_over(state)
+            await self.make_room()
 
     async def _abandon_if_over(self, state: SessionState) -> None:
         if not self._why_over(state):
@@ -263,6 +264,16 @@ class Endings:
             await self._shielded.run(self._abandon_over(state), f"expire-{state.session_id}")
         except LaminarError as e:  # the next round tries again
             log.error("session %s is over, and cannot be ended: %s", state.session_id, e)
+
+    async def make_room(self) -> None:
+        """Abandons idle sessions of unnamed calls, where there are too many."""
+        for state in crowding(self._live, min(UNNAMED_MAX, self._config.sessions_max // 2)):
+            if self._live.find(state.session_id) is not state or state.running:
+                continue  # it has ended or gone on meanwhile
+            try:
+                await self.abandon(state.session_id, "later calls without a session took its place")
+            except LaminarError as e:  # the next round tries again
+                log.error("session %s gives no room: %s", state.session_id, e)
 
     async def _abandon_over(self, state: SessionState) -> None:
         """Checks again, since the session may have gone on meanwhile, or ended with its parent."""

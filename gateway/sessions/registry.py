@@ -92,7 +92,8 @@ class SessionRegistry:
         """The session that a request names. A new name, or none, makes a session."""
         if identity.session_id is None:
             name = SessionId(f"call-{secrets.token_hex(8)}")
-            return self.create(SessionSpec(name, GroupId(name), ephemeral=not identity.kept, train=False))[0]
+            kept = identity.kept
+            return self.create(SessionSpec(name, GroupId(name), ephemeral=not kept, unnamed=kept, train=False))[0]
         if identity.session_id not in self._live and identity.session_id not in self._ended:
             return self.create(SessionSpec(identity.session_id, GroupId(identity.session_id)))[0]
         return self.get(identity.session_id)

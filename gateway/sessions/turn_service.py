@@ -201,7 +201,7 @@ class TurnService:
         return turn
 
     def _want_version(self, state: SessionState) -> None:
-        if state.version is not None and not state.spec.ephemeral:
+        if state.version is not None and not (state.spec.ephemeral or state.spec.unnamed):
             self.fleet.state.note_session(state.session_id, state.version, state.spec.on_version_loss)
             groups = self.fleet.state.group_versions
             if groups.get(state.spec.group_id) is None:

@@ -37,13 +37,14 @@ class JoinableTurns:
         self._bytes: dict[TurnId, int] = {}  # as counted at its end: a stop string may shorten it later
         self._refused: OrderedDict[tuple[_Bucket, str], int] = OrderedDict()
         self._swept: defaultdict[SessionId | None, set[str]] = defaultdict(set)  # digests of forgotten turns
+        self._first: dict[SessionId, RunningTurn] = {}  # of a session that an unnamed call made: that call's turn
         self._buckets: defaultdict[_Bucket, dict[TurnId, RunningTurn]] = defaultdict(dict)
 
     def begin(self, turn: RunningTurn) -> None:
         turn_id = turn.request.turn_id
         self._forget(turn_id)
         self.running[turn_id] = turn
-        self._buckets[_bucket_of(turn)][turn_id] = turn
+        self._keep(turn)
 
     def end(self, turn: RunningTurn, now: float) -> None:
         """The turn has ended; from `now` on it is kept for the window."""
@@ -52,7 +53,12 @@ class JoinableTurns:
         self._over[turn_id] = (turn, now + self._window_s)
         self._over_bytes += (size := _size(turn)) - self._bytes.pop(turn_id, 0)
         self._bytes[turn_id] = size
-        self._buckets[_bucket_of(turn)][turn_id] = turn
+        self._keep(turn)
+
+    def _keep(self, turn: RunningTurn) -> None:
+        self._buckets[_bucket_of(turn)][turn.request.turn_id] = turn
+        if turn.session.spec.unnamed and turn.request.origin.unnamed:
+            self._first[turn.request.session_id] = turn
 
     def find(self, call: Call, choices: int = 1) -> list[RunningTurn] | None:
         """The turns, one a choice, that the request joins. Raises Conflict as `core.retries.join` does."""
@@ -84,7 +90,8 @@ class JoinableTurns:
             self._refused[name] = left
 
     def of_session(self, session_id: SessionId) -> list[RunningTurn]:
-        return list(self._buckets.get(("session", session_id), {}).values())
+        first = self._first.get(session_id)
+        return [*([] if first is None else [first]), *self._buckets.get(("session", session_id), {}).values()]
 
     def forget_session(self, session_id: SessionId) -> None:
         for turn in self.of_session(session_id):
@@ -127,6 +134,8 @@ class JoinableTurns:
         if turn is None:
             return
         self._over_bytes -= self._bytes.pop(turn_id)
+        if self._first.get(turn.request.session_id) is turn:
+            del self._first[turn.request.session_id]
         bucket = _bucket_of(turn)
         self._buckets[bucket].pop(turn_id, None)
         if not self._buckets[bucket]:
@@ -138,7 +147,9 @@ def _size(turn: RunningTurn) -> int:
 
 
 def _named(turn: RunningTurn) -> SessionId | None:
-    return None if turn.session.spec.ephemeral else turn.request.session_id
+    """The session that the turn's request named."""
+    spec = turn.session.spec
+    return None if spec.ephemeral or (spec.unnamed and turn.request.origin.unnamed) else turn.request.session_id
 
 
 def _bucket_of(turn: RunningTurn) -> _Bucket:

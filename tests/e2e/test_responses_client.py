@@ -132,6 +132,18 @@ def test_a_previous_response_outlives_the_gateway(world: World) -> None:
     assert (ended.json()["turns"], ended.json()["leaves"], ended.json()["stored"]) == (2, 1, True)
 
 
+def test_a_repeated_call_gets_the_same_response(world: World) -> None:
+    """Without a session, too: both are the first call of one that others may continue."""
+    key = {"Idempotency-Key": "alpha-1"}
+    with world.client() as client:
+        first = client.responses.create(model="policy", input="alpha", extra_headers=key)
+        raw = client.responses.with_raw_response.create(model="policy", input="alpha", extra_headers=key)
+        more = client.responses.create(model="policy", input="delta", previous_response_id=first.id)
+    assert raw.headers["X-Laminar-Joined"] == "true"
+    assert raw.parse().id == first.id
+    assert more.output_text == "You said delta."
+
+
 def test_errors_are_the_clients_own(world: World) -> None:
     with world.client() as client:
         with pytest.raises(openai.NotFoundError, match="served: 'policy'"):

@@ -28,10 +28,12 @@ from gateway.api.responses.bodies import (
     WHAT_TO_DO,
     ResponsesRequest,
 )
-from gateway.api.responses.form import ID_PREFIX, ResponsesForm
+from gateway.api.responses.form import ResponsesForm
+from gateway.api.responses.record import conversation_of, recorded
 from gateway.core.types import SamplingParams, TurnId
-from gateway.ports import Message, SessionView, Turns
+from gateway.ports import SessionView, Turns
 from gateway.tokens import Codec
+from protos.errors import NotFound
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 
@@ -49,12 +51,8 @@ class PreviousResponseNotFound(BadField):
 
     code = "previous_response_not_found"
 
-    def __init__(self, response_id: str) -> None:
-        super().__init__(
-            "previous_response_id",
-            f"no previous response {response_id!r:.160}",
-            hint="a response can be continued while its session lives, unless it was sent with `store`: false",
-        )
+    def __init__(self, cause: NotFound) -> None:
+        super().__init__("previous_response_id", cause.message, hint=cause.hint)
 
 
 class ResponsesParser:
@@ -64,8 +62,8 @@ class ResponsesParser:
     def parse(self, raw: bytes) -> ParsedRequest:
         body = decode(_decoder, raw)
         _check_supported(body)
-        previous = None if body.previous_response_id is None else recorded(self._turns, body.previous_response_id)
-        inherited = [] if previous is None else items.carried(messages_of(*previous))
+        previous = None if body.previous_response_id is None else self._previous(body.previous_response_id)
+        inherited = [] if previous is None else items.carried(conversation_of(*previous))
         messages = [*items.instructed(body.instructions), *inherited, *items.input_messages(body.input)]
         size = len(raw) + sum(len(str(message.get("content"))) for message in inherited)
         with _own_names():
@@ -86,19 +84,11 @@ class ResponsesParser:
 
         return dataclasses.replace(parsed, named=named, make_sampling=make_sampling, kept=body.store is not False)
 
-
-def recorded(turns: Turns, response_id: str) -> tuple[SessionView, TurnId]:
-    """The session of a response and its turn. Raises PreviousResponseNotFound."""
-    turn_id = TurnId(response_id.removeprefix(ID_PREFIX))
-    view = turns.session_of_turn(turn_id) if response_id.startswith(ID_PREFIX) else None
-    if view is None or view.ephemeral or not view.tree.turns[turn_id].messages:
-        raise PreviousResponseNotFound(response_id)
-    return view, turn_id
-
-
-def messages_of(view: SessionView, turn_id: TurnId) -> list[Message]:
-    """The conversation up to the end of a turn."""
-    return [message for turn in view.tree.path(view.tree.turns[turn_id]) for message in turn.messages]
+    def _previous(self, response_id: str) -> tuple[SessionView, TurnId]:
+        try:
+            return recorded(self._turns, response_id)
+        except NotFound as e:
+            raise PreviousResponseNotFound(e) from e
 
 
 def _check_supported(body: ResponsesRequest) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from gateway.api.bodies import answer_json
 from gateway.api.calls.service import Calls
 from gateway.api.openai.parser import Parser
 from gateway.api.openai.routes import PREFIXES
 from gateway.api.responses.parser import ResponsesParser
+from gateway.api.responses.record import recorded, response_of
 
 
 def add_responses_routes(app: web.Application, calls: Calls) -> None:
@@ -21,5 +23,10 @@ def add_responses_routes(app: web.Application, calls: Calls) -> None:
         raw = await request.read()
         return await calls.answer(request, raw, parser.parse(raw))
 
+    async def retrieve(request: web.Request) -> web.Response:
+        [model] = calls.turns.models()
+        return answer_json(response_of(*recorded(calls.turns, request.match_info["response_id"]), model.name))
+
     for prefix in PREFIXES:
         app.router.add_post(f"{prefix}/v1/responses", create)
+        app.router.add_get(f"{prefix}/v1/responses/{{response_id}}", retrieve)

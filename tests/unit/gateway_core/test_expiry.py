@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.endings import Finish, Unrewarded
-from gateway.core.expiry import REFUSED_IDLE_S, why_over
+from gateway.core.expiry import REFUSED_IDLE_S, crowding, why_over
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SamplingParams, SessionId, TurnId, TurnRequest
 from tests.unit.gateway_core.helpers import session
@@ -90,3 +90,10 @@ def test_whatever_it_is_each_reason_is_true_and_none_is_passed_over(
     running(state) if phase == "live" else None
     busy = why_over(state, now, **LIMITS, **how)
     assert busy == ("" if why.startswith("idle") else why), "only idleness is kept away by a turn"
+
+
+def test_of_unnamed_calls_the_longest_idle_give_room() -> None:
+    states = [touched(at, unnamed=True) for at in (30.0, 10.0, 20.0)]
+    others = [touched(1.0), running(touched(2.0, unnamed=True))]
+    assert [state.touched_unix_s for state in crowding([*states, *others], 1)] == [10.0, 20.0]
+    assert crowding(states, 3) == []

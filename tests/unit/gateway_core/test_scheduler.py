@@ -249,9 +249,10 @@ def test_a_lost_version_avoids_who_just_cut_it_and_owes_nothing_to_a_stale_prefi
     assert placed(demand(of, avoid=["e1"]), state) == "e0"
 
 
-def test_an_ephemeral_session_holds_no_version() -> None:
+@pytest.mark.parametrize("kind", ["ephemeral", "unnamed"])
+def test_a_session_that_no_call_named_holds_no_version(kind: str) -> None:
     state = fleet(opened("e0", 3))
-    of = session(ephemeral=True)
+    of = session(**{kind: True})
     admit(Placement(EngineName("e0"), ""), demand(of), state)
     assert (of.version, state.session_versions, state.sorted_engines()[0].admitted) == (3, {}, 1)
 

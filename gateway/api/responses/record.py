@@ -1,0 +1,69 @@
+"""Responses in the record of live sessions: found by id, for calls that continue them, and read back by clients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.api.responses.form import ID_PREFIX, items
+from gateway.api.responses.items import INSTRUCTIONS
+from gateway.api.responses.schema import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseObject,
+    ResponseUsage,
+)
+from gateway.core.types import TurnId
+from gateway.ports import Message, SessionView, Turns
+from gateway.tokens.bridge import content_text
+from protos.errors import NotFound
+
+
+def recorded(turns: Turns, response_id: str) -> tuple[SessionView, TurnId]:
+    """The session of a response and its turn. Raises NotFound."""
+    turn_id = TurnId(response_id.removeprefix(ID_PREFIX))
+    view = turns.session_of_turn(turn_id) if response_id.startswith(ID_PREFIX) else None
+    if view is None or view.ephemeral or not view.tree.turns[turn_id].messages:
+        raise NotFound(
+            f"no response {response_id!r:.160}",
+            hint="a response is kept while its session lives, unless it was sent with `store`: false",
+        )
+    return view, turn_id
+
+
+def conversation_of(view: SessionView, turn_id: TurnId) -> list[Message]:
+    """The messages up to the end of a turn, its answer the last one."""
+    return [message for turn in view.tree.path(view.tree.turns[turn_id]) for message in turn.messages]
+
+
+def response_of(view: SessionView, turn_id: TurnId, model: str) -> ResponseObject:
+    """What is recorded of a response: its items, its usage, and the tools and instructions of its prompt."""
+    turn = view.tree.turns[turn_id]
+    head, conversation = view.tree.path(turn)[0].head or {}, conversation_of(view, turn_id)
+    answer, complete = conversation[-1], turn.finish_reason == "stop"
+    calls = [
+        (call["id"], call["function"]["name"], call["function"]["arguments"]) for call in answer.get("tool_calls") or ()
+    ]
+    prompt, sampled = turn.start + len(turn.prompt_ids), len(turn.token_ids)
+    return ResponseObject(
+        id=f"{ID_PREFIX}{turn_id}",
+        created_at=int(turn.segments[0].started_unix_s) if turn.segments else 0,
+        status="completed" if complete else "incomplete",
+        incomplete_details=None if complete else IncompleteDetails("max_output_tokens"),
+        model=model,
+        output=items(
+            turn_id,
+            answer.get("reasoning_content") or "",
+            content_text(answer.get("content")),
+            calls,
+            "completed" if complete else "incomplete",
+        ),
+        usage=ResponseUsage(prompt, sampled, prompt + sampled, InputTokensDetails(), OutputTokensDetails()),
+        previous_response_id=None if turn.parent is None else f"{ID_PREFIX}{turn.parent}",
+        instructions=next((content_text(m["content"]) for m in conversation if m.get(INSTRUCTIONS)), None),
+        tools=[_tool(tool) for tool in head.get("tools") or ()],
+    )
+
+
+def _tool(tool: Message) -> dict[str, Any]:
+    return {"type": "function", **tool["function"]}
