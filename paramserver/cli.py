@@ -289,6 +289,47 @@ def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, p
     _run(pull_version(relay, model, version, out, num_stripes=stripes, patience_s=patience_s))
 
 
+@cli.command()
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@relay_option
+@click.option("--model", required=True, help="Name to publish under; engines and gateways follow it by this name.")
+@click.option("--step", type=int, default=0, help="Label of the version; its number is given by the master relay.")
+@click.option("--run", help="Label of whoever publishes. Default: one made of the time.")
+@click.option("--copies", type=click.IntRange(1), default=1, help="Wait until so many relays hold it verified.")
+@click.option("--allow-change", is_flag=True, help="Publish other names, shapes or dtypes than the version before.")
+@click.option("--wait-s", type=click.FloatRange(0.1), default=120.0, help="How long to wait for seal and copies.")
+def push(
+    directory: Path,
+    relay: str,
+    model: str,
+    step: int,
+    run: str | None,
+    copies: int,
+    allow_change: bool,
+    wait_s: float,
+) -> None:
+    """Publishes a checkpoint DIRECTORY as the next version of a model, as it is.
+
+    Tensors come from its safetensors files. Configuration, tokenizer, chat template and generation defaults (*.json,
+    *.jinja, *.txt, *.model, *.tiktoken, *.py) ride along, so that a relay's snapshot opens with `from_pretrained`.
+    Subdirectories, optimizer states and pickled weights stay behind.
+
+    Refused while another publisher, such as a trainer, is connected to that model.
+
+    \b
+    Example, the base model of a run as version 1, safe on two hosts:
+      paramserver push ./SmolLM2-135M-Instruct --relay trainer-0:7070 --model policy --copies 2
+    and back into a directory:
+      paramserver pull --relay trainer-0:7070 --model policy --out weights/
+    """
+    from paramserver.client.push import push as push_directory
+
+    work = push_directory(
+        relay, directory, model, step=step, run=run, copies=copies, allow_change=allow_change, wait_s=wait_s
+    )
+    _run(work)
+
+
 def _ready(path: Path | None, addresses: dict[str, str]) -> None:
     write_ready_file(path, addresses)
     click.echo(" ".join(f"{key}={value}" for key, value in addresses.items()))

@@ -14,16 +14,28 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
 from paramserver import client
-from paramserver.client import Rank, RefusedLoad, RelayClient, Stage, StreamedVersion, TicketData, open_stream, publish
+from paramserver.client import (
+    Files,
+    Rank,
+    RefusedLoad,
+    RelayClient,
+    Stage,
+    StreamedVersion,
+    TicketData,
+    open_stream,
+    publish,
+)
 from protos.announce_options import AnnounceOptions
 from protos.errors import InvalidRequest
 from trainer_client.loop import AsyncClient, LoopThread, SyncClient
 from trainer_client.sources import NamedTensors, sources_of
+from trainer_client.streaming.beside import beside
 from trainer_client.streaming.manifest import Manifest, TensorMeta
-from trainer_client.streaming.names import Names
+from trainer_client.streaming.names import Names, renamed
 from trainer_client.streaming.passes import Items, Part, Stream, Writers
 from trainer_client.streaming.ranks import OneRank, Ranks
 from trainer_client.streaming.staging import StagingRing
@@ -87,6 +99,9 @@ class PublishOptions(AnnounceOptions, total=False):
     timeout_s: float  # of that wait; default 120
     allow_change: bool  # publish a version whose names, shapes or kinds of dtype differ from the newest one's
     check_nan: bool  # refuse tensors that begin with NaN; default True
+    names: Names | None  # from the trainer's names to those that engines load by
+    base: Path | str | None  # a checkpoint directory, whose tensors that are lacking are carried over
+    files: Files | None  # plain files that ride along
 
 
 class AsyncPublisher(AsyncClient):
@@ -136,6 +151,9 @@ class AsyncPublisher(AsyncClient):
         timeout_s: float = WAIT_TIMEOUT_S,
         allow_change: bool = False,
         check_nan: bool = True,
+        names: Names | None = None,
+        base: Path | str | None = None,
+        files: Files | None = None,
         **options: Unpack[AnnounceOptions],
     ) -> AsyncTicket:
         """Publishes one version; the master numbers it (`ticket.version`), `step` is a label.
@@ -145,25 +163,33 @@ class AsyncPublisher(AsyncClient):
         A version whose tensors begin with NaN is refused unless `check_nan` is off. A NaN further in is found by the
         engines, which refuse to load it. `options` are those that the relay needs.
 
+        `names` maps the trainer's names to those that engines load by (`trainer_client.Names`). `base` is a checkpoint
+        directory: its tensors that `tensors` lacks are carried over, such as frozen ones. `files` ride along as they
+        are: config, tokenizer and generation defaults of a directory, or {name: content}.
+
         Raises InvalidRequest for a tensor that cannot be published, TooLarge for a version larger than the pool,
         Conflict for another publisher of this model or for differing names, and Unavailable when the relay or etcd
         does not answer.
         """
         target = self.wait if wait is None else wait
         _check_wait(target)
-        sources = sources_of(tensors, check_nan=check_nan)
+        sources = sources_of(renamed(tensors, names), check_nan=check_nan)
+        others = await asyncio.to_thread(
+            beside, {*(source.name for source in sources.tensors), *sources.tied}, base, files
+        )
         async with self._publish_lock:
             await self._reach()
             ticket = await publish(
                 self._relay,
                 self.model,
-                sources.tensors,
+                [*sources.tensors, *others.tensors],
                 step=step,
                 run=self.run,
                 metadata=_metadata(sources.tied),
                 force_tcp=self._force_tcp,
                 rank=self._rank,
                 refuse_change=not allow_change,
+                files=others.files,
                 **options,
             )
             self._newest = ticket
@@ -200,13 +226,14 @@ class AsyncPublisher(AsyncClient):
         return await open_stream(
             self._relay,
             self.model,
-            [meta.spec for meta in part.metas],
+            [*(meta.spec for meta in part.metas), *(source.spec for source in part.beside.tensors)],
             step=step,
             run=self.run,
             metadata=_metadata(manifest.tied),
             force_tcp=self._force_tcp,
             rank=part.rank if part.rank.count > 1 else self._rank,
             refuse_change=not allow_change,
+            plain=[file.spec for file in part.beside.files],
             **options,
         )
 
@@ -305,6 +332,8 @@ class Publisher(SyncClient[AsyncPublisher]):
         ranks: Ranks | None = None,
         writers: Writers = "first",
         names: Names | None = None,
+        base: Path | str | None = None,
+        files: Files | None = None,
         wait: Wait | None = None,
         timeout_s: float = WAIT_TIMEOUT_S,
         allow_change: bool = False,
@@ -324,7 +353,8 @@ class Publisher(SyncClient[AsyncPublisher]):
         own iterator. All return a ticket of the same version, or raise the same error. Rank 0 writes all files; with
         `writers="all"` each rank writes files of its own, and all pass the same `run` to their publishers.
 
-        `names` maps the names of manifest and iterator: a function, or pairs for `re.sub`. Other arguments and errors
+        `names` maps the names of manifest and iterator: a function, or pairs for `re.sub`. `base` and `files`, which
+        rank 0 alone reads, come after the last tensor. Other arguments and errors
         are those of `publish`; InvalidRequest also for a tensor that differs from the manifest, or does not come.
         """
         target = self._client.wait if wait is None else wait
@@ -347,6 +377,8 @@ class Publisher(SyncClient[AsyncPublisher]):
             staging=self._staging,
             names=names,
             check_nan=check_nan,
+            base=base,
+            files=files,
         )
         ticket = None
         loop.run(client.begin_turn())

@@ -5,8 +5,9 @@ Invariants:
 - a lease that lapsed is never quietly taken for one that was held: `release` raises NotFound.
 """
 
+from paramserver.client.checkpoint import Checkpoint, Files, plain_files, read_checkpoint
 from paramserver.client.engines import watch_engines
-from paramserver.client.publisher import TensorSource, publish
+from paramserver.client.publisher import FileSource, TensorSource, publish
 from paramserver.client.relay import (
     EventKind,
     HopStatus,
@@ -29,7 +30,10 @@ from paramserver.core.ticket_status import Stage
 
 __all__ = [
     "DTYPES",
+    "Checkpoint",
     "EventKind",
+    "FileSource",
+    "Files",
     "HopStatus",
     "Lease",
     "Lineage",
@@ -51,6 +55,8 @@ __all__ = [
     "TransferStatus",
     "VersionEvent",
     "open_stream",
+    "plain_files",
     "publish",
+    "read_checkpoint",
     "watch_engines",
 ]

@@ -24,7 +24,16 @@ from typing import TypeVar, Unpack
 from paramserver.client.relay import RelayClient
 from paramserver.client.ticket import Ticket
 from paramserver.config import show_bytes
-from paramserver.core.layout import FileLayout, TensorSpec, check_step, check_text, plan_layout
+from paramserver.core.layout import (
+    INDEX_NAME,
+    PLAIN,
+    FileLayout,
+    PlainFile,
+    TensorSpec,
+    check_step,
+    check_text,
+    plan_layout,
+)
 from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import SOLE, Epoch, FileSpec, Manifest, Rank, check_model_name, part_root, version_root
 from paramserver.data.frames import Greeting
@@ -39,6 +48,7 @@ from protos.errors import (
     StaleEpoch,
     TooLarge,
     Unavailable,
+    UnsupportedField,
     VersionLost,
 )
 from protos.laminar.v1 import relay_pb2 as pb
@@ -67,6 +77,23 @@ class TensorSource:
     read: Callable[[], memoryview]
     resident: bool = False
 
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, tuple(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """A plain file to publish beside the tensors, as it is; `read` gives its bytes."""
+
+    name: str
+    size_bytes: int
+    read: Callable[[], memoryview]
+
+    @property
+    def spec(self) -> PlainFile:
+        return PlainFile(self.name, self.size_bytes)
+
 
 async def publish(
     relay: RelayClient,
@@ -79,6 +106,7 @@ async def publish(
     force_tcp: bool = False,
     rank: Rank = SOLE,
     refuse_change: bool = False,
+    files: Sequence[FileSource] = (),
     **options: Unpack[AnnounceOptions],
 ) -> Ticket:
     """Writes one version and returns at *copied*; the master numbers it, the ticket has the number.
@@ -91,12 +119,21 @@ async def publish(
     Conflict (another publisher; with `refuse_change` also another architecture than that of the version before),
     Unavailable (no relay, or none that can be master).
     """
-    specs = [TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-    request, files = announcement(
-        model, specs, step=step, run=run, metadata=metadata, rank=rank, refuse_change=refuse_change, **options
+    request, layouts = announcement(
+        model,
+        [tensor.spec for tensor in tensors],
+        step=step,
+        run=run,
+        metadata=metadata,
+        rank=rank,
+        refuse_change=refuse_change,
+        plain=[file.spec for file in files],
+        **options,
     )
+    plain = [TensorSource(PLAIN + file.name, "U8", (file.size_bytes,), file.read) for file in files]
+    sources = [*tensors, *plain]
     return await at_a_master(
-        relay, model, lambda master: _publish_once(relay, master, request, files, tensors, force_tcp=force_tcp)
+        relay, model, lambda master: _publish_once(relay, master, request, layouts, sources, force_tcp=force_tcp)
     )
 
 
@@ -109,6 +146,7 @@ def announcement(
     metadata: Mapping[str, str] | None = None,
     rank: Rank = SOLE,
     refuse_change: bool = False,
+    plain: Sequence[PlainFile] = (),
     **options: Unpack[AnnounceOptions],
 ) -> tuple[pb.AnnounceRequest, tuple[FileLayout, ...]]:
     """The announcement of a version, and the layout of this rank's files, which the master computes alike."""
@@ -117,7 +155,7 @@ def announcement(
     step = check_step(step)
     metadata = metadata or None  # a message has no {} beside none, and both sides must lay out the same
     options = {**DEFAULTS, **options}
-    files = plan_layout(specs, file_bytes_max=options["file_bytes_max"], metadata=metadata)
+    files = plan_layout(specs, file_bytes_max=options["file_bytes_max"], metadata=metadata, plain=plain)
     request = pb.AnnounceRequest(
         model=model,
         run=run,
@@ -127,6 +165,7 @@ def announcement(
         rank=rank.index,
         num_ranks=rank.count,
         refuse_change=refuse_change,
+        plain_files=[pb.FileSpec(name=file.name, size_bytes=file.size_bytes) for file in plain],
         **options,
     )
     if (num_bytes := request.ByteSize()) > ANNOUNCEMENT_BYTES_MAX:
@@ -224,9 +263,16 @@ async def announced(relay: RelayClient, master: RelayClient, request: pb.Announc
 def files_of(
     request: pb.AnnounceRequest, opened: pb.AnnounceReply, files: Sequence[FileLayout]
 ) -> dict[int, FileLayout]:
-    """This rank's files by their numbers in the version. Alone, its index is not written: the relay has one of all."""
+    """This rank's files by their numbers in the version. Of several ranks none writes an index: the relay does."""
     mine = [number for number, owner in enumerate(opened.owners) if owner == request.rank]
-    return dict(zip(mine, files, strict=False))
+    if request.num_ranks > 1:
+        files = [file for file in files if file.name != INDEX_NAME]
+    if [opened.files[number].size_bytes for number in mine] != [file.size_bytes for file in files]:
+        raise UnsupportedField(
+            "the relay lays the version out otherwise than this publisher",
+            hint="an older relay knows no plain files: upgrade it, or publish without files",
+        )
+    return dict(zip(mine, files, strict=True))
 
 
 async def committed(

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from paramserver.client.progress import bytes_progress
 from paramserver.client.relay import Lease, RelayClient
 from paramserver.config import show_bytes
 from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, FileSpec, Manifest, digest, version_root
@@ -236,7 +236,7 @@ async def _fetch(fetch: Fetch, manifest: Manifest, client: RelayClient, lease: L
     work = asyncio.create_task(asyncio.to_thread(fetch.run))
     renewed_at = asyncio.get_running_loop().time()
     try:
-        with _progress(console) as progress:
+        with bytes_progress(console) as progress:
             bar = progress.add_task(f"{manifest.model} v{manifest.version}", total=manifest.size_bytes)
             while not work.done():
                 progress.update(bar, completed=fetch.bytes_done)
@@ -249,17 +249,6 @@ async def _fetch(fetch: Fetch, manifest: Manifest, client: RelayClient, lease: L
         fetch.cancel()
         await asyncio.wait([work])
     work.result()
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console)
 
 
 def _query_manifest(source: Source, greeting: Greeting) -> Manifest:

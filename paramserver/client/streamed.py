@@ -29,7 +29,7 @@ from paramserver.client.publisher import (
 )
 from paramserver.client.relay import RelayClient
 from paramserver.client.ticket import Ticket
-from paramserver.core.layout import FileLayout, TensorSpec
+from paramserver.core.layout import PLAIN, FileLayout, PlainFile, TensorSpec
 from paramserver.core.records import SOLE, Rank
 from paramserver.data.frames import Greeting
 from paramserver.data.streamed import StreamWriter, open_mapped, open_tcp
@@ -68,6 +68,10 @@ class StreamedVersion:
     def write(self, name: str, data: memoryview) -> None:
         """Writes the next bytes of a tensor; nothing of `data` is kept. Blocks; raises LaminarError."""
         self._writer.write(name, data)
+
+    def write_file(self, name: str, data: memoryview) -> None:
+        """Writes a plain file, like a tensor."""
+        self._writer.write(PLAIN + name, data)
 
     async def commit(self) -> Ticket:
         """Commits what was written. Raises like `write`; `give_up` has to follow then."""
@@ -120,11 +124,20 @@ async def open_stream(
     force_tcp: bool = False,
     rank: Rank = SOLE,
     refuse_change: bool = False,
+    plain: Sequence[PlainFile] = (),
     **options: Unpack[AnnounceOptions],
 ) -> StreamedVersion:
     """Announces a version and opens it for writing. Arguments and errors are those of `publish`."""
     request, files = announcement(
-        model, specs, step=step, run=run, metadata=metadata, rank=rank, refuse_change=refuse_change, **options
+        model,
+        specs,
+        step=step,
+        run=run,
+        metadata=metadata,
+        rank=rank,
+        refuse_change=refuse_change,
+        plain=plain,
+        **options,
     )
     return await at_a_master(relay, model, lambda master: _open_once(relay, master, request, files, force_tcp))
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from paramserver.core.records import FileSpec
 from protos.errors import InvalidRequest, UnsupportedField
 
 DTYPES: dict[str, int] = {
@@ -51,6 +52,10 @@ KEPT_TENSORS_MAX = 50_000
 RELAY = -1
 """Owner of a file that the master relay writes by itself."""
 INDEX_NAME = "model.safetensors.index.json"
+PLAIN = "file:"
+"""Before the name of a plain file, where tensors are named."""
+PLAIN_FILES_MAX = 256
+"""Of one rank. A model directory has a dozen beside its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,14 @@ class FileLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainFile:
+    """A file that rides along with the tensors as it is, such as config.json."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One rank's share of a version. `metadata` goes into the headers of its files.
 
@@ -96,6 +109,7 @@ class Part:
     file_bytes_max: int = 4 << 30
     metadata: Mapping[str, str] | None = None
     refuse_change: bool = False
+    plain: Sequence[PlainFile] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +144,13 @@ def plan_layout(
     *,
     file_bytes_max: int = 4 << 30,
     metadata: Mapping[str, str] | None = None,
+    plain: Sequence[PlainFile] = (),
 ) -> tuple[FileLayout, ...]:
     """Lays `tensors` out in one file, or in several of at most `file_bytes_max` tensor bytes plus their index.
 
     A tensor larger than `file_bytes_max` gets a file of its own. Raises InvalidRequest or UnsupportedField.
     """
-    return plan_ranks([Part(tensors, file_bytes_max, metadata)]).files
+    return plan_ranks([Part(tensors, file_bytes_max, metadata, plain=plain)]).files
 
 
 def plan_ranks(parts: Sequence[Part]) -> Layout:
@@ -151,11 +166,12 @@ class _FixedPart:
     tensors: tuple[TensorSpec, ...]
     file_bytes_max: int
     items: tuple[tuple[str, str], ...] | None
+    plain: tuple[PlainFile, ...]
 
     @classmethod
     def of(cls, part: Part) -> Self:
         items = None if part.metadata is None else tuple(sorted(part.metadata.items()))
-        return cls(tuple(part.tensors), part.file_bytes_max, items)
+        return cls(tuple(part.tensors), part.file_bytes_max, items, tuple(part.plain))
 
     @property
     def metadata(self) -> Mapping[str, str] | None:
@@ -166,13 +182,17 @@ def _plan(parts: tuple[_FixedPart, ...]) -> Layout:
     for part in parts:
         _check(part.tensors, part.file_bytes_max)
     _check_parted(parts)
+    _check_plain(parts)
+    plain = [(_plain_layout(file), rank) for rank, part in enumerate(parts) for file in part.plain]
+    beside, theirs = tuple(file for file, _ in plain), tuple(rank for _, rank in plain)
     split = [(rank, group) for rank, part in enumerate(parts) for group in _split(part.tensors, part.file_bytes_max)]
     if len(split) == 1:
-        return Layout((_lay_out("model.safetensors", parts[0].tensors, parts[0].metadata),), (0,))
+        return Layout((_lay_out("model.safetensors", parts[0].tensors, parts[0].metadata), *beside), (0, *theirs))
     names = [f"model-{i:05d}-of-{len(split):05d}.safetensors" for i in range(1, len(split) + 1)]
     files = [_lay_out(name, group, parts[rank].metadata) for name, (rank, group) in zip(names, split, strict=True)]
     index = _index(names, [group for _, group in split])
-    return Layout((*files, index), (*(rank for rank, _ in split), 0 if len(parts) == 1 else RELAY))
+    owners = (*(rank for rank, _ in split), 0 if len(parts) == 1 else RELAY, *theirs)
+    return Layout((*files, index, *beside), owners)
 
 
 _plan_kept = functools.lru_cache(maxsize=LAYOUTS_KEPT)(_plan)
@@ -188,6 +208,24 @@ def _check_parted(parts: Sequence[_FixedPart]) -> None:
                     hint="each rank publishes tensors of its own: shards of one tensor need a name each",
                 )
             seen[tensor.name] = rank
+
+
+def _check_plain(parts: Sequence[_FixedPart]) -> None:
+    seen: set[str] = set()
+    for file in (file for part in parts for file in part.plain):
+        if file.name.endswith((".safetensors", ".safetensors.index.json")):
+            raise InvalidRequest(f"{file.name!r} would stand beside the weights", hint="they come as tensors")
+        if file.name in seen:
+            raise InvalidRequest(f"file {file.name!r} was announced twice", hint="one rank writes it")
+        FileSpec(file.name, file.size_bytes)  # refuses what is no plain name
+        seen.add(file.name)
+    if len(seen) > PLAIN_FILES_MAX * len(parts):
+        raise InvalidRequest(f"{len(seen)} plain files", hint=f"a rank writes {PLAIN_FILES_MAX} at most")
+
+
+def _plain_layout(file: PlainFile) -> FileLayout:
+    """A file without a head; all its bytes are those of one place."""
+    return FileLayout(file.name, file.size_bytes, b"", (TensorPlace(PLAIN + file.name, 0, file.size_bytes),))
 
 
 def _check(tensors: Sequence[TensorSpec], file_bytes_max: int) -> None:
@@ -214,6 +252,8 @@ def _check(tensors: Sequence[TensorSpec], file_bytes_max: int) -> None:
             raise InvalidRequest(f"tensor {tensor.name!r} was announced twice", hint="give each tensor its own name")
         if tensor.name in ("", "__metadata__"):
             raise InvalidRequest(f"{tensor.name!r} cannot name a tensor", hint="safetensors reserves it")
+        if tensor.name.startswith(PLAIN):
+            raise InvalidRequest(f"{tensor.name!r} cannot name a tensor", hint=f"{PLAIN!r} stands for plain files")
         check_text("a tensor's name", tensor.name)
         seen.add(tensor.name)
 

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from paramserver.background import FailureLog
-from paramserver.core.layout import TensorSpec
+from paramserver.core.layout import PlainFile, TensorSpec
 from paramserver.core.records import Epoch, Rank, Sealed, check_model_name
 from paramserver.core.ticket_status import GivenUp, TicketQuery, ticket_status
 from paramserver.daemon.operations import Operations
@@ -188,6 +188,7 @@ class RelayService(pb_grpc.RelayServicer):
             metadata=dict(request.metadata) or None,
             rank=_rank(request),
             refuse_change=request.refuse_change,
+            plain=[PlainFile(file.name, file.size_bytes) for file in request.plain_files],
             **announce_options(request),
         )
         manifest = draft.manifest

@@ -18,7 +18,7 @@ from typing import Unpack
 from paramserver.config import RelayConfig, show_bytes
 from paramserver.core.chain import next_plan
 from paramserver.core.chunk_size import choose_chunk_bytes, typical
-from paramserver.core.layout import RELAY, Layout, Part, TensorSpec, plan_ranks
+from paramserver.core.layout import RELAY, Layout, Part, PlainFile, TensorSpec, plan_ranks
 from paramserver.core.records import SOLE, Announced, Epoch, FileSpec, Manifest, Plan, Rank, digest, part_root
 from paramserver.master.claims import RunClaims
 from paramserver.master.comparison import Comparison
@@ -80,6 +80,7 @@ class Publications:
         metadata: Mapping[str, str] | None,
         rank: Rank = SOLE,
         refuse_change: bool = False,
+        plain: Sequence[PlainFile] = (),
         **options: Unpack[AnnounceOptions],
     ) -> Draft:
         """Numbers a version and opens it. Refused by name: unknown dtypes, another run, what cannot fit.
@@ -94,7 +95,7 @@ class Publications:
             )
         wait_room_s = min(max(0.0, options["wait_room_s"]), WAIT_ROOM_MAX_S)
 
-        part = Part(tensors, options["file_bytes_max"], metadata, refuse_change)
+        part = Part(tensors, options["file_bytes_max"], metadata, refuse_change, plain)
 
         async def begin(parts: Sequence[Part]) -> Draft:
             layout = await asyncio.to_thread(plan_ranks, parts)  # of many tensors it takes a second

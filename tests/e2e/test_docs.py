@@ -51,7 +51,8 @@ RUN_HERE = {
 """Blocks of code by page and language that tests of this module run, all of them."""
 RUN_ELSEWHERE = {
     ("README.md", "sh"): 1,  # `.ci/run` types it
-    ("docs/publishing.md", "python"): 3,  # test_docs_publishing.py
+    ("docs/publishing.md", "python"): 3,  # test_docs_publishing.py, and the next one
+    ("docs/publishing.md", "sh"): 1,
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
     ("docs/trl.md", "python"): 1,  # `tests/trl/test_docs.py`

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +13,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
+from paramserver.client import RelayClient
 from tests.e2e.test_docs import blocks
 from tests.e2e.test_publish_stream import read
-from tests.support.relays import Relays
+from tests.support.processes import Daemon
+from tests.support.relays import Relays, until
+from tests.support.tiny_model import tiny_model
 
 pytestmark = pytest.mark.slow
+
+
+async def sealed(daemon: Daemon, model: str, version: int) -> None:
+    async with RelayClient(daemon.ready["grpc"]) as relay:
+
+        async def there() -> bool:
+            return version in [one.version for one in await relay.versions(model)]
+
+        await until(there, f"version {version} of {model} is sealed")
+
 
 PAGE = "docs/publishing.md"
 
@@ -27,6 +45,18 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_the_command_of_the_page_publishes_a_directory(relays: Relays) -> None:
+    first, _ = relays.start("a"), relays.start("b")
+    (text,) = blocks(PAGE, "sh")
+    model = tiny_model()
+    here = text.replace("trainer-0:7070", first.ready["grpc"]).replace("./checkpoint", str(model))
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(here)], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert read(first, 1).keys() == load_file(model / "model.safetensors").keys()
+
+
 def test_the_programs_of_the_page_publish_what_they_show(relays: Relays, one_rank: None) -> None:
     daemon = relays.start("a")
     model = torch.nn.Linear(4, 3)
@@ -36,6 +66,7 @@ def test_the_programs_of_the_page_publish_what_they_show(relays: Relays, one_ran
         names: dict[str, Any] = {"model": model, "train": lambda _: None, "job_id": "job"}
         exec(compile(here, PAGE, "exec"), names)
         newest = 2 if "range" in text else 1
+        asyncio.run(sealed(daemon, name, newest))
         dtype = torch.bfloat16 if "bfloat16" in text else torch.float32
         found = read(daemon, newest, name)
         assert found.keys() == model.state_dict().keys()

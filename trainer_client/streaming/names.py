@@ -8,7 +8,8 @@ tensor out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from protos.errors import InvalidRequest
 
@@ -36,3 +37,18 @@ def rename(names: Names, name: str) -> str | None:
                 f"{pattern!r} -> {replacement!r} is no map of names: {error}", hint="pairs are for re.sub"
             ) from error
     return name
+
+
+def renamed(tensors: Any, names: Names | None) -> Any:
+    """A state dict or pairs with every name mapped; what is no pair is left to whoever reads them."""
+    if names is None or not isinstance(tensors, Iterable):
+        return tensors
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    return [pair for pair in (_renamed(pair, names) for pair in pairs) if pair is not None]
+
+
+def _renamed(pair: Any, names: Names) -> Any:
+    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+        return pair
+    name = rename(names, pair[0])
+    return None if name is None else (name, pair[1])

@@ -17,16 +17,18 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from paramserver.client import Rank, StreamedVersion, TensorSource, Ticket, TicketData
+from paramserver.client import Files, Rank, StreamedVersion, TensorSource, Ticket, TicketData
 from protos.decoding import decode_msgpack
 from protos.errors import BY_CODE, InvalidRequest, LaminarError, StaleEpoch, Unavailable
 from trainer_client.loop import LoopThread
 from trainer_client.sources import plain_source, refuse_nan
+from trainer_client.streaming.beside import NOTHING, Beside, beside
 from trainer_client.streaming.manifest import Manifest, TensorMeta
 from trainer_client.streaming.names import Names, rename
 from trainer_client.streaming.ranks import Ranks
@@ -70,10 +72,11 @@ class Outcome(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank writes: the announced tensors, and which of all are its own."""
+    """What this rank writes: tensors that come from the iterator, and what else there is."""
 
     rank: Rank
     metas: tuple[TensorMeta, ...]
+    beside: Beside = NOTHING
 
 
 def part_of(manifest: Manifest, ranks: Ranks, writers: Writers) -> Part | None:
@@ -111,7 +114,10 @@ class Stream:
         staging: StagingRing,
         names: Names | None = None,
         check_nan: bool = True,
+        base: Path | str | None = None,
+        files: Files | None = None,
     ) -> None:
+        self._base, self._files = base, files
         self._announced = manifest
         self._items = items
         self._run = run
@@ -148,6 +154,9 @@ class Stream:
         try:
             self._manifest = Manifest.of(self._announced).renamed(self._names)
             self._part = part_of(self._manifest, self._ranks, self._writers)
+            if self._part is not None and self._ranks.index == 0:
+                names = {*(meta.name for meta in self._manifest.tensors), *self._manifest.tied}
+                self._part = replace(self._part, beside=beside(names, self._base, self._files))
         except LaminarError as error:
             return Outcome.of(error)
         self._metas = {meta.name: meta for meta in self._manifest.tensors}
@@ -183,6 +192,8 @@ class Stream:
             raise
         if version is None:
             return outcome
+        if not outcome.code:
+            outcome = self._write_beside(version)
         if not outcome.code:
             outcome = self._commit(version)
         if outcome.code and outcome.ticket is None:
@@ -230,6 +241,17 @@ class Stream:
         if getattr(getattr(tensor, "device", None), "type", "cpu") != "cpu":
             return self._staging.pieces(tensor, version.pieces(source.name, self._staging.buffer_bytes))
         return (source.read().cast("B"),)
+
+    def _write_beside(self, version: StreamedVersion) -> Outcome:
+        assert self._part is not None, "only a rank that writes has a version"
+        try:
+            for source in self._part.beside.tensors:
+                version.write(source.name, source.read())
+            for file in self._part.beside.files:
+                version.write_file(file.name, file.read())
+        except LaminarError as error:
+            return Outcome.of(error)
+        return Outcome()
 
     def _commit(self, version: StreamedVersion) -> Outcome:
         try:

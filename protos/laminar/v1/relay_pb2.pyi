@@ -939,6 +939,7 @@ class AnnounceRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     REFUSE_CHANGE_FIELD_NUMBER: _builtins.int
+    PLAIN_FILES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     run: _builtins.str
     step: _builtins.int
@@ -956,6 +957,10 @@ class AnnounceRequest(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def plain_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileSpec]:
+        """that this rank writes beside its tensors, as they are: config, tokenizer"""
+
     def __init__(
         self,
         *,
@@ -970,10 +975,11 @@ class AnnounceRequest(_message.Message):
         rank: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
         refuse_change: _builtins.bool = ...,
+        plain_files: _abc.Iterable[Global___FileSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "file_bytes_max", b"file_bytes_max", "metadata", b"metadata", "model", b"model", "num_ranks", b"num_ranks", "rank", b"rank", "refuse_change", b"refuse_change", "run", b"run", "step", b"step", "tensors", b"tensors", "wait_room_s", b"wait_room_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "file_bytes_max", b"file_bytes_max", "metadata", b"metadata", "model", b"model", "num_ranks", b"num_ranks", "plain_files", b"plain_files", "rank", b"rank", "refuse_change", b"refuse_change", "run", b"run", "step", b"step", "tensors", b"tensors", "wait_room_s", b"wait_room_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015

@@ -1,0 +1,78 @@
+"""`paramserver push`: a checkpoint directory becomes a version, its tensors and plain files as they are.
+
+Invariants: the version is reported once it is sealed, or further, and never before; a directory that cannot be
+published is refused before anything moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from paramserver.client.checkpoint import plain_files, read_checkpoint
+from paramserver.client.progress import bytes_progress
+from paramserver.client.publisher import FileSource, TensorSource, publish
+from paramserver.client.relay import RelayClient
+from paramserver.config import show_bytes
+
+FORMAT = {"format": "pt"}
+"""`transformers` requires it of a file's metadata; the directory's own metadata comes over it."""
+
+
+async def push(
+    relay: str,
+    directory: Path,
+    model: str,
+    *,
+    step: int,
+    run: str | None,
+    copies: int,
+    allow_change: bool,
+    wait_s: float,
+) -> None:
+    """Publishes `directory` and waits until `copies` relays hold it verified (1: until it is sealed)."""
+    console = Console(stderr=True, soft_wrap=True)
+    checkpoint, files = read_checkpoint(directory), plain_files(directory)
+    sizes = [one.spec.size_bytes for one in checkpoint.tensors]
+    run = run or f"push-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+    with bytes_progress(console) as progress:
+        bar = progress.add_task(model, total=sum(sizes))
+        tensors = [
+            dataclasses.replace(one, read=_counted(one, lambda num: progress.advance(bar, num)))
+            for one in checkpoint.tensors
+        ]
+        async with RelayClient(relay) as client:
+            ticket = await publish(
+                client,
+                model,
+                tensors,
+                step=step,
+                run=run,
+                metadata={**FORMAT, **checkpoint.metadata},
+                refuse_change=not allow_change,
+                files=files,
+            )
+            await (ticket.wait_sealed(wait_s) if copies <= 1 else ticket.wait_copies(copies, wait_s))
+            holders = await ticket.holders()
+    console.print(
+        f"{model} version {ticket.version} (step {step}, run {run}) is sealed, on {', '.join(holders)}: "
+        f"{len(tensors)} tensors, {show_bytes(sum(sizes))}, and {_named(files)}"
+    )
+
+
+def _counted(source: TensorSource, count: Callable[[int], None]) -> Callable[[], memoryview]:
+    def read() -> memoryview:
+        view = source.read()
+        count(view.nbytes)
+        return view
+
+    return read
+
+
+def _named(files: tuple[FileSource, ...]) -> str:
+    return ", ".join(file.name for file in files) or "no other files"
