@@ -101,8 +101,10 @@ ANTHROPIC_TYPES = {
 
 
 def anthropic_error(error: LaminarError) -> dict[str, Any]:
-    """`details`: of an error that Anthropic's clients recognise by them."""
-    found = _anthropic(error.http_status, str(error))
+    """`details`: of an error that Anthropic's clients recognise by them. Coding agents recognise a context that is
+    exceeded by Anthropic's wording, and shorten their history."""
+    exceeded = "prompt is too long: " if error.code == ContextExceeded.code else ""
+    found = _anthropic(error.http_status, exceeded + str(error))
     if details := getattr(error, "details", None):
         found["error"]["details"] = details
     return found

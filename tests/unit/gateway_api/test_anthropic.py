@@ -230,6 +230,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"user_id": 1}}, "`metadata.user_id` is not a string"),
     ({"stop_sequences": ["x"] * 17}, "17 stop strings"),
     ({"temperature": 3}, "`temperature`=3.0 is out of range"),
+    ({"messages": [{"role": "user", "content": "x " * 4000}]}, "prompt is too long: this model's maximum context"),
 ]
 
 
