@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from agents_env import commands
 from agents_env.environment import Environment
 from agents_env.environments.reasoning import DEFAULT_DATASET, Reasoning, UnknownDataset, datasets
 from agents_env.environments.tool_chain import ToolChain
@@ -155,5 +156,6 @@ def _run(environment: Environment[Any], options: Startable) -> None:
     options.start(environment)
 
 
+commands.add_to(run)
 mirror(run, evaluate, EvalOptions, EVAL)
 mirror(run, tasks, TasksOptions, TASKS)

@@ -1,0 +1,84 @@
+"""The commands of the environments whose scoring takes more than the model's text: a sandbox, or processes.
+
+`cli.py` adds them to `agents-env run`, and with it to `eval` and `tasks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from agents_env.environments import code, mathematics
+from agents_env.environments.task_files import BadTaskFile, read_tasks
+from agents_env.options import SETTINGS, Startable, run_options
+from agents_env.sandbox.client import Sandbox, SandboxFailed
+from agents_env.sandbox.limits import Limits, SandboxRefused
+
+_task_file = click.option(
+    "--task-file",
+    default=None,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="tasks as JSON lines; docs/environments.md has their fields  [default: a small set of the package]",
+)
+
+
+def _max_tokens(default: int) -> Callable[[Any], Any]:
+    return click.option("--max-tokens", default=default, type=click.IntRange(min=1), help="of the reply")
+
+
+@click.command("code", context_settings=SETTINGS)
+@_task_file
+@_max_tokens(code.MAX_TOKENS)
+@click.option("--sandbox", default="auto", type=click.Choice(["auto", "sandlock", "bubblewrap"]), help="runs the code")
+@click.option("--run-s", default=5.0, type=click.FloatRange(min=0, min_open=True), help="of a function's cases, in all")
+@click.option("--memory-mib", default=256, type=click.IntRange(min=32), help="of a run")
+@click.option("--disk-mib", default=16, type=click.IntRange(min=0), help="of a run's /tmp; 0: it can write nowhere")
+@run_options
+def code_command(
+    options: Startable,
+    task_file: Path | None,
+    max_tokens: int,
+    sandbox: Literal["auto", "sandlock", "bubblewrap"],
+    run_s: float,
+    memory_mib: int,
+    disk_mib: int,
+) -> None:
+    """Single-turn: write a Python function, which is tested in a sandbox."""
+    limits = Limits(time_s=run_s, memory_bytes=memory_mib << 20, disk_bytes=disk_mib << 20)
+    try:
+        box = Sandbox(None if sandbox == "auto" else sandbox, limits)
+        asyncio.run(box.check())
+    except (SandboxRefused, SandboxFailed) as error:
+        raise click.ClickException(f"no sandbox for the code that the model writes: {error}") from error
+    options.start(code.Code(_tasks(task_file, code.OWN_TASKS, code.function_task), box, max_tokens=max_tokens))
+
+
+@click.command("math", context_settings=SETTINGS)
+@_task_file
+@_max_tokens(mathematics.MAX_TOKENS)
+@click.option("--judges", default=2, type=click.IntRange(min=1), help="processes that score")
+@run_options
+def math_command(options: Startable, task_file: Path | None, max_tokens: int, judges: int) -> None:
+    """Single-turn: problems of mathematics, scored by math-verify."""
+    scorer = mathematics.Scorer(judges)
+    tasks = _tasks(task_file, mathematics.OWN_TASKS, mathematics.math_task)
+    try:
+        options.start(mathematics.Mathematics(tasks, scorer, max_tokens=max_tokens))
+    finally:
+        scorer.close()
+
+
+def add_to(run: click.Group) -> None:
+    for command in (code_command, math_command):
+        run.add_command(command)
+
+
+def _tasks(path: Path | None, own: str, task_of: Callable[[str, Mapping[str, Any]], Any]) -> list[Any]:
+    try:
+        return read_tasks(path, own, task_of)
+    except BadTaskFile as error:
+        raise click.UsageError(str(error)) from error

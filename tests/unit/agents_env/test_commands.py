@@ -1,0 +1,57 @@
+"""`agents-env run code` and `run math` as processes, against a server with scripted answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from agents_env.cli import main
+from tests.unit.agents_env.scripted_server import Conversation, serving
+
+pytestmark = pytest.mark.slow  # each starts the command itself
+
+TASKS = {
+    "code": {"prompt": "Write `f()`.", "entry_point": "f", "cases": [{"args": [], "expected": 1}]},
+    "math": {"problem": "1/2 + 1/2?", "answer": "1"},
+}
+
+
+def answer(conversation: Conversation) -> str:
+    return "\\boxed{1}" if "boxed" in conversation[0]["content"] else "```python\ndef f(): return 1\n```"
+
+
+@pytest.mark.parametrize("name", TASKS)
+async def test_rolls_out_tasks_of_a_file_and_scores_them(name: str, tmp_path: Path) -> None:
+    tasks, out = tmp_path / "tasks.jsonl", tmp_path / "out.jsonl"
+    tasks.write_text(json.dumps({"id": "own", **TASKS[name]}))
+    async with serving(answer) as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agents_env", "run", name, "--gateway", server.url, "--task-file", str(tasks)),
+            *("--groups", "2", "--group-size", "2", "--out", str(out)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["task_id"], line["reward"]) for line in lines] == [("own", 1.0)] * 4
+    assert {end["reward"] for end in server.finished.values()} == {1.0}
+
+
+def test_a_task_file_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text("{}")
+    words = ["run", "math", "--gateway", "http://x", "--task-file", str(tmp_path / "tasks.jsonl")]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert "tasks.jsonl, line 1: the field 'answer' lacks" in result.output
+
+
+def test_without_a_sandbox_no_code_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = CliRunner().invoke(main, ["run", "code", "--gateway", "http://x", "--sandbox", "bubblewrap"])
+    assert result.exit_code == 1
+    assert "no sandbox for the code that the model writes: sandbox: there is no bwrap in PATH" in result.output
