@@ -257,6 +257,11 @@ def test_a_session_by_token_ids_is_one_record(gateway: Gateway) -> None:
         ids = [*ids, *choice["token_ids"], *gateway.codec.encode("<|im_start|>user\nAnd?<|im_end|>\n")]
     finished = httpx.post(f"{gateway.url}/finish_session?session_id=by-ids", json={"reward": 0.5}).json()
     assert (finished["leaves"], finished["turns"]) == (1, 2)
+    sample = {"reader": "test", "trainer_version": 0, "trajectories": 1, "wait_s": 10}
+    [trajectory] = httpx.post(f"{gateway.url}/experience/sample", json=sample, timeout=60).json()["trajectories"]
+    rest = ids[len(trajectory["token_ids"]) :]
+    assert (trajectory["session_id"], [*trajectory["token_ids"], *rest]) == ("by-ids", ids)
+    assert gateway.codec.decode(rest) == "<|im_start|>user\nAnd?<|im_end|>\n"
 
 
 def test_branches_of_a_session_reach_the_trainer_as_its_leaves(gateway: Gateway) -> None:
