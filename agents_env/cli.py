@@ -10,12 +10,13 @@ from typing import Any
 
 import click
 
-from agents_env import commands
+from agents_env import commands, session_view
 from agents_env.environment import Environment
 from agents_env.environments.reasoning import DEFAULT_DATASET, Reasoning, UnknownDataset, datasets
 from agents_env.environments.tool_chain import ToolChain
 from agents_env.options import (
     EVAL,
+    GATEWAY,
     SETTINGS,
     TASKS,
     EvalOptions,
@@ -129,6 +130,16 @@ def execute(
         raise click.UsageError(str(error)) from error
     programs = Programs(command, tasks, reward_file=reward_file, score=score, log_dir=log_dir)
     _run(programs, dataclasses.replace(options, groups=len(tasks)))
+
+
+@main.command("inspect", context_settings=SETTINGS)
+@click.argument("session")
+@GATEWAY
+@click.option("--tokens", is_flag=True, help="each token, with its id, version and logprob")
+@click.option("--json", "as_json", is_flag=True, help="all that the gateway has of it")
+def inspect_session(session: str, gateway: str, tokens: bool, as_json: bool) -> None:
+    """Show a session turn by turn: a live one, or one that no trainer has used yet."""
+    session_view.start(session, gateway, tokens=tokens, as_json=as_json)
 
 
 @main.command("list", context_settings=SETTINGS)

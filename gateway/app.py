@@ -21,6 +21,7 @@ from gateway.api.http_server import BACKLOG, Runner, bodies_in_time
 from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
 from gateway.api.openai.text_proxy import TextRoutes
 from gateway.api.openapi import add_openapi_route
+from gateway.api.records import add_record_routes
 from gateway.api.responses.routes import add_responses_routes
 from gateway.api.sessions import add_session_routes
 from gateway.api.tasks import add_task_routes
@@ -269,6 +270,7 @@ def _routes(
     add_responses_routes(app, calls)
     add_anthropic_routes(app, calls)
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
+    add_record_routes(app, parts.live, stores.buffer, codec)
     add_group_routes(app, parts.groups)
     add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))
     add_task_routes(app, stores.tasks)

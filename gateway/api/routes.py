@@ -30,6 +30,7 @@ from gateway.api.groups import CreateGroupRequest, GroupAnswer
 from gateway.api.openai.bodies import ChatRequest, CompletionRequest
 from gateway.api.openai.routes import PREFIXES
 from gateway.api.openai.schema import ChatCompletion, Completion, Model, Models
+from gateway.api.records import RecordedSession
 from gateway.api.responses.bodies import ResponsesRequest
 from gateway.api.responses.schema import ResponseObject
 from gateway.api.sessions import (
@@ -166,6 +167,13 @@ def _calls(prefix: str) -> Sequence[Route]:
 _SESSIONS = [
     Route("post", "/sessions", "Makes one and its key.", CreateRequest, answers=[SessionMade], optional_body=True),
     Route("get", "/sessions/{sid}", "A session as it stands, or how it ended.", answers=[SessionAnswer, SessionEnded]),
+    Route(
+        "get",
+        "/sessions/{sid}/trajectories",
+        "What is recorded of a session, until a trainer has used it.",
+        query={"tokens": {"schema": {"type": "boolean"}}},
+        answers=[RecordedSession],
+    ),
     Route("post", "/sessions/{sid}/finish", "Ends a session with a reward.", Finish, answers=_ENDED),
     Route("post", "/finish_session", "The same, as routers have it.", Finish, {"session_id": _NAMED}, answers=_ENDED),
     Route("post", "/sessions/{sid}/reward", "A reward of a turn or a leaf.", RewardRequest, answers=[SessionPhase]),

@@ -21,6 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from gateway.config import ExperienceStoreKind
 from gateway.core.selection import Entry, Strategy, check_wanted, of_equal_rewards
@@ -28,7 +29,7 @@ from gateway.experience.leases import BufferState, LeaseState
 from gateway.experience.stores import STORES
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
-from gateway.store.damage import leaving_out
+from gateway.store.damage import leaving_out, reading
 from gateway.store.database import Database, Operation
 from protos import packed
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
@@ -179,6 +180,20 @@ class ExperienceBuffer:
             if entry.seq in self._state.free:
                 self._state.replace(dataclasses.replace(entry, facts=facts))
         await self._store.synced()
+
+    async def look(self, session_id: str) -> list[Trajectory]:
+        """A session's trajectories, which stay as they are. NotFound when it is not here."""
+        async with self._order:
+            leased = (e for lease in self._state.leases.values() for e in lease.entries.values())
+            entry = next((e for e in chain(self._state.free.values(), leased) if e.session_id == session_id), None)
+            if entry is None:
+                raise NotFound(
+                    f"session {session_id} is not in the experience buffer",
+                    hint="a trainer has used it, or it was never stored: evaluations are not",
+                )
+            body = await self._store.read(entry)
+        with reading("trajectories", entry.seq):
+            return packed.unpack(body)
 
     async def close_group(self, group_id: str, members: int) -> None:
         """The group is complete with `members`, fewer than its size: readers of groups get it as it is."""

@@ -90,6 +90,11 @@ def delete(connection: sqlite3.Connection, entries: Sequence[Entry]) -> None:
     connection.executemany("DELETE FROM trajectory_bodies WHERE seq=?", seqs)
 
 
+def read(connection: sqlite3.Connection, seq: int) -> bytes:
+    [body] = connection.execute("SELECT body FROM trajectory_bodies WHERE seq=?", (seq,)).fetchone()
+    return bytes(body)
+
+
 def revise(connection: sqlite3.Connection, seq: int, change: Callable[[list[Trajectory]], list[Trajectory]]) -> Facts:
     [body] = connection.execute("SELECT body FROM trajectory_bodies WHERE seq=?", (seq,)).fetchone()
     after, facts = revised(seq, body, change)

@@ -66,6 +66,10 @@ class ExperienceStore(Protocol):
         nothing changes."""
         ...
 
+    async def read(self, entry: Entry) -> bytes:
+        """The entry's body, whoever has its lease."""
+        ...
+
     async def delete(self, gone: Sequence[Entry]) -> None: ...
 
     async def lease(self, lease: LeaseState) -> Sequence[bytes]:
@@ -111,6 +115,9 @@ class DatabaseStore:
 
     async def revise(self, entry: Entry, change: Change) -> Facts:
         return await self._database.run(lambda connection: rows.revise(connection, entry.seq, change))
+
+    async def read(self, entry: Entry) -> bytes:
+        return await self._database.run(lambda connection: rows.read(connection, entry.seq))
 
     async def delete(self, gone: Sequence[Entry]) -> None:
         await self._database.owe(lambda connection: rows.delete(connection, gone))
@@ -170,6 +177,9 @@ class MemoryStore:
     async def revise(self, entry: Entry, change: Change) -> Facts:
         self._bodies[entry.seq], facts = rows.revised(entry.seq, self._bodies[entry.seq], change)
         return facts
+
+    async def read(self, entry: Entry) -> bytes:
+        return self._bodies[entry.seq]
 
     async def delete(self, gone: Sequence[Entry]) -> None:
         for entry in gone:

@@ -47,6 +47,7 @@ RUN_HERE = {
     (FLEET, "python"): 1,
     ("docs/guide.md", "sh"): 1,
     ("docs/prompt-pool.md", "python"): 1,
+    ("docs/runner.md", "sh"): 1,
 }
 """Blocks of code by page and language that tests of this module run, all of them."""
 RUN_ELSEWHERE = {
@@ -235,6 +236,21 @@ def test_a_trainer_fills_the_prompt_pool(fleet: Documented) -> None:
     (fleet.directory / "prompts.jsonl").write_text('{"id": "a", "prompt": "3 + 3?"}\n')
     left = fleet.program(blocks("docs/prompt-pool.md", "python")[0].replace("print(", "status = ("))
     assert (left["status"].tasks, left["status"].ready) == (2, 2)
+
+
+AGENT = """
+from openai import OpenAI
+OpenAI().completions.create(model="policy", prompt="2 + 2 =", max_tokens=4)
+"""
+
+
+def test_environments_and_programs_are_rolled_out(fleet: Documented) -> None:
+    (fleet.directory / "agent.py").write_text(AGENT)
+    for command in lines(blocks("docs/runner.md", "sh")[0]):
+        done = fleet.run(command.replace("agents-env", "agents_env", 1).replace("python ", f"{sys.executable} "))
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"mean reward|ended: 2 rollouts, 1 whole groups", done.stdout + done.stderr), done.stderr
+    assert len(json.loads((fleet.directory / "eval.json").read_text())["tasks"]) == 2
 
 
 def test_ranks_publish_one_version(fleet: Documented) -> None:

@@ -87,6 +87,7 @@ async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
             ("post", "/groups", "/groups", {"group_id": "g1", "size": 2, "resample_max": 1}),
             ("post", "/sessions/{sid}/v1/completions", "/sessions/s1/v1/completions", turn),
             ("get", "/sessions/{sid}", "/sessions/s1", None),
+            ("get", "/sessions/{sid}/trajectories", "/sessions/s1/trajectories?tokens=true", None),
             ("get", "/admin/sessions", "/admin/sessions", None),
             ("post", "/sessions/{sid}/finish", "/sessions/s1/finish", {}),
             ("post", "/sessions/{sid}/finish", "/sessions/s1/finish", {"reward": 1.0}),
