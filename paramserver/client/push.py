@@ -35,7 +35,7 @@ async def push(
     allow_change: bool,
     wait_s: float,
 ) -> None:
-    """Publishes `directory` and waits until `copies` relays hold it verified (1: until it is sealed)."""
+    """Publishes `directory` and waits until it is sealed, and `copies` relays hold it verified."""
     console = Console(stderr=True, soft_wrap=True)
     checkpoint, files = read_checkpoint(directory), plain_files(directory)
     sizes = [one.spec.size_bytes for one in checkpoint.tensors]
@@ -57,7 +57,7 @@ async def push(
                 refuse_change=not allow_change,
                 files=files,
             )
-            await (ticket.wait_sealed(wait_s) if copies <= 1 else ticket.wait_copies(copies, wait_s))
+            await ticket.wait_copies(copies, wait_s)
             holders = await ticket.holders()
     console.print(
         f"{model} version {ticket.version} (step {step}, run {run}) is sealed, on {', '.join(holders)}: "
