@@ -1,4 +1,4 @@
-"""The commands of the environments whose scoring takes more than the model's text: a sandbox, or processes.
+"""The commands of the environments with tools, tasks of one's own, or a scoring that takes processes.
 
 `cli.py` adds them to `agents-env run`, and with it to `eval` and `tasks`.
 """
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import click
 
-from agents_env.environments import code, mathematics
+from agents_env.environments import code, mathematics, tool_calls
 from agents_env.environments.task_files import BadTaskFile, read_tasks
 from agents_env.options import SETTINGS, Startable, run_options
 from agents_env.sandbox.client import Sandbox, SandboxFailed
@@ -72,8 +72,16 @@ def math_command(options: Startable, task_file: Path | None, max_tokens: int, ju
         scorer.close()
 
 
+@click.command("tool-calls", context_settings=SETTINGS)
+@_max_tokens(tool_calls.MAX_TOKENS)
+@run_options
+def tool_calls_command(options: Startable, max_tokens: int) -> None:
+    """Multi-turn: arithmetic with a calculator, called by the chat template's own format of tools."""
+    options.start(tool_calls.ToolCalls(max_tokens=max_tokens))
+
+
 def add_to(run: click.Group) -> None:
-    for command in (code_command, math_command):
+    for command in (code_command, math_command, tool_calls_command):
         run.add_command(command)
 
 

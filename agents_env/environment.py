@@ -8,16 +8,38 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, runtime_checkable
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, TypeVar, runtime_checkable
 
 Metrics = Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model made; `arguments` is what it wrote, which should be a JSON object and may be anything."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
 class Message(TypedDict):
-    role: Literal["system", "user", "assistant"]
+    """`tool_calls` belong to an assistant's message, `tool_call_id` to a tool's, which is a result."""
+
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    tool_call_id: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +49,14 @@ class Reply:
     text: str
     truncated: bool = False
     completion_tokens: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Chat(Protocol):
     """One session with the model; the environment sends the whole conversation at every turn."""
 
-    async def reply(self, messages: list[Message], *, max_tokens: int) -> Reply:
-        """The model's next turn. Its errors are the model's, and environments do not catch them."""
+    async def reply(self, messages: list[Message], *, max_tokens: int, tools: Sequence[Tool] = ()) -> Reply:
+        """The model's next turn, in which it may call `tools`. Environments do not catch its errors."""
         ...
 
 

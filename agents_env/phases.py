@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
-from agents_env.environment import Chat, Message, Reply
+from agents_env.environment import Chat, Message, Reply, Tool
 
 Phase = Literal["reset", "model", "tool", "score"]
 
@@ -77,12 +77,12 @@ class Phases:
     def chat(self, chat: Chat) -> Chat:
         return _PhasedChat(chat, self)
 
-    async def call(self, chat: Chat, messages: list[Message], max_tokens: int) -> Reply:
+    async def call(self, chat: Chat, messages: list[Message], max_tokens: int, tools: Sequence[Tool]) -> Reply:
         """A call of the model. A rollout may have several at once: the phase is `model` until the last one ends."""
         self._calls += 1
         self.enter("model")
         try:
-            reply = await chat.reply(messages, max_tokens=max_tokens)
+            reply = await chat.reply(messages, max_tokens=max_tokens, tools=tools)
         finally:
             self._calls -= 1
         if not self._calls:
@@ -95,8 +95,8 @@ class _PhasedChat:
     chat: Chat
     phases: Phases
 
-    async def reply(self, messages: list[Message], *, max_tokens: int) -> Reply:
-        return await self.phases.call(self.chat, messages, max_tokens)
+    async def reply(self, messages: list[Message], *, max_tokens: int, tools: Sequence[Tool] = ()) -> Reply:
+        return await self.phases.call(self.chat, messages, max_tokens, tools)
 
 
 _running: ContextVar[Phases | None] = ContextVar("phases", default=None)

@@ -11,14 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import openai
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import (
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCallParam,
+    ChatCompletionMessageParam,
+)
+from openai.types.shared_params import FunctionDefinition
 
-from agents_env.environment import Access, Message, Outcome, Reply
+from agents_env.environment import Access, Message, Outcome, Reply, Tool, ToolCall
 from agents_env.failures import Boundary, RolloutFailed, RunFailed
 from agents_env.retries import with_retries
 
@@ -225,7 +231,7 @@ class SessionChat:
         self._patience_s = patience_s
         self._rng = rng
 
-    async def reply(self, messages: list[Message], *, max_tokens: int) -> Reply:
+    async def reply(self, messages: list[Message], *, max_tokens: int, tools: Sequence[Tool] = ()) -> Reply:
         """Raises RolloutFailed."""
         conversation: list[ChatCompletionMessageParam] = [_as_param(message) for message in messages]
         usage = self._session.usage
@@ -237,6 +243,7 @@ class SessionChat:
                 max_tokens=max_tokens,
                 temperature=self._sampling.temperature,
                 top_p=self._sampling.top_p,
+                tools=[_as_tool(tool) for tool in tools] or openai.omit,
             )
 
         try:
@@ -250,7 +257,8 @@ class SessionChat:
         usage.turns += 1
         usage.completion_tokens += num_sampled
         usage.prompt_tokens += used.prompt_tokens if used is not None else 0
-        return Reply(choice.message.content or "", choice.finish_reason == "length", num_sampled)
+        truncated = choice.finish_reason == "length"
+        return Reply(choice.message.content or "", truncated, num_sampled, _calls(choice.message))
 
 
 def _as_param(message: Message) -> ChatCompletionMessageParam:
@@ -260,7 +268,26 @@ def _as_param(message: Message) -> ChatCompletionMessageParam:
         case "user":
             return {"role": "user", "content": message["content"]}
         case "assistant":
+            calls = [_as_call(call) for call in message.get("tool_calls", ())]
+            if calls:
+                return {"role": "assistant", "content": message["content"] or None, "tool_calls": calls}
             return {"role": "assistant", "content": message["content"]}
+        case "tool":
+            return {"role": "tool", "content": message["content"], "tool_call_id": message["tool_call_id"]}
+
+
+def _as_tool(tool: Tool) -> ChatCompletionFunctionToolParam:
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": cast(FunctionDefinition, function)}
+
+
+def _as_call(call: ToolCall) -> ChatCompletionMessageFunctionToolCallParam:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _calls(message: ChatCompletionMessage) -> tuple[ToolCall, ...]:
+    calls = message.tool_calls or ()
+    return tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls if c.type == "function")
 
 
 def _failure(boundary: Boundary, error: openai.APIError) -> RolloutFailed:

@@ -13,7 +13,8 @@ from typing import Any
 from aiohttp import web
 
 Conversation = list[dict[str, str]]
-Script = Callable[[Conversation], str]
+Script = Callable[[Conversation], Any]
+"""Answers a conversation with text, or with a message's fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,13 @@ class ScriptedServer:
         return web.Response(text=json.dumps(self._completion(body)), content_type="application/json")
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
-        text = self.script(body["messages"])
+        answer = self.script(body["messages"])
+        text = answer if isinstance(answer, str) else ""
         words = text.split()
         cut = len(words) > body["max_tokens"]
         message = {"role": "assistant", "content": " ".join(words[: body["max_tokens"]]) if cut else text}
+        if not isinstance(answer, str):
+            message = {"role": "assistant", "content": None, **answer}
         usage = {"prompt_tokens": 7, "completion_tokens": len(words), "total_tokens": 7 + len(words)}
         choice = {"index": 0, "message": message, "finish_reason": "length" if cut else "stop", "logprobs": None}
         return {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}

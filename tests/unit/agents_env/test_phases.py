@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from agents_env.environment import Chat, Message, Reply
+from agents_env.environment import Chat, Message, Reply, Tool
 from agents_env.phases import Phase, PhaseLimits, Phases, PhaseTimedOut, phase
 
 SAY: list[Message] = [{"role": "user", "content": "?"}]
@@ -19,7 +20,7 @@ class Model:
         self.go = asyncio.Event()
         self.go.set()
 
-    async def reply(self, messages: list[Message], *, max_tokens: int) -> Reply:
+    async def reply(self, messages: list[Message], *, max_tokens: int, tools: Sequence[Tool] = ()) -> Reply:
         await self.go.wait()
         return Reply("!")
 
