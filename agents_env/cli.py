@@ -28,6 +28,7 @@ from agents_env.options import (
     run_options,
 )
 from agents_env.programs import BadTasks, Programs, read_tasks
+from agents_env.verifiers import command as verifiers
 
 
 @click.group(context_settings=SETTINGS)
@@ -168,5 +169,6 @@ def _run(environment: Environment[Any], options: Startable) -> None:
 
 
 commands.add_to(run)
+main.add_command(verifiers)
 mirror(run, evaluate, EvalOptions, EVAL)
 mirror(run, tasks, TasksOptions, TASKS)

@@ -1,0 +1,253 @@
+"""Environments of the `verifiers` library, run by its own `vf-eval` with the gateway as their model.
+
+`vf-eval` names each rollout in the header `X-Session-ID`, so that each is a session of the gateway: all turns of one
+agent in one rollout. It knows nothing of sessions' ends. So its traces are read while it writes them, and each trace
+ends its session: with its reward, or abandoned where the rollout failed.
+
+Invariants:
+- a session is finished with exactly the reward that its trace reports; the gateway answers a repeated finish alike;
+- what could not be finished is counted and named, and the command fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import httpx
+
+from agents_env.failures import RunFailed
+
+log = logging.getLogger("agents-env")
+
+SESSION_TIMEOUT_S = 60.0
+LOOK_S = 0.5
+"""Between two looks at the file of traces: it is written by another program."""
+LINE_BYTES_MAX = 1 << 30
+STOP_S = 20.0
+"""How long `vf-eval` has to end its own programs after an interrupt, before it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiersOptions:
+    """`extra`: further arguments of `vf-eval`, such as `--env.agent.runtime.type subprocess`."""
+
+    env: str
+    gateway: str
+    model: str
+    client: Literal["eval", "train"]
+    tokenizer: str | None
+    tasks: int
+    rollouts: int
+    out: Path
+    program: str
+    extra: Sequence[str] = ()
+
+    def command(self) -> list[str]:
+        """The command line of `vf-eval`."""
+        train = [] if self.client == "eval" else ["--client.type", "train"]
+        if self.tokenizer is not None:
+            train += ["--client.renderer-model-name", self.tokenizer]
+        return [
+            self.program,
+            self.env,
+            *train,
+            *("--client.base-url", f"{self.gateway.rstrip('/')}/v1", "--client.api-key-var", "OPENAI_API_KEY"),
+            *("-m", self.model, "-n", str(self.tasks), "-r", str(self.rollouts), "-o", str(self.out), "--no-push"),
+            *self.extra,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a session ends. `reward` None: its rollout failed, for `why`."""
+
+    session_id: str
+    reward: float | None
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Ends:
+    """Counts of sessions by how they ended. `failed`: the gateway did not take the end."""
+
+    finished: int = 0
+    abandoned: int = 0
+    failed: int = 0
+    rewards: float = 0.0
+
+
+def endings(line: str) -> list[Ending]:
+    """The ends of the sessions of one episode, from its line of `traces.jsonl`. Raises ValueError for another form."""
+    episode = json.loads(line)
+    if not isinstance(episode, dict) or not isinstance(episode.get("traces"), list):
+        raise ValueError("not an episode of verifiers 0.4: no list of traces")
+    return [_ending(trace) for trace in episode["traces"] if trace.get("calls")]
+
+
+def _ending(trace: Mapping[str, Any]) -> Ending:
+    if not trace.get("ok"):
+        why = "; ".join(str(error) for error in trace.get("errors") or ()) or str(trace.get("stop_condition"))
+        return Ending(trace["id"], None, why[:300])
+    rewards = [reward for reward in (trace.get("rewards") or {}).values() if reward is not None]
+    return Ending(trace["id"], float(sum(reward["score"] * reward["weight"] for reward in rewards)))
+
+
+class Traces:
+    """Reads the episodes that were added to `traces.jsonl` below a folder since the last look."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._read = folder, dict[Path, int]()
+
+    def new(self) -> Iterator[str]:
+        for path in sorted(self._folder.glob("**/traces.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                while (line := file.readline(LINE_BYTES_MAX)).endswith(b"\n"):
+                    self._read[path] = file.tell()
+                    yield line.decode()
+
+
+async def run(options: VerifiersOptions) -> Ends:
+    """Runs `vf-eval` to its end, and ends the sessions of its rollouts as their traces come.
+
+    Raises RunFailed when it cannot be started, fails, or when a session's end was not taken.
+    """
+    if options.client == "train" and options.tokenizer is None:
+        raise RunFailed("--client train tokenizes by itself: pass --tokenizer, the model's directory or name")
+    options.out.mkdir(parents=True, exist_ok=True)
+    traces = Traces(options.out)
+    for _ in traces.new():  # of an earlier run
+        pass
+    ends = Ends()
+    environment = {**os.environ, "OPENAI_API_KEY": os.environ.get("OPENAI_API_KEY") or "none"}
+    try:
+        process = await asyncio.create_subprocess_exec(*options.command(), env=environment, start_new_session=True)
+    except OSError as error:
+        raise RunFailed(
+            f"{options.program} cannot be started: {error}; install verifiers 0.4 in an environment of its own, and "
+            "pass --vf-eval PATH"
+        ) from error
+    async with httpx.AsyncClient(base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False) as http:
+        try:
+            ended = asyncio.create_task(process.wait())
+            while not (await asyncio.wait([ended], timeout=LOOK_S))[0]:
+                await _end_sessions(http, traces, ends)
+        finally:
+            await _stop(process)
+            await _end_sessions(http, traces, ends)
+    log.info(
+        "%d sessions finished (mean reward %.3f), %d abandoned",
+        ends.finished,
+        ends.rewards / max(1, ends.finished),
+        ends.abandoned,
+    )
+    if process.returncode:
+        raise RunFailed(f"{options.program} ended with status {process.returncode}: its own output says why")
+    if ends.failed:
+        raise RunFailed(f"{ends.failed} sessions could not be ended: the log names them")
+    return ends
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Interrupts `vf-eval` and all that it started; kills what is left."""
+    for number, patience_s in ((signal.SIGINT, STOP_S), (signal.SIGKILL, STOP_S)):
+        if process.returncode is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            await asyncio.wait_for(process.wait(), patience_s)
+        except TimeoutError:
+            log.warning("vf-eval did not end within %g s of %s", patience_s, signal.Signals(number).name)
+
+
+async def _end_sessions(http: httpx.AsyncClient, traces: Traces, ends: Ends) -> None:
+    for line in traces.new():
+        try:
+            found = endings(line)
+        except (ValueError, KeyError, TypeError) as error:
+            ends.failed += 1
+            log.error("an episode cannot be read: %s: %s; is this verifiers 0.4?", type(error).__name__, error)
+            continue
+        for ending in found:
+            await _end(http, ending, ends)
+
+
+async def _end(http: httpx.AsyncClient, ending: Ending, ends: Ends) -> None:
+    path = f"/sessions/{ending.session_id}/{'abandon' if ending.reward is None else 'finish'}"
+    try:
+        answer = await http.post(path, json={} if ending.reward is None else {"reward": ending.reward})
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        ends.failed += 1
+        log.error("session %s was not ended: %s", ending.session_id, str(error) or type(error).__name__)
+        return
+    if ending.reward is None:
+        ends.abandoned += 1
+        log.warning("session %s was abandoned: %s", ending.session_id, ending.why)
+        return
+    ends.finished += 1
+    ends.rewards += ending.reward
+
+
+@click.command("verifiers", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.argument("env")
+@click.option("--gateway", required=True, metavar="URL", help="the gateway's base URL")
+@click.option("--model", default="policy", help="the model's name at the gateway")
+@click.option(
+    "--client", type=click.Choice(["eval", "train"]), default="eval", help="vf-eval's client.type: text or ids"
+)
+@click.option("--tokenizer", metavar="DIR", help="of the model; --client train renders and tokenizes with it")
+@click.option("--tasks", default=1, type=click.IntRange(min=1), help="how many of the environment's tasks")
+@click.option("--rollouts", default=1, type=click.IntRange(min=1), help="of each task")
+@click.option("--out", default=Path("outputs"), type=click.Path(path_type=Path), help="folder of vf-eval's traces")
+@click.option("--vf-eval", "program", default="vf-eval", metavar="PATH", help="the command of verifiers 0.4")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED)
+def command(
+    env: str,
+    gateway: str,
+    model: str,
+    client: Literal["eval", "train"],
+    tokenizer: str | None,
+    tasks: int,
+    rollouts: int,
+    out: Path,
+    program: str,
+    extra: tuple[str, ...],
+) -> None:
+    """Roll out ENV, an environment of the verifiers library, by its own `vf-eval`.
+
+    \b
+    agents-env verifiers kuhn_poker --gateway http://127.0.0.1:8080 --tasks 4 --rollouts 8 \\
+      -- --env.player0.runtime.type subprocess --env.player1.runtime.type subprocess
+
+    Each rollout of an agent is a session at the gateway, finished with the reward of its trace. What stands behind `--`
+    goes to vf-eval. Its default runtime is a remote sandbox: name `subprocess` for programs on this machine.
+    """
+    logging.basicConfig(stream=sys.stderr, level="INFO", format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request otherwise
+    options = VerifiersOptions(env, gateway, model, client, tokenizer, tasks, rollouts, out, program, extra)
+    try:
+        asyncio.run(_until_terminated(options))
+    except RunFailed as error:
+        log.error("%s", error)
+        sys.exit(1)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(130)
+
+
+async def _until_terminated(options: VerifiersOptions) -> None:
+    """Runs until its end, or until SIGTERM, which ends it as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await run(options)
