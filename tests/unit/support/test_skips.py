@@ -83,7 +83,7 @@ def test_what_is_listed_is_allowed() -> None:
 
 def test_the_list_names_tests_that_there_are_and_why() -> None:
     for row in allowed(LIST):
-        assert (ROOT / row.tests.partition("::")[0]).is_file(), f"{LIST.name} lists {row.tests}: there is no such file"
+        assert list(ROOT.glob(row.tests.partition("::")[0])), f"{LIST.name} lists {row.tests}: there is no such file"
         assert len(row.why) > 20
 
 
