@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import click
 
-from agents_env.environments import code, mathematics, tool_calls
+from agents_env.environments import code, mathematics, nim, tool_calls
 from agents_env.environments.task_files import BadTaskFile, read_tasks
 from agents_env.options import SETTINGS, Startable, run_options
 from agents_env.sandbox.client import Sandbox, SandboxFailed
@@ -80,8 +80,29 @@ def tool_calls_command(options: Startable, max_tokens: int) -> None:
     options.start(tool_calls.ToolCalls(max_tokens=max_tokens))
 
 
+@click.command("nim", context_settings=SETTINGS)
+@click.option("--opponent", default="self", type=click.Choice(["self", "random", "perfect"]), help="self: the model")
+@click.option("--opponent-version", default=None, type=click.IntRange(min=0), help="older weights; not trained on")
+@click.option("--heaps", default=3, type=click.IntRange(1, len(nim.NAMES)))
+@_max_tokens(nim.MAX_TOKENS)
+@run_options
+def nim_command(
+    options: Startable,
+    opponent: Literal["self", "random", "perfect"],
+    opponent_version: int | None,
+    heaps: int,
+    max_tokens: int,
+) -> None:
+    """Two players: a game of Nim, each player a session of its own."""
+    try:
+        game = nim.Nim(opponent=opponent, version=opponent_version, num_heaps=heaps, max_tokens=max_tokens)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    options.start(game)
+
+
 def add_to(run: click.Group) -> None:
-    for command in (code_command, math_command, tool_calls_command):
+    for command in (code_command, math_command, tool_calls_command, nim_command):
         run.add_command(command)
 
 

@@ -103,6 +103,25 @@ class SelfCallingEnvironment(Protocol):
     async def play(self, task: Any, access: Access) -> Outcome: ...
 
 
+class Seats(Protocol):
+    """The seats of a game beside the rollout's own session, each of which is a session of its own."""
+
+    async def take(self, name: str, *, version: int | None = None) -> Chat:
+        """A new player's chat. With a `version`, the player is of that weight version and is not trained on."""
+        ...
+
+    async def leave(self, name: str, outcome: Outcome) -> None:
+        """Ends a player's session with its own reward. A seat that was not left ends without one."""
+        ...
+
+
+@runtime_checkable
+class MatchEnvironment(Protocol):
+    """An environment of several players: `match` instead of `rollout`. The outcome is that of `client`."""
+
+    async def match(self, task: Any, client: Chat, seats: Seats) -> Outcome: ...
+
+
 @runtime_checkable
 class PooledEnvironment(Protocol):
     """What an environment needs besides to roll out tasks of a prompt pool."""

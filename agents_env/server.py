@@ -55,6 +55,8 @@ class SessionSpec:
     split: Literal["train", "eval"] = "train"
     tags: Mapping[str, str] = field(default_factory=dict)
     version: int | None = None  # the weight version it is pinned to
+    train: bool = True
+    parent_session_id: str | None = None  # which waits for this one
 
 
 @dataclass(slots=True)
@@ -138,6 +140,8 @@ class Server:
         }
         if spec.version is not None:
             body["version"] = spec.version
+        if spec.parent_session_id is not None:
+            body |= {"parent_session_id": spec.parent_session_id, "blocks_parent": True, "train": spec.train}
         answer = await self.post("/sessions", body, usage)
         try:
             client = self._openai.with_options(base_url=answer["base_url"], api_key=answer["api_key"])

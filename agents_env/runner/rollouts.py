@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Generic, TextIO
 
-from agents_env.environment import Environment, Outcome, SelfCallingEnvironment, TaskT
+from agents_env.environment import Environment, MatchEnvironment, Outcome, SelfCallingEnvironment, TaskT
 from agents_env.failures import Boundary, RolloutFailed, RunFailed
 from agents_env.phases import Phases, PhaseTimedOut
 from agents_env.runner.journal import Journal
 from agents_env.runner.plan import Plan, Sample
 from agents_env.runner.records import Failure, Record, Statistics, Status, Tally
 from agents_env.runner.sources import OwnTasks, Source
+from agents_env.seats import GatewaySeats
 from agents_env.server import Server, Session, SessionSpec, Usage
 
 log = logging.getLogger("agents-env")
@@ -153,7 +154,7 @@ class Runner(Generic[TaskT]):
         try:
             session = await self._server.open(spec)
             usage = session.usage
-            outcome = await self._judge(sample, session)
+            outcome = await self._judge(sample, session, spec)
             await self._server.finish(session, outcome)
         except asyncio.CancelledError:
             await self._server.abandon(spec.session_id, "the run was stopped")
@@ -170,7 +171,7 @@ class Runner(Generic[TaskT]):
         await self._source.completed(sample, outcome.reward)
         return None
 
-    async def _judge(self, sample: Sample[TaskT], session: Session) -> Outcome:
+    async def _judge(self, sample: Sample[TaskT], session: Session, spec: SessionSpec) -> Outcome:
         """The environment's outcome; other exceptions than RolloutFailed are attributed to the environment."""
         phases = Phases(self.plan.limits)
         try:
@@ -178,7 +179,10 @@ class Runner(Generic[TaskT]):
                 if isinstance(self._environment, SelfCallingEnvironment):
                     access = self._server.access(session, sample.sample_index)
                     return await self._environment.play(sample.task, access)
-                return await self._environment.rollout(sample.task, phases.chat(self._server.chat(session)))
+                chat = phases.chat(self._server.chat(session))
+                if isinstance(self._environment, MatchEnvironment):
+                    return await self._environment.match(sample.task, chat, GatewaySeats(self._server, spec, phases))
+                return await self._environment.rollout(sample.task, chat)
         except RolloutFailed as error:
             error.phase = phases.current
             raise
