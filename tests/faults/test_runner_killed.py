@@ -1,0 +1,84 @@
+"""kill -9 of a runner that leases from the prompt pool, and of the gateway: nothing finished is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.support import processes
+from tests.support.processes import Daemon
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.words import tokenizer
+from trainer_client import AsyncExperienceReader, AsyncPromptPool
+
+pytestmark = pytest.mark.slow
+
+TASKS, GROUP = 8, 3
+LEASE_S = 10.0
+"""Until the next runner gets what a killed one had."""
+PROGRAM = """
+import json, os, time, urllib.request
+time.sleep(0.3)  # so that there is something to kill
+body = {"model": os.environ["AGENTS_ENV_MODEL"], "prompt": [5, 6, 7], "max_tokens": 3}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/completions"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+"""
+
+
+def serve(directory: Path, engine: ScriptedEngine, port: int) -> Daemon:
+    command = ["gateway", "serve", "--model=policy", f"--tokenizer={tokenizer(directory / 'model')}"]
+    where = [f"--data={directory / 'data'}", f"--port={port}", f"--engine=e0=vllm={engine.url}"]
+    return processes.start("gateway", [*command, *where], directory)
+
+
+def roll_out(name: str, directory: Path, url: str) -> Daemon:
+    (directory / "program.py").write_text(PROGRAM)
+    options = [f"--gateway={url}", "--pool", f"--lease-s={LEASE_S}", "--concurrency=3", "--patience-s=120"]
+    command = ["agents_env", "exec", *options, "--", sys.executable, "-S", str(directory / "program.py")]
+    return processes.start(name, command, directory, wait_ready=False)
+
+
+async def finished(http: aiohttp.ClientSession, samples: int) -> None:
+    """Until so many leases have ended with a reward."""
+    async with asyncio.timeout(180):
+        while True:
+            async with http.get("/tasks/results") as answer:
+                results: list[dict[str, Any]] = (await answer.json())["results"]
+            if GROUP * len(results) >= samples:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_nothing_is_lost_or_doubled(tmp_path: Path, request: pytest.FixtureRequest, port: int) -> None:
+    url = f"http://127.0.0.1:{port}"
+    async with ScriptedEngine("e0") as engine, aiohttp.ClientSession(url) as http, AsyncPromptPool(url) as pool:
+        gateway = await asyncio.to_thread(serve, tmp_path, engine, port)
+        request.addfinalizer(gateway.kill)
+        await pool.add(({"n": n} for n in range(TASKS)), group_size=GROUP, attempts_max=10)
+        first = await asyncio.to_thread(roll_out, "first", tmp_path, url)
+        request.addfinalizer(first.kill)
+        await finished(http, GROUP)
+        gateway.kill()  # before the runner: the next life of a gateway gives every lease a minute
+        gateway = await asyncio.to_thread(serve, tmp_path, engine, port)
+        request.addfinalizer(gateway.kill)
+        await finished(http, 3 * GROUP)
+        first.kill()
+        second = await asyncio.to_thread(roll_out, "second", tmp_path, url)
+        request.addfinalizer(second.kill)
+        status = await asyncio.to_thread(second.process.wait, 180)
+        assert status == 0, second.log()
+        counts = await pool.status()
+        assert (counts.drained, counts.open_groups, counts.leased) == (TASKS, 0, 0), second.log()
+        results = await pool.results()
+        assert [result.rewards for result in results] == [[1.0] * GROUP] * TASKS
+        async with AsyncExperienceReader(url) as reader:
+            batch = await reader.sample(trajectories=10 * TASKS * GROUP, wait_s=0)
+        kept = Counter((one.group_id, one.sample_index) for one in batch.trajectories)
+        assert kept == {(result.group_id, index): 1 for result in results for index in range(GROUP)}
