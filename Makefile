@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl test-verifiers quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-core bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-core bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ trl: env  ## one TRL trainer on a fleet of this machine, step by step (ARGS="grp
 
 test-verl: env  ## verl's weight updates and agent loops on a fleet of this machine, with verl installed once (1.7 GB on disk); three minutes
 	@$(RUN) -m pytest tests/verl -m verl $(ARGS)
+
+verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and what they printed
+	@$(RUN) -m tests.verl $(ARGS)
 
 quick: env  ## the quick part of the tests (under a minute)
 	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)

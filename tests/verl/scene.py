@@ -30,40 +30,36 @@ class Scene:
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
-        self._stack = stack
         self.model = tiny_model("qwen2")
         etcd = start_etcd(directory)
         stack.callback(etcd.stop)
         relays = Relays(etcd.ready["etcd"], directory)
         stack.callback(relays.close)
         self.relay = str(relays.start("relay").ready["grpc"])
-        self.gateway = ""
-
-    def serve(self) -> None:
-        """Engines and the gateway; engines load versions by themselves."""
         command = ["gateway", "serve", "--port=0", "--model=policy", f"--tokenizer={self.model}"]
         for number in range(ENGINES):
-            engine = processes.start(f"e{number}", self._engine(), self.directory)
-            self._stack.callback(engine.stop)
+            engine = processes.start(f"e{number}", self._engine(), directory)
+            stack.callback(engine.stop)
             command.append(f"--engine=e{number}=vllm={engine.ready['url']}")
         flags = [f"--relay={self.relay}", "--poll-interval-s=0.2", "--queue-timeout-s=120"]
-        gateway = processes.start("gateway", [*command, *flags], self.directory)
-        self._stack.callback(gateway.stop)
+        gateway = processes.start("gateway", [*command, *flags], directory)
+        stack.callback(gateway.stop)
         self.gateway = str(gateway.ready["url"])
 
     def _engine(self) -> list[str]:
         flags = ["--port=0", "--dtype=float32", "--served-model-name=policy", "--weight-version=0"]
         return ["gateway", "engine", f"--model={self.model}", *flags]
 
-    def run(self, program: str) -> list[dict[str, Any]]:
-        """Runs `tests.verl.PROGRAM` to its end and returns the JSON objects that it printed."""
-        log_path = self.directory / f"{program}.log"
+    def run(self) -> list[dict[str, Any]]:
+        """Runs `tests.verl.program` to its end and returns the JSON objects that it printed."""
+        log_path = self.directory / "program.log"
         # Ray's sockets lie below its folder, and their paths are limited to 107 bytes.
         with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray_dir, log_path.open("wb") as log:
             addresses = [f"--relay={self.relay}", f"--gateway={self.gateway}", f"--model={self.model}"]
+            addresses.append(f"--directory={self.directory}")
             env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": ray_dir}
             done = subprocess.run(
-                [str(PYTHON), "-m", f"tests.verl.{program}", *addresses],
+                [str(PYTHON), "-m", "tests.verl.program", *addresses],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -73,5 +69,5 @@ class Scene:
                 check=False,
             )
         lines = done.stdout.decode().splitlines()
-        assert done.returncode == 0, f"{program}: {done.returncode}\n{log_path.read_text()[-6000:]}"
+        assert done.returncode == 0, f"{done.returncode}\n{log_path.read_text()[-6000:]}"
         return [json.loads(line) for line in lines if line.startswith('{"')]

@@ -29,7 +29,7 @@ LEARNING_RATE = 3e-3
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for name in ("relay", "gateway", "model"):
+    for name in ("relay", "gateway", "model", "directory"):
         parser.add_argument(f"--{name}", required=True)
     return parser.parse_args()
 

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import quote
@@ -245,11 +245,15 @@ class Rollouts:
     def play(self, planned: Sequence[Planned], sampling: Mapping[str, Any]) -> list[str]:
         """The id of the session that each of `planned` ended in. Raises RolloutFailed for the first that failed in
         every attempt, once the others have ended."""
-        running = [self._pool.submit(self._play, one, sampling) for one in planned]
+        running = self.start(planned, sampling)
         errors = [error for done in running if (error := done.exception()) is not None]
         if errors:
             raise errors[0]
         return [done.result() for done in running]
+
+    def start(self, planned: Sequence[Planned], sampling: Mapping[str, Any]) -> list[Future[str]]:
+        """As `play`, without waiting: the future of each has the id of its session, or its error."""
+        return [self._pool.submit(self._play, one, sampling) for one in planned]
 
     def close(self) -> None:
         self._client.stop.set()

@@ -1,6 +1,7 @@
-"""A program: updates of weights by verl's own manager, and by ours for engines that live outside verl.
+"""A program: verl's updates of weights and its rollouts, on local Ray.
 
-Prints one JSON object for each update: the digests of what was sent and of what was received.
+Some updates are made by verl's own manager, and some by ours for engines that live outside verl; rollouts follow each.
+Prints a JSON object for each update (digests of what was sent and of what was received) and for each batch of rollouts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegi
 from verl.workers.config import RolloutConfig
 
 from deploy.setup_env import ROOT
+from tests.verl.rollouts import Rollouts
 from tests.verl.workers import (
     Replica,
     RolloutWorker,
@@ -40,8 +42,9 @@ def main() -> None:
     start_ray()
     config = engine_config(flags.relay)
     trainer = group(TrainingWorker, 2, config, flags.model)
-    rollouts = group(RolloutWorker, 2, RolloutConfig(name="vllm", checkpoint_engine=config))
-    replica = Replica(rollouts.workers)
+    receivers = group(RolloutWorker, 2, RolloutConfig(name="vllm", checkpoint_engine=config))
+    replica = Replica(receivers.workers)
+    rollouts = Rollouts(flags)
     cache = CheckpointEngineRegistry.new("laminar", bucket_size=0, relay=flags.relay)
 
     inside = CheckpointEngineManager(config, trainer, [replica])
@@ -51,7 +54,8 @@ def main() -> None:
         replica.calls.clear()
         trained = trainer.train()
         metrics = manager.update_weights(global_steps=step)
-        loaded = [found.get(step) for found in ray.get([worker.loaded.remote() for worker in rollouts.workers])]
+        loaded = [found.get(step) for found in ray.get([worker.loaded.remote() for worker in receivers.workers])]
+        cached = taken_whole(cache.get_weights())
         state = trainer.digest_and_taken()
         report = {
             "manager": type(manager).__name__,
@@ -59,11 +63,13 @@ def main() -> None:
             "version": metrics["laminar/version"],
             "sent": trained,
             "loaded": loaded,
-            "cached": digest_of(taken_whole(cache.get_weights())),
+            "cached": digest_of(cached),
             "taken": [taken for _, taken in state],
             "replica_calls": replica.calls,
         }
         print(json.dumps(report), flush=True)
+        rollouts.published(cached)
+        print(json.dumps(rollouts.report(step)), flush=True)
     ray.shutdown()
 
 

@@ -1,8 +1,7 @@
-"""verl's updates of weights through relays: by its own manager on local Ray, and to engines outside it."""
+"""verl on local Ray: updates of weights through relays, by its own manager and to engines outside it; its rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,13 +9,26 @@ import pytest
 
 from tests.verl.scene import Scene
 
-pytestmark = [pytest.mark.verl, pytest.mark.slow]
+pytestmark = [pytest.mark.verl, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+TOLERANCE = 1e-4
+"""Of importance ratios, float32 on both sides, temperature 1."""
 
 
 @pytest.fixture(scope="module")
-def updates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with ExitStack() as stack:
-        yield Scene(tmp_path_factory.mktemp("updates"), stack).run("updates")
+        return Scene(tmp_path_factory.mktemp("verl"), stack).run()
+
+
+@pytest.fixture
+def updates(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [report for report in reports if "manager" in report]
+
+
+@pytest.fixture
+def rollouts(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [report for report in reports if "ratio_off" in report]
 
 
 def test_rollout_workers_load_exactly_what_the_trainer_sent_in_this_update(updates: list[dict[str, Any]]) -> None:
@@ -49,3 +61,25 @@ def test_all_ranks_take_every_tensor_of_every_update(updates: list[dict[str, Any
     per_update = counts[0][0]
     assert per_update > 1
     assert counts == [[per_update * number] * 2 for number in range(1, len(updates) + 1)]
+
+
+def test_rollouts_are_sampled_under_the_weights_published_at_that_step(rollouts: list[dict[str, Any]]) -> None:
+    assert [batch["step"] for batch in rollouts] == [0, 7, 7, 8, 3]
+    for batch in rollouts:
+        assert batch["rows"] == 8
+        assert batch["sampled_tokens"] >= 2 * batch["rows"], "two turns each"
+        assert batch["masked_tokens"] > 0, "the message between the turns"
+        assert batch["ratio_off"] < TOLERANCE
+    for batch in rollouts[1:]:
+        assert batch["ratio_off_version_before"] > 10 * TOLERANCE
+
+
+def test_rows_carry_the_steps_of_the_versions_that_sampled_them(rollouts: list[dict[str, Any]]) -> None:
+    for batch in rollouts:
+        assert batch["min_global_steps"] == batch["max_global_steps"] == [batch["step"]]
+
+
+def test_rows_carry_the_reward_that_the_agent_gave(rollouts: list[dict[str, Any]]) -> None:
+    for batch in rollouts:
+        assert all(0 <= reward <= 1 for reward in batch["rewards"])
+        assert len(set(batch["rewards"])) > 1

@@ -1,0 +1,19 @@
+"""A task small enough for a random model, in two turns: the second goes on from the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_client.integrations.rollouts import Session
+
+PROMPTS = [f"What is the sum of {number} and 30?" for number in range(4)]
+
+
+def two_turns(session: Session, task: Mapping[str, Any]) -> float:
+    """The message between the turns is not trained on. The reward is the share of letters among the characters."""
+    messages = [*task["prompt"]]
+    first = session.chat(messages, max_tokens=24)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Once more."}]
+    text = first.text + session.chat(messages, max_tokens=24).text
+    return sum(character.isascii() and character.isalpha() for character in text) / max(len(text), 1)
