@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,20 +16,20 @@ from tests.unit.agents_env.scripted_server import Conversation, serving
 
 pytestmark = pytest.mark.slow  # each starts the command itself
 
-TASKS = {
-    "code": {"prompt": "Write `f()`.", "entry_point": "f", "cases": [{"args": [], "expected": 1}]},
-    "math": {"problem": "1/2 + 1/2?", "answer": "1"},
-}
+DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
+TASKS = dict(zip(("math", "code"), re.findall(r"^```json\n(.*?)^```", DOCS.read_text(), re.M | re.S), strict=True))
+"""The documented examples of lines of a task file."""
 
 
 def answer(conversation: Conversation) -> str:
-    return "\\boxed{1}" if "boxed" in conversation[0]["content"] else "```python\ndef f(): return 1\n```"
+    is_math = "boxed" in conversation[0]["content"]
+    return "\\boxed{0.5}" if is_math else "```python\ndef add(a, b): return a + b\n```"
 
 
 @pytest.mark.parametrize("name", TASKS)
 async def test_rolls_out_tasks_of_a_file_and_scores_them(name: str, tmp_path: Path) -> None:
     tasks, out = tmp_path / "tasks.jsonl", tmp_path / "out.jsonl"
-    tasks.write_text(json.dumps({"id": "own", **TASKS[name]}))
+    tasks.write_text(TASKS[name])
     async with serving(answer) as server:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "agents_env", "run", name, "--gateway", server.url, "--task-file", str(tasks)),
@@ -38,7 +39,7 @@ async def test_rolls_out_tasks_of_a_file_and_scores_them(name: str, tmp_path: Pa
         _, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(line["task_id"], line["reward"]) for line in lines] == [("own", 1.0)] * 4
+    assert [(line["task_id"], line["reward"]) for line in lines] == [(json.loads(TASKS[name])["id"], 1.0)] * 4
     assert {end["reward"] for end in server.finished.values()} == {1.0}
 
 
