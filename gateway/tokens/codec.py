@@ -260,7 +260,11 @@ class Codec:
     def _ends_begin(self) -> bool:
         """Whether a user's turn begins with a token that ends the turn before."""
         mark = bridging.ANSWER_MARK
-        before = self.render_text([{"role": "user", "content": mark}], add_generation_prompt=False).partition(mark)[0]
+        try:
+            rendered = self.render_text([{"role": "user", "content": mark}], add_generation_prompt=False)
+        except InvalidRequest:  # a template that wants more than a user's message
+            return False
+        before = rendered.partition(mark)[0]
         added = self.tokenizer.get_added_tokens_decoder()
         last = next((i for i in reversed(self.encode(before)) if i in added), None)
         return last in self.turn_end_ids

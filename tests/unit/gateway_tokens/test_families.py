@@ -3,12 +3,14 @@ parsed as that call, and the next prompt extends what was sampled."""
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
 
 from gateway.tokens import ReasoningParser, ToolCallParser
+from gateway.tokens.template import ChatTemplate
 from tests.support import families
 
 FAMILIES = {
@@ -108,6 +110,18 @@ def test_a_token_that_begins_the_next_turn_stays_when_another_was_sampled() -> N
     assert bridged.prompt_ids[len(recorded)] == user
     bridged = codec.bridge([*recorded[:-1], user], messages, more)
     assert codec.decode(bridged.prompt_ids[len(recorded) :]).startswith("\nSure?")
+
+
+def test_a_template_that_refuses_a_lone_message_is_bridged_as_any_other() -> None:
+    plain = families.codec("qwen2_5")
+    source = "{% if messages | length < 2 %}{{ raise_exception('more') }}{% endif %}" + families.template("qwen2_5")
+    strict = copy.copy(plain)
+    strict.template = ChatTemplate(source, {})
+    strict.__dict__.pop("_ends_begin", None)
+    asked: list[Any] = [{"role": "system", "content": "Be brief."}, *ASK]
+    recorded = [*plain.render(asked), *plain.encode("Fine."), *plain.turn_end_ids][:-1]
+    history: list[Any] = [*asked, {"role": "assistant", "content": "Fine."}]
+    assert strict.bridge(recorded, history, ASK) == plain.bridge(recorded, history, ASK)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
