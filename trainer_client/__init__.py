@@ -10,10 +10,11 @@ from paramserver.client import RefusedLoad
 from protos.trajectories import Segment, Trajectory
 from trainer_client.batches import Batch
 from trainer_client.experience import AsyncExperienceReader, ExperienceReader, Strategy, Wanted
-from trainer_client.publisher import AsyncPublisher, AsyncTicket, Publisher, PublisherStatus, Ticket, Wait
+from trainer_client.publisher import AsyncPublisher, Publisher, PublisherStatus
 from trainer_client.streaming.manifest import Manifest, TensorMeta, gathered, manifest_of
 from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks
 from trainer_client.tasks import Added, AsyncPromptPool, PoolStatus, PromptPool, TaskOptions, TaskResult
+from trainer_client.tickets import AsyncTicket, PendingTicket, Ticket, Wait
 from trainer_client.trajectories import Packed, PackedTensors, pack
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "OneRank",
     "Packed",
     "PackedTensors",
+    "PendingTicket",
     "PoolStatus",
     "PromptPool",
     "Publisher",

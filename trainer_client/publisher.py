@@ -15,9 +15,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
-from paramserver import client
 from paramserver.client import (
     Files,
     Rank,
@@ -31,26 +30,19 @@ from paramserver.client import (
 )
 from protos.announce_options import AnnounceOptions
 from protos.errors import InvalidRequest
-from trainer_client.loop import AsyncClient, LoopThread, SyncClient
-from trainer_client.sources import NamedTensors, sources_of
+from trainer_client.loop import AsyncClient, SyncClient
+from trainer_client.run_state import RunState
+from trainer_client.sources import NamedTensors, Stable, held_still, sources_of
 from trainer_client.streaming.beside import beside
 from trainer_client.streaming.manifest import Manifest, TensorMeta
 from trainer_client.streaming.names import Names, renamed
 from trainer_client.streaming.passes import Items, Part, Stream, Writers
 from trainer_client.streaming.ranks import OneRank, Ranks
 from trainer_client.streaming.staging import StagingRing
-
-AsyncTicket = client.Ticket
-"""What `AsyncPublisher.publish` returns; its waits are coroutines."""
-
-Wait = Literal["copied", "sealed", "all"] | int
-"""How far `publish` waits: *copied* (default), *sealed*, held by that many relays, or by all of the chain."""
+from trainer_client.tickets import WAIT_TIMEOUT_S, AsyncTicket, PendingTicket, Ticket, Wait, check_wait, wait_for
 
 FORMAT = {"format": "pt"}
 """Header metadata that `transformers` requires of a safetensors file: names and shapes are those of torch modules."""
-
-WAIT_TIMEOUT_S = 120.0
-"""Default deadline of every wait for a later stage."""
 
 
 def new_run_id() -> str:
@@ -58,27 +50,9 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
-async def wait_for(ticket: AsyncTicket, wait: Wait, timeout_s: float) -> None:
-    """Waits for a stage of `ticket`. Raises Unavailable at the deadline, and InDoubt or VersionLost as outcomes."""
-    if wait == "sealed":
-        await ticket.wait_sealed(timeout_s)
-    elif wait == "all":
-        await ticket.wait_all(timeout_s)
-    elif isinstance(wait, int):
-        await ticket.wait_copies(wait, timeout_s)
-
-
 def _metadata(tied: Mapping[str, str]) -> dict[str, str]:
     """The metadata in the headers of a version's files."""
     return {**FORMAT, **{f"tied:{name}": owner for name, owner in tied.items()}}
-
-
-def _check_wait(wait: Wait) -> None:
-    counts = isinstance(wait, int) and not isinstance(wait, bool) and wait >= 1
-    if not counts and wait not in ("copied", "sealed", "all"):
-        raise InvalidRequest(
-            f"wait={wait!r}", hint='pass "copied", "sealed", "all", or a number of relays (2 is right for production)'
-        )
 
 
 class PublisherOptions(TypedDict, total=False):
@@ -123,7 +97,7 @@ class AsyncPublisher(AsyncClient):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        _check_wait(wait)
+        check_wait(wait)
         self._rank = Rank(rank, num_ranks)
         if num_ranks > 1 and run is None:
             raise InvalidRequest(
@@ -137,6 +111,7 @@ class AsyncPublisher(AsyncClient):
         self._force_tcp = force_tcp
         self._reached = False
         self._newest: AsyncTicket | None = None
+        self.state = RunState(model, self.run)
         self._publish_lock = asyncio.Lock()  # versions of one run are numbered in the order of the calls
 
     async def close(self) -> None:
@@ -172,7 +147,7 @@ class AsyncPublisher(AsyncClient):
         does not answer.
         """
         target = self.wait if wait is None else wait
-        _check_wait(target)
+        check_wait(target)
         sources = sources_of(renamed(tensors, names), check_nan=check_nan)
         others = await asyncio.to_thread(
             beside, {*(source.name for source in sources.tensors), *sources.tied}, base, files
@@ -192,9 +167,13 @@ class AsyncPublisher(AsyncClient):
                 files=others.files,
                 **options,
             )
-            self._newest = ticket
+            self._note(ticket)
         await wait_for(ticket, target, timeout_s)
         return ticket
+
+    def _note(self, ticket: AsyncTicket) -> None:
+        self._newest = ticket
+        self.state.saw(ticket.version, ticket.step)
 
     async def _reach(self) -> None:
         """A wrong address fails at once. For a relay that is lost later a publish waits."""
@@ -209,7 +188,8 @@ class AsyncPublisher(AsyncClient):
         await self._publish_lock.acquire()
 
     async def end_turn(self, ticket: AsyncTicket | None) -> None:
-        self._newest = ticket or self._newest
+        if ticket is not None:
+            self._note(ticket)
         self._publish_lock.release()
 
     async def open_stream(
@@ -273,55 +253,66 @@ class PublisherStatus:
     refused_loads: tuple[RefusedLoad, ...]
 
 
-class Ticket:
-    """A handle of one published version, for synchronous callers."""
-
-    def __init__(self, ticket: AsyncTicket, loop: LoopThread) -> None:
-        self._ticket = ticket
-        self._loop = loop
-        self.model, self.version = ticket.model, ticket.version
-        self.run, self.step = ticket.run, ticket.step
-        self.warnings = ticket.warnings
-
-    def wait_sealed(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
-        """Returns once the version is sealed: recorded in etcd. Only now is it published."""
-        self._loop.run(self._ticket.wait_sealed(timeout_s))
-
-    def wait_copies(self, k: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
-        """Returns once `k` relays hold the version verified. A relay that died counts until its lease ends
-        (5 s by default): for that long one of the `k` may be gone."""
-        self._loop.run(self._ticket.wait_copies(k, timeout_s))
-
-    def wait_all(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
-        """Returns once every relay of the chain holds the version verified."""
-        self._loop.run(self._ticket.wait_all(timeout_s))
-
-    def stage(self) -> Stage:
-        return self._loop.run(self._ticket.stage())
-
-    def holders(self) -> tuple[str, ...]:
-        """Names of the relays that hold the version verified."""
-        return self._loop.run(self._ticket.holders())
-
-    def refused_loads(self) -> tuple[RefusedLoad, ...]:
-        """Engines that could not load this version, with their errors, as gateways reported them."""
-        return self._loop.run(self._ticket.refused_loads())
-
-    def __repr__(self) -> str:
-        return f"Ticket({self.model} version {self.version}, step {self.step}, run {self.run})"
-
-
 class Publisher(SyncClient[AsyncPublisher]):
     """`AsyncPublisher` for a synchronous training loop; use it as a context manager, or call `close`."""
 
     def __init__(self, relay: str, model: str = "policy", **options: Unpack[PublisherOptions]) -> None:
         super().__init__(AsyncPublisher(relay, model, **options), "laminar-publisher")
         self._staging = StagingRing()
+        self._pending: PendingTicket | None = None
         self.model, self.run = self._client.model, self._client.run
 
     def publish(self, tensors: NamedTensors, *, step: int, **options: Unpack[PublishOptions]) -> Ticket:
         """See `AsyncPublisher.publish`."""
+        self._settle()
         return Ticket(self._loop.run(self._client.publish(tensors, step=step, **options)), self._loop)
+
+    def publish_async(
+        self, tensors: NamedTensors, *, step: int, stable: Stable = False, **options: Unpack[PublishOptions]
+    ) -> PendingTicket:
+        """Publishes in the background; returns once all tensors may change that are not `stable`.
+
+        `stable` names the tensors that stay as they are until `result()` of the returned ticket has come back: True for
+        all, a collection of names, or a function of a name. They are read while the next step runs. The others are
+        copied first, on their own device, which takes memory for them.
+
+        One publish at a time: the next one, of any kind, waits for this one, and raises its error unless `result()`
+        has. Arguments and errors are those of `publish`.
+        """
+        self._settle()
+        held = held_still(tensors, stable)
+        self._pending = PendingTicket(self._loop.start(self._client.publish(held, step=step, **options)), self._loop)
+        return self._pending
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle()
+
+    def close(self) -> None:
+        """Waits for a publish in the background, and raises its error if nobody has got it."""
+        try:
+            if not self._loop.closed:
+                self._settle()
+        finally:
+            super().close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the trainer's checkpoint: model, run, newest version, and the step of each version."""
+        return self._client.state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken. The run is a new one, and its versions continue above the newest."""
+        self._client.state.load(state)
+
+    @property
+    def version(self) -> int:
+        """The newest version that this trainer published, in this run or the one it resumed; 0: none."""
+        return self._client.state.version
+
+    def step_of(self, version: int) -> int | None:
+        """The step of a version that this trainer published; None for any other, and for one long ago."""
+        return self._client.state.steps.get(version)
 
     def publish_stream(
         self,
@@ -358,7 +349,8 @@ class Publisher(SyncClient[AsyncPublisher]):
         are those of `publish`; InvalidRequest also for a tensor that differs from the manifest, or does not come.
         """
         target = self._client.wait if wait is None else wait
-        _check_wait(target)
+        check_wait(target)
+        self._settle()
         client, loop = self._client, self._loop
 
         def open_version(announced: Manifest, part: Part) -> StreamedVersion:

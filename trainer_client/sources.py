@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,35 @@ def sources_of(tensors: NamedTensors, *, check_nan: bool = False) -> Sources:
     if not kept:
         raise InvalidRequest("no tensors to publish", hint="pass model.state_dict() or pairs (name, tensor)")
     return Sources(tuple(kept), tied)
+
+
+Stable = bool | Collection[str] | Callable[[str], bool]
+"""Which tensors stay as they are while they are read: all or none, some by name, or as a function says."""
+
+
+def held_still(tensors: NamedTensors, stable: Stable) -> list[tuple[str, Any]]:
+    """The pairs, with a copy in the place of every tensor that is not stable; tied ones share one copy.
+
+    Raises InvalidRequest for what cannot be published.
+    """
+    copies: dict[object, Any] = {}
+    held: list[tuple[str, Any]] = []
+    for name, tensor in _pairs(tensors):
+        identity = _source(name, tensor)[1]
+        if not _is_stable(name, stable):
+            if identity not in copies:
+                copies[identity] = tensor.copy() if isinstance(tensor, np.ndarray) else tensor.detach().clone()
+            tensor = copies[identity]
+        held.append((name, tensor))
+    for device in {tensor.device for _, tensor in held if getattr(tensor, "is_cuda", False)}:
+        sys.modules["torch"].cuda.current_stream(device).synchronize()  # they are read on another thread's stream
+    return held
+
+
+def _is_stable(name: str, stable: Stable) -> bool:
+    if isinstance(stable, bool):
+        return stable
+    return stable(name) if callable(stable) else name in stable
 
 
 NAN_CHECK_BYTES = 64 << 10

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.e2e.test_publish_stream import read
 from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
 from tests.support.tiny_model import tiny_model
+from trainer_client import Publisher
 
 pytestmark = pytest.mark.slow
 
@@ -59,12 +61,18 @@ def test_the_command_of_the_page_publishes_a_directory(relays: Relays) -> None:
 
 def test_the_programs_of_the_page_publish_what_they_show(relays: Relays, one_rank: None) -> None:
     daemon = relays.start("a")
-    model = torch.nn.Linear(4, 3)
+    model, reader = torch.nn.Linear(4, 3), SimpleNamespace(trainer_version=None)
     for number, text in enumerate(blocks(PAGE, "python")):
         name = f"shown-{number}"
         here = text.replace('"trainer-0:7070"', f'"{daemon.ready["grpc"]}", "{name}"').replace("range(100)", "range(2)")
-        names: dict[str, Any] = {"model": model, "train": lambda _: None, "job_id": "job"}
-        exec(compile(here, PAGE, "exec"), names)
+        names: dict[str, Any] = {"model": model, "train": lambda _: None, "job_id": "job", "reader": reader}
+        with Publisher(daemon.ready["grpc"], name) as publisher:
+            if "with Publisher(" not in text:  # it continues the program before it
+                names |= {"publisher": publisher, "step": 1, "frozen_names": ["bias"]}
+            exec(compile(here, PAGE, "exec"), names)
+        if "load_state_dict" in text:
+            assert reader.trainer_version == 0
+            continue
         newest = 2 if "range" in text else 1
         asyncio.run(sealed(daemon, name, newest))
         dtype = torch.bfloat16 if "bfloat16" in text else torch.float32

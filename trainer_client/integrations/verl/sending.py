@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos.errors import InvalidRequest
-from trainer_client.publisher import Publisher, Ticket
+from trainer_client.publisher import Publisher
 from trainer_client.streaming.manifest import Manifest, manifest_of
+from trainer_client.tickets import Ticket
 
 Weights = Iterable[tuple[str, Any]]
 
