@@ -60,6 +60,7 @@ def _table(title: str, now: Statistics) -> Table:
         "whole groups": now.groups_completed,
         "rollouts": now.rollouts,
         "running": now.running,
+        "rollouts/min": f"{60 * now.rollouts / now.seconds if now.seconds > 0 else 0.0:.1f}",
         "reward, mean": _number(now.reward_mean),
         "reward, lately": _number(now.reward_recent),
         "turns": now.turns,

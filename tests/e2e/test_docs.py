@@ -240,9 +240,12 @@ def test_a_trainer_fills_the_prompt_pool(fleet: Documented) -> None:
 
 
 AGENT = """
+from anthropic import Anthropic
 from openai import OpenAI
 OpenAI().completions.create(model="policy", prompt="2 + 2 =", max_tokens=4)
+Anthropic().messages.create(model="policy", messages=[{"role": "user", "content": "2 + 2?"}], max_tokens=4)
 """
+"""Both clients know no more than the variables that `agents-env exec` sets."""
 
 
 def test_environments_and_programs_are_rolled_out(fleet: Documented) -> None:
@@ -250,7 +253,9 @@ def test_environments_and_programs_are_rolled_out(fleet: Documented) -> None:
     for command in lines(blocks("docs/runner.md", "sh")[0]):
         done = fleet.run(command.replace("agents-env", "agents_env", 1).replace("python ", f"{sys.executable} "))
         assert done.returncode == 0, done.stderr
-        assert re.search(r"mean reward|ended: 2 rollouts, 1 whole groups", done.stdout + done.stderr), done.stderr
+        shown = done.stdout + done.stderr
+        assert re.search(r"mean reward|ended: 2 rollouts, 1 whole groups", shown), shown
+    assert "reward 1.000, lately 1.000; 4 turns" in shown, shown
     assert len(json.loads((fleet.directory / "eval.json").read_text())["tasks"]) == 2
 
 
