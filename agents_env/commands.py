@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import click
 
-from agents_env.environments import code, mathematics, nim, tool_calls
+from agents_env.environments import code, mathematics, nim, text_games, tool_calls
 from agents_env.environments.task_files import BadTaskFile, read_tasks
 from agents_env.options import SETTINGS, Startable, run_options
 from agents_env.sandbox.client import Sandbox, SandboxFailed
@@ -101,8 +101,22 @@ def nim_command(
     options.start(game)
 
 
+@click.command("textarena", context_settings=SETTINGS)
+@click.option("--game", default=text_games.DEFAULT_GAME, help=f"of {', '.join(text_games.GAMES)}; -v0, or a variant")
+@click.option("--opponent-version", default=None, type=click.IntRange(min=0), help="older weights; not trained on")
+@_max_tokens(text_games.MAX_TOKENS)
+@run_options
+def textarena_command(options: Startable, game: str, opponent_version: int | None, max_tokens: int) -> None:
+    """One or two players: a game of the textarena library (`pip install 'laminar-rl[games]'`)."""
+    try:
+        environment = text_games.TextGames(game, version=opponent_version, max_tokens=max_tokens)
+    except text_games.UnknownGame as error:
+        raise click.UsageError(str(error)) from error
+    options.start(environment)
+
+
 def add_to(run: click.Group) -> None:
-    for command in (code_command, math_command, tool_calls_command, nim_command):
+    for command in (code_command, math_command, tool_calls_command, nim_command, textarena_command):
         run.add_command(command)
 
 
