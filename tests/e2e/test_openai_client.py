@@ -8,78 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from gateway.tokens import Codec
-from tests.support import processes
+from tests.support.client_gateways import EOS, ServedGateway, over_embedded, over_script
 from tests.support.fleet import until
-from tests.support.processes import Daemon
-from tests.support.scripted_engine import ScriptedEngine, in_thread
-from tests.support.tiny_model import tiny_model
 
 pytestmark = pytest.mark.slow
 
 HELLO: list[Any] = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
-EOS = 2
 
 
-@dataclass
-class Gateway:
-    """The running gateway and what is needed to check it."""
-
-    url: str
-    daemon: Daemon
-    codec: Codec
-
-    @property
-    def hold(self) -> Path:
-        """While it exists, the embedded engine's turns stop in their middle."""
-        return self.daemon.log_path.with_name("hold")
-
+class Gateway(ServedGateway):
     def client(self, path: str = "/v1", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + path, api_key="unused", max_retries=0, **options)
 
     def async_client(self, path: str = "/v1") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=self.url + path, api_key="unused", max_retries=0)
 
-    def counter(self, name: str) -> int:
-        return int(httpx.get(f"{self.url}/status").raise_for_status().json()["counters"][name])
-
-
-def _serve(directory: Path, engine_url: str) -> Gateway:
-    model = str(tiny_model())
-    command = ["gateway", "serve", "--port", "0", "--model", "policy", "--tokenizer", model]
-    daemon = processes.start(
-        "gateway",
-        [*command, "--disconnect-grace-s=0.2", "--data", str(directory / "data"), "--engine", f"e0=vllm={engine_url}"],
-        directory,
-    )
-    gateway = Gateway(daemon.ready["url"], daemon, Codec.load(model))
-    until(lambda: _states(gateway.url) == ["serving"], "a serving engine")
-    return gateway
-
-
-def _states(url: str) -> list[str]:
-    return [engine["state"] for engine in httpx.get(f"{url}/status", timeout=60).json()["engines"]]
-
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    directory = tmp_path_factory.mktemp("openai")
-    model = str(tiny_model())
-    command = ["tests.support.held_engine", str(directory / "hold"), "--port", "0", "--model", model]
-    engine = processes.start("engine", [*command, "--served-model-name=policy", "--dtype=float32"], directory)
-    gateway = _serve(directory, engine.ready["url"])
-    yield gateway
-    assert gateway.daemon.stop() == 0, gateway.daemon.log()
-    assert engine.stop() == 0, engine.log()
+    with over_embedded(tmp_path_factory.mktemp("openai"), "--disconnect-grace-s=0.2") as found:
+        yield Gateway(found.url, found.daemon, found.codec)
 
 
 CALL = '{"name": "calculator", "arguments": {"expression": "12 + 30"}}'
@@ -107,15 +62,8 @@ def tool_user(prompt: str) -> str:
 
 @pytest.fixture(scope="module")
 def tool_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    codec = Codec.load(tiny_model())
-
-    def says(prompt: Sequence[int]) -> list[int]:
-        return [*codec.encode(tool_user(codec.decode(prompt))), EOS]
-
-    with in_thread(ScriptedEngine(generate=says, chunk=3, burst=True)) as url:
-        gateway = _serve(tmp_path_factory.mktemp("tools"), url)
-        yield gateway
-        assert gateway.daemon.stop() == 0, gateway.daemon.log()
+    with over_script(tmp_path_factory.mktemp("tools"), tool_user, "--disconnect-grace-s=0.2") as found:
+        yield Gateway(found.url, found.daemon, found.codec)
 
 
 def test_models(gateway: Gateway) -> None:
