@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-core bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-tools bench-core bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -72,6 +72,9 @@ bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publ
 
 bench-gateway: env  ## the gateway's cost and latency against its peers and bars (ARGS="cpu prefix" runs parts); some 45 minutes
 	@$(RUN) -m tests.bench.gateway $(ARGS)
+
+bench-tools: env  ## throughput of sessions that wait for slow tools, over instant tools (a part of bench-gateway); five minutes
+	@$(RUN) -m tests.bench.gateway tools
 
 bench-core: env  ## what decisions cost with 1,024 engines and 20,480 turns, against their bars; a minute
 	@$(RUN) -m tests.bench.core $(ARGS)

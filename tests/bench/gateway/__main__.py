@@ -20,6 +20,7 @@ PARTS = {
     "journal": "tests.bench.gateway.journal",
     "kill": "tests.bench.gateway.kill",
     "prefix": "tests.bench.gateway.prefix",
+    "tools": "tests.bench.gateway.tools",
 }
 
 
