@@ -86,19 +86,22 @@ def _so_far(state: SessionState) -> list[Trajectory]:
 
 
 def spans_of(trajectory: Trajectory) -> Iterator[tuple[int, bool, int, int]]:
-    """Turn, whether it was sampled, start and end: of every token once, in order. A turn's segments are one span."""
-    position, turn = 0, 0
+    """Turn, whether it was sampled, start and end: of every token once, in order. A turn's segments are one span.
+
+    Turns are counted here: a segment's own number also counts the answers that its first prompt came with.
+    """
+    position = 0
     sampled: dict[int, tuple[int, int]] = {}
     for segment in trajectory.segments:
         begin, _ = sampled.get(segment.turn, (segment.start, 0))
         sampled[segment.turn] = begin, segment.end
-    for turn, (start, end) in sampled.items():
+    for turn, (start, end) in enumerate(sampled.values()):
         if start > position:
             yield turn, False, position, start
         yield turn, True, start, end
         position = end
     if position < len(trajectory.token_ids):
-        yield turn + bool(sampled), False, position, len(trajectory.token_ids)
+        yield len(sampled), False, position, len(trajectory.token_ids)
 
 
 def _wants_tokens(request: web.Request) -> bool:

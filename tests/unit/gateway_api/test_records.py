@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -114,3 +115,6 @@ def test_spans_have_every_token_once() -> None:
     spans = list(spans_of(trajectory))
     assert [at for _, _, start, end in spans for at in range(start, end)] == list(range(len(trajectory.token_ids)))
     assert [sampled for _, sampled, _, _ in spans] == [False, True, False, True]
+    later = [msgspec.structs.replace(segment, turn=segment.turn + 3) for segment in trajectory.segments]
+    assert list(spans_of(msgspec.structs.replace(trajectory, segments=later))) == spans
+    assert [turn for turn, _, _, _ in spans] == [0, 0, 1, 1]
