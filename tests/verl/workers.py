@@ -143,7 +143,7 @@ def group(worker: type[Worker], count: int, *args: Any) -> RayWorkerGroup:
 
 
 def start_ray() -> None:
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=True, _temp_dir=None)
+    ray.init(num_cpus=5, include_dashboard=False)  # a bundle for each worker of the groups, and the agent loops
 
 
 def taken_whole(weights: AsyncIterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
