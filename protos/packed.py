@@ -43,6 +43,7 @@ _FORMATS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "versions": (("i", "<i4"), ("q", "<i8")),
 }
 """Of each column, the formats that it may have, as `array` and as numpy name them: the first that loses nothing."""
+_KNOWN = frozenset((name, numpy) for name, formats in _FORMATS.items() for _, numpy in formats)
 _ROW, _BATCH = struct.Struct("<4sIQ"), struct.Struct("<4sI")
 _ROW_MAGIC, BATCH_MAGIC = b"LMR1", b"LMB1"
 _ALIGNED = 8
@@ -267,7 +268,7 @@ _zstd = _Zstd()
 
 
 def _array(view: memoryview, begin: int, column: _Column) -> npt.NDArray[Any]:
-    if column.format not in (format for _, format in _FORMATS.get(column.name, ())):
+    if (column.name, column.format) not in _KNOWN:
         raise Damaged(f"a packed row's column {column.name} has the unknown format {column.format!r}")
     stored = view[begin + column.offset : begin + column.offset + column.stored_bytes]
     if len(stored) != column.stored_bytes or column.offset < 0:

@@ -102,7 +102,7 @@ def _packed(
         groups.setdefault(head.group_id, len(groups))
     return Packed(
         input_ids=_flat(columns["token_ids"], np.int64),
-        position_ids=np.arange(cu_seqlens[-1], dtype=np.int64) - np.repeat(cu_seqlens[:-1].astype(np.int64), of),
+        position_ids=_positions(lengths["token_ids"]),
         loss_mask=_flat(columns["loss_mask"], np.bool_),
         logprobs=_flat(columns["logprobs"], np.float32),
         versions=_flat(columns["versions"], np.int64),
@@ -110,6 +110,11 @@ def _packed(
         rewards=np.array([head.reward for head in heads], dtype=np.float32),
         group_index=np.array([groups[head.group_id] for head in heads], dtype=np.int64),
     )
+
+
+def _positions(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    longest = np.arange(max(lengths, default=0), dtype=np.int64)
+    return np.concatenate([longest[:0], *(longest[:length] for length in lengths)])
 
 
 def _flat(rows: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

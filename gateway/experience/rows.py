@@ -6,6 +6,7 @@ no bodies.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable, Sequence
 
@@ -119,13 +120,14 @@ def lease_rows(connection: sqlite3.Connection, lease: LeaseState) -> list[bytes]
     )
     named = [(lease.lease_id, seq) for seq in lease.entries]
     connection.executemany("UPDATE trajectories SET lease_id=? WHERE seq=?", named)
-    read = "SELECT body FROM trajectory_bodies WHERE seq=?"
-    return [_body(connection.execute(read, (seq,)).fetchone()) for seq in lease.entries]
+    return _bodies(connection, list(lease.entries))
 
 
-def _body(row: tuple[bytes] | None) -> bytes:
-    """An empty one for a row that lacks it: damaged, as one that does not decode is."""
-    return b"" if row is None or not isinstance(row[0], bytes) else row[0]
+def _bodies(connection: sqlite3.Connection, seqs: list[int]) -> list[bytes]:
+    """In their order; an empty one for a row that lacks it: damaged, as one that does not decode is."""
+    read = "SELECT seq, body FROM trajectory_bodies WHERE seq IN (SELECT value FROM json_each(?))"
+    found = dict(connection.execute(read, (json.dumps(seqs),)))
+    return [body if isinstance(body := found.get(seq), bytes) else b"" for seq in seqs]
 
 
 def use_up(connection: sqlite3.Connection, lease: LeaseState) -> None:
