@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-tools bench-core bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-tools bench-data bench-core bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -75,6 +75,9 @@ bench-gateway: env  ## the gateway's cost and latency against its peers and bars
 
 bench-tools: env  ## throughput of sessions that wait for slow tools, over instant tools (a part of bench-gateway); five minutes
 	@$(RUN) -m tests.bench.gateway tools
+
+bench-data: env  ## a trainer's batch packed against the same through JSON, and its rate; a minute
+	@$(RUN) -m tests.bench.data $(ARGS)
 
 bench-core: env  ## what decisions cost with 1,024 engines and 20,480 turns, against their bars; a minute
 	@$(RUN) -m tests.bench.core $(ARGS)

@@ -29,6 +29,7 @@ from gateway.config import ExperienceStoreKind, GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
 from gateway.experience import ExperienceBuffer
+from gateway.experience.buffer import BYTES_MAX, CAPACITY
 from gateway.experience.readers import ReaderStore
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
@@ -156,7 +157,9 @@ async def start(config: GatewayConfig) -> Gateway:
         path = None if config.data is None else config.data / DATABASE_NAME
         database = await stack.enter_async_context(Database(path))
         await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
-        stores = await open_stores(database, stack, config.experience_store)
+        stores = await open_stores(
+            database, stack, config.experience_store, config.experience_max, config.experience_bytes_max
+        )
         parts = assemble(
             config,
             stores,
@@ -196,13 +199,17 @@ async def start(config: GatewayConfig) -> Gateway:
 
 
 async def open_stores(
-    database: Database, stack: AsyncExitStack, experience: ExperienceStoreKind = "database"
+    database: Database,
+    stack: AsyncExitStack,
+    experience: ExperienceStoreKind = "database",
+    experience_max: int = CAPACITY,
+    experience_bytes_max: int = BYTES_MAX,
 ) -> Stores:
     """Makes the tables, and reads what an earlier life of this gateway left. `stack` closes the stores."""
     stores = Stores(
         database,
         PartialResponsePool(database),
-        ExperienceBuffer(database, store=experience),
+        ExperienceBuffer(database, store=experience, capacity=experience_max, bytes_max=experience_bytes_max),
         Timeline(database),
         SessionStore(database),
         GroupStore(database),

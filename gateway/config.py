@@ -64,6 +64,12 @@ class GatewayConfig:
         "Where finished trajectories wait for the trainer. `database`: with the sessions, in --data. `memory`: never "
         "on disk, and lost at exit, also where --data keeps the sessions.",
     ] = "database"
+    experience_max: Annotated[
+        int,
+        Meta(ge=1),
+        "Finished trajectories (sessions) that wait at once; beyond, too stale and old ones are evicted.",
+    ] = 65_536
+    experience_bytes_max: Annotated[int, Size(), "Their packed size together; beyond, the same."] = 32 << 30
     host: Annotated[str, "Address to listen on."] = "127.0.0.1"
     port: Annotated[int, PORT, "Port to listen on; 0: any free one."] = 8080
     fleet: FleetConfig = field(default_factory=FleetConfig)

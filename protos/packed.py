@@ -106,6 +106,16 @@ def facts_of(leaves: Sequence[Trajectory], num_bytes: int) -> Facts:
     )
 
 
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished session that waits for a trainer. `seq`: its number in the order of finishes. `uses`: before."""
+
+    seq: int
+    session_id: str
+    group_id: str
+    uses: int = 0
+    facts: Facts
+
+
 class _Column(msgspec.Struct, array_like=True):
     name: str
     format: str  # numpy's name

@@ -7,15 +7,17 @@ with Publisher("127.0.0.1:7070") as publisher, ExperienceReader("http://127.0.0.
 """
 
 from paramserver.client import RefusedLoad
+from protos.packed import Facts, Offer
 from protos.trajectories import Segment, Trajectory
 from trainer_client.batches import Batch
-from trainer_client.experience import AsyncExperienceReader, ExperienceReader, Strategy, Wanted
+from trainer_client.experience import AsyncExperienceReader, ExperienceReader
 from trainer_client.publisher import AsyncPublisher, Publisher, PublisherStatus
 from trainer_client.streaming.manifest import Manifest, TensorMeta, gathered, manifest_of
 from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks
 from trainer_client.tasks import Added, AsyncPromptPool, PoolStatus, PromptPool, TaskOptions, TaskResult
 from trainer_client.tickets import AsyncTicket, PendingTicket, Ticket, Wait
-from trainer_client.trajectories import Packed, PackedTensors, pack
+from trainer_client.trajectories import Packed, PackedTensors, Padded, PaddedTensors, pack
+from trainer_client.wanted import Choice, ExperienceStatistics, Strategy, Wanted
 
 __all__ = [
     "Added",
@@ -24,11 +26,17 @@ __all__ = [
     "AsyncPublisher",
     "AsyncTicket",
     "Batch",
+    "Choice",
     "ExperienceReader",
+    "ExperienceStatistics",
+    "Facts",
     "Manifest",
+    "Offer",
     "OneRank",
     "Packed",
     "PackedTensors",
+    "Padded",
+    "PaddedTensors",
     "PendingTicket",
     "PoolStatus",
     "PromptPool",

@@ -14,21 +14,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from collections import deque
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import httpx
 import msgspec
 
+from protos.decoding import decode_json
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable
-from protos.packed import Damaged
+from protos.packed import Damaged, Offer
 from trainer_client.batches import ACCEPTED, Batch, batch_of
 from trainer_client.gateway_http import WRONG_SERVER, request
 from trainer_client.loop import AsyncClient, SyncClient
+from trainer_client.wanted import (
+    LEASE_S,
+    WAIT_S,
+    Choice,
+    ExperienceStatistics,
+    Rows,
+    Wanted,
+    sample_request,
+)
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 30.0
 GIVE_BACK_S = 5.0
 """Deadline for giving a batch back when a loop is left; a lease that is not given back ends by itself."""
 AWAY_PATIENCE_S = 60.0
@@ -37,44 +47,9 @@ restarting."""
 AWAY_RETRY_S = 0.5
 SILENT_S = 60.0
 """A loop that waits longer than this for a batch logs a warning, and another one each time the wait has doubled."""
-LEASE_S = 600.0
-"""Default lease of a batch."""
-
-
-Strategy = Literal["fifo", "newest", "priority", "complete_groups", "staleness_bounded"]
-"""`fifo`: as they finished. `newest`: the latest first. `priority`: the highest `metrics["priority"]` of the finish
-first. `complete_groups`: whole groups, the earliest first. `staleness_bounded`: as `fifo`, with `staleness_max` for
-each token: a trajectory is left out when all its tokens are staler, else `Batch.pack` masks the staler ones."""
-
-
-class Wanted(TypedDict, total=False):
-    """What to sample: `trajectories`, or `groups` of `group_size` each, or the sessions `session_ids`, and how."""
-
-    trajectories: int
-    groups: int
-    group_size: int
-    session_ids: Sequence[str]  # sessions that the caller finished itself: all of them, or what there is after `wait_s`
-    wait_s: float  # how long the gateway waits until there is enough; default 30
-    staleness_max: int  # leave out what is staler than this at use; default: the gateway's bound
-    drop_equal_rewards: bool  # drop, for good, groups whose rewards are all equal
-    strategy: Strategy  # which ones, in which order; default "fifo"
-    uses_max: int  # also those that were used before, if less often than this; default 1: each is used once
-    lease_s: float  # the lease: how long the batch may stay unacknowledged; default 600
-
-
-def _request(reader: str, trainer_version: int, wanted: Wanted) -> dict[str, Any]:
-    """The body of a sample request, complete with defaults."""
-    if sum(name in wanted for name in ("trajectories", "groups", "session_ids")) != 1:
-        raise InvalidRequest("sample needs one of `trajectories`, `groups` and `session_ids`", hint="pass one of them")
-    if wanted.get("strategy") == "staleness_bounded" and "staleness_max" not in wanted:
-        raise InvalidRequest("strategy `staleness_bounded` needs a bound", hint="pass `staleness_max`")
-    return {
-        "reader": reader,
-        "trainer_version": trainer_version,
-        "wait_s": WAIT_S,
-        "lease_s": LEASE_S,
-        **wanted,
-    }
+CHOOSE_AGAIN_S = 0.5
+"""Between two looks of a strategy of the trainer's own."""
+Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
 class ReaderOptions(TypedDict, total=False):
@@ -118,7 +93,9 @@ class AsyncExperienceReader(AsyncClient):
         Waits up to `wait_s` for them and returns what there is, possibly nothing. Raises Unavailable when the gateway
         does not answer, and InvalidRequest when it refuses the request.
         """
-        body = _request(self.reader, self.trainer_version, wanted)
+        if callable(choose := wanted.get("strategy")):
+            return await self._choose(wanted, choose)
+        body = sample_request(self.reader, self.trainer_version, wanted)
         answer = await self._post("/experience/sample", body, timeout_s=body["wait_s"] + self._timeout_s)
         bound = None
         if wanted.get("strategy") == "staleness_bounded":
@@ -152,28 +129,95 @@ class AsyncExperienceReader(AsyncClient):
         await self._post("/experience/release", {"lease_id": batch.lease_id}, timeout_s=GIVE_BACK_S)
         self._leased.pop(batch.lease_id, None)
 
-    async def batches(self, **wanted: Unpack[Wanted]) -> AsyncGenerator[Batch, None]:
+    async def rows(self) -> list[Offer]:
+        """What waits for a trainer, without its tokens, in the order of finishes."""
+        found: list[Offer] = []
+        after: int | None = 0
+        while after is not None:
+            answer = await self._get("/experience/rows", Rows, query={"after": after})
+            found += answer.rows
+            after = answer.next_after
+        return found
+
+    async def statistics(self) -> ExperienceStatistics:
+        """Staleness at generation, finish and use; lengths, rewards and waiting of what was sampled last."""
+        return await self._get("/experience/statistics", ExperienceStatistics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of the trainer keeps of this reader. The batch that it holds is not part of it: a trainer
+        that dies has not acknowledged it, and gets it again once its lease has ended."""
+        return {"reader": self.reader, "trainer_version": self.trainer_version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["reader"] != self.reader:
+            raise InvalidRequest(
+                f"the state is of reader {state['reader']!r}, and this one is {self.reader!r}", hint="pass reader=..."
+            )
+        self.trainer_version = max(self.trainer_version, int(state["trainer_version"]))
+
+    async def _choose(self, wanted: Wanted, choose: Choice) -> Batch:
+        """Samples what `choose` picks of the rows that wait, once it picks any."""
+        rest: dict[str, Any] = {**wanted, "wait_s": 0.0}
+        del rest["strategy"]
+        deadline = time.monotonic() + wanted.get("wait_s", WAIT_S)
+        while True:
+            picked = list(choose(await self.rows()))
+            if picked and (batch := await self.sample(**{**rest, "session_ids": picked})):
+                return batch
+            if time.monotonic() >= deadline:
+                return Batch("")
+            await asyncio.sleep(CHOOSE_AGAIN_S)
+
+    async def batches(self, *, prefetch: int = 0, **wanted: Unpack[Wanted]) -> AsyncGenerator[Batch, None]:
         """An endless series of batches, none empty. Each is acknowledged when the loop asks for the next one.
 
         A loop that is left by `break`, `return` or an error gives its last batch back: acknowledge it before if it was
         used. Raises NotFound when a step took longer than the lease (`lease_s`): the batch is back in the buffer. A
         loop survives a restart of a gateway that has answered before; Unavailable after a minute without an answer.
+
+        `prefetch`: how many further batches are sampled in the background meanwhile. They are leased from then on, so
+        `lease_s` has to cover all of them, and they are as stale as the version that was set when they were sampled.
         """
-        while True:
-            batch = await self._await_batch(wanted)
-            began = time.monotonic()
-            self._leased[batch.lease_id] = batch
-            try:
-                yield batch
-                if batch.lease_id in self._leased:
-                    await self._acknowledge(batch, began, wanted.get("lease_s", LEASE_S))
-            finally:
-                if batch.lease_id in self._leased:
-                    await self._return(batch)
+        ahead: deque[asyncio.Task[tuple[Batch, float]]] = deque()
+        try:
+            while True:
+                while len(ahead) < 1 + prefetch:
+                    ahead.append(asyncio.create_task(self._lease_batch(wanted, list(ahead))))
+                batch, began = await ahead[0]
+                ahead.popleft()
+                try:
+                    yield batch
+                    if batch.lease_id in self._leased:
+                        await self._acknowledge(batch, began, wanted.get("lease_s", LEASE_S))
+                finally:
+                    if batch.lease_id in self._leased:
+                        await self._return(batch)
+        finally:
+            await self._drop(ahead)
+
+    async def _lease_batch(
+        self, wanted: Wanted, before: Sequence[asyncio.Task[tuple[Batch, float]]]
+    ) -> tuple[Batch, float]:
+        """The next batch behind those of `before`, and when it came: one request at a time, in their order."""
+        if before:
+            await asyncio.wait(before)
+        batch = await self._await_batch(wanted)
+        self._leased[batch.lease_id] = batch
+        return batch, time.monotonic()
+
+    async def _drop(self, ahead: Sequence[asyncio.Task[tuple[Batch, float]]]) -> None:
+        """Gives back what was sampled ahead and never used. An error there concerns nobody any more."""
+        for task in ahead:
+            task.cancel()
+        for outcome in await asyncio.gather(*ahead, return_exceptions=True):
+            if isinstance(outcome, tuple):
+                await self._return(outcome[0])
+            elif isinstance(outcome, LaminarError):
+                log.info("a batch that was sampled ahead was not needed: %s", outcome)
 
     async def _await_batch(self, wanted: Wanted) -> Batch:
         began, logged_s = time.monotonic(), 0.0
-        while not (batch := await self._sample_again(wanted)).trajectories:
+        while not (batch := await self._sample_again(wanted)):
             waited_s = time.monotonic() - began
             if waited_s >= max(SILENT_S, 2 * logged_s):
                 logged_s = waited_s
@@ -231,6 +275,14 @@ class AsyncExperienceReader(AsyncClient):
             except LaminarError as error:
                 log.warning("a batch of %d comes back when its lease ends: %s", len(batch), error)
 
+    async def _get(self, path: str, kind: type[Answer], query: Mapping[str, int] | None = None) -> Answer:
+        raw = await request(self._http, self._url, path, query=query, timeout_s=self._timeout_s)
+        try:
+            found: Answer = decode_json(raw, kind)
+        except msgspec.DecodeError as error:
+            raise Unavailable(f"{self._url}{path} answered with something else: {error}", hint=WRONG_SERVER) from error
+        return found
+
     async def _post(self, path: str, body: dict[str, object], *, timeout_s: float) -> bytes:
         if self._http.is_closed:
             raise Conflict("this reader is closed", hint="open a new one; a closed reader is not used again")
@@ -265,9 +317,25 @@ class ExperienceReader(SyncClient[AsyncExperienceReader]):
         """See `AsyncExperienceReader.give_back`."""
         self._loop.run(self._client.give_back(batch))
 
-    def batches(self, **wanted: Unpack[Wanted]) -> Generator[Batch, None, None]:
+    def rows(self) -> list[Offer]:
+        """See `AsyncExperienceReader.rows`."""
+        return self._loop.run(self._client.rows())
+
+    def statistics(self) -> ExperienceStatistics:
+        """See `AsyncExperienceReader.statistics`."""
+        return self._loop.run(self._client.statistics())
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `AsyncExperienceReader.state_dict`."""
+        return self._client.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `AsyncExperienceReader.load_state_dict`."""
+        self._client.load_state_dict(state)
+
+    def batches(self, *, prefetch: int = 0, **wanted: Unpack[Wanted]) -> Generator[Batch, None, None]:
         """See `AsyncExperienceReader.batches`."""
-        source = self._client.batches(**wanted)
+        source = self._client.batches(prefetch=prefetch, **wanted)
         try:
             while True:
                 yield self._loop.run(anext(source))

@@ -57,11 +57,69 @@ class Packed:
         """The same with a loss mask of 0 for tokens more than `staleness_max` versions behind `trainer_version`."""
         return replace(self, loss_mask=self.loss_mask & (trainer_version - self.versions <= staleness_max))
 
+    def padded(self, length: int | None = None, *, pad_id: int = 0) -> Padded:
+        """One row for each trajectory, padded on the right to `length`, by default that of the longest."""
+        lengths = np.diff(self.cu_seqlens)
+        longest = int(lengths.max(initial=0))
+        if length is not None and longest > length:
+            raise InvalidRequest(f"a trajectory has {longest} tokens, more than {length}", hint="pad to more")
+        shape = (self.num_trajectories, longest if length is None else length)
+        attention_mask = np.arange(shape[1]) < lengths[:, None]
+
+        def spread(values: npt.NDArray[Any], fill: object) -> npt.NDArray[Any]:
+            out = np.full(shape, fill, dtype=values.dtype)
+            out[attention_mask] = values
+            return out
+
+        return Padded(
+            input_ids=spread(self.input_ids, pad_id),
+            attention_mask=attention_mask,
+            position_ids=spread(self.position_ids, 0),
+            loss_mask=spread(self.loss_mask, False),
+            logprobs=spread(self.logprobs, 0.0),
+            versions=spread(self.versions, -1),
+            rewards=self.rewards,
+            group_index=self.group_index,
+        )
+
     def torch(self) -> PackedTensors:
         """Torch tensors that share the memory of these arrays."""
         from trainer_client.torch_sources import from_numpy
 
         return PackedTensors(*(from_numpy(getattr(self, field.name)) for field in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """N trajectories in rows of L tokens. numpy arrays; `torch()` gives the same as torch tensors."""
+
+    input_ids: npt.NDArray[np.int64]  # [N, L]
+    attention_mask: npt.NDArray[np.bool_]  # [N, L]: False for padding
+    position_ids: npt.NDArray[np.int64]  # [N, L]
+    loss_mask: npt.NDArray[np.bool_]  # [N, L]
+    logprobs: npt.NDArray[np.float32]  # [N, L]
+    versions: npt.NDArray[np.int64]  # [N, L]
+    rewards: npt.NDArray[np.float32]  # [N]
+    group_index: npt.NDArray[np.int64]  # [N]
+
+    def torch(self) -> PaddedTensors:
+        """Torch tensors that share the memory of these arrays."""
+        from trainer_client.torch_sources import from_numpy
+
+        return PaddedTensors(*(from_numpy(getattr(self, field.name)) for field in fields(self)))
+
+
+class PaddedTensors(NamedTuple):
+    """`Padded` as torch tensors; the shapes and meanings are the same."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    logprobs: torch.Tensor
+    versions: torch.Tensor
+    rewards: torch.Tensor
+    group_index: torch.Tensor
 
 
 class PackedTensors(NamedTuple):

@@ -1,6 +1,7 @@
 """For trainers: `POST /experience/sample` leases finished trajectories, `POST /experience/ack` uses them up.
 
-`POST /experience/release` returns them unused; else that happens when the lease ends.
+`POST /experience/release` returns them unused; else that happens when the lease ends. `GET /experience/rows` shows what
+waits, without tokens: a reader that chooses by itself samples `session_ids`. `GET /experience/statistics`: what was.
 
 Trajectories go out packed where the client accepts it (`application/vnd.laminar.packed`, see `protos.packed`): the rows
 as they are stored. Else they are unpacked, and go out as msgpack (`application/msgpack`) or JSON.
@@ -19,10 +20,12 @@ from msgspec import Meta
 from gateway.api.bodies import Count, answer_json, decode
 from gateway.api.errors import BadField
 from gateway.core.selection import Strategy, check_wanted
-from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, ExperienceBuffer, Sampled
+from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, BufferStatistics, ExperienceBuffer, Sampled
+from gateway.experience.record import SampledStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.sessions.trainer import Trainer
 from protos import packed
+from protos.packed import Offer
 from protos.trajectories import Trajectory
 
 MSGPACK = "application/msgpack"
@@ -31,6 +34,7 @@ TRAJECTORIES_MAX = 4096
 VERSIONS_AHEAD_MAX = 1000
 """A trainer may know of versions before the gateway does, but not of so many."""
 USES_MAX = 1000
+DIGITS_MAX = 15
 READER_MAX = 256
 """Characters of a reader's name."""
 Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
@@ -77,6 +81,29 @@ class ReleaseAnswer(msgspec.Struct):
     returned: int
 
 
+class RowsAnswer(msgspec.Struct):
+    """`next_after`: to pass as `after` for those behind; null at the end."""
+
+    rows: Sequence[Offer]
+    next_after: int | None
+
+
+class StalenessStatistics(msgspec.Struct):
+    """By how many versions it was behind: tokens when generated, trajectories at their finish and when sampled."""
+
+    generation: dict[int, int]
+    finish: dict[int, int]
+    use: dict[int, int]
+
+
+class ExperienceStatistics(msgspec.Struct):
+    """`sampled`: of the last trajectories that readers got."""
+
+    buffer: BufferStatistics
+    staleness: StalenessStatistics
+    sampled: SampledStatistics
+
+
 @dataclass(frozen=True, slots=True)
 class ExperienceDeps:
     """`staleness_max` is the gateway's bound, for readers that name none."""
@@ -92,6 +119,8 @@ def add_experience_routes(app: web.Application, deps: ExperienceDeps) -> None:
     app.router.add_post("/experience/sample", handlers.sample)
     app.router.add_post("/experience/ack", handlers.ack)
     app.router.add_post("/experience/release", handlers.release)
+    app.router.add_get("/experience/rows", handlers.rows)
+    app.router.add_get("/experience/statistics", handlers.statistics)
 
 
 class _Handlers:
@@ -137,6 +166,23 @@ class _Handlers:
     async def release(self, request: web.Request) -> web.Response:
         returned = await self._deps.buffer.release(decode(_ack, await request.read()).lease_id)
         return answer_json(ReleaseAnswer(returned))
+
+    async def rows(self, request: web.Request) -> web.Response:
+        limit = min(_number(request, "limit", TRAJECTORIES_MAX), TRAJECTORIES_MAX)
+        found = self._deps.buffer.offers(_number(request, "after", 0), limit)
+        return answer_json(RowsAnswer(found, found[-1].seq if found and len(found) == limit else None))
+
+    async def statistics(self, request: web.Request) -> web.Response:
+        buffer, behind = self._deps.buffer, self._deps.trainer.staleness
+        staleness = StalenessStatistics(behind.generation, behind.finish, behind.use)
+        return answer_json(ExperienceStatistics(buffer.statistics(), staleness, buffer.sampled_statistics()))
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
+        raise BadField(name, f"{name}={text!r} is not a number", hint=f"such as {name}={default}")
+    return int(text)
 
 
 def _answer(sampled: Sampled, accept: str) -> web.Response:

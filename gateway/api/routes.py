@@ -23,7 +23,16 @@ from gateway.api.admin import (
 )
 from gateway.api.anthropic.bodies import CountTokensRequest, MessagesRequest
 from gateway.api.anthropic.schema import MessageAnswer, TokenCount
-from gateway.api.experience import MSGPACK, AckAnswer, AckRequest, ReleaseAnswer, SampleAnswer, SampleRequest
+from gateway.api.experience import (
+    MSGPACK,
+    AckAnswer,
+    AckRequest,
+    ExperienceStatistics,
+    ReleaseAnswer,
+    RowsAnswer,
+    SampleAnswer,
+    SampleRequest,
+)
 from gateway.api.generate import PATH as GENERATE
 from gateway.api.generate import Generated, GenerateRequest
 from gateway.api.groups import CreateGroupRequest, GroupAnswer
@@ -64,6 +73,7 @@ from gateway.api.tasks import (
 )
 from gateway.core.endings import Finish, Finished
 from gateway.operate.report import Health, StatusReport
+from protos.packed import MEDIA_TYPE
 
 Json = dict[str, Any]
 
@@ -203,10 +213,18 @@ _TRAINER = [
         "Leases finished trajectories.",
         SampleRequest,
         answers=[SampleAnswer],
-        also=(MSGPACK,),
+        also=(MSGPACK, MEDIA_TYPE),
     ),
     Route("post", "/experience/ack", "Uses them up.", AckRequest, answers=[AckAnswer]),
     Route("post", "/experience/release", "Gives them back unused.", AckRequest, answers=[ReleaseAnswer]),
+    Route(
+        "get",
+        "/experience/rows",
+        "What waits for a trainer, without its tokens.",
+        query={"after": _NUMBER, "limit": _NUMBER},
+        answers=[RowsAnswer],
+    ),
+    Route("get", "/experience/statistics", "Staleness, lengths, rewards, waiting.", answers=[ExperienceStatistics]),
 ]
 _POOL: Json = {"schema": {"type": "string", "minLength": 1, "maxLength": 200}}
 _TASKS = [

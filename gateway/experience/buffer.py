@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import heapq
 import logging
 import secrets
 import time
@@ -26,6 +27,7 @@ from itertools import chain
 from gateway.config import ExperienceStoreKind
 from gateway.core.selection import Entry, Strategy, check_wanted, of_equal_rewards
 from gateway.experience.leases import BufferState, LeaseState
+from gateway.experience.record import SampledRecord, SampledStatistics
 from gateway.experience.stores import STORES
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
@@ -33,6 +35,7 @@ from gateway.store.damage import leaving_out, reading
 from gateway.store.database import Database, Operation
 from protos import packed
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
+from protos.packed import Offer
 from protos.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
@@ -101,6 +104,7 @@ class ExperienceBuffer:
         self._store = STORES[store](database)
         self._state = BufferState(capacity, bytes_max)
         self._counters = _Counters()
+        self._record = SampledRecord()
         self._changed = asyncio.Event()
         # Held across each change of the state and its write: without it, two changes could reach the store in another
         # order than the state, or one could be decided on a state that the other has to restore.
@@ -323,6 +327,15 @@ class ExperienceBuffer:
             bytes_max=state.bytes_max or 0,
         )
 
+    def offers(self, after: int, limit: int) -> list[Offer]:
+        """What waits for a trainer, in the order of finishes: up to `limit` with numbers above `after`."""
+        self._lapse()
+        found = heapq.nsmallest(limit, (seq for seq in self._state.free if seq > after))
+        return [_offer(self._state.free[seq]) for seq in found]
+
+    def sampled_statistics(self) -> SampledStatistics:
+        return self._record.statistics()
+
     def groups(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """By group, the number of trajectories that no reader has; and the groups closed with fewer than their size."""
         return self._state.groups, self._state.closed_groups
@@ -389,6 +402,7 @@ class ExperienceBuffer:
             self._state.leave_out(lease, entry)
             await self._store.leave_out(entry)
         self._counters.sampled += len(lease.entries)
+        self._record.took(lease.entries.values(), unix_s())
         if not lease.entries:
             self._state.release(lease.lease_id)
             return None
@@ -422,3 +436,9 @@ class ExperienceBuffer:
                 self._counters.evicted_stale += 1
             else:
                 self._counters.evicted_for_room += 1
+
+
+def _offer(entry: Entry) -> Offer:
+    return Offer(
+        seq=entry.seq, session_id=entry.session_id, group_id=entry.group_id, uses=entry.uses, facts=entry.facts
+    )

@@ -11,6 +11,7 @@ BENCHES = {
     "gateway": "tests.bench.gateway.__main__",
     "engine": "tests.bench.engine_vs_vllm",
     "gpu": "tests.bench.gpu",
+    "data": "tests.bench.data",
     "core": "tests.bench.core.__main__",
     "repack": "tests.bench.repack.__main__",
 }

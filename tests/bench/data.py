@@ -143,7 +143,9 @@ def figures(packed: list[Round], json: list[Round]) -> list[Figure]:
             better="more",
             unit="MB/s",
         ),
-        median("sdk_mb_s", "by that of the SDK alone", [mb / one.cpu_s for one in packed], better="reported", unit="MB/s"),
+        median(
+            "sdk_mb_s", "by that of the SDK alone", [mb / one.cpu_s for one in packed], better="reported", unit="MB/s"
+        ),
         median("sample_s", "a whole sample, packed", [one.wall_s for one in packed], better="reported", unit="s"),
         median("sample_json_s", "the same through JSON", [one.wall_s for one in json], better="reported", unit="s"),
     ]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
+import msgspec
+import numpy as np
 import pytest
 
 from gateway.experience import ExperienceBuffer
 from gateway.sessions.trainer import Trainer
 from gateway.store import Database
-from protos.errors import NotFound
+from protos import packed
+from protos.errors import InvalidRequest, NotFound
 from protos.trajectories import Trajectory
 from tests.support.experience import experience_app
 from tests.support.turns import serving_app
-from trainer_client import AsyncExperienceReader
+from trainer_client import AsyncExperienceReader, Offer, Packed
+from trainer_client.batches import ACCEPTED, batch_of
 
 
 def trajectory(name: str, version: int = 1) -> Trajectory:
@@ -103,6 +108,97 @@ async def test_the_strategy_decides_the_order(door: Door) -> None:
         await reader.give_back(newest)
         [group] = (await reader.sample(groups=1, group_size=3, wait_s=0, strategy="complete_groups"),)
         assert [t.session_id for t in group.trajectories] == ["a", "b", "c"]
+
+
+async def test_a_function_of_the_trainers_own_picks_of_the_rows_that_wait(door: Door) -> None:
+    for name, version in (("a", 1), ("b", 3), ("c", 2)):
+        await door.buffer.add(trajectory(name, version))
+
+    def freshest(rows: Sequence[Offer]) -> list[str]:
+        return [max(rows, key=lambda row: row.facts.oldest_version).session_id] if rows else []
+
+    async with AsyncExperienceReader(door.url, trainer_version=3) as reader:
+        batch = await reader.sample(strategy=freshest, wait_s=0)
+        assert [t.session_id for t in batch.trajectories] == ["b"]
+        assert [row.session_id for row in await reader.rows()] == ["a", "c"], "what is leased does not wait"
+        await reader.ack(batch)
+        assert not await reader.sample(strategy=lambda rows: [], wait_s=0)
+        with pytest.raises(InvalidRequest, match="one of"):
+            await reader.sample(strategy=freshest, trajectories=2)
+
+
+async def test_rows_come_in_pieces(door: Door) -> None:
+    for name in "abc":
+        await door.buffer.add(trajectory(name))
+    async with aiohttp.ClientSession() as session:
+        async with session.get(door.url + "/experience/rows?limit=2") as answer:
+            first = await answer.json()
+        async with session.get(f"{door.url}/experience/rows?limit=2&after={first['next_after']}") as answer:
+            rest = await answer.json()
+        async with session.get(door.url + "/experience/rows?limit=x") as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "limit")
+    assert [row["session_id"] for row in first["rows"] + rest["rows"]] == ["a", "b", "c"]
+    assert (rest["next_after"], first["rows"][0]["facts"]["versions"]) == (None, {"1": 1})
+
+
+async def test_statistics_are_of_what_was_sampled(door: Door) -> None:
+    for name, version in (("a", 1), ("b", 2), ("c", 2)):
+        await door.buffer.add(trajectory(name, version))
+    async with AsyncExperienceReader(door.url, trainer_version=3) as reader:
+        await reader.sample(trajectories=2, wait_s=0)
+        found = await reader.statistics()
+    assert found.staleness.use == {1: 1, 2: 1}
+    assert (found.sampled.tokens.count, found.sampled.tokens.mean, found.sampled.reward.max) == (2, 2.0, 1.0)
+    assert found.sampled.waited_s.min > 0
+    assert (found.buffer["trajectories"], found.buffer["leased"]) == (1, 2)
+
+
+async def test_tokens_beyond_the_bound_are_masked_one_by_one(door: Door) -> None:
+    mixed = msgspec.structs.replace(
+        trajectory("mixed"), token_ids=[1, 2, 3], logprobs=[0.0, -1.0, -1.0], loss_mask=[0, 1, 1], versions=[-1, 1, 5]
+    )
+    await door.buffer.add(mixed)
+    await door.buffer.add(trajectory("old", version=1))
+    async with AsyncExperienceReader(door.url, trainer_version=6) as reader:
+        batch = await reader.sample(strategy="staleness_bounded", staleness_max=2, trajectories=9, wait_s=0)
+        assert [head.session_id for head in batch.heads] == ["mixed"]
+        assert batch.pack().loss_mask.tolist() == [False, False, True]
+        with pytest.raises(InvalidRequest, match="staleness_max"):
+            await reader.sample(strategy="staleness_bounded", trajectories=1)
+    assert door.buffer.statistics().evicted_stale == 1
+
+
+async def test_what_may_be_used_again_is_used_once_by_all_others(door: Door) -> None:
+    for name in "ab":
+        await door.buffer.add(trajectory(name))
+    async with AsyncExperienceReader(door.url) as reader:
+        used = []
+        for _ in range(4):
+            batch = await reader.sample(trajectories=1, wait_s=0, uses_max=2)
+            used += [head.session_id for head in batch.heads]
+            await reader.ack(batch)
+        assert used == ["a", "b", "a", "b"]
+        assert not await reader.sample(trajectories=1, wait_s=0, uses_max=2)
+    assert door.buffer.statistics().acked == 4
+
+
+async def test_packed_rows_and_msgpack_are_the_same_batch(door: Door) -> None:
+    await door.buffer.add(trajectory("a"), msgspec.structs.replace(trajectory("a", 2), leaf=1))
+    body = {"reader": "r", "trainer_version": 2, "trajectories": 1, "lease_s": 0.001}
+    found = []
+    for accept in (ACCEPTED, "application/msgpack"):
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(
+                door.url + "/experience/sample", json={**body, "wait_s": 30}, headers={"Accept": accept}
+            ) as answer,
+        ):
+            assert answer.content_type == accept.partition(",")[0]
+            found.append(batch_of(await answer.read()))
+    one, other = found
+    assert one.trajectories == other.trajectories == tuple(packed.unpack(packed.pack(one.trajectories)))
+    for field in dataclasses.fields(Packed):
+        assert np.array_equal(getattr(one.pack(), field.name), getattr(other.pack(), field.name)), field.name
 
 
 async def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

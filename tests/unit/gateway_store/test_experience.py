@@ -21,6 +21,7 @@ from gateway.experience.leases import BufferState
 from gateway.experience.stores import STORES
 from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
+from protos.packed import Facts
 from protos.trajectories import Segment, Trajectory
 
 
@@ -325,3 +326,21 @@ async def test_groups_of_equal_rewards_are_dropped_when_asked_and_the_next_is_gi
         await buffer.ack(sampled[0])
         await again.open()
         assert again.statistics().trajectories == 0, "dropped on disk, too"
+
+
+def test_beyond_its_bytes_it_evicts_what_was_used_before_and_then_the_oldest() -> None:
+    def entry(seq: int, num_bytes: int, uses: int = 0) -> Entry:
+        return Entry(seq, f"s{seq}", "g", 1, Facts(num_bytes=num_bytes), uses)
+
+    state = BufferState(capacity=9, bytes_max=100)
+    for found in (entry(1, 40), entry(2, 30, uses=1), entry(3, 30)):
+        assert state.add(found) == []
+    assert [gone.seq for gone in state.add(entry(4, 60))] == [2, 1]
+    assert (state.num_bytes, sorted(state.free)) == (90, [3, 4])
+    lease = state.lease("l", "r", [state.free[3], state.free[4]], 1.0, uses_max=2)
+    assert [gone.seq for gone in state.add(entry(5, 50))] == [], "what is leased is not evicted"
+    assert state.num_bytes == 140
+    state.ack("l")
+    assert [(entry.seq, entry.uses) for entry in lease.again()] == [(3, 1), (4, 1)]
+    assert (state.num_bytes, state.num_used, state.groups) == (140, 2, {"g": 1})
+    assert [gone.seq for gone in state.add(entry(6, 40))] == [3, 4]

@@ -11,12 +11,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from aiohttp import web
+from torch.utils.data import DataLoader
 
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
 from tests.support.experience_server import ExperienceServer, error_response
 from tests.support.trajectories import make_trajectory
+from tests.unit.gateway_store.disk import until
 from trainer_client import AsyncExperienceReader, Batch, ExperienceReader
+from trainer_client.torch_dataset import ExperienceDataset
 
 TRAJECTORIES = [make_trajectory(f"g{i // 2}", i % 2, [1, 2], ([3, 4 + i], []), reward=i % 2) for i in range(6)]
 
@@ -101,6 +105,54 @@ async def test_what_the_loop_acknowledges_or_gives_back_itself_is_ended_once(
             break
     assert gateway.acknowledged == ["lease-1", "lease-3"]
     assert gateway.released == ["lease-2"]
+
+
+async def test_a_batch_is_sampled_ahead_and_given_back_when_the_loop_is_left(
+    gateway: ExperienceServer, reader: AsyncExperienceReader
+) -> None:
+    batches = reader.batches(prefetch=1, trajectories=2)
+    async with asyncio.timeout(60):
+        first = await anext(batches)
+        for _ in range(2):
+            await gateway.asked.acquire()  # the second while the first is in use
+        assert (first.lease_id, gateway.acknowledged) == ("lease-1", [])
+        second = await anext(batches)
+        await gateway.asked.acquire()
+        assert (second.lease_id, gateway.acknowledged) == ("lease-2", ["lease-1"])
+        await until(lambda: "lease-3" in reader._leased, "a batch that was sampled ahead")
+        await batches.aclose()
+    assert sorted(gateway.released) == ["lease-2", "lease-3"]
+    assert gateway.acknowledged == ["lease-1"]
+
+
+async def test_a_readers_state_goes_on_in_another_of_its_name(gateway: ExperienceServer) -> None:
+    async with (
+        AsyncExperienceReader(gateway.url, trainer_version=7) as reader,
+        AsyncExperienceReader(gateway.url, trainer_version=3) as resumed,
+        AsyncExperienceReader(gateway.url, reader="critic") as other,
+    ):
+        resumed.load_state_dict(reader.state_dict())
+        assert resumed.trainer_version == 7
+        with pytest.raises(InvalidRequest, match="of reader 'trainer', and this one is 'critic'"):
+            other.load_state_dict(reader.state_dict())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+async def test_a_torch_dataset_gives_tensors_and_acknowledges_what_was_used(
+    gateway: ExperienceServer, padded: bool
+) -> None:
+    dataset = ExperienceDataset(gateway.url, trajectories=2, padded=padded, pad_id=9, length=6 if padded else None)
+
+    def train() -> list[torch.Tensor]:
+        loader = DataLoader(dataset, batch_size=None)
+        return [batch.input_ids for _, batch in zip(range(2), loader, strict=False)]
+
+    seen = await asyncio.to_thread(train)
+    assert [tuple(ids.shape) for ids in seen] == [(2, 6) if padded else (8,)] * 2
+    assert gateway.acknowledged[:1] == ["lease-1"]
+    async with asyncio.timeout(60):
+        while len(gateway.stock) < 4:  # the second, which the loop did not come back from, and what was ahead
+            await gateway.returned.acquire()
 
 
 async def test_a_closed_reader_gives_back_what_its_loop_still_has(gateway: ExperienceServer) -> None:

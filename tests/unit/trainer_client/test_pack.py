@@ -31,6 +31,22 @@ def test_rows_lie_back_to_back_in_the_order_of_the_batch() -> None:
     assert packed.input_ids[packed.row(2)].tolist() == THIRD.token_ids
 
 
+def test_padded_rows_are_those_of_the_packed_ones() -> None:
+    packed = pack([FIRST, SECOND, THIRD])
+    padded = packed.padded(7, pad_id=99)
+    assert padded.input_ids.shape == (3, 7)
+    assert padded.input_ids[1].tolist() == [5, 6, 11, 99, 99, 99, 99]
+    assert padded.attention_mask.sum(axis=1).tolist() == [6, 3, 4]
+    assert padded.versions[1].tolist() == [-1, -1, 4, -1, -1, -1, -1]
+    for name in ("input_ids", "position_ids", "loss_mask", "logprobs", "versions"):
+        assert np.array_equal(getattr(padded, name)[padded.attention_mask], getattr(packed, name)), name
+    assert not padded.loss_mask[~padded.attention_mask].any()
+    assert packed.padded().torch().input_ids.shape == (3, 6)
+    assert pack([]).padded().input_ids.shape == (0, 0)
+    with pytest.raises(InvalidRequest, match="6 tokens, more than 5"):
+        packed.padded(5)
+
+
 def test_staleness_counts_sampled_tokens_only() -> None:
     assert pack([FIRST, SECOND]).staleness(trainer_version=5).tolist() == [2, 2, 2, 1]
 

@@ -1,0 +1,97 @@
+"""What a reader of experience asks for, and what the gateway tells of its buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from protos.errors import InvalidRequest
+from protos.packed import Offer
+
+WAIT_S = 30.0
+LEASE_S = 600.0
+"""Default lease of a batch."""
+
+Strategy = Literal["fifo", "newest", "priority", "complete_groups", "staleness_bounded"]
+"""`fifo`: as they finished. `newest`: the latest first. `priority`: the highest `metrics["priority"]` of the finish
+first. `complete_groups`: whole groups, the earliest first. `staleness_bounded`: as `fifo`, with `staleness_max` for
+each token: a trajectory is left out when all its tokens are staler, else `Batch.pack` masks the staler ones."""
+
+
+Choice = Callable[[Sequence[Offer]], Sequence[str]]
+"""A strategy of the trainer's own, run in its process: of the rows that wait, without their tokens, the ids of the
+sessions to sample; none: not yet. It comes instead of `trajectories` and `groups`."""
+
+
+class Wanted(TypedDict, total=False):
+    """What to sample: `trajectories`, or `groups` of `group_size` each, or the sessions `session_ids`, and how."""
+
+    trajectories: int
+    groups: int
+    group_size: int
+    session_ids: Sequence[str]  # sessions that the caller finished itself: all of them, or what there is after `wait_s`
+    wait_s: float  # how long the gateway waits until there is enough; default 30
+    staleness_max: int  # leave out what is staler than this at use; default: the gateway's bound
+    drop_equal_rewards: bool  # drop, for good, groups whose rewards are all equal
+    strategy: Strategy | Choice  # which ones, in which order; default "fifo"
+    uses_max: int  # also those that were used before, if less often than this; default 1: each is used once
+    lease_s: float  # the lease: how long the batch may stay unacknowledged; default 600
+
+
+def sample_request(reader: str, trainer_version: int, wanted: Wanted) -> dict[str, Any]:
+    """The body of a sample request, complete with defaults."""
+    if sum(name in wanted for name in ("trajectories", "groups", "session_ids")) != 1:
+        raise InvalidRequest("sample needs one of `trajectories`, `groups` and `session_ids`", hint="pass one of them")
+    if wanted.get("strategy") == "staleness_bounded" and "staleness_max" not in wanted:
+        raise InvalidRequest("strategy `staleness_bounded` needs a bound", hint="pass `staleness_max`")
+    return {
+        "reader": reader,
+        "trainer_version": trainer_version,
+        "wait_s": WAIT_S,
+        "lease_s": LEASE_S,
+        **wanted,
+    }
+
+
+class Rows(msgspec.Struct):
+    rows: list[Offer]
+    next_after: int | None
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """How numbers are spread."""
+
+    count: int
+    mean: float
+    min: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class SampledStatistics(msgspec.Struct, frozen=True):
+    """Of the last trajectories that readers sampled. `waited_s`: from the finish to the sample."""
+
+    tokens: Spread
+    sampled_tokens: Spread
+    reward: Spread
+    waited_s: Spread
+
+
+class StalenessStatistics(msgspec.Struct, frozen=True):
+    """By how many versions it was behind: tokens when generated, trajectories at their finish and when sampled."""
+
+    generation: dict[int, int]
+    finish: dict[int, int]
+    use: dict[int, int]
+
+
+class ExperienceStatistics(msgspec.Struct, frozen=True):
+    """`buffer`: the buffer's counters, by name."""
+
+    buffer: dict[str, int]
+    staleness: StalenessStatistics
+    sampled: SampledStatistics
