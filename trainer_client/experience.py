@@ -58,6 +58,8 @@ class ReaderOptions(TypedDict, total=False):
     reader: str  # the name of this reader at the gateway; default "trainer"
     trainer_version: int  # default 0: nothing is published yet
     timeout_s: float  # of one request, besides the wait that it asks for; default 30
+    rank: int  # which of the readers that share each batch; default 0
+    num_ranks: int  # how many those are; default 1
 
 
 class AsyncExperienceReader(AsyncClient):
@@ -68,8 +70,20 @@ class AsyncExperienceReader(AsyncClient):
     """
 
     def __init__(
-        self, gateway: str, *, reader: str = "trainer", trainer_version: int = 0, timeout_s: float = 30.0
+        self,
+        gateway: str,
+        *,
+        reader: str = "trainer",
+        trainer_version: int = 0,
+        timeout_s: float = 30.0,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
+        """`rank` of `num_ranks`: readers of one name share each batch. Each samples the whole batch's size and gets its
+        share, whole or nothing; no trajectory is in two shares."""
+        if not 0 <= rank < num_ranks:
+            raise InvalidRequest(f"rank {rank} of {num_ranks}", hint="ranks count from 0")
+        self.rank, self._num_ranks = rank, num_ranks
         self.reader = reader
         self.trainer_version = trainer_version
         self._leased: dict[str, Batch] = {}  # batches that loops over `batches` hold now
@@ -95,7 +109,7 @@ class AsyncExperienceReader(AsyncClient):
         """
         if callable(choose := wanted.get("strategy")):
             return await self._choose(wanted, choose)
-        body = sample_request(self.reader, self.trainer_version, wanted)
+        body = sample_request(self.reader, self.trainer_version, wanted, self._num_ranks)
         answer = await self._post("/experience/sample", body, timeout_s=body["wait_s"] + self._timeout_s)
         bound = None
         if wanted.get("strategy") == "staleness_bounded":

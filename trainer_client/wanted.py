@@ -40,8 +40,8 @@ class Wanted(TypedDict, total=False):
     lease_s: float  # the lease: how long the batch may stay unacknowledged; default 600
 
 
-def sample_request(reader: str, trainer_version: int, wanted: Wanted) -> dict[str, Any]:
-    """The body of a sample request, complete with defaults."""
+def sample_request(reader: str, trainer_version: int, wanted: Wanted, num_ranks: int = 1) -> dict[str, Any]:
+    """The body of a sample request, complete with defaults. Of `num_ranks` readers each asks for its share."""
     if sum(name in wanted for name in ("trajectories", "groups", "session_ids")) != 1:
         raise InvalidRequest("sample needs one of `trajectories`, `groups` and `session_ids`", hint="pass one of them")
     if wanted.get("strategy") == "staleness_bounded" and "staleness_max" not in wanted:
@@ -52,7 +52,19 @@ def sample_request(reader: str, trainer_version: int, wanted: Wanted) -> dict[st
         "wait_s": WAIT_S,
         "lease_s": LEASE_S,
         **wanted,
+        **(_share(wanted, num_ranks) if num_ranks > 1 else {}),
     }
+
+
+def _share(wanted: Wanted, num_ranks: int) -> dict[str, int]:
+    what: Literal["trajectories", "groups"] = "groups" if "groups" in wanted else "trajectories"
+    if "session_ids" in wanted:
+        raise InvalidRequest("ranks share `trajectories` or `groups`, not sessions that one of them picked")
+    if wanted[what] % num_ranks:
+        raise InvalidRequest(
+            f"{wanted[what]} {what} cannot be shared by {num_ranks} ranks", hint=f"pass a multiple of {num_ranks}"
+        )
+    return {what: wanted[what] // num_ranks, "num_ranks": num_ranks}
 
 
 class Rows(msgspec.Struct):

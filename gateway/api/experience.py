@@ -61,6 +61,7 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lease_s: Annotated[float, Meta(ge=0.001, le=86_400)] = LEASE_S
     drop_equal_rewards: bool = False  # groups whose members all got the same are dropped for good
     strategy: Strategy = "fifo"  # the order in which they are handed out
+    num_ranks: Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)] = 1  # this is the share of one: whole, or nothing
     uses_max: Annotated[int, Meta(ge=1, le=USES_MAX)] = 1  # trajectories that were used less often are handed out
 
 
@@ -131,7 +132,7 @@ class _Handlers:
         wanted = _checked(decode(_sample, await request.read()), self._deps.fleet.state.newest)
         if wanted.session_ids is None:
             self._deps.trainer.requested(
-                wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0),
+                (wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0)) * wanted.num_ranks,
                 wanted.trainer_version,
                 wanted.staleness_max,
                 reader=wanted.reader,
@@ -155,6 +156,7 @@ class _Handlers:
             drop_equal_rewards=wanted.drop_equal_rewards,
             strategy=wanted.strategy,
             uses_max=wanted.uses_max,
+            whole=wanted.num_ranks > 1,
         )
         self._deps.trainer.took(wanted.trainer_version, sampled.entries)
         return _answer(sampled, request.headers.get("Accept", ""))

@@ -238,8 +238,10 @@ class ExperienceBuffer:
         drop_equal_rewards: bool = False,
         strategy: Strategy = "fifo",
         uses_max: int = 1,
+        whole: bool = False,
     ) -> Sampled:
-        """A lease and its trajectories: as many as requested, or those that are there after `wait_s`, possibly none.
+        """A lease and its trajectories: as many as requested, or those that are there after `wait_s`, possibly none;
+        if `whole`, then none.
 
         A session with branches counts as one and comes with all its leaves.
         With `groups`, whole groups of `group_size` only; with `session_ids`, those sessions only. Trajectories more
@@ -261,6 +263,8 @@ class ExperienceBuffer:
                     chosen = self._state.take_groups(groups, group_size or 0, strategy, uses_max)
                 remaining_s = deadline - time.monotonic()
                 found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
+                if whole and found < wanted and remaining_s <= 0:
+                    return Sampled()
                 if found >= wanted or remaining_s <= 0:
                     if drop_equal_rewards and await self._drop_equal(chosen):
                         continue

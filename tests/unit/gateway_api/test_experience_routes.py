@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -180,6 +181,24 @@ async def test_what_may_be_used_again_is_used_once_by_all_others(door: Door) -> 
         assert used == ["a", "b", "a", "b"]
         assert not await reader.sample(trajectories=1, wait_s=0, uses_max=2)
     assert door.buffer.statistics().acked == 4
+
+
+async def test_ranks_share_a_batch_without_overlap_each_a_whole_share(door: Door) -> None:
+    for name in "abcde":
+        await door.buffer.add(trajectory(name))
+    async with (
+        AsyncExperienceReader(door.url, rank=0, num_ranks=2) as one,
+        AsyncExperienceReader(door.url, rank=1, num_ranks=2) as other,
+    ):
+        shares = await asyncio.gather(*(rank.sample(trajectories=4, wait_s=30) for rank in (one, other)))
+        assert [len(share) for share in shares] == [2, 2]
+        assert sorted(head.session_id for share in shares for head in share.heads) == ["a", "b", "c", "d"]
+        assert door.trainer.status().batch == 4, "the whole batch bounds admission"
+        assert not await one.sample(trajectories=4, wait_s=0), "one is left: no share"
+        with pytest.raises(InvalidRequest, match="5 trajectories cannot be shared by 2 ranks"):
+            await one.sample(trajectories=5)
+    with pytest.raises(InvalidRequest, match="rank 2 of 2"):
+        AsyncExperienceReader(door.url, rank=2, num_ranks=2)
 
 
 async def test_packed_rows_and_msgpack_are_the_same_batch(door: Door) -> None:
