@@ -25,6 +25,10 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
 LEARNING_RATE = 3e-3
+CPUS = 5
+"""A bundle for each worker of the two groups, and the agent loops. Ray starts so many idle workers beforehand."""
+OBJECT_STORE_BYTES = 128 << 20
+"""In /dev/shm, of which the relay's pool needs its part."""
 
 
 def parsed() -> argparse.Namespace:
@@ -143,7 +147,7 @@ def group(worker: type[Worker], count: int, *args: Any) -> RayWorkerGroup:
 
 
 def start_ray() -> None:
-    ray.init(num_cpus=5, include_dashboard=False)  # a bundle for each worker of the groups, and the agent loops
+    ray.init(num_cpus=CPUS, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
 
 
 def taken_whole(weights: AsyncIterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
