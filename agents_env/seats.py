@@ -37,5 +37,9 @@ class GatewaySeats:
         return self._phases.chat(self._server.chat(self._taken[name]))
 
     async def leave(self, name: str, outcome: Outcome) -> None:
-        """Raises RolloutFailed."""
-        await self._server.finish(self._taken.pop(name), outcome)
+        """Raises RolloutFailed. A player that had no turn has no trajectory to reward: its session is abandoned."""
+        session = self._taken.pop(name)
+        if session.usage.turns:
+            await self._server.finish(session, outcome)
+        else:
+            await self._server.abandon(session.session_id, "the game ended before its turn")

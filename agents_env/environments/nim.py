@@ -8,8 +8,10 @@
 Each player is a session of its own: the rollout's, and its opponent's, which is the same model (self-play, both are
 trained), the model at an older version (only the first is trained), or a program. Who begins is part of the task.
 
-Scoring: 1 for the winner, 0 for the loser. Who writes anything but a move that the rules allow has lost. `metrics` have
-the share of the first player's moves that keep a won position won (Bouton's theorem: the heaps' exclusive or is 0).
+Scoring: 1 for the winner, 0 for the loser. Who writes anything but a move that the rules allow has lost. If the other
+had no turn until then, it gets one, and loses as well if it does the same: every session has a turn to reward.
+`metrics` have the share of the first player's moves that keep a won position won (Bouton's theorem: the heaps'
+exclusive or is 0).
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Nim:
             other = _Program(_PROGRAMS[self._opponent], random.Random(f"nim opponent {task.task_id}"))
         game = await _play(task, first, other)
         if self._opponent == "self":
-            await seats.leave(OPPONENT, Outcome(float(not game.won), metrics={"won": float(not game.won)}))
+            await seats.leave(OPPONENT, Outcome(float(game.lost), metrics={"won": float(game.lost)}))
         metrics = {
             "won": float(game.won),
             "moves": game.moves,
@@ -129,6 +131,7 @@ class _SameSession:
 @dataclass(slots=True)
 class _Game:
     won: bool = False
+    lost: bool = False  # both are False when both broke the rules
     illegal: bool = False
     moves: int = 0
     won_positions: int = 0
@@ -146,14 +149,17 @@ async def _play(task: Position, first: _Model | _Program, other: _Model | _Progr
             game.moves += 1
             game.won_positions += nim_sum(heaps) != 0
         if move is None:
-            game.illegal, game.won = mine, not mine
+            opposite = other if mine else first
+            obeys = opposite.turns > 0 or await opposite.move(heaps) is not None
+            game.illegal = mine or not obeys
+            game.won, game.lost = obeys and not mine, obeys and mine
             return game
         before, heaps = heaps, after(heaps, move)
         if mine:
             game.kept_won += nim_sum(before) != 0 and nim_sum(heaps) == 0
         (other if mine else first).heard.append(f"The other took {move}.")
         player.heard.append(f"You took {move}.")
-        game.won = mine  # whoever moved last
+        game.won, game.lost = mine, not mine  # whoever moved last
         mine = not mine
     return game
 
@@ -167,8 +173,10 @@ class _Model:
     messages: list[Message] = field(default_factory=lambda: [{"role": "system", "content": SYSTEM}])
     heard: list[str] = field(default_factory=list)
     """What happened since its last turn."""
+    turns: int = 0
 
     async def move(self, heaps: Heaps) -> Move | None:
+        self.turns += 1
         self.messages.append({"role": "user", "content": " ".join([*self.heard, show(heaps)])})
         self.heard.clear()
         reply = await self.chat.reply(self.messages, max_tokens=self.max_tokens)
@@ -181,8 +189,10 @@ class _Program:
     choose: Callable[[Heaps, random.Random], Move]
     rng: random.Random
     heard: list[str] = field(default_factory=list)
+    turns: int = 0
 
     async def move(self, heaps: Heaps) -> Move:
+        self.turns += 1
         self.heard.clear()
         return self.choose(heaps, self.rng)
 

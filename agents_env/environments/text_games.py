@@ -5,7 +5,7 @@
     user       Player 1: [0] ... Current Board: ...
 
 The second player is the same model (self-play, both are trained), or the model at an older version (only the first is
-trained). Which of the two the rollout's own session is, is part of the task.
+trained). The rollout's own session is the player that begins, so that it has a turn to reward.
 
 Scoring: the library's reward; that of a game of two, from -1 to 1, becomes 0 to 1. A game that is not over after
 `TURNS_MAX` turns is truncated, with a reward of 0 for all.
@@ -14,7 +14,7 @@ Scoring: the library's reward; that of a game of two, from -1 to 1, becomes 0 to
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,15 +45,14 @@ class UnknownGame(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GameTask:
-    """A game's beginning: its seed, and which player the rollout's own session is."""
+    """A game's beginning."""
 
     game: str
     seed: int
-    player: int
 
     @property
     def task_id(self) -> str:
-        return f"{self.game}-{self.seed}-{self.player}"
+        return f"{self.game}-{self.seed}"
 
 
 class TextGames:
@@ -68,41 +67,39 @@ class TextGames:
             raise UnknownGame(f"{game} has one player, so no opponent of another version")
         self._version = version
         self._max_tokens = max_tokens
-        _Game(GameTask(game, 0, 0), self._num_players)  # refuses a game that cannot begin here
+        _Game(GameTask(game, 0), self._num_players)  # refuses a game that cannot begin here
 
     def tasks(self, seed: int) -> Iterator[GameTask]:
         rng = random.Random(f"textarena {self._game} {seed}")
         while True:
-            yield GameTask(self._game, rng.getrandbits(31), rng.randrange(self._num_players))
+            yield GameTask(self._game, rng.getrandbits(31))
 
     def task_of(self, task_id: str, data: Mapping[str, Any]) -> GameTask:
-        """`data`: `{"seed": 7, "player": 0}`."""
-        player = int(data.get("player", 0))
-        if not 0 <= player < self._num_players:
-            raise ValueError(f"`player` is 0 to {self._num_players - 1}")
-        return GameTask(self._game, int(data["seed"]), player)
+        """`data`: `{"seed": 7}`."""
+        return GameTask(self._game, int(data["seed"]))
 
     def data_of(self, task: GameTask) -> Mapping[str, Any]:
-        return {"seed": task.seed, "player": task.player}
+        return {"seed": task.seed}
 
     async def rollout(self, task: GameTask, client: Chat) -> Outcome:
         """A game whose players share one session, each with a conversation of its own: for callers without seats."""
-        return (await self._play(task, dict.fromkeys(range(self._num_players), client)))[task.player]
+        return (await self._play(task, [client] * self._num_players))[0]
 
     async def match(self, task: GameTask, client: Chat, seats: Seats) -> Outcome:
         if self._num_players == 1:
             return await self.rollout(task, client)
-        other = 1 - task.player
-        chats = {task.player: client, other: await seats.take(OPPONENT, version=self._version)}
-        outcomes = await self._play(task, chats)
-        await seats.leave(OPPONENT, outcomes[other])
-        return outcomes[task.player]
+        own, other = await self._play(task, [client, await seats.take(OPPONENT, version=self._version)])
+        await seats.leave(OPPONENT, other)
+        return own
 
-    async def _play(self, task: GameTask, chats: Mapping[int, Chat]) -> dict[int, Outcome]:
+    async def _play(self, task: GameTask, chats: Sequence[Chat]) -> list[Outcome]:
+        """The outcomes of the players, the one that begins first."""
         game = _Game(task, self._num_players)
-        players = {number: _Player(number, chat, self._max_tokens) for number, chat in chats.items()}
-        turns = 0
-        over = False
+        number, news = game.observe()
+        order = [number, *(other for other in range(self._num_players) if other != number)]
+        players = {who: _Player(who, chat, self._max_tokens) for who, chat in zip(order, chats, strict=True)}
+        turns = 1
+        over = game.step(await players[number].turn(news))
         while not over and turns < TURNS_MAX:
             number, news = game.observe()
             over = game.step(await players[number].turn(news))
@@ -110,7 +107,7 @@ class TextGames:
         rewards = game.rewards() if over else {}
         status: Literal["completed", "truncated"] = "completed" if over else "truncated"
         metrics = {"turns": turns, "over": float(over)}
-        return {number: Outcome(self._scaled(rewards.get(number)), status, metrics) for number in chats}
+        return [Outcome(self._scaled(rewards.get(who)), status, metrics) for who in order]
 
     def _scaled(self, reward: float | None) -> float:
         return 0.0 if reward is None else scaled(reward, self._num_players)

@@ -25,8 +25,10 @@ from agents_env.environments.nim import (
     nim_sum,
     show,
 )
+from agents_env.phases import PhaseLimits, Phases
 from agents_env.runner import Plan, Runner
-from agents_env.server import Sampling, Server
+from agents_env.seats import GatewaySeats
+from agents_env.server import Sampling, Server, SessionSpec
 from tests.unit.agents_env.scripted_chat import ScriptedChat
 from tests.unit.agents_env.scripted_server import serving
 
@@ -76,12 +78,22 @@ async def test_the_second_may_begin_and_win() -> None:
 
 @pytest.mark.parametrize("reply", ["", "A", "A 0", "A 9", "D 1", "A 1 B 1", "I take A 1", "A -1", "A 99999"])
 async def test_who_breaks_the_rules_has_lost(reply: str) -> None:
-    seats = ScriptedSeats()
+    """The other gets its turn, so that its session has one."""
+    seats = ScriptedSeats("A 1")
     outcome = await Nim().match(Position((3, 3), True), ScriptedChat(_in_order(reply)), seats)
     assert (outcome.reward, outcome.metrics["illegal"], seats.left["opponent"].reward) == (0.0, 1.0, 1.0)
     seats = ScriptedSeats(reply)
-    outcome = await Nim().match(Position((3, 3), False), ScriptedChat(_in_order()), seats)
+    outcome = await Nim().match(Position((3, 3), False), ScriptedChat(_in_order("A 1")), seats)
     assert (outcome.reward, outcome.metrics["illegal"], seats.left["opponent"].reward) == (1.0, 0.0, 0.0)
+
+
+async def test_who_has_moved_gets_no_turn_more_and_two_who_break_the_rules_lose_both() -> None:
+    seats = ScriptedSeats("nonsense")
+    outcome = await Nim().match(Position((3, 3), True), ScriptedChat(_in_order("A 1")), seats)
+    assert (outcome.reward, seats.left["opponent"].reward) == (1.0, 0.0)
+    seats = ScriptedSeats("nonsense")
+    outcome = await Nim().match(Position((3, 3), True), ScriptedChat(_in_order("what?")), seats)
+    assert (outcome.reward, seats.left["opponent"].reward) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("opponent", "begins", "reward"), [("perfect", True, 0.0), ("perfect", False, 1.0)])
@@ -163,4 +175,14 @@ async def test_a_game_that_breaks_down_abandons_its_own_session_and_with_it_the_
         plan = Plan(run_id="r", groups=1, group_size=1, attempts=1)
         await Runner(Nim(), client, plan).run(asyncio.Event())
     assert list(server.abandoned) == ["nim-r-0-0"]
+    assert server.finished == {}
+
+
+async def test_a_player_without_a_turn_is_abandoned_as_it_has_nothing_to_reward() -> None:
+    async with serving(lambda _: "A 1") as server, Server(server.url, Sampling("policy")) as client:
+        spec = SessionSpec("s", "g", 0, 1)
+        seats = GatewaySeats(client, spec, Phases(PhaseLimits()))
+        await seats.take("idle")
+        await seats.leave("idle", Outcome(1.0))
+    assert list(server.abandoned) == ["s-idle"]
     assert server.finished == {}

@@ -53,7 +53,7 @@ def in_order(*replies: str) -> Any:
 async def test_a_game_of_one_player_is_one_conversation() -> None:
     chat = ScriptedChat(bisect)
     environment = TextGames()
-    outcome = await environment.rollout(GameTask("GuessTheNumber-v0", 5, 0), chat)
+    outcome = await environment.rollout(GameTask("GuessTheNumber-v0", 5), chat)
     assert (outcome.reward, outcome.status) == (1.0, "completed")
     first, second = chat.conversations[0], chat.conversations[1]
     assert "between 1 and 20" in first[0]["content"]
@@ -62,25 +62,30 @@ async def test_a_game_of_one_player_is_one_conversation() -> None:
     assert "[10]" not in second[2]["content"]
 
 
-@pytest.mark.parametrize("player", [0, 1])
-async def test_both_players_of_a_game_have_their_own_reward(player: int) -> None:
-    zero, one = in_order("[0]", "[1]", "[2]"), in_order("[3]", "[4]")
-    seats = OneSeat(one if player == 0 else zero)
-    chat = ScriptedChat(zero if player == 0 else one)
+async def test_both_players_of_a_game_have_their_own_reward() -> None:
+    seats = OneSeat(in_order("[3]", "[4]"))
     environment = TextGames("TicTacToe-v0", version=3)
-    outcome = await environment.match(GameTask("TicTacToe-v0", 1, player), chat, seats)
+    outcome = await environment.match(GameTask("TicTacToe-v0", 1), ScriptedChat(in_order("[0]", "[1]", "[2]")), seats)
     assert seats.left is not None
-    assert (outcome.reward, seats.left.reward) == ((1.0, 0.0) if player == 0 else (0.0, 1.0))
-    assert seats.version == 3
-    told = [message["content"] for message in (seats.chat if player == 0 else chat).conversations[0]]
-    assert "You are Player 1" in told[0]
-    assert "Player 0: [0]" in told[0]
+    assert (outcome.reward, seats.left.reward, seats.version) == (1.0, 0.0, 3)
+    told = seats.chat.conversations[0][0]["content"]
+    assert "You are Player 1" in told
+    assert "Player 0: [0]" in told
+
+
+async def test_who_begins_is_the_rollouts_own_session_whoever_that_is() -> None:
+    environment = TextGames("KuhnPoker-v0-short")
+    for seed in range(6):  # the library draws who begins
+        seats, chat = OneSeat(lambda _: "[fold] [check]"), ScriptedChat(lambda _: "nonsense")
+        outcome = await environment.match(GameTask("KuhnPoker-v0-short", seed), chat, seats)
+        assert chat.conversations
+        assert outcome.reward == 0.0
 
 
 async def test_a_game_without_end_is_truncated() -> None:
     environment = TextGames("TowerOfHanoi-v0")
     replies = (f"[{pair}]" for _ in range(TURNS_MAX) for pair in ("A B", "B A"))
-    outcome = await environment.rollout(GameTask("TowerOfHanoi-v0", 1, 0), ScriptedChat(lambda _: next(replies)))
+    outcome = await environment.rollout(GameTask("TowerOfHanoi-v0", 1), ScriptedChat(lambda _: next(replies)))
     assert outcome.reward < 1.0
     assert outcome.metrics["turns"] <= TURNS_MAX
 
@@ -91,7 +96,7 @@ async def test_games_at_once_are_what_each_is_alone() -> None:
     async def boards(seed: int) -> list[str]:
         moves = (move for _ in range(TURNS_MAX) for move in ("[left]", "[down]", "[right]", "[up]"))
         chat = ScriptedChat(lambda _: next(moves))
-        await environment.rollout(GameTask("2048-v0-ultra-easy", seed, 0), chat)
+        await environment.rollout(GameTask("2048-v0-ultra-easy", seed), chat)
         return [message["content"] for message in chat.conversations[-1]]
 
     random.seed(1)
