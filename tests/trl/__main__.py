@@ -14,7 +14,7 @@ from tests.trl.scene import Scene
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.trl", description=__doc__)
     parser.add_argument("program", choices=("grpo",), help="which of TRL's trainers")
-    parser.add_argument("--steps", type=int, default=20, help="optimiser steps; each publishes a version")
+    parser.add_argument("--steps", type=int, default=8, help="optimiser steps; each publishes a version")
     flags = parser.parse_args()
     trl_env.python()
     with ExitStack() as stack:
