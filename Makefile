@@ -28,14 +28,14 @@ soak: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow
 test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB on disk): refresh, moves, kill -9; some ten minutes
 	@$(RUN) -m pytest tests/vllm -m vllm $(ARGS)
 
-test-trl: env  ## TRL's trainers on a fleet of this machine, with TRL installed once (1.5 GB on disk); two minutes
+test-trl: env  ## TRL's trainers on a fleet of this machine, with TRL installed once (1.5 GB on disk); some three minutes
 	@$(RUN) -m pytest tests/trl -m trl $(ARGS)
 
 test-verifiers: env  ## environments of the verifiers library by its own vf-eval, installed once (0.6 GB on disk); a minute
 	@$(RUN) -m pytest tests/verifiers -m verifiers $(ARGS)
 
 trl: ARGS = grpo
-trl: env  ## one TRL trainer on a fleet of this machine, step by step (ARGS="grpo --steps 30")
+trl: env  ## one TRL trainer on a fleet of this machine, step by step (ARGS=async_grpo, ARGS="grpo --steps 30")
 	@$(RUN) -m tests.trl $(ARGS)
 
 test-verl: env  ## verl's weight updates and agent loops on a fleet of this machine, with verl installed once (1.7 GB on disk); three minutes

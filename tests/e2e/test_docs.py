@@ -57,7 +57,7 @@ RUN_ELSEWHERE = {
     ("docs/publishing.md", "sh"): 1,
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
-    ("docs/trl.md", "python"): 1,  # `tests/trl/test_docs.py`
+    ("docs/trl.md", "python"): 2,  # `tests/trl/test_docs.py`
     ("docs/verl.md", "python"): 1,  # `tests/verl/program.py`
 }
 

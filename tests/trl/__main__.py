@@ -13,14 +13,15 @@ from tests.trl.scene import Scene
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.trl", description=__doc__)
-    parser.add_argument("program", choices=("grpo",), help="which of TRL's trainers")
-    parser.add_argument("--steps", type=int, default=8, help="optimiser steps; each publishes a version")
+    parser.add_argument("program", choices=("grpo", "async_grpo"), help="which of TRL's trainers")
+    parser.add_argument("--steps", type=int, default=None, help="optimiser steps; each publishes a version")
     flags = parser.parse_args()
     trl_env.python()
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-trl-"))
+        steps = [] if flags.steps is None else [f"--steps={flags.steps}"]
         scene = Scene(Path(directory), stack)
-        for report in scene.train(flags.program, f"--steps={flags.steps}"):
+        for report in scene.train(flags.program, *steps):
             print(*(f"{name} {value}" for name, value in report.items()), sep=" | ")
 
 

@@ -13,12 +13,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from deploy.setup_env import ROOT
 from deploy.trl_env import PYTHON
 from tests.support import processes
 from tests.support.etcd import start_etcd
 from tests.support.relays import Relays
 from tests.support.tiny_model import tiny_model
+from trainer_client import Publisher
 
 ENGINES = 2
 TRAINING_TIMEOUT_S = 900.0
@@ -50,6 +53,11 @@ class Scene:
         flags = ["--port=0", "--dtype=float32", "--served-model-name=policy", "--weight-version=0"]
         return ["gateway", "engine", f"--model={self.model}", *flags]
 
+    def publish_earlier_run(self) -> None:
+        """A version from before the trainer: its first one is another number than its first sync."""
+        with Publisher(self.relay) as publisher:
+            publisher.publish(load_file(self.model / "model.safetensors"), step=7, wait="sealed")
+
     def train(self, program: str, *flags: str) -> list[dict[str, Any]]:
         """Runs `tests.trl.PROGRAM` to its end and returns the JSON objects that it printed."""
         addresses = [f"--relay={self.relay}", f"--gateway={self.gateway}", f"--model={self.model}"]
@@ -58,7 +66,13 @@ class Scene:
 
     def run(self, command: Sequence[str]) -> list[str]:
         """Runs `python COMMAND` in TRL's environment to its end, and returns the lines that it printed."""
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+            "PYTHONPATH": str(ROOT),
+        }
         log_path = self.directory / "trainer.log"
         with log_path.open("wb") as log:
             done = subprocess.run(

@@ -22,3 +22,9 @@ def two_turns(session: Session, task: Mapping[str, Any]) -> float:
     first = session.chat(messages)
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Once more."}]
     return letters(first.text + session.chat(messages).text)
+
+
+def with_a_branch(session: Session, task: Mapping[str, Any]) -> float:
+    """As `two_turns`, and a second answer to the prompt, which makes a branch."""
+    reward = two_turns(session, task)
+    return (reward + letters(session.chat([*task["prompt"], {"role": "user", "content": "Briefly."}]).text)) / 2

@@ -12,6 +12,7 @@ from tests.trl.scene import Scene
 
 pytestmark = [pytest.mark.trl, pytest.mark.timeout(1200)]
 
+GROUP_SIZE = 8
 RATIO_OFF_MAX = 1e-4
 """Of a sampled token's probability by `transformers` over that of the engine, both in float32 at temperature 1."""
 
@@ -33,3 +34,20 @@ def test_grpo_trains_on_what_the_published_weights_sampled(scene: Scene) -> None
     assert abs(logged["ratio_max"] - 1) < RATIO_OFF_MAX
     assert logged["steps"] == len(steps)
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.1
+
+
+def test_async_grpo_trains_on_groups_with_branches_and_knows_their_versions(scene: Scene) -> None:
+    scene.publish_earlier_run()
+    *versions, run = scene.train("async_grpo")
+    syncs = len(run["versions_by_sync"])
+    assert run["calls"] == ["init", *["send"] * syncs, "destroy"]
+    assert run["versions_by_sync"] == {str(count): count + 1 for count in range(1, syncs + 1)}
+    assert len(versions) >= syncs // 2, "engines took versions as they came"
+    assert all(found["counted_by_trl_as"] == [found["version"] - 1] for found in versions)
+    assert all(found["rows"] == 2 * GROUP_SIZE * found["groups"] for found in versions), "two branches a session"
+    assert max(found["ratio_off"] for found in versions) < RATIO_OFF_MAX
+    before = [found["ratio_off_version_before"] for found in versions]
+    assert min(ratio for ratio in before if ratio is not None) > 10 * RATIO_OFF_MAX
+    assert abs(run["ratio"]["ratio"] - 1) < RATIO_OFF_MAX, "as TRL measures it, in its first step"
+    assert max(run["staleness"]) > 0, "rollouts go on while it trains"
+    assert sum(run["rewards"][-3:]) > sum(run["rewards"][:3]) + 0.1

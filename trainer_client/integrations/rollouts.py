@@ -72,7 +72,7 @@ class Reply:
         return self.message.get("content") or ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Session:
     """A live session. `base_url` and `api_key` are for an agent's own client; either names the session."""
 
@@ -234,12 +234,14 @@ class Planned:
 
 
 class Rollouts:
-    """Plays sessions, `concurrency` at once, and returns when all have ended: for a synchronous trainer."""
+    """Plays sessions, `concurrency` at once."""
 
     def __init__(self, client: GatewayClient, agent: Agent, *, concurrency: int = 16, attempts: int = 3) -> None:
         if concurrency < 1 or attempts < 1:
             raise InvalidRequest(f"concurrency={concurrency}, attempts={attempts}", hint="both are 1 at least")
         self._client, self._agent, self._attempts = client, agent, attempts
+        self._under_way: set[Session] = set()
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="laminar-rollout")
 
     def play(self, planned: Sequence[Planned], sampling: Mapping[str, Any]) -> list[str]:
@@ -256,12 +258,19 @@ class Rollouts:
         return [self._pool.submit(self._play, one, sampling) for one in planned]
 
     def close(self) -> None:
+        """Abandons the sessions under way, so that their agents' calls end, and waits for the agents."""
         self._client.stop.set()
+        with self._lock:
+            under_way = list(self._under_way)
+        for session in under_way:
+            self._client.abandon(session, "the rollouts were stopped")
         self._pool.shutdown(cancel_futures=True)
 
     def _play(self, planned: Planned, sampling: Mapping[str, Any]) -> str:
         for attempt in range(1, self._attempts + 1):
             session = self._client.open(sampling, **planned.fields)
+            with self._lock:
+                self._under_way.add(session)
             try:
                 play(self._client, session, self._agent, planned.task)
             except BaseException as error:
@@ -273,5 +282,8 @@ class Rollouts:
                     raise RolloutFailed(f"a rollout failed {attempt} times; the last time: {error}") from error
             else:
                 return session.session_id
+            finally:
+                with self._lock:
+                    self._under_way.discard(session)
             self._client.stop.wait(ATTEMPT_PAUSE_S * attempt)
         raise AssertionError("unreachable: the last attempt returns or raises")

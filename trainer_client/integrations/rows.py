@@ -47,6 +47,13 @@ REWARDED_BY_TRAINER = "rewarded_by_trainer"
 """The metric of a session whose reward the trainer computes: the gateway's record has 0."""
 
 
+def advantages_of(rewards: Sequence[float]) -> list[float]:
+    """GRPO's: each reward of a group less their mean, over their standard deviation."""
+    mean = sum(rewards) / len(rewards)
+    deviation = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
+    return [(reward - mean) / (deviation + 1e-8) for reward in rewards]
+
+
 def one_row_each(session_ids: Sequence[str], trajectories: Sequence[Trajectory]) -> list[Row]:
     """One row for each session, in the order of `session_ids`: for trainers that count rows.
 

@@ -1,6 +1,20 @@
-"""TRL on a Laminar fleet (extra `trl`, TRL 1.16): `grpo` for its synchronous `GRPOTrainer`. See docs/trl.md."""
+"""TRL on a Laminar fleet (extra `trl`, TRL 1.16). See docs/trl.md.
+
+`grpo` is for its synchronous `GRPOTrainer`, `transfer` and `worker` for `AsyncGRPOTrainer`.
+"""
 
 from trainer_client.integrations.rollouts import Agent, Outcome, Session, single_turn
 from trainer_client.integrations.trl.grpo import LaminarRollouts, gateway_reward
+from trainer_client.integrations.trl.transfer import LaminarWeightTransfer
+from trainer_client.integrations.trl.worker import LaminarRolloutWorker
 
-__all__ = ["Agent", "LaminarRollouts", "Outcome", "Session", "gateway_reward", "single_turn"]
+__all__ = [
+    "Agent",
+    "LaminarRolloutWorker",
+    "LaminarRollouts",
+    "LaminarWeightTransfer",
+    "Outcome",
+    "Session",
+    "gateway_reward",
+    "single_turn",
+]

@@ -22,15 +22,14 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from trl import GRPOTrainer
 
-from protos.errors import InvalidRequest, LaminarError
+from protos.errors import InvalidRequest
+from trainer_client import Publisher, TorchRanks, gathered, manifest_of
 from trainer_client.experience import ExperienceReader
 from trainer_client.integrations.rollouts import Agent, GatewayClient, Planned, Rollouts, single_turn
 from trainer_client.integrations.rows import one_row_each
-from trainer_client.integrations.trl.weights import gathered, merged
-from trainer_client.publisher import Publisher
+from trainer_client.integrations.trl.weights import merged, named
 
 WAIT_S = 120.0
 """For the trajectories of sessions that have finished: they are in the buffer when `finish` returns."""
@@ -77,8 +76,7 @@ class LaminarRollouts:
         engines' probabilities would be wrong.
         """
         _check(trainer)
-        if trainer.accelerator.is_main_process:
-            self._publisher = Publisher(self._relay, self._model)
+        self._publisher = Publisher(self._relay, self._model)
         self._sync = WeightSync(trainer, self._publisher)
         trainer.use_vllm, trainer.vllm_mode = True, "server"
         trainer.vllm_generation, trainer._last_loaded_step = self._sync, -1
@@ -134,34 +132,25 @@ class LaminarRollouts:
 class WeightSync:
     """What stands in for TRL's own vLLM client: `sync_weights` publishes a version. `version` is the newest one."""
 
-    def __init__(self, trainer: GRPOTrainer, publisher: Publisher | None) -> None:
+    def __init__(self, trainer: GRPOTrainer, publisher: Publisher) -> None:
         self._trainer, self._publisher = trainer, publisher
         self.version = 0
         self.run = ""
 
     def sync_weights(self) -> None:
         """Called on every rank. Returns once the version is sealed; raises the same error on every rank."""
-        found: list[Any] = [None]
-        try:
-            found = [self._publish()]
-        except LaminarError as error:
-            found = [error]
-        broadcast_object_list(found, from_process=0)
-        if isinstance(found[0], LaminarError):
-            raise found[0]
-        self.version, self.run = found[0]
-
-    def _publish(self) -> tuple[int, str] | None:
-        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        accelerator = self._trainer.accelerator
+        model = accelerator.unwrap_model(self._trainer.model)
         with merged(model):
-            tensors = gathered(model)
-            if self._publisher is None:  # gathering is a collective: every rank takes part
-                for _ in tensors:
-                    pass
-                return None
-            step = self._trainer.state.global_step
-            ticket = self._publisher.publish(tensors, step=step, wait="sealed", timeout_s=PUBLISH_TIMEOUT_S)
-            return ticket.version, self._publisher.run
+            ticket = self._publisher.publish_stream(
+                manifest_of(named(model)),
+                lambda: gathered(named(model)),
+                step=self._trainer.state.global_step,
+                ranks=TorchRanks() if accelerator.num_processes > 1 else None,
+                wait="sealed",
+                timeout_s=PUBLISH_TIMEOUT_S,
+            )
+        self.version, self.run = ticket.version, ticket.run
 
 
 def _check(trainer: GRPOTrainer) -> None:

@@ -1,11 +1,11 @@
-"""A trainer's parameters as they are published: whole, with adapters merged, under the names of a checkpoint."""
+"""A trainer's parameters as they are published: adapters merged, under the names of a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 
 @contextlib.contextmanager
@@ -22,14 +22,12 @@ def merged(model: nn.Module) -> Iterator[None]:
         model.unmerge_adapter()  # type: ignore[operator]
 
 
-def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter whole, under the name it has in a checkpoint. A DTensor (FSDP2) is gathered: a collective."""
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter under the name that it has in a checkpoint; PEFT's own, which are merged into others, left out."""
     adapter = getattr(model, "prefix", None) if hasattr(model, "merge_adapter") else None
     for name, parameter in model.named_parameters():
-        if (adapter and adapter in name) or "original_module" in name:
-            continue  # PEFT's own, which are merged into the rest
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        yield checkpoint_name(name), whole.detach()
+        if not (adapter and adapter in name) and "original_module" not in name:
+            yield checkpoint_name(name), parameter
 
 
 def checkpoint_name(name: str) -> str:
