@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.trl.scene import Scene
@@ -15,6 +16,14 @@ pytestmark = [pytest.mark.trl, pytest.mark.timeout(1200)]
 GROUP_SIZE = 8
 RATIO_OFF_MAX = 1e-4
 """Of a sampled token's probability by `transformers` over that of the engine, both in float32 at temperature 1."""
+
+RISE_MIN = 0.03
+"""Of the mean reward; eight steps brought 0.06 to 0.25."""
+
+
+def rise_of(rewards: Sequence[float]) -> float:
+    """From the first three steps to the last three."""
+    return (sum(rewards[-3:]) - sum(rewards[:3])) / 3
 
 
 @pytest.fixture
@@ -33,7 +42,7 @@ def test_grpo_trains_on_what_the_published_weights_sampled(scene: Scene) -> None
     assert abs(logged["ratio_min"] - 1) < RATIO_OFF_MAX, "as TRL measures it"
     assert abs(logged["ratio_max"] - 1) < RATIO_OFF_MAX
     assert logged["steps"] == len(steps)
-    assert steps[-1]["reward"] > steps[0]["reward"] + 0.1
+    assert rise_of([step["reward"] for step in steps]) > RISE_MIN
 
 
 def test_async_grpo_trains_on_groups_with_branches_and_knows_their_versions(scene: Scene) -> None:
@@ -50,4 +59,18 @@ def test_async_grpo_trains_on_groups_with_branches_and_knows_their_versions(scen
     assert min(ratio for ratio in before if ratio is not None) > 10 * RATIO_OFF_MAX
     assert abs(run["ratio"]["ratio"] - 1) < RATIO_OFF_MAX, "as TRL measures it, in its first step"
     assert max(run["staleness"]) > 0, "rollouts go on while it trains"
-    assert sum(run["rewards"][-3:]) > sum(run["rewards"][:3]) + 0.1
+    assert rise_of(run["rewards"]) > RISE_MIN
+
+
+def test_the_worker_reports_what_fails_and_gives_back_what_trl_did_not_take(scene: Scene) -> None:
+    [report] = scene.train("worker_alone")
+    assert report["agents_fail"] == "RolloutFailed: a rollout failed 1 times; the last time: the tool is away"
+    assert report["no_tasks"].startswith("InvalidRequest: there are no tasks left")
+    assert report["taken_groups"] == 1, "a group's rows stand together"
+    assert report["advantages_sum"] < 1e-4
+    assert report["before_first_sync"] == [0]
+    assert 1 <= report["short_group_rows"] <= 4
+    buffer = httpx.get(f"{scene.gateway}/status").raise_for_status().json()["buffer"]
+    assert buffer["leased"] == 0, "acknowledged or given back"
+    assert buffer["acked"] >= 4
+    assert buffer["trajectories"] >= 8, "two groups that nobody took"

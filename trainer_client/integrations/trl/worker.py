@@ -125,7 +125,7 @@ class LaminarRolloutWorker:
         """Abandons the sessions under way, and gives back what TRL has not taken."""
         life, self._life = self._life, None
         if life is not None:
-            life.end(list(self._leases.values()))
+            life.end()
             self._leases.clear()
             self.rollout_buffer.clear()
 
@@ -255,14 +255,14 @@ class _Life:
         for thread in self._threads:
             thread.start()
 
-    def end(self, untaken: Sequence[tuple[Batch, int]]) -> None:
+    def end(self) -> None:
         self._client.stop.set()
         self._worker.rollout_buffer.taken.put(None)
         self._rollouts.close()
         self._deliveries.shutdown(cancel_futures=True)
         for thread in self._threads:
             thread.join()
-        for batch, _ in untaken:
+        for batch, _ in self._worker._leases.values():  # what was taken is acknowledged by now
             try:
                 self._reader.give_back(batch)
             except LaminarError as error:
