@@ -9,8 +9,7 @@ from itertools import chain
 from torch import Tensor
 
 from protos.errors import StaleEpoch, Unavailable
-from trainer_client import Publisher, TensorMeta
-from trainer_client.publisher import Wait
+from trainer_client import Publisher, TensorMeta, Wait
 
 log = logging.getLogger(__name__)
 
