@@ -7,7 +7,7 @@ Invariants:
 
 from paramserver.client.checkpoint import Checkpoint, Files, plain_files, read_checkpoint
 from paramserver.client.engines import watch_engines
-from paramserver.client.publisher import FileSource, TensorSource, publish
+from paramserver.client.publisher import publish
 from paramserver.client.relay import (
     EventKind,
     HopStatus,
@@ -20,6 +20,7 @@ from paramserver.client.relay import (
     TransferStatus,
     VersionEvent,
 )
+from paramserver.client.sources import FileSource, TensorSource
 from paramserver.client.streamed import StreamedVersion, open_stream
 from paramserver.client.ticket import Ticket, TicketData
 from paramserver.core.layout import DTYPES, TensorSpec

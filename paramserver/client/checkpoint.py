@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paramserver.client.publisher import FileSource, TensorSource
+from paramserver.client.sources import FileSource, TensorSource
 from paramserver.core.layout import DTYPES, HEADER_BYTES_MAX, INDEX_NAME, TensorSpec
 from protos.errors import Corrupt, InvalidRequest, Unavailable
 

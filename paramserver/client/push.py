@@ -16,8 +16,9 @@ from rich.console import Console
 
 from paramserver.client.checkpoint import plain_files, read_checkpoint
 from paramserver.client.progress import bytes_progress
-from paramserver.client.publisher import FileSource, TensorSource, publish
+from paramserver.client.publisher import publish
 from paramserver.client.relay import RelayClient
+from paramserver.client.sources import FileSource, TensorSource
 from paramserver.config import show_bytes
 
 FORMAT = {"format": "pt"}

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
-from paramserver.client.publisher import (
+from paramserver.client.announced import (
     Replaced,
     announced,
     announcement,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.client import publisher
 from paramserver.client.relay import RelayClient
+from paramserver.client.sources import TensorSource
 from paramserver.client.ticket import Ticket
 from paramserver.config import RelayConfig
 from paramserver.core.layout import TensorSpec, plan_layout
@@ -307,8 +308,7 @@ class SimTrainer:
         self.step += 1
         tensors = content(self.model, self.run, self.step)
         sources = [
-            publisher.TensorSource(name, "U8", (len(data),), lambda data=data: memoryview(data))
-            for name, data in tensors.items()
+            TensorSource(name, "U8", (len(data),), lambda data=data: memoryview(data)) for name, data in tensors.items()
         ]
         ticket = await publisher.publish(
             client, self.model, sources, step=self.step, run=self.run, wait_room_s=self.world.rng.uniform(0, 3)
