@@ -10,7 +10,7 @@ Boundary = Literal["model", "session", "environment"]
 
 class RolloutFailed(Exception):
     """One rollout ended without a reward. `kind` is the HTTP status, the class of the cause, or
-    "timeout"; `phase` is when it failed (`agents_env.phases`), or "session"."""
+    "timeout"; `phase` is when it failed (`agents_env.runner.phases`), or "session"."""
 
     def __init__(self, boundary: Boundary, kind: str, message: str, phase: str = "session") -> None:
         super().__init__(f"{boundary} ({kind}): {message}")

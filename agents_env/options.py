@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import click
 
 from agents_env.environment import Environment
-from agents_env.phases import PhaseLimits
 from agents_env.runner import Plan
+from agents_env.runner.phases import PhaseLimits
 from agents_env.runner.sources import PoolOptions
 from agents_env.server import Sampling, Server
 

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from agents_env.environment import Access, Chat, Outcome
 from agents_env.failures import RolloutFailed
-from agents_env.phases import phase
+from agents_env.runner.phases import phase
 
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL of a run."""

@@ -21,9 +21,9 @@ from agents_env.environment import Environment, PooledEnvironment
 from agents_env.failures import RunFailed
 from agents_env.options import RunOptions
 from agents_env.programs import Programs
-from agents_env.progress import describe, show_live, show_log
 from agents_env.runner import Plan, Runner
 from agents_env.runner.journal import Journal
+from agents_env.runner.progress import describe, show_live, show_log
 from agents_env.runner.sources import OwnTasks, PoolTasks, Source
 from agents_env.server import Server
 

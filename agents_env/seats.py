@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agents_env.environment import Chat, Outcome
-from agents_env.phases import Phases
+from agents_env.runner.phases import Phases
 from agents_env.server import Server, Session, SessionSpec
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from agents_env.environment import Chat, Message, Outcome
 from agents_env.environments.task_files import endless
-from agents_env.phases import phase
+from agents_env.runner.phases import phase
 from agents_env.sandbox.client import Sandbox
 from agents_env.sandbox.limits import Result
 

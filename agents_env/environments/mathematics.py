@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from agents_env.environment import Chat, Message, Outcome
 from agents_env.environments.task_files import endless
-from agents_env.phases import phase
+from agents_env.runner.phases import phase
 
 SYSTEM = "Solve the problem. End with the answer in \\boxed{...}."
 OWN_TASKS = "math.jsonl"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal
 
 from agents_env.environment import TaskT
-from agents_env.phases import PhaseLimits
+from agents_env.runner.phases import PhaseLimits
 
 
 @dataclass(frozen=True, slots=True)

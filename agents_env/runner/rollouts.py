@@ -18,8 +18,8 @@ from typing import Any, Generic, TextIO
 
 from agents_env.environment import Environment, MatchEnvironment, Outcome, SelfCallingEnvironment, TaskT
 from agents_env.failures import Boundary, RolloutFailed, RunFailed
-from agents_env.phases import Phases, PhaseTimedOut
 from agents_env.runner.journal import Journal
+from agents_env.runner.phases import Phases, PhaseTimedOut
 from agents_env.runner.plan import Plan, Sample
 from agents_env.runner.records import Failure, Record, Statistics, Status, Tally
 from agents_env.runner.sources import OwnTasks, Source

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from agents_env.cli import main
-from agents_env.progress import describe, show_live, show_log
 from agents_env.runner import Statistics
+from agents_env.runner.progress import describe, show_live, show_log
 from tests.unit.agents_env.scripted_server import perfect, serving
 
 pytestmark = pytest.mark.slow  # each starts the command itself

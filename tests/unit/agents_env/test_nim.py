@@ -25,8 +25,8 @@ from agents_env.environments.nim import (
     nim_sum,
     show,
 )
-from agents_env.phases import PhaseLimits, Phases
 from agents_env.runner import Plan, Runner
+from agents_env.runner.phases import PhaseLimits, Phases
 from agents_env.seats import GatewaySeats
 from agents_env.server import Sampling, Server, SessionSpec
 from tests.unit.agents_env.scripted_chat import ScriptedChat

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agents_env.environment import Chat, Message, Reply, Tool
-from agents_env.phases import Phase, PhaseLimits, Phases, PhaseTimedOut, phase
+from agents_env.runner.phases import Phase, PhaseLimits, Phases, PhaseTimedOut, phase
 
 SAY: list[Message] = [{"role": "user", "content": "?"}]
 SHORT = 0.02

@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from agents_env.cli import main
-from agents_env.phases import PhaseLimits
 from agents_env.programs import Programs, read_tasks
 from agents_env.runner import Plan, Record, Runner
+from agents_env.runner.phases import PhaseLimits
 from agents_env.server import Sampling, Server
 from tests.support.scripted_engine import pass_time, until
 from tests.unit.agents_env.scripted_server import ScriptedServer, serving
