@@ -37,6 +37,7 @@ class Recorded(LaminarRollouts):
             "sampled_under": sorted(set(found["version"])),
             "reward": round(sum(found["reward"]) / len(found["reward"]), 4),
             "masked_tokens": sum(mask.count(0) for mask in found["env_mask"]),
+            "changed": self.weights.changed,
             "ratio_off": self.weights.deviation(rows, self.weights.now),
             "ratio_off_version_before": self.weights.deviation(rows, self.weights.before),
         }
@@ -48,8 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("relay", "gateway", "model", "output"):
         parser.add_argument(f"--{name}", required=True)
-    # Many more, and some groups' rewards are all 1: then a step changes nothing, and the version before is the same.
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=16)
     flags = parser.parse_args()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32)

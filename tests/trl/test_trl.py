@@ -18,7 +18,7 @@ RATIO_OFF_MAX = 1e-4
 """Of a sampled token's probability by `transformers` over that of the engine, both in float32 at temperature 1."""
 
 RISE_MIN = 0.03
-"""Of the mean reward. Eight steps bring four times as much as a rule; the engines' seeds differ from run to run."""
+"""Of the mean reward. The engines' seeds differ from run to run, and so does how fast it rises."""
 
 
 def rise_of(rewards: Sequence[float]) -> float:
@@ -38,7 +38,9 @@ def test_grpo_trains_on_what_the_published_weights_sampled(scene: Scene) -> None
     assert all(step["sampled_under"] == [step["version"]] for step in steps)
     assert all(step["masked_tokens"] > 0 for step in steps), "the message between the turns"
     assert max(step["ratio_off"] for step in steps) < RATIO_OFF_MAX
-    assert min(step["ratio_off_version_before"] for step in steps[1:]) > 10 * RATIO_OFF_MAX
+    after_a_change = [step["ratio_off_version_before"] for step in steps if step["changed"]]
+    assert len(after_a_change) >= len(steps) // 2
+    assert min(after_a_change) > 10 * RATIO_OFF_MAX
     assert abs(logged["ratio_min"] - 1) < RATIO_OFF_MAX, "as TRL measures it"
     assert abs(logged["ratio_max"] - 1) < RATIO_OFF_MAX
     assert logged["steps"] == len(steps)
