@@ -38,7 +38,8 @@ DIGITS_MAX = 15
 """Digits of a number in a query."""
 PoolName = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
 TaskName = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
-LeaseIds = Annotated[list[Annotated[str, Meta(max_length=NAME_MAX)]], Meta(max_length=TASKS_PER_REQUEST_MAX)]
+LeaseName = Annotated[str, Meta(max_length=NAME_MAX)]
+LeaseIds = Annotated[list[LeaseName], Meta(max_length=TASKS_PER_REQUEST_MAX)]
 LeaseSeconds = Annotated[float, Meta(ge=0.001, le=86_400)]
 
 
@@ -124,14 +125,14 @@ class TasksRenewed(msgspec.Struct):
 
 
 class FinishTaskRequest(msgspec.Struct, forbid_unknown_fields=True):
-    lease_id: str
+    lease_id: LeaseName
     reward: float
 
 
 class FailTaskRequest(msgspec.Struct, forbid_unknown_fields=True):
     """`error`: what failed, its boundary first, such as `tool: no answer in 30 s`."""
 
-    lease_id: str
+    lease_id: LeaseName
     error: Annotated[str, Meta(max_length=ERROR_CHARS_MAX)] = ""
 
 

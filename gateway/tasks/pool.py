@@ -5,6 +5,7 @@ Invariants:
   there is no copy in memory that could differ;
 - a lease whose request went away before its answer is given back. A request that is sent again under its name
   (`request`) supersedes the one before: it gets what that one leased, which leases no more and gives nothing back;
+- a change is counted and wakes those that wait whether or not its caller stays;
 - a waiting request wakes when tasks are added or come back, and when a lease expires.
 
 With a gateway that has `--data` all of it holds after a restart; without, the pool is in memory and lost at exit. What
@@ -36,6 +37,9 @@ from gateway.store.database import Database
 from gateway.tasks import leases, rows
 from gateway.tasks.leases import LeaseRequest
 
+_RequestKey = tuple[str, str, str]
+"""Pool, runner and name of a lease request: another runner's request of the same name is another request."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptPoolStatistics:
@@ -61,7 +65,7 @@ class PromptPool:
         self._statistics = PromptPoolStatistics()
         self._changed = asyncio.Event()  # replaced at each change: whoever took it before a look misses none
         self._shielded = ShieldedTasks()
-        self._newest: dict[str, object] = {}  # by the name of a request: the one that was sent last, while it lives
+        self._newest: dict[_RequestKey, object] = {}  # of a request's key: the one that was sent last, while it lives
 
     async def open(self) -> None:
         """Makes the tables, and takes over what the previous process left, leases included."""
@@ -74,6 +78,9 @@ class PromptPool:
 
     async def add(self, pool: str, tasks: Sequence[NewTask]) -> int:
         """Adds the tasks whose id the pool does not have, and returns how many. OutOfCapacity when they do not fit."""
+        return await self._shielded.run(self._add(pool, tasks), "add-tasks")
+
+    async def _add(self, pool: str, tasks: Sequence[NewTask]) -> int:
         added = await self._database.run(lambda connection: rows.add(connection, pool, tasks, self._tasks_max))
         self._count(tasks=added)
         self._notify()
@@ -94,32 +101,32 @@ class PromptPool:
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
         names = [secrets.token_hex(8) for _ in range(2 * count)]
         wanted = LeaseRequest(pool, runner, count, lease_s, request, names)
-        name, mine = request or names[0], object()
-        self._newest[name] = mine
+        key, mine = (pool, runner, request or names[0]), object()
+        self._newest[key] = mine
         try:
             while True:
                 changed = self._changed
-                leased = await self._lease(wanted, name, mine)
+                leased = await self._lease(wanted, key, mine)
                 remaining_s = deadline - time.monotonic()
                 if leased.leases or leased.drained or remaining_s <= 0:
                     return leased
                 await _wait(changed, remaining_s, leased.next_expiry_unix_s)
-                if self._newest.get(name) is not mine:
+                if self._newest.get(key) is not mine:
                     return Leased(())
         finally:
-            if self._newest.get(name) is mine:
-                del self._newest[name]
+            if self._newest.get(key) is mine:
+                del self._newest[key]
 
-    async def _lease(self, wanted: LeaseRequest, name: str, mine: object) -> Leased:
+    async def _lease(self, wanted: LeaseRequest, key: _RequestKey, mine: object) -> Leased:
         """Written by a task of its own: a caller that is cancelled never gets the ids, so its leases are given back."""
         leasing = self._shielded.start(self._write_lease(wanted), "lease-tasks")
         try:
             return await asyncio.shield(leasing)
         except asyncio.CancelledError:
-            if self._newest.get(name) is mine:
+            if self._newest.get(key) is mine:
                 gone = object()
-                self._newest[name] = gone
-                self._shielded.start(self._give_back(leasing, name, gone), "give-back-tasks")
+                self._newest[key] = gone
+                self._shielded.start(self._give_back(leasing, key, gone), "give-back-tasks")
             raise
 
     async def _write_lease(self, wanted: LeaseRequest) -> Leased:
@@ -131,16 +138,19 @@ class PromptPool:
             self._notify()
         return leased
 
-    async def _give_back(self, leasing: asyncio.Task[Leased], name: str, gone: object) -> None:
+    async def _give_back(self, leasing: asyncio.Task[Leased], key: _RequestKey, gone: object) -> None:
         await asyncio.wait([leasing])
-        if self._newest.get(name) is not gone:
+        if self._newest.get(key) is not gone:
             return  # it was sent again meanwhile, and that request has the leases
-        del self._newest[name]
+        del self._newest[key]
         if leasing.exception() is None and (found := leasing.result().leases):
-            await self.release([lease.lease_id for lease in found])
+            await self._release([lease.lease_id for lease in found])
 
     async def renew(self, lease_ids: Sequence[str], lease_s: float = LEASE_S) -> tuple[list[str], list[str]]:
         """The leases that now last `lease_s` from now, and those that are lost."""
+        return await self._shielded.run(self._renew(lease_ids, lease_s), "renew-tasks")
+
+    async def _renew(self, lease_ids: Sequence[str], lease_s: float) -> tuple[list[str], list[str]]:
         until = unix_s() + lease_s
         renewed, lost, revived = await self._database.run(lambda connection: leases.renew(connection, lease_ids, until))
         self._count(leases=revived)
@@ -149,14 +159,16 @@ class PromptPool:
     async def finish(self, lease_id: str, reward: float) -> Ending:
         """Ends a lease with the sample's reward; the same again when it is repeated. NotFound when another runner has
         the sample, Conflict when the lease ended otherwise."""
-        return await self._end(lambda connection: leases.finish(connection, lease_id, reward), "finished")
+        ending = self._end(lambda connection: leases.finish(connection, lease_id, reward), "finished")
+        return await self._shielded.run(ending, "finish-task")
 
     async def fail(self, lease_id: str, error: str) -> Ending:
         """Ends a lease without a reward. Errors as `finish`."""
-        return await self._end(lambda connection: leases.fail(connection, lease_id, error), "failed")
+        ending = self._end(lambda connection: leases.fail(connection, lease_id, error), "failed")
+        return await self._shielded.run(ending, "fail-task")
 
     async def _end(self, operation: leases.EndOperation, counter: str) -> Ending:
-        ending, was_leased = await self._shielded.run(self._database.run(operation), counter)
+        ending, was_leased = await self._database.run(operation)
         if not ending.repeated:
             given_up = int(counter == "failed" and not ending.retried)
             self._count(leases=-was_leased, given_up=given_up, **{counter: 1})
@@ -165,9 +177,10 @@ class PromptPool:
 
     async def release(self, lease_ids: Sequence[str]) -> int:
         """Gives the samples back: others may lease them at once. How many leases this ended."""
-        released = await self._shielded.run(
-            self._database.run(lambda connection: leases.release(connection, lease_ids)), "release-tasks"
-        )
+        return await self._shielded.run(self._release(lease_ids), "release-tasks")
+
+    async def _release(self, lease_ids: Sequence[str]) -> int:
+        released = await self._database.run(lambda connection: leases.release(connection, lease_ids))
         self._count(leases=-released, released=released)
         self._notify()
         return released
@@ -182,6 +195,9 @@ class PromptPool:
 
     async def remove(self, pool: str, task_ids: Sequence[str] | None) -> int:
         """Removes the tasks, or all drained ones (None), and returns how many. Leases on them are lost."""
+        return await self._shielded.run(self._remove(pool, task_ids), "remove-tasks")
+
+    async def _remove(self, pool: str, task_ids: Sequence[str] | None) -> int:
         removed, lost = await self._database.run(lambda connection: rows.remove(connection, pool, task_ids))
         self._count(tasks=-removed, leases=-lost)
         self._notify()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +279,49 @@ async def test_a_request_that_is_sent_again_supersedes_the_one_before(pool: Prom
         await pool.release([held.lease_id])
         assert (await first).leases == ()
         assert [lease.attempt for lease in await take(pool)] == [2]
+
+
+@pytest.mark.parametrize("other", [("default", "r2"), ("other", "r")])
+async def test_requests_of_one_name_from_other_runners_or_pools_are_others(
+    pool: PromptPool, other: tuple[str, str]
+) -> None:
+    await pool.add(P, [task("a")])
+    await pool.add("other", [task("o")])
+    [held] = await take(pool)
+    waiting = asyncio.create_task(pool.lease(P, "r", request="1", wait_s=60))
+    await asyncio.sleep(0)
+    await pool.lease(*other, request="1")
+    await pool.add("third", [task("c")])  # wakes it
+    await pool.release([held.lease_id])
+    assert [lease.task_id for lease in (await waiting).leases] == ["a"]
+
+
+@pytest.mark.parametrize("change", ["add", "finish", "fail", "release", "remove"])
+async def test_a_change_whose_caller_went_away_is_counted_and_wakes_others(pool: PromptPool, change: str) -> None:
+    await pool.add(P, [task("a", group_size=2), task("b")])
+    [lease, *_] = await take(pool, 3)
+    waiting = asyncio.create_task(pool.lease(P, "r2", wait_s=60))
+    await asyncio.sleep(0)
+    await pool.close()  # its look at the database has ended: it waits for a change
+    changes: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "add": lambda: pool.add(P, [task("c")]),
+        "finish": lambda: pool.finish(lease.lease_id, 1.0),
+        "fail": lambda: pool.fail(lease.lease_id, "e"),
+        "release": lambda: pool.release([lease.lease_id]),
+        "remove": lambda: pool.remove(P, ["a", "b"]),
+    }
+    caller = asyncio.create_task(changes[change]())
+    await asyncio.sleep(0)  # up to its wait for the database
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    if change in ("add", "fail", "release", "remove"):
+        assert (await asyncio.wait_for(waiting, 30)).drained == (change == "remove")
+    else:
+        waiting.cancel()
+    await pool.close()
+    now, counts = pool.statistics(), await pool.counts(P)
+    assert (now.tasks, now.leases) == (counts.tasks, counts.leased)
 
 
 async def test_removed_tasks_take_their_leases_along(pool: PromptPool) -> None:
