@@ -158,7 +158,7 @@ def renew(connection: sqlite3.Connection, lease_ids: Sequence[str], until: float
 def finish(connection: sqlite3.Connection, lease_id: str, reward: float) -> tuple[Ending, bool]:
     found = connection.execute(OF_LEASE, (lease_id,)).fetchone()
     if found is None:
-        return _ended_before(connection, lease_id, "finished"), False
+        return _ended_before(connection, lease_id, "finished", reward), False
     group_number, sample_index, state, _ = found
     ending = _end_sample(connection, lease_id, group_number, sample_index, FINISHED, "finished", reward=reward)
     return ending, state == LEASED
@@ -219,33 +219,41 @@ def _end_sample(
         "UPDATE task_groups SET unended=unended-1 WHERE number=? RETURNING unended", (group_number,)
     ).fetchone()
     ending = Ending(group_ended=unended == 0)
-    number = _note_end(connection, lease_id, how, ending)
+    number = _note_end(connection, lease_id, how, ending, reward)
     if ending.group_ended:
         _end_group(connection, group_number, number)
     return ending
 
 
-def _note_end(connection: sqlite3.Connection, lease_id: str, how: LeaseEnd, ending: Ending) -> int:
+def _note_end(
+    connection: sqlite3.Connection, lease_id: str, how: LeaseEnd, ending: Ending, reward: float | None = None
+) -> int:
     number = connection.execute(
-        "INSERT INTO task_ends(lease_id, how, retried, group_ended) VALUES (?,?,?,?)",
-        (lease_id, how, ending.retried, ending.group_ended),
+        "INSERT INTO task_ends(lease_id, how, retried, group_ended, reward) VALUES (?,?,?,?,?)",
+        (lease_id, how, ending.retried, ending.group_ended, reward),
     ).lastrowid
     assert number is not None
     connection.execute("DELETE FROM task_ends WHERE number<=?", (number - ENDS_KEPT,))
     return number
 
 
-def _ended_before(connection: sqlite3.Connection, lease_id: str, how: LeaseEnd) -> Ending:
+def _ended_before(connection: sqlite3.Connection, lease_id: str, how: LeaseEnd, reward: float | None = None) -> Ending:
     """The answer of the request that ended the lease. Conflict if it ended otherwise, NotFound if it is another's."""
     found = connection.execute(
-        "SELECT how, retried, group_ended FROM task_ends WHERE lease_id=?", (lease_id,)
+        "SELECT how, retried, group_ended, reward FROM task_ends WHERE lease_id=?", (lease_id,)
     ).fetchone()
     if found is None:
         raise NotFound(
-            f"no lease {lease_id!r}", hint="it expired, and its sample is another runner's: renew leases in time"
+            f"no lease {lease_id!r}",
+            hint="it expired and its sample is another runner's, or its task was removed: renew leases in time",
         )
     if found[0] != how:
         raise Conflict(f"lease {lease_id} has {found[0]} before", hint="lease another task")
+    if found[3] != reward:
+        raise Conflict(
+            f"lease {lease_id} has finished before, with reward {found[3]:g} and not {reward:g}",
+            hint="a sample has one reward: send the same again, or lease another task",
+        )
     return Ending(bool(found[1]), bool(found[2]), repeated=True)
 
 

@@ -41,7 +41,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS task_samples_lease ON task_samples(lease_id) W
 CREATE INDEX IF NOT EXISTS task_samples_request ON task_samples(request) WHERE request IS NOT NULL;
 CREATE TABLE IF NOT EXISTS task_ends(
     number INTEGER PRIMARY KEY AUTOINCREMENT, lease_id TEXT NOT NULL UNIQUE, how TEXT NOT NULL,
-    retried INTEGER NOT NULL, group_ended INTEGER NOT NULL)
+    retried INTEGER NOT NULL, group_ended INTEGER NOT NULL, reward REAL)
 """
 
 NEXT_FREE = (

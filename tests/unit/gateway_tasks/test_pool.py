@@ -221,6 +221,8 @@ async def test_requests_may_be_sent_again(pool: PromptPool) -> None:
     await pool.finish(first[0].lease_id, 1.0)
     assert await take(pool, 2, request="x") == first[1:]
     assert (await pool.finish(first[0].lease_id, 1.0)).repeated
+    with pytest.raises(Conflict, match="with reward 1 and not 0"):
+        await pool.finish(first[0].lease_id, 0.0)
     with pytest.raises(Conflict, match="finished before"):
         await pool.fail(first[0].lease_id, "")
     assert pool.statistics().leased == 4
