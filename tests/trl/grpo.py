@@ -37,7 +37,6 @@ class Recorded(LaminarRollouts):
             "sampled_under": sorted(set(found["version"])),
             "reward": round(sum(found["reward"]) / len(found["reward"]), 4),
             "masked_tokens": sum(mask.count(0) for mask in found["env_mask"]),
-            "changed": self.weights.changed,
             "ratio_off": self.weights.deviation(rows, self.weights.now),
             "ratio_off_version_before": self.weights.deviation(rows, self.weights.before),
         }

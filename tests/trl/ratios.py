@@ -33,11 +33,6 @@ class Weights:
     def published(self, model: Any) -> None:
         self.before, self.now = self.now, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    @property
-    def changed(self) -> bool:
-        """Whether the last step changed them: one whose groups each had equal rewards does not."""
-        return any(not torch.equal(tensor, self.now[name]) for name, tensor in self.before.items())
-
     def deviation(self, rows: Sequence[Row], weights: dict[str, torch.Tensor]) -> float | None:
         """The largest |ratio - 1| of a sampled token between `weights` and the logprobs reported for it."""
         if not weights:

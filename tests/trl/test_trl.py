@@ -20,6 +20,9 @@ RATIO_OFF_MAX = 1e-4
 RISE_MIN = 0.03
 """Of the mean reward. The engines' seeds differ from run to run, and so does how fast it rises."""
 
+EARLY = 6
+"""Steps that each change the weights: later ones may sample groups whose rewards are all 1, which teach nothing."""
+
 
 def rise_of(rewards: Sequence[float]) -> float:
     """From the first three steps to the last three."""
@@ -38,9 +41,7 @@ def test_grpo_trains_on_what_the_published_weights_sampled(scene: Scene) -> None
     assert all(step["sampled_under"] == [step["version"]] for step in steps)
     assert all(step["masked_tokens"] > 0 for step in steps), "the message between the turns"
     assert max(step["ratio_off"] for step in steps) < RATIO_OFF_MAX
-    after_a_change = [step["ratio_off_version_before"] for step in steps if step["changed"]]
-    assert len(after_a_change) >= len(steps) // 2
-    assert min(after_a_change) > 10 * RATIO_OFF_MAX
+    assert min(step["ratio_off_version_before"] for step in steps[1:EARLY]) > 10 * RATIO_OFF_MAX
     assert abs(logged["ratio_min"] - 1) < RATIO_OFF_MAX, "as TRL measures it"
     assert abs(logged["ratio_max"] - 1) < RATIO_OFF_MAX
     assert logged["steps"] == len(steps)
