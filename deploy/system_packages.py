@@ -55,6 +55,7 @@ TESTS = (
     SystemPackage("iproute2", "tests of cut and slow links", lambda: _has_command("ip") and _has_command("tc")),
     SystemPackage("iptables", "tests of cut links", lambda: _has_command("iptables")),
     SystemPackage("bubblewrap", "the sandbox of `agents-env run code` on older kernels", lambda: _has_command("bwrap")),
+    SystemPackage("redis-server", "tests of stores that gateways share", lambda: _has_command("redis-server")),
 )
 BENCHMARKS = (
     SystemPackage("libibverbs1", "Mooncake, in `make bench-relay`", lambda: _has_library("libibverbs.so.1")),
