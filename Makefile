@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 PARALLEL := -n auto --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-tools bench-data bench-core bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-tools bench-data bench-core bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,7 +20,7 @@ demo: env  ## the main job on this machine: train, publish, refresh, repack, kil
 	@$(RUN) -m deploy.demo $(ARGS)
 
 test: env  ## every test of the README, without those of `make soak` (some minutes)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers -m "not soak" $(PARALLEL) $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not soak" $(PARALLEL) $(ARGS)
 
 soak: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, one after the other (some five minutes)
 	@$(RUN) -m pytest tests/faults/test_relay_soak.py $(ARGS)
@@ -34,6 +34,9 @@ test-trl: env  ## TRL's trainers on a fleet of this machine, with TRL installed 
 test-verifiers: env  ## environments of the verifiers library by its own vf-eval, installed once (0.6 GB on disk); a minute
 	@$(RUN) -m pytest tests/verifiers -m verifiers $(ARGS)
 
+test-openenv: env  ## environments of OpenEnv behind their own servers, OpenEnv installed once (0.5 GB on disk); two minutes
+	@$(RUN) -m pytest tests/openenv -m openenv $(ARGS)
+
 trl: ARGS = grpo
 trl: env  ## one TRL trainer on a fleet of this machine, step by step (ARGS=async_grpo, ARGS="grpo --steps 30")
 	@$(RUN) -m tests.trl $(ARGS)
@@ -45,7 +48,7 @@ verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and
 	@$(RUN) -m tests.verl $(ARGS)
 
 quick: env  ## the quick part of the tests (under a minute)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
 
 check: env  ## format, lint, strict types, import directions, generated parts fresh; seconds, no tests
 	@$(RUN) -m ruff format --check .

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +16,10 @@ import click
 
 from agents_env.environments import code, mathematics, nim, text_games, tool_calls
 from agents_env.environments.task_files import BadTaskFile, read_tasks
-from agents_env.options import SETTINGS, Startable, run_options
+from agents_env.failures import RunFailed
+from agents_env.openenv import environment as openenv
+from agents_env.openenv.serving import served
+from agents_env.options import SETTINGS, Startable, run_options, url
 from agents_env.sandbox.client import Sandbox, SandboxFailed
 from agents_env.sandbox.limits import Limits, SandboxRefused
 
@@ -28,6 +33,20 @@ _task_file = click.option(
 
 def _max_tokens(default: int) -> Callable[[Any], Any]:
     return click.option("--max-tokens", default=default, type=click.IntRange(min=1), help="of the reply")
+
+
+def _url_or_none(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    return None if value is None else url(context, parameter, value)
+
+
+def _json_object(_: click.Context, __: click.Parameter, text: str | None) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise click.BadParameter("not a JSON object")
+    return value
 
 
 @click.command("code", context_settings=SETTINGS)
@@ -115,8 +134,53 @@ def textarena_command(options: Startable, game: str, opponent_version: int | Non
     options.start(environment)
 
 
+@click.command("openenv", context_settings=SETTINGS)
+@click.option(
+    "--server", default=None, metavar="URL", callback=_url_or_none, help="of an OpenEnv environment that runs"
+)
+@click.option("--serve", default=None, metavar="COMMAND", help="starts one for this run, on the port put for {port}")
+@click.option("--reset", default=None, metavar="JSON", callback=_json_object, help="arguments of every reset")
+@click.option("--observe", multiple=True, metavar="FIELD", help="of observations: what the model reads  [default: all]")
+@click.option("--system", default=None, metavar="TEXT", help="the system message  [default: none]")
+@click.option("--reward", default="sum", type=click.Choice(["sum", "last"]), help="of the rewards of the steps")
+@click.option("--turns-max", default=openenv.TURNS_MAX, type=click.IntRange(min=1), help="replies in an episode")
+@_max_tokens(openenv.MAX_TOKENS)
+@run_options
+def openenv_command(
+    options: Startable,
+    server: str | None,
+    serve: str | None,
+    reset: Mapping[str, Any],
+    observe: tuple[str, ...],
+    system: str | None,
+    reward: Literal["sum", "last"],
+    turns_max: int,
+    max_tokens: int,
+) -> None:
+    """Multi-turn: an environment of OpenEnv, behind its own server (docs/openenv.md)."""
+    if (server is None) == (serve is None):
+        raise click.UsageError("name the environment's server by --server URL, or let --serve COMMAND start one")
+    try:
+        with contextlib.nullcontext(server) if serve is None else served(serve) as at:
+            assert at is not None
+            options.start(
+                openenv.OpenEnv(
+                    at,
+                    reset=reset,
+                    observe=observe,
+                    system=system,
+                    reward=reward,
+                    turns_max=turns_max,
+                    max_tokens=max_tokens,
+                )
+            )
+    except RunFailed as error:
+        raise click.ClickException(str(error)) from error
+
+
 def add_to(run: click.Group) -> None:
-    for command in (code_command, math_command, tool_calls_command, nim_command, textarena_command):
+    commands = (code_command, math_command, tool_calls_command, nim_command, textarena_command, openenv_command)
+    for command in commands:
         run.add_command(command)
 
 
