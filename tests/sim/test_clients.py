@@ -60,8 +60,12 @@ def test_a_life_that_fails_leaves_no_loop_behind(monkeypatch: pytest.MonkeyPatch
     assert not asyncio.all_tasks(made[0])
 
 
+# `make test` runs 200 of these seeds, `make soak` the others
+AT_LENGTH = [pytest.param(first, marks=pytest.mark.soak if first >= 1200 else ()) for first in range(1000, 1800, 100)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 1800, 100))
+@pytest.mark.parametrize("first", AT_LENGTH)
 def test_every_request_has_its_own_turn_at_length(first: int) -> None:
     for seed in range(first, first + 100):
         assert run(seed)

@@ -13,12 +13,12 @@ import pytest
 pytestmark = pytest.mark.slow  # lives of whole relay tiers
 
 FAULTS_S = 8.0
-NUM_QUICK, NUM_SLOW = 8, 150  # seeds of one test, or as many as fit into its budget
 BUDGET_S = 60.0
-SLOW = [pytest.param(NUM_QUICK + at * NUM_SLOW, NUM_SLOW, marks=pytest.mark.slow) for at in range(2)]
+SEEDS = [(0, 60), *(pytest.param(60 + at * 120, 120, marks=pytest.mark.soak) for at in range(2))]
+"""The first and how many of one test, or as many as fit into its budget."""
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, NUM_QUICK), *SLOW])
+@pytest.mark.parametrize(("first", "count"), SEEDS)
 def test_nothing_torn_nothing_back_memory_bounded_and_everything_heals(first: int, count: int) -> None:
     seeds = ("--first", str(first), "--seeds", str(count))
     found = _simulate(*seeds, "--faults-s", str(FAULTS_S), "--budget-s", str(BUDGET_S))
