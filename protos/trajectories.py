@@ -2,6 +2,9 @@
 
 The two sides may be of different releases: unknown fields are ignored, and `cause`, `evidence`, `logprobs` and `status`
 are plain strings, so that a later gateway may add values.
+
+`gc=False`: they hold numbers, strings, and lists of such, so they are in no cycle, and a batch of a thousand costs no
+walks of the garbage collector.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Literal
 import msgspec
 
 
-class SampledWith(msgspec.Struct, frozen=True):
+class SampledWith(msgspec.Struct, frozen=True, gc=False):
     """How a segment was sampled.
 
     `logprobs` is the distribution that the recorded logprobs belong to: "policy" (the one sampled from), "raw" (the
@@ -33,7 +36,7 @@ class SampledWith(msgspec.Struct, frozen=True):
     min_tokens: int = 0
 
 
-class VersionChange(msgspec.Struct, frozen=True):
+class VersionChange(msgspec.Struct, frozen=True, gc=False):
     """A session's version was lost, and the session continued under another one."""
 
     turn: int
@@ -43,7 +46,7 @@ class VersionChange(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run of tokens of one turn, made by one engine under one version. `start` and `end` index the trajectory's token
     ids (in a turn's record those of the turn), end exclusive.
 
@@ -68,7 +71,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One path through a finished session; the lists per token have equal length.
 
     A session with an edited history or concurrent turns has one trajectory for each leaf. Their shared beginning is

@@ -21,8 +21,8 @@ ACCEPTED = f"{MEDIA_TYPE}, application/msgpack"
 class Batch:
     """Trajectories leased to this reader; empty when none were there within the wait.
 
-    `heads` are the trajectories without their tokens, `trajectories` the whole: made when first asked for, which costs
-    each token a Python object. `pack` takes the arrays as they came.
+    `heads` are the trajectories without their tokens, `trajectories` the whole, which cost a Python object for each
+    token; both are made when first asked for. `pack` takes the arrays as they came.
     """
 
     def __init__(
@@ -36,15 +36,22 @@ class Batch:
         """`rows` or `trajectories`. `bound`: the trainer's version, and how many versions a token may be behind it to
         be trained on; None: all that were sampled are."""
         self.lease_id = lease_id
-        self.heads = tuple(trajectories) if rows is None else tuple(head for row in rows for head in row.heads)
         self._rows, self._bound = rows, bound
-        self._trajectories = tuple(trajectories) if rows is None else None
+        self._heads = tuple(trajectories) if rows is None else None
+        self._trajectories = self._heads
+        self._length = len(trajectories) if rows is None else sum(len(row.labels) for row in rows)
 
     def __len__(self) -> int:
-        return len(self.heads)
+        return self._length
 
     def __repr__(self) -> str:
         return f"Batch({self.lease_id!r}, {len(self)} trajectories)"
+
+    @property
+    def heads(self) -> tuple[Trajectory, ...]:
+        if self._heads is None:
+            self._heads = tuple(head for row in self._rows or () for head in row.heads)
+        return self._heads
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -63,11 +70,11 @@ class _Answer(msgspec.Struct):
     trajectories: list[Trajectory]
 
 
-def batch_of(answer: bytes, bound: tuple[int, int] | None = None) -> Batch:
+def batch_of(answer: bytes | memoryview, bound: tuple[int, int] | None = None) -> Batch:
     """The batch that a gateway answered with. Damaged if it is none."""
-    if answer.startswith(packed.BATCH_MAGIC):
+    if bytes(answer[: len(packed.BATCH_MAGIC)]) == packed.BATCH_MAGIC:
         lease_id, rows = packed.rows_of(answer)
-        return Batch(lease_id, rows=[packed.opened(row) for row in rows], bound=bound)
+        return Batch(lease_id, rows=[Row(row) for row in rows], bound=bound)
     try:
         sampled = decode_msgpack(answer, _Answer)
     except msgspec.DecodeError as e:

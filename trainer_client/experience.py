@@ -25,7 +25,7 @@ from protos.decoding import decode_json
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable
 from protos.packed import Damaged, Offer
 from trainer_client.batches import ACCEPTED, Batch, batch_of
-from trainer_client.gateway_http import WRONG_SERVER, request
+from trainer_client.gateway_http import WRONG_SERVER, download, request
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.wanted import (
     LEASE_S,
@@ -109,8 +109,15 @@ class AsyncExperienceReader(AsyncClient):
         """
         if callable(choose := wanted.get("strategy")):
             return await self._choose(wanted, choose)
+        self._check_open()
         body = sample_request(self.reader, self.trainer_version, wanted, self._num_ranks)
-        answer = await self._post("/experience/sample", body, timeout_s=body["wait_s"] + self._timeout_s)
+        answer = await download(
+            self._url,
+            "/experience/sample",
+            body=msgspec.json.encode(body),
+            accept=ACCEPTED,
+            timeout_s=body["wait_s"] + self._timeout_s,
+        )
         bound = None
         if wanted.get("strategy") == "staleness_bounded":
             bound = (body["trainer_version"], wanted["staleness_max"])
@@ -298,10 +305,13 @@ class AsyncExperienceReader(AsyncClient):
         return found
 
     async def _post(self, path: str, body: dict[str, object], *, timeout_s: float) -> bytes:
+        self._check_open()
+        encoded = msgspec.json.encode(body)
+        return await request(self._http, self._url, path, body=encoded, timeout_s=timeout_s)
+
+    def _check_open(self) -> None:
         if self._http.is_closed:
             raise Conflict("this reader is closed", hint="open a new one; a closed reader is not used again")
-        encoded = msgspec.json.encode(body)
-        return await request(self._http, self._url, path, body=encoded, accept=ACCEPTED, timeout_s=timeout_s)
 
 
 class ExperienceReader(SyncClient[AsyncExperienceReader]):

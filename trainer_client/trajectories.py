@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.errors import InvalidRequest
-from protos.packed import COLUMNS, Row
+from protos.packed import COLUMNS, Label, Row
 from protos.trajectories import Trajectory
 
 if TYPE_CHECKING:
     import torch
+
+_TYPES = {"token_ids": np.int64, "logprobs": np.float32, "loss_mask": np.bool_, "versions": np.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,33 +139,43 @@ class PackedTensors(NamedTuple):
 
 def pack(trajectories: Sequence[Trajectory]) -> Packed:
     """Lays trajectories back to back. InvalidRequest names one whose lists differ in length."""
-    columns = {name: [getattr(trajectory, name) for trajectory in trajectories] for name in COLUMNS}
-    return _packed(trajectories, {name: [len(row) for row in columns[name]] for name in COLUMNS}, columns)
+    lengths = {name: [len(getattr(trajectory, name)) for trajectory in trajectories] for name in COLUMNS}
+    columns = ((name, getattr(trajectory, name)) for trajectory in trajectories for name in COLUMNS)
+    return _packed(trajectories, lengths, columns)
 
 
 def pack_rows(rows: Sequence[Row]) -> Packed:
-    """As `pack`, of trajectories that came packed: no work by token in Python."""
-    heads = [head for row in rows for head in row.heads]
+    """As `pack`, of trajectories that came packed: no work by token in Python. Damaged if one's arrays are."""
+    labels = [label for row in rows for label in row.labels]
     lengths = {name: [length for row in rows for length in row.lengths[name]] for name in COLUMNS}
-    return _packed(heads, lengths, {name: [row.columns[name] for row in rows] for name in COLUMNS})
+    return _packed(labels, lengths, ((name, row.column(name)) for row in rows for name in COLUMNS))
 
 
 def _packed(
-    heads: Sequence[Trajectory], lengths: Mapping[str, Sequence[int]], columns: Mapping[str, Sequence[Any]]
+    heads: Sequence[Trajectory | Label],
+    lengths: Mapping[str, Sequence[int]],
+    columns: Iterable[tuple[str, Any]],
 ) -> Packed:
+    """`columns`: the pieces of each column in the order of `heads`, each converted into its place."""
     for number, head in enumerate(heads):
-        _check_lengths(head.session_id, {name: lengths[name][number] for name in COLUMNS})
+        if len({lengths[name][number] for name in COLUMNS}) > 1:
+            _refuse_lengths(head.session_id, {name: lengths[name][number] for name in COLUMNS})
     of = np.array(lengths["token_ids"], dtype=np.int32)
     cu_seqlens = np.concatenate([np.zeros(1, np.int32), np.cumsum(of, dtype=np.int32)])
+    flat = {name: np.empty(cu_seqlens[-1], dtype) for name, dtype in _TYPES.items()}
+    ends = dict.fromkeys(COLUMNS, 0)
+    for name, values in columns:
+        begin, ends[name] = ends[name], ends[name] + len(values)
+        flat[name][begin : ends[name]] = values
     groups: dict[str, int] = {}
     for head in heads:
         groups.setdefault(head.group_id, len(groups))
     return Packed(
-        input_ids=_flat(columns["token_ids"], np.int64),
+        input_ids=flat["token_ids"],
         position_ids=_positions(lengths["token_ids"]),
-        loss_mask=_flat(columns["loss_mask"], np.bool_),
-        logprobs=_flat(columns["logprobs"], np.float32),
-        versions=_flat(columns["versions"], np.int64),
+        loss_mask=flat["loss_mask"],
+        logprobs=flat["logprobs"],
+        versions=flat["versions"],
         cu_seqlens=cu_seqlens,
         rewards=np.array([head.reward for head in heads], dtype=np.float32),
         group_index=np.array([groups[head.group_id] for head in heads], dtype=np.int64),
@@ -175,14 +187,8 @@ def _positions(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
     return np.concatenate([longest[:0], *(longest[:length] for length in lengths)])
 
 
-def _flat(rows: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    arrays = [row if isinstance(row, np.ndarray) else np.asarray(row, dtype) for row in rows]
-    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
-
-
-def _check_lengths(session_id: str, lengths: Mapping[str, int]) -> None:
-    if len(set(lengths.values())) > 1:
-        raise InvalidRequest(
-            f"trajectory {session_id!r} has lists of different lengths: {lengths}",
-            hint="the lists per token must be equally long",
-        )
+def _refuse_lengths(session_id: str, lengths: Mapping[str, int]) -> None:
+    raise InvalidRequest(
+        f"trajectory {session_id!r} has lists of different lengths: {lengths}",
+        hint="the lists per token must be equally long",
+    )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import packed
-from protos.packed import Damaged
+from protos.packed import COLUMNS, Damaged
 from protos.trajectories import Trajectory
 from tests.support.trajectories import make_trajectory
 
@@ -42,16 +42,16 @@ def test_what_was_packed_is_the_same_again(found: list[Trajectory]) -> None:
 
 
 def test_arrays_are_narrow_where_nothing_is_lost_and_aligned() -> None:
-    exact = packed.opened(packed.pack([LONG, LONG])).columns
+    row = packed.Row(packed.pack([LONG, LONG]))
+    exact = {name: row.column(name) for name in COLUMNS}
     assert {name: array.dtype.str for name, array in exact.items()} == {
         "token_ids": "<u4",
         "logprobs": "<f4",
         "loss_mask": "|u1",
         "versions": "<i4",
     }
-    assert packed.opened(packed.pack([LEAF])).columns["logprobs"].dtype == np.dtype("<f8"), "-0.1 is no float32"
-    row = packed.pack([LEAF])
-    assert len(row) % 8 == 0
+    assert packed.Row(packed.pack([LEAF])).column("logprobs").dtype == np.dtype("<f8"), "-0.1 is no float32"
+    assert len(packed.pack([LEAF])) % 8 == 0
 
 
 def test_columns_are_compressed_where_that_pays() -> None:
@@ -77,7 +77,7 @@ def test_a_row_changed_or_cut_anywhere_is_refused() -> None:
         with pytest.raises(Damaged):
             packed.check(bytes(changed))
         with pytest.raises(Damaged):
-            packed.opened(row[:at])
+            packed.Row(row[:at])
 
 
 def test_a_batch_has_the_rows_as_they_were() -> None:
