@@ -46,6 +46,7 @@ from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool, Timeline
+from gateway.store.database import DATABASE_NAME
 from gateway.store.groups import GroupStore
 from gateway.store.layout import claim
 from gateway.store.lineage import LineageStore
@@ -59,7 +60,6 @@ log = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 0.1  # for handlers, after draining: by default aiohttp would wait for them again
-DATABASE_NAME = "gateway.sqlite"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Commands of the gateway: `serve`, `status`, `repack`, and those that load more (`LAZY`)."""
+"""Commands of the gateway: `serve`, `doctor`, `status`, `repack`, and those that load more (`LAZY`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import uvloop
 
 from gateway.config import GatewayConfig, parse_engine
 from protos.errors import LaminarError
+from protos.findings import report_findings
 from protos.options import LOG_LEVEL, Number, config_from, config_options
 from protos.process import setup_logging, write_ready_file
 
@@ -69,11 +70,34 @@ def serve(engines: tuple[str, ...], log_level: str, ready_file: Path | None, **o
     """Serves the OpenAI API over the engines named."""
     setup_logging(log_level)
     try:
-        config = config_from(GatewayConfig, {**options, "engines": tuple(map(parse_engine, engines))})
-        uvloop.run(_serve(config, ready_file))
+        uvloop.run(_serve(_config(engines, options), ready_file))
     except LaminarError as e:
         log.error("%s", e)
         sys.exit(1)
+
+
+def _config(engines: tuple[str, ...], options: dict[str, Any]) -> GatewayConfig:
+    return config_from(GatewayConfig, {**options, "engines": tuple(map(parse_engine, engines))})
+
+
+@cli.command()
+@config_options(GatewayConfig)
+def doctor(engines: tuple[str, ...], **options: Any) -> None:
+    """Checks what a gateway with the same options needs, and starts nothing.
+
+    Looks at this host, the tokenizer, the data directory, etcd, the relays, and each engine: what is wrong, and how to
+    mend it. Exit status 1 if anything is.
+
+    \b
+    Example: gateway doctor --model policy --tokenizer DIR --engine e0=vllm=http://10.0.0.1:8000@10.0.0.1:7070
+    """
+    from gateway.operate.doctor import examine
+
+    try:
+        findings = asyncio.run(examine(_config(engines, options)))
+    except LaminarError as e:
+        raise click.ClickException(str(e)) from e
+    report_findings(findings)
 
 
 @cli.command()

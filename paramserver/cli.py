@@ -257,13 +257,10 @@ def doctor(
     \b
     Example: paramserver doctor --pool-bytes 64GiB --etcd etcd:2379 --relay trainer-0:7070
     """
-    from paramserver.cli_views import show_findings
     from paramserver.doctor import examine
+    from protos.findings import report_findings
 
-    findings = _run(examine(pool_dir or default_pool_dir(name), pool_bytes, etcd, relays, lease_ttl_s))
-    show_findings(findings)
-    if any(not finding.right and not finding.advice for finding in findings):
-        sys.exit(1)
+    report_findings(_run(examine(pool_dir or default_pool_dir(name), pool_bytes, etcd, relays, lease_ttl_s)))
 
 
 @cli.command()

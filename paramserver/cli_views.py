@@ -13,7 +13,6 @@ from rich.table import Table
 
 from paramserver.client.relay import ModelStatus, RelayStatus, SealedVersion
 from paramserver.config import show_bytes
-from paramserver.host import Finding
 
 PIPE_COLUMNS = 10_000
 
@@ -87,16 +86,6 @@ def _pins(console: Console, status: RelayStatus) -> None:
     for pin in status.pins:
         fleet = f", {pin.copies} copies in the fleet" if pin.copies else ""
         console.print(f"pin: {pin.model} version {pin.version} by {pin.holder}, {pin.expires_in_s:.1f} s left{fleet}")
-
-
-def show_findings(findings: Sequence[Finding]) -> None:
-    for finding in findings:
-        word, colour = (
-            ("ok", "green") if finding.right else ("slower", "yellow") if finding.advice else ("wrong", "red")
-        )
-        click.echo(f"{click.style(f'{word:<7}', fg=colour)} {finding.what}: {finding.found}")
-        if not finding.right:
-            click.echo(f"        {finding.remedy}")
 
 
 def show_versions(model: str, versions: Sequence[SealedVersion], *, as_json: bool) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from paramserver.client.relay import RelayClient
 from paramserver.data import frames
-from paramserver.host import Finding, judge, judge_clock, look
+from paramserver.host import judge, judge_clock, look
 from paramserver.membership.etcd import EtcdRegistry
 from protos.errors import LaminarError
+from protos.findings import Finding
 
 CONNECT_TIMEOUT_S = 3.0
 ETCD_ROUNDS = 5

@@ -18,6 +18,7 @@ from paramserver.config import show_bytes
 from paramserver.data.frames import CONGESTION_CONTROL, tune
 from paramserver.memory.mapping import mount_of
 from protos.errors import InvalidRequest
+from protos.findings import Finding
 
 _SIOCGIFADDR = 0x8915
 FILES_MIN = 4096
@@ -26,17 +27,6 @@ COLLAPSING_KERNEL = (6, 1)
 """From then on the relay makes huge pages on any tmpfs."""
 BUFFER_MIN = 4 << 20
 """Bytes of socket buffer that a 100 Gbit/s link with a round trip of 0.3 ms fills."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check; `remedy`: how to mend what is not right. `advice`: it works as it is, only slower."""
-
-    what: str
-    right: bool
-    found: str
-    remedy: str = ""
-    advice: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,13 +58,19 @@ class Registrations:
             await self._fleet.remove(EngineName(name))
 
     def _join(self, engine: RegisteredEngine) -> None:
-        spec = EngineSpec(engine.name, engine.kind, engine.url, engine.relay)
-        check_kind(spec.kind, f"engine {spec.name}, registered by {spec.relay}")
-        if not (spec.name and is_address(spec.url) and is_host_port(engine.relay)):
-            raise InvalidRequest(
-                f"{spec.url[:200]!r} beside relay {engine.relay[:200]!r} is not the address of an engine",
-                hint="register it as NAME=KIND=URL, such as e0=vllm=http://10.0.0.1:8000",
-            )
+        spec = registered(engine)
         self._fleet.add(spec)
         self._added[spec.name] = spec
         log.info("engine %s joins: %s at %s, beside relay %s", spec.name, spec.kind, spec.url, spec.relay)
+
+
+def registered(engine: RegisteredEngine) -> EngineSpec:
+    """The engine that a relay registered. Raises InvalidRequest for what cannot be one."""
+    spec = EngineSpec(engine.name, engine.kind, engine.url, engine.relay)
+    check_kind(spec.kind, f"engine {spec.name}, registered by {spec.relay}")
+    if not (spec.name and is_address(spec.url) and is_host_port(engine.relay)):
+        raise InvalidRequest(
+            f"{spec.url[:200]!r} beside relay {engine.relay[:200]!r} is not the address of an engine",
+            hint="register it as NAME=KIND=URL, such as e0=vllm=http://10.0.0.1:8000",
+        )
+    return spec

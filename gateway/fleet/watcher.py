@@ -13,10 +13,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
-from gateway.engines.base import EngineFailed, EngineLimits, EngineReport, version_of
+from gateway.engines.base import EngineAdapter, EngineFailed, EngineLimits, EngineReport, version_of
 from gateway.engines.connections import until_broken
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.relays import Relays
@@ -35,6 +36,24 @@ POLL_AGAIN_S = 0.2
 
 Tokenize = Callable[[str], Sequence[int]]
 """The gateway's own tokenizer, without special tokens added."""
+
+
+async def same_ids(adapter: EngineAdapter, ids: Sequence[int] | None, tokenizer: Path) -> bool:
+    """Whether an engine makes `ids`, the gateway's own, of `PROBE_TEXT`. An engine without a route for it is trusted.
+
+    Raises EngineFailed when few are alike. With another tokenizer, though of the same size, every answer would be
+    noise, and nothing else would show it.
+    """
+    found = None if ids is None else await adapter.tokenize(PROBE_TEXT)
+    if found is None or ids is None or found == tuple(ids):
+        return True
+    common = (Counter(found) & Counter(ids)).total()
+    if common >= SAME_SHARE * max(len(found), len(ids)):
+        return False
+    raise EngineFailed(
+        f"its tokenizer is not the gateway's: of a text's {len(ids)} tokens it makes {common} alike",
+        hint=f"start it with the model whose tokenizer is in {tokenizer}, or the gateway with its own",
+    )
 
 
 class EngineWatcher:
@@ -106,7 +125,8 @@ class EngineWatcher:
             what = "it was restarted" if restarted else f"it reports {limits.weight_version!r}, not {state.version}"
             handle.to("dead", what)
         if restarted:
-            await self._check_tokenizer(handle)
+            if not await same_ids(handle.adapter, self._probe_ids, self._config.tokenizer):
+                log.warning("engine %s makes other ids of some text than the gateway: %s", state.name, PROBE_TEXT)
             state.begin_anew()
         self._join(handle, report, limits)
 
@@ -120,23 +140,6 @@ class EngineWatcher:
         except EngineFailed as e:
             if handle.dtype_requests == DTYPE_REQUESTS_MAX:
                 log.info("engine %s does not report its dtype: %s", handle.state.name, e)
-
-    async def _check_tokenizer(self, handle: EngineHandle) -> None:
-        """Raises EngineFailed when it makes other ids of the same text. An engine without a route for it is trusted.
-
-        With another tokenizer, though of the same size, every answer would be noise, and nothing else would show it.
-        """
-        ids = None if self._probe_ids is None else await handle.adapter.tokenize(PROBE_TEXT)
-        if ids is None or self._probe_ids is None or ids == self._probe_ids:
-            return
-        common = (Counter(ids) & Counter(self._probe_ids)).total()
-        if common >= SAME_SHARE * max(len(ids), len(self._probe_ids)):
-            log.warning("engine %s makes other ids of some text than the gateway: %s", handle.state.name, PROBE_TEXT)
-            return
-        raise EngineFailed(
-            f"its tokenizer is not the gateway's: of a text's {len(self._probe_ids)} tokens it makes {common} alike",
-            hint=f"start it with the model whose tokenizer is in {self._config.tokenizer}, or the gateway with its own",
-        )
 
     def _join(self, handle: EngineHandle, report: EngineReport, limits: EngineLimits) -> None:
         """Takes over what the engine reports of itself."""

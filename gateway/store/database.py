@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Operation = Callable[[sqlite3.Connection], T]
 
+DATABASE_NAME = "gateway.sqlite"
+"""In the directory of `--data`."""
 BATCH_MAX = 256
 """Operations of one transaction: bounds how long a reader waits behind writers."""
 WAITING_MAX = 1024
@@ -66,6 +68,25 @@ _STORE_FAILED = frozenset(
     }
 )
 """Errors of the file or the disk, not of the statement: the same operation may succeed later."""
+
+
+def in_use(path: Path) -> bool:
+    """Whether a running gateway has the file."""
+    try:
+        lock = os.open(_lock_of(path), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
 
 
 class _Caller:
@@ -258,7 +279,7 @@ class Database:
 
     def _take_lock(self, path: Path) -> None:
         """On a file beside it: a lock of SQLite's own would also keep out readers."""
-        self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:

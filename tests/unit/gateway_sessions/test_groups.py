@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from gateway.app import DATABASE_NAME
 from gateway.core.fleet import FleetConfig
+from gateway.store.database import DATABASE_NAME
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_api.test_status import gateway, get
 from tests.unit.gateway_sessions.test_rewards import post, turn

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.app import DATABASE_NAME
 from gateway.core.types import SessionId
 from gateway.store import Database
+from gateway.store.database import DATABASE_NAME
 from tests.support.scripted_engine import MODEL, Cut, ScriptedEngine, scripted, until
 from tests.unit.gateway_api.test_status import gateway, get
 from tests.unit.gateway_sessions.test_rewards import SAMPLE, branches, post, turn

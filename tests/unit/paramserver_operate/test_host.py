@@ -13,8 +13,9 @@ from click.testing import CliRunner
 
 from paramserver.cli import cli
 from paramserver.doctor import examine
-from paramserver.host import BUFFER_MIN, FILES_MIN, Finding, Host, address_of, judge, judge_clock, look
+from paramserver.host import BUFFER_MIN, FILES_MIN, Host, address_of, judge, judge_clock, look
 from protos.errors import InvalidRequest
+from protos.findings import Finding
 from tests.support.relays import Relays
 
 GOOD = Host(

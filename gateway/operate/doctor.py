@@ -1,0 +1,219 @@
+"""`gateway doctor`: what a gateway with these options needs, looked at before it is started. Changes nothing.
+
+The checks use the code that serves: the same adapters, the same reading of a tokenizer. So what passes here is what a
+start finds. A gateway that runs already may be examined, too: only its port and its data are in use then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import socket
+import sqlite3
+import time
+from pathlib import Path
+
+from gateway.config import EngineSpec, GatewayConfig
+from gateway.engines.base import EngineAdapter, version_of
+from gateway.engines.kinds import connect
+from gateway.fleet.registrations import registered
+from gateway.fleet.watcher import PROBE_TEXT, same_ids
+from gateway.store.database import DATABASE_NAME, in_use
+from gateway.store.layout import LAYOUT
+from gateway.tokens import Codec
+from paramserver.client import RelayClient, watch_engines
+from paramserver.membership import EtcdRegistry
+from protos.errors import LaminarError, UnknownModel
+from protos.findings import Finding
+
+FILES_MIN = 8192
+"""Open files: a client's stream and its engine's each take one, so this is for some 4,000 turns at once."""
+FREE_MIN = 1 << 30
+"""Bytes free for --data."""
+REPLY_TIMEOUT_S = 5.0
+ETCD_SLOW_S = 1.0
+"""A gateway follows etcd without waiting for it; slower than this, engines join and leave late."""
+
+
+async def examine(config: GatewayConfig) -> list[Finding]:
+    """Every finding, right or wrong, in the order in which a start meets what is wrong."""
+    codec, tokenizer = await asyncio.to_thread(_tokenizer, config.tokenizer)
+    found = [tokenizer, _files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
+    found += await asyncio.to_thread(_data, config)
+    found.append(_port(config.host, config.port))
+    engines = list(config.engines)
+    if config.etcd is not None:
+        etcd, joined = await _etcd(config.etcd)
+        found += etcd
+        engines += joined
+    relays = dict.fromkeys(relay for relay in (config.relay, *(engine.relay for engine in engines)) if relay)
+    checks = [_relay(relay, config.model) for relay in relays] + [_engine(e, config, codec) for e in engines]
+    for each in await asyncio.gather(*checks):
+        found += each
+    if not engines:
+        what = "none is named, and none is registered in etcd" if config.etcd else "none is named"
+        remedy = "name one with --engine NAME=KIND=URL, or send it to POST /admin/engines later: until then calls wait"
+        found.append(Finding("engines", False, what, remedy, advice=True))
+    return found
+
+
+def _tokenizer(directory: Path) -> tuple[Codec | None, Finding]:
+    try:
+        codec = Codec.load(directory)
+    except LaminarError as e:
+        return None, Finding("tokenizer", False, e.message, e.hint)
+    template = "with a chat template" if codec.template else "without a chat template: /v1/completions alone"
+    remedy = "save the model's chat_template.jinja or tokenizer_config.json there, for /v1/chat/completions"
+    what = f"{codec.vocab_size} ids, {template}"
+    return codec, Finding("tokenizer", codec.template is not None, what, remedy, advice=True)
+
+
+def _files(limit: int) -> Finding:
+    remedy = f"ulimit -n {FILES_MIN}, or LimitNOFILE={FILES_MIN} in the unit"
+    return Finding("open files", limit >= FILES_MIN, f"{limit} at most", remedy, advice=True)
+
+
+# -- the data directory
+
+
+def _data(config: GatewayConfig) -> list[Finding]:
+    if config.data is None:
+        what = "none: sessions and trajectories are in memory, and lost at exit"
+        return [Finding("data directory", False, what, "give --data DIR", advice=True)]
+    existing = next(path for path in (config.data.absolute(), *config.data.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        remedy = f"give it to the user who runs the gateway (uid {os.getuid()}), or another --data"
+        return [Finding("data directory", False, f"{existing} is no directory that can be written", remedy)]
+    status = os.statvfs(existing)
+    free = status.f_bavail * status.f_frsize
+    room = Finding(
+        "data directory",
+        free >= FREE_MIN,
+        f"{config.data}: {free / (1 << 30):.1f} GiB free",
+        "make room, or give another --data: a full disk holds back whatever would be acknowledged",
+    )
+    database = config.data / DATABASE_NAME
+    return [room, _database(database, config.model)] if database.exists() else [room]
+
+
+def _database(path: Path, model: str) -> Finding:
+    """The file of an earlier gateway: whether this one can go on with it."""
+    what = "earlier sessions"
+    if in_use(path):
+        return Finding(what, False, f"{path} is in use by another gateway", "stop it, or give another --data")
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            [layout] = connection.execute("PRAGMA user_version").fetchone()
+            row = connection.execute("SELECT model FROM kept_for").fetchone() if _bound(connection) else None
+        finally:
+            connection.close()
+    except sqlite3.Error as e:
+        return Finding(what, False, f"{path} cannot be read: {e}", "restore it, or give another --data")
+    if layout > LAYOUT:
+        remedy = "start that gateway again, or give another --data"
+        return Finding(what, False, f"{path} was written by a newer gateway (layout {layout})", remedy)
+    if row is not None and row[0] != model:
+        remedy = f"serve --model {row[0]}, or give another --data"
+        return Finding(what, False, f"{path} keeps the turns of model {row[0]!r}, not of {model!r}", remedy)
+    return Finding(what, True, f"{path}, layout {layout}")
+
+
+def _bound(connection: sqlite3.Connection) -> bool:
+    query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'kept_for'"
+    return connection.execute(query).fetchone() is not None
+
+
+def _port(host: str, port: int) -> Finding:
+    what = "address to listen on"
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as e:
+        used = e.errno == errno.EADDRINUSE
+        remedy = "stop what listens there, or give another --port" if used else "give --host an address of this host"
+        return Finding(what, False, f"{host}:{port}: {e.strerror or e}", remedy)
+    return Finding(what, True, f"{host}:{port} is free")
+
+
+# -- etcd, relays and engines
+
+
+async def _etcd(endpoint: str) -> tuple[list[Finding], list[EngineSpec]]:
+    """Whether it answers, and the engines that relays have registered there."""
+    began = time.monotonic()
+    try:
+        registry = await EtcdRegistry.connect(endpoint)
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                engines = await anext(watch_engines(registry))
+        finally:
+            await registry.close()
+    except LaminarError as e:
+        return [Finding("etcd", False, e.message, e.hint)], []
+    except TimeoutError:
+        what = f"{endpoint} gave no list of engines within {REPLY_TIMEOUT_S:g} s"
+        return [Finding("etcd", False, what, "has it a quorum? `etcdctl endpoint health`")], []
+    took_s = time.monotonic() - began
+    remedy = "put etcd on faster disks and a nearer network"
+    what = f"{endpoint} lists {len(engines)} engines after {took_s * 1000:.0f} ms"
+    found, specs = [Finding("etcd", took_s < ETCD_SLOW_S, what, remedy, advice=True)], list[EngineSpec]()
+    for engine in engines.values():
+        try:
+            specs.append(registered(engine))
+        except LaminarError as e:
+            found.append(Finding(f"engine {engine.name}, registered in etcd", False, e.message, e.hint))
+    return found, specs
+
+
+async def _relay(address: str, model: str) -> list[Finding]:
+    what = f"relay {address}"
+    async with RelayClient(address, timeout_s=REPLY_TIMEOUT_S) as client:
+        try:
+            newest = await client.newest(model)
+        except UnknownModel as e:
+            remedy = f"publish a first version of {model!r}; is it the name under which the trainer publishes?"
+            return [Finding(what, False, e.message, remedy, advice=True)]
+        except LaminarError as e:
+            remedy = "is it started there, with --host of an address that this host reaches?"
+            return [Finding(what, False, e.message, remedy)]
+    return [Finding(what, True, f"holds version {newest.version} of {model}" if newest else f"knows {model}")]
+
+
+async def _engine(spec: EngineSpec, config: GatewayConfig, codec: Codec | None) -> list[Finding]:
+    timeouts = {"stall_timeout_s": REPLY_TIMEOUT_S, "control_timeout_s": REPLY_TIMEOUT_S}
+    adapter = connect(spec.kind, spec.url, config.model, **timeouts)
+    try:
+        return await _answers(spec, adapter, config, codec)
+    except LaminarError as e:
+        remedy = e.hint or f"is {spec.url} the address of a running engine of kind {spec.kind}?"
+        return [Finding(f"engine {spec.name}", False, e.message, remedy)]
+    finally:
+        await adapter.close()
+
+
+async def _answers(
+    spec: EngineSpec, adapter: EngineAdapter, config: GatewayConfig, codec: Codec | None
+) -> list[Finding]:
+    """What a running engine says of itself. Raises LaminarError as it would keep the engine from serving."""
+    what = f"engine {spec.name}"
+    await adapter.report()
+    limits = await adapter.limits()
+    alike = await same_ids(adapter, None if codec is None else codec.encode(PROBE_TEXT), config.tokenizer)
+    context = limits.context_tokens or (codec.context_tokens if codec else 0) or 0
+    holds = f"version {version_of(limits.weight_version)}, context of {context} tokens"
+    found = [Finding(what, True, f"{spec.kind} at {spec.url}: {holds}, KV of {limits.kv_capacity_tokens} tokens")]
+    if limits.fenced:
+        remedy = "it is paused, perhaps in a load: the gateway loads it anew before it serves"
+        found.append(Finding(what, False, "fenced", remedy, advice=True))
+    if not alike:
+        remedy = "compare the two tokenizer.json: prompts that were made elsewhere may mean something else here"
+        found.append(Finding(what, False, "makes other ids of some text than the gateway", remedy, advice=True))
+    if not (spec.relay or config.relay):
+        remedy = f"write --engine {spec.name}={spec.kind}={spec.url}@HOST:PORT with the relay on its host, or --relay"
+        found.append(Finding(what, False, "has no relay: its weights are never refreshed", remedy, advice=True))
+    return found
