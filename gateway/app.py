@@ -31,11 +31,13 @@ from gateway.core.lengths import SessionDurations
 from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import BYTES_MAX, CAPACITY
 from gateway.experience.readers import ReaderStore
+from gateway.experience.shared import SharedBuffer
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
 from gateway.fleet.watcher import Tokenize
 from gateway.operate.status import GatewayStatus
+from gateway.redis import RedisAddress, RedisServer
 from gateway.repack.loop import Repacker
 from gateway.runtime.supervisor import Supervisor
 from gateway.sessions.endings import Endings
@@ -157,9 +159,8 @@ async def start(config: GatewayConfig) -> Gateway:
         path = None if config.data is None else config.data / DATABASE_NAME
         database = await stack.enter_async_context(Database(path))
         await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
-        stores = await open_stores(
-            database, stack, config.experience_store, config.experience_max, config.experience_bytes_max
-        )
+        experience = await _experience_store(config, codec.vocabulary, stack)
+        stores = await open_stores(database, stack, experience, config.experience_max, config.experience_bytes_max)
         parts = assemble(
             config,
             stores,
@@ -198,18 +199,42 @@ async def start(config: GatewayConfig) -> Gateway:
         return Gateway(url, config, stores, parts, status, runner, loops, stack.pop_all())
 
 
+async def _experience_store(
+    config: GatewayConfig, vocabulary: str, stack: AsyncExitStack
+) -> ExperienceStoreKind | RedisServer:
+    """`stack` closes the connection, if there is one."""
+    if not isinstance(config.experience_store, RedisAddress):
+        return config.experience_store
+    server = await RedisServer.connect(
+        config.experience_store,
+        namespace=config.redis_namespace,
+        model=config.model,
+        vocabulary=vocabulary,
+        accept_unchecked=config.redis_unchecked,
+    )
+    stack.push_async_callback(server.close)
+    return server
+
+
 async def open_stores(
     database: Database,
     stack: AsyncExitStack,
-    experience: ExperienceStoreKind = "database",
+    experience: ExperienceStoreKind | RedisServer = "database",
     experience_max: int = CAPACITY,
     experience_bytes_max: int = BYTES_MAX,
 ) -> Stores:
-    """Makes the tables, and reads what an earlier life of this gateway left. `stack` closes the stores."""
+    """Makes the tables, and reads what an earlier life of this gateway left. `stack` closes the stores.
+
+    `experience`: a connected Redis, or the kind of a store of this gateway's own."""
+    buffer: ExperienceBuffer
+    if isinstance(experience, RedisServer):
+        buffer = SharedBuffer(database, experience, capacity=experience_max, bytes_max=experience_bytes_max)
+    else:
+        buffer = ExperienceBuffer(database, store=experience, capacity=experience_max, bytes_max=experience_bytes_max)
     stores = Stores(
         database,
         PartialResponsePool(database),
-        ExperienceBuffer(database, store=experience, capacity=experience_max, bytes_max=experience_bytes_max),
+        buffer,
         Timeline(database),
         SessionStore(database),
         GroupStore(database),

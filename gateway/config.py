@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import LogprobsKind
+from gateway.redis.address import RedisAddress
 from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
@@ -22,7 +23,24 @@ INTERVAL = Meta(ge=0.01)
 """Seconds between polls of engines, and between plans; shorter ones would leave time for nothing else."""
 
 ExperienceStoreKind = Literal["database", "memory"]
-"""What keeps finished trajectories until a trainer has used them."""
+"""What a gateway has alone and keeps finished trajectories until a trainer has used them."""
+
+
+class ExperienceStore(click.ParamType[ExperienceStoreKind | RedisAddress]):
+    """One of the kinds, or the address of a Redis."""
+
+    name = "database|memory|redis://HOST:PORT/DB"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, context: click.Context | None
+    ) -> ExperienceStoreKind | RedisAddress:
+        if value in ("database", "memory"):
+            return value
+        try:
+            return RedisAddress.parse(str(value))
+        except InvalidRequest as error:
+            kinds = f"'database', 'memory', or the address of a Redis: {error}"
+            self.fail(f"it is none of {kinds}", param, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +78,19 @@ class GatewayConfig:
         "Where to keep sessions and trajectories for the next start. Without it they are in memory, and lost at exit.",
     ] = None
     experience_store: Annotated[
-        ExperienceStoreKind,
+        ExperienceStoreKind | RedisAddress,
+        ExperienceStore(),
         "Where finished trajectories wait for the trainer. `database`: with the sessions, in --data. `memory`: never "
-        "on disk, and lost at exit, also where --data keeps the sessions.",
+        "on disk, and lost at exit, also where --data keeps the sessions. redis://HOST:PORT/DB: in a Redis, for all "
+        "gateways that name it; its password may stand in LAMINAR_REDIS_PASSWORD.",
     ] = "database"
+    redis_namespace: Annotated[
+        str, Name(), "What this run's keys in the Redis belong to: gateways with the same one share experience."
+    ] = "default"
+    redis_unchecked: Annotated[
+        bool,
+        "Accept a Redis that forbids CONFIG GET: whether it loses what it acknowledged cannot be checked there.",
+    ] = False
     experience_max: Annotated[
         int,
         Meta(ge=1),

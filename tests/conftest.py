@@ -18,7 +18,13 @@ for part in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, part, 60.0)
 
 # skips comes first: the others import it, and pytest wants to import its plugins itself
-pytest_plugins = ["tests.support.skips", "tests.support.etcd", "tests.support.ports", "tests.support.relays"]
+pytest_plugins = [
+    "tests.support.skips",
+    "tests.support.etcd",
+    "tests.support.ports",
+    "tests.support.redis_servers",
+    "tests.support.relays",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from gateway.config import ExperienceStoreKind
 from gateway.core.selection import Entry, Strategy, check_wanted, of_equal_rewards
 from gateway.experience.leases import BufferState, LeaseState
 from gateway.experience.record import SampledRecord, SampledStatistics
-from gateway.experience.stores import STORES
+from gateway.experience.stores import STORES, ExperienceStore, Raced
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.damage import leaving_out, reading
@@ -64,6 +64,20 @@ class BufferStatistics:
     bytes_max: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DeliveryStatistics:
+    """A store that gateways share, as this one sees it. `failure`: why it takes nothing now; empty while it does.
+    `waiting`: what is committed at this gateway and not there yet. `failed_calls`: calls that did not get through."""
+
+    address: str
+    namespace: str
+    failure: str
+    waiting: int
+    waiting_bytes: int
+    delivered: int
+    failed_calls: int
+
+
 @dataclass(slots=True)
 class _Counters:
     added: int = 0
@@ -97,11 +111,11 @@ class ExperienceBuffer:
         self,
         database: Database,
         *,
-        store: ExperienceStoreKind = "database",
+        store: ExperienceStoreKind | ExperienceStore = "database",
         capacity: int = CAPACITY,
         bytes_max: int = BYTES_MAX,
     ) -> None:
-        self._store = STORES[store](database)
+        self._store = STORES[store](database) if isinstance(store, str) else store
         self._state = BufferState(capacity, bytes_max)
         self._counters = _Counters()
         self._record = SampledRecord()
@@ -174,7 +188,7 @@ class ExperienceBuffer:
 
     async def _revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
         async with self._order:
-            self._lapse()
+            await self._catch_up()
             if session_id not in self._state.sessions:
                 raise NotFound(f"session {session_id} is not in the experience buffer", hint="it was used, or dropped")
             entry = next((e for e in self._state.free.values() if e.session_id == session_id), None)
@@ -185,9 +199,13 @@ class ExperienceBuffer:
                 self._state.replace(dataclasses.replace(entry, facts=facts))
         await self._store.synced()
 
+    async def delivered(self, session_id: str) -> None:
+        """When this returns, a session that was added is in the store."""
+
     async def look(self, session_id: str) -> list[Trajectory]:
         """A session's trajectories, which stay as they are. NotFound when it is not here."""
         async with self._order:
+            await self._catch_up()
             leased = (e for lease in self._state.leases.values() for e in lease.entries.values())
             entry = next((e for e in chain(self._state.free.values(), leased) if e.session_id == session_id), None)
             if entry is None:
@@ -216,12 +234,14 @@ class ExperienceBuffer:
 
     async def _drop_group(self, group_id: str) -> int:
         async with self._order:
-            self._lapse()
-            gone = [entry for entry in self._state.free.values() if entry.group_id == group_id]
-            for entry in gone:
-                self._state.remove(entry)
-            await self._store.delete(gone)
-        return len(gone)
+            return await self._drop_members(group_id)
+
+    async def _drop_members(self, group_id: str) -> int:
+        await self._catch_up()
+        gone = [entry for entry in self._state.free.values() if entry.group_id == group_id]
+        for entry in gone:
+            self._state.remove(entry)
+        return len(gone) - await self._delete(gone)
 
     async def sample(
         self,
@@ -285,8 +305,10 @@ class ExperienceBuffer:
 
     async def _ack(self, lease_id: str) -> int:
         async with self._order:
-            self._lapse()
+            await self._catch_up()
             lease = self._state.ack(lease_id)
+            if lease is None and (before := await self._store.acknowledged(lease_id)) is not None:
+                return before
             if lease is None:
                 raise NotFound(
                     f"no lease {lease_id!r}",
@@ -309,7 +331,7 @@ class ExperienceBuffer:
 
     async def _release(self, lease_id: str) -> int:
         async with self._order:
-            self._lapse()
+            await self._catch_up()
             lease = self._state.leases.get(lease_id)
             if lease is None:
                 raise NotFound(f"no lease {lease_id!r}", hint="it was acknowledged or given back before, or it expired")
@@ -330,6 +352,10 @@ class ExperienceBuffer:
             num_bytes=state.num_bytes,
             bytes_max=state.bytes_max or 0,
         )
+
+    def delivery(self) -> DeliveryStatistics | None:
+        """None for a store of this gateway's own."""
+        return None
 
     def offers(self, after: int, limit: int) -> list[Offer]:
         """What waits for a trainer, in the order of finishes: up to `limit` with numbers above `after`."""
@@ -355,15 +381,17 @@ class ExperienceBuffer:
             )
 
     async def _declare(self, trainer_version: int, staleness_max: int | None, *, by_token: bool) -> None:
-        self._lapse()
+        await self._catch_up()
         stale = self._state.declare(trainer_version, staleness_max, by_token=by_token)
         if stale:
             self._count_evicted(stale)
-            await self._delete(stale)
+            self._counters.evicted_stale -= await self._delete(stale)
 
-    async def _delete(self, gone: Sequence[Entry]) -> None:
-        """Deletes entries from the store that the state has dropped."""
-        await self._shielded.run(self._store.delete(gone), "delete-trajectories")
+    async def _delete(self, gone: Sequence[Entry]) -> int:
+        """Deletes entries from the store that the state has dropped; returns how many are there still."""
+        left = await self._shielded.run(self._store.delete(gone), "delete-trajectories")
+        self._state.put_back(left)
+        return len(left)
 
     async def _drop_equal(self, chosen: list[Entry]) -> bool:
         """Returns whether any group was dropped."""
@@ -372,11 +400,11 @@ class ExperienceBuffer:
             if entry.seq in self._state.free:
                 self._state.remove(entry)
         self._counters.evicted_equal += len(gone)
-        await self._delete(gone)
+        self._counters.evicted_equal -= await self._delete(gone)
         return bool(gone)
 
     async def _lease(self, reader: str, chosen: list[Entry], lease_s: float, uses_max: int) -> Sampled | None:
-        """None: none could be read.
+        """None: none could be read, or another gateway has leased some of them.
 
         The lease is written by a task of its own, so that a cancelled caller cannot leave state and store apart. Its
         reader will never learn the lease's id, so the trajectories would be stuck until it expires: once it is written,
@@ -394,6 +422,9 @@ class ExperienceBuffer:
     async def _write_lease(self, lease: LeaseState, chosen: Sequence[Entry]) -> Sampled | None:
         try:
             bodies = await self._store.lease(lease)
+        except Raced:
+            self._state.release(lease.lease_id)
+            return None
         except LaminarError:
             self._state.release(lease.lease_id)
             raise
@@ -427,6 +458,10 @@ class ExperienceBuffer:
                 await self._changed.wait()
         except TimeoutError:
             return  # the caller checks again: its deadline has come, or a lease expired
+
+    async def _catch_up(self) -> None:
+        """The state is as the store is now: before anything is decided on it."""
+        self._lapse()
 
     def _lapse(self) -> None:
         lapsed = self._state.lapse(unix_s())

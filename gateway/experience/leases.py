@@ -64,6 +64,12 @@ class BufferState:
 
         Only while not `full`: with every place leased nothing can be evicted.
         """
+        gone = self.make_room(entry)
+        self.put_back([entry])
+        return gone
+
+    def make_room(self, entry: Entry) -> list[Entry]:
+        """As `add`, without adding the entry."""
         gone: list[Entry] = []
         if self._over(entry):
             gone = self.stale()
@@ -73,8 +79,6 @@ class BufferState:
             oldest = max(self.free.values(), key=lambda old: (old.uses, -old.seq))
             self.remove(oldest)
             gone.append(oldest)
-        self._own(entry)
-        self._let_in(entry)
         return gone
 
     def _over(self, entry: Entry) -> bool:
@@ -193,6 +197,40 @@ class BufferState:
         """Takes a free entry out."""
         self._take_out(entry.seq)
         self._disown(entry)
+
+    def place(self, entry: Entry, lease_id: str | None = None) -> None:
+        """The entry is as given and belongs to that lease, or to none, wherever and however it was."""
+        self.drop(entry.seq)
+        self._own(entry)
+        if lease_id is None:
+            self._let_in(entry)
+        else:
+            self.leases[lease_id].entries[entry.seq] = entry
+
+    def drop(self, seq: int) -> Entry | None:
+        """Removes the entry, whoever has it. None if it is not here."""
+        entry = self.free.get(seq)
+        if entry is not None:
+            self.remove(entry)
+            return entry
+        holder = next((lease for lease in self.leases.values() if seq in lease.entries), None)
+        if holder is None:
+            return None
+        entry = holder.entries.pop(seq)
+        self._disown(entry)
+        return entry
+
+    def holder(self, seq: int) -> str | None:
+        """The lease that has the entry; None if it is free, or not here."""
+        return next((name for name, lease in self.leases.items() if seq in lease.entries), None)
+
+    def clear(self) -> None:
+        """Forgets every entry, lease and closed group."""
+        for lease_id in list(self.leases):
+            self.release(lease_id)
+        for entry in list(self.free.values()):
+            self.remove(entry)
+        self.closed_groups.clear()
 
     def _own(self, entry: Entry) -> None:
         self.sessions.add(entry.session_id)

@@ -1,4 +1,4 @@
-"""Where the experience buffer keeps its trajectories: the seam, and the two stores behind it.
+"""Where the experience buffer keeps its trajectories: the seam, and the two stores that a gateway has alone.
 
 The buffer decides what is added, leased and dropped (`buffer`, `leases`); a store has the bodies, and whatever of the
 bookkeeping is to outlive the gateway. Of a session's finish, every store commits the part that is not its own (`along`)
@@ -7,6 +7,8 @@ to the gateway's database, and has the trajectories only if that succeeded.
 What `run` and `owe` are to the database, the methods here are to their callers: `add`, `revise`, `lease` and `use_up`
 raise LaminarError without any effect; the others record what has happened already, and wait while a store cannot be
 written.
+
+A store that several gateways share (`redis_store`) may refuse what another gateway was faster with: `Raced`.
 """
 
 from __future__ import annotations
@@ -22,12 +24,21 @@ from gateway.core.selection import Entry
 from gateway.experience import rows
 from gateway.experience.leases import LeaseState
 from gateway.store.database import Database, Operation
+from protos.errors import Conflict, Unavailable
 from protos.packed import Facts
 from protos.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
 
 Change = Callable[[list[Trajectory]], list[Trajectory]]
+
+
+class Raced(Conflict):
+    """Another gateway has changed what was chosen. Nothing was done: catch up, and choose again."""
+
+
+class Undelivered(Unavailable):
+    """The finish is committed at this gateway and not yet in the store that it shares; it lands once that answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +81,20 @@ class ExperienceStore(Protocol):
         """The entry's body, whoever has its lease."""
         ...
 
-    async def delete(self, gone: Sequence[Entry]) -> None: ...
+    async def delete(self, gone: Sequence[Entry]) -> Sequence[Entry]:
+        """Returns those that another gateway has leased meanwhile: they stay."""
+        ...
 
     async def lease(self, lease: LeaseState) -> Sequence[bytes]:
-        """The bodies of the lease's entries, in their order, once the lease is kept."""
+        """The bodies of the lease's entries, in their order, once the lease is kept. May raise Raced."""
         ...
 
     async def use_up(self, lease: LeaseState) -> None:
         """Deletes the lease and its entries, but for those that `again` keeps for another use."""
+        ...
+
+    async def acknowledged(self, lease_id: str) -> int | None:
+        """How many the lease had, if the store knows that it was used up; None if not."""
         ...
 
     async def release(self, lease_id: str) -> None: ...
@@ -119,14 +136,18 @@ class DatabaseStore:
     async def read(self, entry: Entry) -> bytes:
         return await self._database.run(lambda connection: rows.read(connection, entry.seq))
 
-    async def delete(self, gone: Sequence[Entry]) -> None:
+    async def delete(self, gone: Sequence[Entry]) -> Sequence[Entry]:
         await self._database.owe(lambda connection: rows.delete(connection, gone))
+        return ()
 
     async def lease(self, lease: LeaseState) -> Sequence[bytes]:
         return await self._database.run(lambda connection: rows.lease_rows(connection, lease))
 
     async def use_up(self, lease: LeaseState) -> None:
         await self._database.run(lambda connection: rows.use_up(connection, lease))
+
+    async def acknowledged(self, lease_id: str) -> int | None:
+        return None
 
     async def release(self, lease_id: str) -> None:
         await self._database.owe(lambda connection: rows.release(connection, lease_id))
@@ -181,9 +202,10 @@ class MemoryStore:
     async def read(self, entry: Entry) -> bytes:
         return self._bodies[entry.seq]
 
-    async def delete(self, gone: Sequence[Entry]) -> None:
+    async def delete(self, gone: Sequence[Entry]) -> Sequence[Entry]:
         for entry in gone:
             self._bodies.pop(entry.seq, None)
+        return ()
 
     async def lease(self, lease: LeaseState) -> Sequence[bytes]:
         return [self._bodies[seq] for seq in lease.entries]
@@ -191,6 +213,9 @@ class MemoryStore:
     async def use_up(self, lease: LeaseState) -> None:
         kept = {entry.seq for entry in lease.again()}
         await self.delete([entry for entry in lease.entries.values() if entry.seq not in kept])
+
+    async def acknowledged(self, lease_id: str) -> int | None:
+        return None
 
     async def release(self, lease_id: str) -> None:
         pass

@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.core.fleet import EngineStatus, Mode
 from gateway.core.types import Version, VersionPolicy
-from gateway.experience.buffer import BufferStatistics
+from gateway.experience.buffer import BufferStatistics, DeliveryStatistics
 from gateway.fleet.text_proxy import TextProxyStatistics
 from gateway.runtime.counters import Counters
 from gateway.sessions.trainer import AdmissionStatus, Staleness
@@ -93,7 +93,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     pinned there for its engines to go back to. `sessions_behind`: sessions by how many versions. `store_failure`: why
     what is kept cannot be written now; empty while it can. `refused_relays`: by address, why nothing of a relay whose
     registry replaced the one that versions came from is believed. `unreachable_relays`: addresses of relays that do
-    not answer now; engines beside them keep the version that they hold."""
+    not answer now; engines beside them keep the version that they hold. `shared_experience`: the Redis of
+    `--experience-store`; null without one."""
 
     model: str
     mode: Mode
@@ -104,6 +105,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     engines: Sequence[EngineReport]
     sessions: SessionCounts
     buffer: BufferStatistics
+    shared_experience: DeliveryStatistics | None
     admission: AdmissionStatus
     partial_response_pool: PoolStatistics
     prompt_pool: PromptPoolStatistics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Literal
 
@@ -20,6 +20,7 @@ from gateway.core.reasons import closed_reason
 from gateway.core.repack import Plan
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
+from gateway.experience.buffer import DeliveryStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.text_proxy import TextProxy
 from gateway.operate.report import (
@@ -98,6 +99,7 @@ class GatewayStatus:
                 len(sessions.live), len(sessions.running), statistics.queued, statistics.waiting_for
             ),
             buffer=self._buffer.statistics(),
+            shared_experience=self._buffer.delivery(),
             admission=self._trainer.status(),
             partial_response_pool=self._pool.statistics(),
             prompt_pool=self._tasks.statistics(),
@@ -194,6 +196,35 @@ class GatewayStatus:
         )
 
         self._task_instruments()
+        self._delivery_instruments()
+
+    def _delivery_instruments(self) -> None:
+        """Of the store that gateways share, where there is one."""
+        if self._buffer.delivery() is None:
+            return
+        meter = self._provider.get_meter("laminar.gateway")
+        gauges: Mapping[str, Callable[[DeliveryStatistics], float]] = {
+            "failed": lambda found: bool(found.failure),
+            "waiting": lambda found: found.waiting,
+            "waiting_bytes": lambda found: found.waiting_bytes,
+        }
+        counters: Mapping[str, Callable[[DeliveryStatistics], float]] = {
+            "delivered": lambda found: found.delivered,
+            "failed_calls": lambda found: found.failed_calls,
+        }
+        for name, read in gauges.items():
+            meter.create_observable_gauge(f"laminar_gateway_shared_experience_{name}", [self._delivery(read)])
+        for name, read in counters.items():
+            meter.create_observable_counter(f"laminar_gateway_shared_experience_{name}", [self._delivery(read)])
+
+    def _delivery(
+        self, read: Callable[[DeliveryStatistics], float]
+    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_: CallbackOptions) -> Iterable[Observation]:
+            found = self._buffer.delivery()
+            return [] if found is None else [Observation(read(found))]
+
+        return observe
 
     def _task_instruments(self) -> None:
         meter, statistics = self._provider.get_meter("laminar.gateway"), self._tasks.statistics

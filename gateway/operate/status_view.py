@@ -77,6 +77,11 @@ def _warnings(status: Mapping[str, Any]) -> Sequence[str]:
             f"for reader {admission['reader']!r}, who takes {admission['batch']} at once (bound {admission['bound']})"
         )
     found += admission["waiting_groups"]
+    if (shared := status.get("shared_experience")) and shared["failure"]:
+        found.append(
+            f"finished trajectories wait for {shared['address']}: {shared['waiting']} do, and no trainer gets any; "
+            f"{shared['failure']}"
+        )
     if status["store_failure"]:
         found.append(f"the store cannot be written, and no turn begins: {status['store_failure']}")
     found += [

@@ -8,6 +8,8 @@ Invariants:
   session's finish is answered. Sessions whose versions an engine contradicts, evaluations, and sessions that are not
   for training never enter it;
 - a session ends once, and only after its turns: a running turn of an abandoned session is aborted first;
+- where gateways share the buffer, the session ends here first, in one commit with what is to be sent; its finish is
+  answered once the trajectory landed there, and a repeated one waits for the same;
 - an end or a reward that has begun is completed whether or not its caller stays; a repeated finish gets the same
   answer;
 - an end or a reward that was answered survives a power cut, as far as it is on disk; one that the disk refused has had
@@ -29,6 +31,7 @@ from gateway.core.rewards import Given, note, revised, turn_of
 from gateway.core.sessions import SessionState
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
+from gateway.experience.stores import Undelivered
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.sessions.group_registry import GroupRegistry
@@ -83,6 +86,7 @@ class Endings:
         ended = self._live.ended(session_id)
         if ended is not None and ended.told is not None and ended.asked == request:
             await self._store.synced()
+            await self._buffer.delivered(session_id)
             return ended.told
         return await self._finish_once(session_id, request)
 
@@ -129,6 +133,7 @@ class Endings:
         """Ends the session. Its trajectories, one a leaf, are in the experience buffer when this returns."""
         state, reward = self._live.get(session_id), request.reward
         assert reward is not None
+        undelivered: Undelivered | None = None
         first = request if state.unrewarded is None else state.unrewarded.asked
         if state.unrewarded is None:
             self._end(state)  # before the first await: no turn may begin while evidence is collected
@@ -140,7 +145,10 @@ class Endings:
             finished = _finished(state, reward, first.status, trajectories, stored=stored)
             ended = Ended("finished", request, finished)
             if stored:
-                await self._buffer.add(*trajectories, along=self._ending(state, ended))
+                try:
+                    await self._buffer.add(*trajectories, along=self._ending(state, ended))
+                except Undelivered as e:  # the end is committed, and only its report has to wait
+                    undelivered = e
         except Exception:
             if state.unrewarded is None:
                 state.phase = "live"  # whatever it was, such as a full disk: the session can be finished again
@@ -149,6 +157,8 @@ class Endings:
         self._counters.trajectories_finished += 1
         self._durations.ended(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
         await self._after(state, ended, is_written=stored)
+        if undelivered is not None:
+            raise undelivered
         return finished, trajectories
 
     def _to_be_stored(self, state: SessionState) -> bool:
@@ -216,6 +226,7 @@ class Endings:
             ended = self._live.ended(session_id)
             if ended is None or ended.how != "finished":
                 self._live.get(session_id)  # raises
+            await self._buffer.delivered(session_id)
             await self._buffer.revise(session_id, lambda leaves: self._revised(leaves, given))
             return "finished"
         await self._note(state, given)

@@ -1,8 +1,9 @@
-"""What every store of experience must do; the gateway's database and this process's memory pass the same suite."""
+"""What every store of experience must do: the gateway's database, this process's memory, and a shared Redis."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
@@ -13,11 +14,13 @@ import pytest
 
 from gateway.core.selection import Entry
 from gateway.experience.leases import LeaseState
+from gateway.experience.redis_store import RedisStore
 from gateway.experience.stores import STORES, DatabaseStore, ExperienceStore, MemoryStore
 from gateway.store import Database
 from protos import packed
 from protos.errors import Conflict, Unavailable
 from protos.trajectories import Trajectory
+from tests.support.redis_servers import connect
 from tests.unit.gateway_store.disk import Disk, until
 from tests.unit.gateway_store.test_experience import trajectory
 
@@ -28,12 +31,25 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
         yield database
 
 
-@pytest.fixture(params=sorted(STORES))
-async def store(request: pytest.FixtureRequest, database: Database) -> ExperienceStore:
-    store = STORES[request.param](database)
-    kept = await store.open()
-    assert (list(kept.entries), list(kept.leases), list(kept.closed_groups)) == ([], [], [])
-    return store
+@pytest.fixture(params=[*sorted(STORES), "redis"])
+async def store(request: pytest.FixtureRequest, database: Database, namespace: str) -> AsyncIterator[ExperienceStore]:
+    async with contextlib.AsyncExitStack() as stack:
+        if request.param == "redis":
+            server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
+            store: ExperienceStore = RedisStore(database, server, 100, 1 << 30)
+        else:
+            store = STORES[request.param](database)
+        kept = await store.open()
+        assert (list(kept.entries), list(kept.leases), list(kept.closed_groups)) == ([], [], [])
+        yield store
+
+
+async def kept_by(store: ExperienceStore, database: Database) -> Sequence[tuple[Entry, str | None]] | None:
+    """What the next life of the gateway finds; None for a store that keeps nothing."""
+    if isinstance(store, MemoryStore):
+        return None
+    again = DatabaseStore(database) if isinstance(store, DatabaseStore) else store
+    return (await again.open()).entries
 
 
 def entry(seq: int, group: str = "g") -> Entry:
@@ -134,21 +150,22 @@ async def test_a_revision_gives_the_facts_that_the_store_keeps(store: Experience
     await add(store, entry(1))
     facts = await store.revise(entry(1), lambda leaves: [msgspec.structs.replace(leaf, reward=1.0) for leaf in leaves])
     assert (facts.rewards, facts.versions, facts.num_tokens) == ([1.0], {1: 1, 2: 1}, 3)
-    if isinstance(store, DatabaseStore):
-        [(kept, _)] = (await DatabaseStore(database).open()).entries
+    if (found := await kept_by(store, database)) is not None:
+        [(kept, _)] = found
         assert kept.facts == facts
 
 
 async def test_what_may_be_used_again_stays_with_its_use_counted(store: ExperienceStore, database: Database) -> None:
     await add(store, entry(1), entry(2))
-    held = dataclasses.replace(lease(entry(1), entry(2)), uses_max=2)
-    held.entries[2] = dataclasses.replace(entry(2), uses=1)
+    before = dataclasses.replace(lease(entry(2), name="before"), uses_max=2)
+    await store.lease(before)
+    await store.use_up(before)
+    held = dataclasses.replace(lease(entry(1), dataclasses.replace(entry(2), uses=1)), uses_max=2)
     await store.lease(held)
     await store.use_up(held)
-    assert await names(store, entry(1)) == ["s1"]
+    assert await names(store, dataclasses.replace(entry(1), uses=1)) == ["s1"]
     await add(store, Entry(3, "s2", "g", 1))  # no trace of the other is left
-    if isinstance(store, DatabaseStore):
-        kept = (await DatabaseStore(database).open()).entries
+    if (kept := await kept_by(store, database)) is not None:
         assert [(found.session_id, found.uses, lease) for found, lease in kept] == [("s1", 1, None), ("s2", 0, None)]
 
 

@@ -14,8 +14,6 @@ from gateway.redis.durability import SETTINGS
 from protos.errors import Conflict, InvalidRequest, Unavailable
 from tests.support.processes import Daemon
 
-pytest_plugins = ["tests.support.redis_servers"]
-
 SET = Script("redis.call('SET', KEYS[1] .. ':value', ARGV[1]) return redis.call('GET', KEYS[1] .. ':value')")
 GET = Script("return redis.call('GET', KEYS[1] .. ':value')")
 DURABLE = {setting.name: setting.wanted for setting in SETTINGS}

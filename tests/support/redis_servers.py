@@ -1,7 +1,8 @@
-"""A real Redis for tests, as a pytest plugin: `pytest_plugins = ["tests.support.redis_servers"]`."""
+"""A real Redis for tests, as a pytest plugin that `tests/conftest.py` loads."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.redis import RedisAddress, RedisServer
 from gateway.redis.durability import SETTINGS
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
@@ -53,6 +55,13 @@ def _await_port(daemon: Daemon, port: int) -> None:
             time.sleep(0.01)
     daemon.kill()
     raise AssertionError(f"redis-server does not listen:\n{daemon.log()[-2000:]}")
+
+
+async def connect(stack: contextlib.AsyncExitStack, url: str, namespace: str) -> RedisServer:
+    """`stack` closes it."""
+    server = await RedisServer.connect(RedisAddress.parse(url), namespace=namespace)
+    stack.push_async_callback(server.close)
+    return server
 
 
 @pytest.fixture

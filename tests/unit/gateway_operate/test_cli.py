@@ -269,7 +269,24 @@ def test_where_trajectories_wait_is_configured(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("gateway.cli._serve", served)
     assert invoke("serve", "--model=m", "--tokenizer=.", *flags).exit_code == 0
     assert [config.experience_store for config in seen] == [store]
-    assert invoke("serve", "--model=m", "--tokenizer=.", "--experience-store=disk").exit_code == 2
+    refused = invoke("serve", "--model=m", "--tokenizer=.", "--experience-store=disk")
+    assert refused.exit_code == 2
+    assert "redis://HOST:PORT/DB" in refused.output
+
+
+def test_the_address_of_a_redis_is_configured_and_its_password_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[GatewayConfig] = []
+
+    async def served(config: GatewayConfig, ready_file: Path | None) -> None:
+        seen.append(config)
+
+    monkeypatch.setattr("gateway.cli._serve", served)
+    flags = ("--experience-store=redis://:secret@host:7000/2", "--redis-namespace=run7", "--redis-unchecked")
+    assert invoke("serve", "--model=m", "--tokenizer=.", *flags).exit_code == 0
+    [config] = seen
+    assert (str(config.experience_store), config.redis_namespace) == ("redis://host:7000/2", "run7")
+    assert config.redis_unchecked
+    assert "secret" not in repr(config)
 
 
 @pytest.mark.parametrize("flag", ["queue-timeout-s", "poll-interval-s", "kv-max", "stall-timeout-s"])

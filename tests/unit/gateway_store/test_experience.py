@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -18,11 +19,13 @@ from hypothesis import strategies as st
 from gateway.core.selection import Entry
 from gateway.experience import ExperienceBuffer
 from gateway.experience.leases import BufferState
+from gateway.experience.shared import SharedBuffer
 from gateway.experience.stores import STORES
 from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
 from protos.packed import Facts
 from protos.trajectories import Segment, Trajectory
+from tests.support.redis_servers import connect
 
 
 def trajectory(name: str, version: int = 1, group: str = "g", split: str = "train") -> Trajectory:
@@ -58,11 +61,17 @@ def trajectory(name: str, version: int = 1, group: str = "g", split: str = "trai
     )
 
 
-@pytest.fixture(params=sorted(STORES))
-async def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ExperienceBuffer]:
-    async with Database(tmp_path / "db") as database:
-        buffer = ExperienceBuffer(database, store=request.param, capacity=4)
+@pytest.fixture(params=[*sorted(STORES), "redis"])
+async def buffer(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> AsyncIterator[ExperienceBuffer]:
+    async with contextlib.AsyncExitStack() as stack:
+        database = await stack.enter_async_context(Database(tmp_path / "db"))
+        if request.param == "redis":
+            server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
+            buffer: ExperienceBuffer = SharedBuffer(database, server, capacity=4)
+        else:
+            buffer = ExperienceBuffer(database, store=request.param, capacity=4)
         await buffer.open()
+        stack.push_async_callback(buffer.close)
         yield buffer
 
 
