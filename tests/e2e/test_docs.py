@@ -58,6 +58,7 @@ RUN_ELSEWHERE = {
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
     ("docs/trl.md", "python"): 2,  # `tests/trl/test_docs.py`
+    ("docs/vllm-trainers.md", "python"): 1,  # `tests/vllm/trainer.py`
     ("docs/verl.md", "python"): 1,  # `tests/verl/program.py`
 }
 

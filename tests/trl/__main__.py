@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deploy import trl_env
-from tests.trl.scene import Scene
+from tests.support.training.scene import TrainingScene
 
 
 def main() -> None:
@@ -20,8 +20,8 @@ def main() -> None:
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-trl-"))
         steps = [] if flags.steps is None else [f"--steps={flags.steps}"]
-        scene = Scene(Path(directory), stack)
-        for report in scene.train(flags.program, *steps):
+        scene = TrainingScene(trl_env.PYTHON, Path(directory), stack)
+        for report in scene.train(f"tests.trl.{flags.program}", *steps):
             print(*(f"{name} {value}" for name, value in report.items()), sep=" | ")
 
 

@@ -12,8 +12,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
+from tests.support.training.ratios import Row, Weights
 from tests.trl.attention import on_a_cpu
-from tests.trl.ratios import Row, Weights
 from tests.trl.task import ROWS, with_a_branch
 from trainer_client.integrations.trl import LaminarRolloutWorker, LaminarWeightTransfer
 
@@ -83,7 +83,7 @@ def reports(worker: Worker, transfer: Transfer, model: Any) -> Iterator[Mapping[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("relay", "gateway", "model", "output"):
+    for name in ("relay", "gateway", "model", "directory"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--steps", type=int, default=10)
     flags = parser.parse_args()
@@ -101,7 +101,7 @@ def main() -> None:
         concurrency=16,
     )
     args = AsyncGRPOConfig(
-        output_dir=flags.output,
+        output_dir=flags.directory,
         max_steps=flags.steps,
         per_device_train_batch_size=32,
         num_generations=GROUP_SIZE,

@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.trl.ratios import Row, Weights
+from tests.support.training.ratios import Row, Weights
 from tests.trl.task import ROWS, two_turns
 from trainer_client.integrations.trl import LaminarRollouts, gateway_reward
 
@@ -46,7 +46,7 @@ class Recorded(LaminarRollouts):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("relay", "gateway", "model", "output"):
+    for name in ("relay", "gateway", "model", "directory"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--steps", type=int, default=16)
     flags = parser.parse_args()
@@ -55,7 +55,7 @@ def main() -> None:
     rollouts = Recorded(flags.relay, flags.gateway, two_turns)
     rollouts.weights = Weights(model)
     args = GRPOConfig(
-        output_dir=flags.output,
+        output_dir=flags.directory,
         max_steps=flags.steps,
         per_device_train_batch_size=16,
         num_generations=8,

@@ -8,8 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from deploy import trl_env
 from tests.e2e.test_docs import blocks
-from tests.trl.scene import Scene
+from tests.support.training.scene import TrainingScene
 
 pytestmark = [pytest.mark.trl, pytest.mark.timeout(1200)]
 
@@ -21,7 +22,7 @@ CPU = "use_cpu=True, bf16=False, report_to=[], save_strategy='no', "
 @pytest.mark.parametrize("program", PROGRAMS, ids=["GRPOTrainer", "AsyncGRPOTrainer"])
 def test_the_program_trains(program: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
+        scene = TrainingScene(trl_env.PYTHON, tmp_path, stack)
         program = program.replace("127.0.0.1:7070", scene.relay).replace("http://127.0.0.1:8080", scene.gateway)
         program = program.replace("MODEL_DIR", str(scene.model))
         program = program.replace('output_dir="out"', f'{CPU}output_dir="{tmp_path}"')

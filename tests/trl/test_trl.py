@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.trl.scene import Scene
+from deploy import trl_env
+from tests.support.training.scene import TrainingScene
 
 pytestmark = [pytest.mark.trl, pytest.mark.timeout(1200)]
 
@@ -30,13 +31,13 @@ def rise_of(rewards: Sequence[float]) -> float:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path) -> Iterator[TrainingScene]:
     with ExitStack() as stack:
-        yield Scene(tmp_path, stack)
+        yield TrainingScene(trl_env.PYTHON, tmp_path, stack)
 
 
-def test_grpo_trains_on_what_the_published_weights_sampled(scene: Scene) -> None:
-    *steps, logged = scene.train("grpo")
+def test_grpo_trains_on_what_the_published_weights_sampled(scene: TrainingScene) -> None:
+    *steps, logged = scene.train("tests.trl.grpo")
     assert [step["version"] for step in steps] == list(range(1, len(steps) + 1))
     assert all(step["sampled_under"] == [step["version"]] for step in steps)
     assert all(step["masked_tokens"] > 0 for step in steps), "the message between the turns"
@@ -48,9 +49,9 @@ def test_grpo_trains_on_what_the_published_weights_sampled(scene: Scene) -> None
     assert rise_of([step["reward"] for step in steps]) > RISE_MIN
 
 
-def test_async_grpo_trains_on_groups_with_branches_and_knows_their_versions(scene: Scene) -> None:
+def test_async_grpo_trains_on_groups_with_branches_and_knows_their_versions(scene: TrainingScene) -> None:
     scene.publish_earlier_run()
-    *versions, run = scene.train("async_grpo")
+    *versions, run = scene.train("tests.trl.async_grpo")
     syncs = len(run["versions_by_sync"])
     assert run["calls"] == ["init", *["send"] * syncs, "destroy"]
     assert run["versions_by_sync"] == {str(count): count + 1 for count in range(1, syncs + 1)}
@@ -65,8 +66,8 @@ def test_async_grpo_trains_on_groups_with_branches_and_knows_their_versions(scen
     assert rise_of(run["rewards"]) > RISE_MIN
 
 
-def test_the_worker_reports_what_fails_and_gives_back_what_trl_did_not_take(scene: Scene) -> None:
-    [report] = scene.train("worker_alone")
+def test_the_worker_reports_what_fails_and_gives_back_what_trl_did_not_take(scene: TrainingScene) -> None:
+    [report] = scene.train("tests.trl.worker_alone")
     assert report["agents_fail"] == "RolloutFailed: a rollout failed 1 times; the last time: the tool is away"
     assert report["no_tasks"].startswith("InvalidRequest: there are no tasks left")
     assert report["taken_groups"] == 1, "a group's rows stand together"

@@ -54,7 +54,7 @@ def half_fail(session: Session, task: Mapping[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("relay", "gateway", "model", "output"):
+    for name in ("relay", "gateway", "model", "directory"):
         parser.add_argument(f"--{name}", required=True)
     flags = parser.parse_args()
     transfer = LaminarWeightTransfer(flags.relay)

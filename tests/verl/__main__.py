@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deploy import verl_env
-from tests.verl.scene import Scene
+from tests.support.training.scene import TrainingScene
 
 
 def main() -> None:
     verl_env.python()
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-verl-"))
-        for report in Scene(Path(directory), stack).run():
+        for report in TrainingScene(verl_env.PYTHON, Path(directory), stack).train("tests.verl.program"):
             short = {name: _short(value) for name, value in report.items() if name not in ("replica_calls", "rewards")}
             print(*(f"{name} {value}" for name, value in short.items()), sep=" | ")
 

@@ -6,6 +6,7 @@ Prints a JSON object for each update (digests of what was sent and of what was r
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from typing import Any
@@ -22,8 +23,8 @@ from tests.verl.workers import (
     TrainingWorker,
     engine_config,
     group,
+    local_ray,
     parsed,
-    start_ray,
     taken_whole,
 )
 from tests.verl.workers import digest as digest_of
@@ -39,7 +40,11 @@ def documented(name: str) -> Any:
 
 def main() -> None:
     flags = parsed()
-    start_ray()
+    with local_ray():
+        run(flags)
+
+
+def run(flags: argparse.Namespace) -> None:
     config = engine_config(flags.relay)
     trainer = group(TrainingWorker, 2, config, flags.model)
     receivers = group(RolloutWorker, 2, RolloutConfig(name="vllm", checkpoint_engine=config))
@@ -70,7 +75,6 @@ def main() -> None:
         print(json.dumps(report), flush=True)
         rollouts.published(cached)
         print(json.dumps(rollouts.report(step)), flush=True)
-    ray.shutdown()
 
 
 if __name__ == "__main__":

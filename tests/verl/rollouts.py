@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from verl import DataProto
 from verl.experimental.agent_loop import AgentLoopManager
 
-from tests.trl.ratios import Row, Weights
+from tests.support.training.ratios import Row, Weights
 from tests.verl.task import PROMPTS
 
 LOOP = """\

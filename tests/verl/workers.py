@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import tempfile
 from collections.abc import AsyncIterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -146,8 +148,15 @@ def group(worker: type[Worker], count: int, *args: Any) -> RayWorkerGroup:
     return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=wrapped)
 
 
-def start_ray() -> None:
-    ray.init(num_cpus=CPUS, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+@contextmanager
+def local_ray() -> Iterator[None]:
+    # Ray's sockets lie below its folder, and their paths are limited to 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as directory:
+        ray.init(num_cpus=CPUS, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, _temp_dir=directory)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def taken_whole(weights: AsyncIterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Plugs for trainers that people already have: `trl` for TRL, `verl` for verl; `rollouts` is what they share.
+"""Plugs for trainers that people already have: `trl` for TRL, `verl` for verl, `vllm` for those that send weights by
+vLLM's trainer side; `rollouts` is what they share.
 
-Each package needs its trainer installed, and nothing else imports it.
+Each needs its trainer installed, and nothing else imports it.
 """

