@@ -1,5 +1,5 @@
 """Plugs for trainers that people already have: `trl` for TRL, `verl` for verl, `vllm` for those that send weights by
-vLLM's trainer side; `rollouts` is what they share.
+vLLM's trainer side, `prime_rl` for prime-rl; `rollouts` is what they share.
 
-Each needs its trainer installed, and nothing else imports it.
+Each but `prime_rl`, which is a server, needs its trainer installed, and nothing else imports it.
 """
