@@ -12,34 +12,34 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from paramserver.client import (
-    Files,
     Rank,
     RefusedLoad,
     RelayClient,
     Stage,
     StreamedVersion,
     TicketData,
+    VersionOptions,
+    join_stream,
     open_stream,
     publish,
 )
-from protos.announce_options import AnnounceOptions
 from protos.errors import InvalidRequest
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.run_state import RunState
 from trainer_client.sources import NamedTensors, Stable, held_still, sources_of
+from trainer_client.streaming.arguments import PublishArguments, PublisherOptions, PublishOptions
 from trainer_client.streaming.beside import beside
 from trainer_client.streaming.manifest import Manifest, TensorMeta
-from trainer_client.streaming.names import Names, renamed
+from trainer_client.streaming.names import renamed
 from trainer_client.streaming.passes import Items, Part, Stream, Writers
-from trainer_client.streaming.ranks import OneRank, Ranks
+from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks
 from trainer_client.streaming.staging import StagingRing
-from trainer_client.tickets import WAIT_TIMEOUT_S, AsyncTicket, PendingTicket, Ticket, Wait, check_wait, wait_for
+from trainer_client.tickets import AsyncTicket, PendingTicket, Ticket, Wait, check_wait, wait_for
 
 FORMAT = {"format": "pt"}
 """Header metadata that `transformers` requires of a safetensors file: names and shapes are those of torch modules."""
@@ -53,29 +53,6 @@ def new_run_id() -> str:
 def _metadata(tied: Mapping[str, str]) -> dict[str, str]:
     """The metadata in the headers of a version's files."""
     return {**FORMAT, **{f"tied:{name}": owner for name, owner in tied.items()}}
-
-
-class PublisherOptions(TypedDict, total=False):
-    """The keyword arguments of a publisher."""
-
-    run: str | None  # the same on all ranks of a sharded trainer; default: an id made of the time
-    wait: Wait  # of each publish, unless it has its own; default "copied"
-    force_tcp: bool  # stream the bytes, even to a relay on this host
-    timeout_s: float  # of one request to the relay; default 10
-    rank: int  # of this process among the publishers of one version; default 0
-    num_ranks: int  # default 1
-
-
-class PublishOptions(AnnounceOptions, total=False):
-    """The keyword arguments of one publish."""
-
-    wait: Wait | None  # default: the publisher's
-    timeout_s: float  # of that wait; default 120
-    allow_change: bool  # publish a version whose names, shapes or kinds of dtype differ from the newest one's
-    check_nan: bool  # refuse tensors that begin with NaN; default True
-    names: Names | None  # from the trainer's names to those that engines load by
-    base: Path | str | None  # a checkpoint directory, whose tensors that are lacking are carried over
-    files: Files | None  # plain files that ride along
 
 
 class AsyncPublisher(AsyncClient):
@@ -122,14 +99,7 @@ class AsyncPublisher(AsyncClient):
         tensors: NamedTensors,
         *,
         step: int,
-        wait: Wait | None = None,
-        timeout_s: float = WAIT_TIMEOUT_S,
-        allow_change: bool = False,
-        check_nan: bool = True,
-        names: Names | None = None,
-        base: Path | str | None = None,
-        files: Files | None = None,
-        **options: Unpack[AnnounceOptions],
+        **options: Unpack[PublishOptions],
     ) -> AsyncTicket:
         """Publishes one version; the master numbers it (`ticket.version`), `step` is a label.
 
@@ -146,11 +116,10 @@ class AsyncPublisher(AsyncClient):
         Conflict for another publisher of this model or for differing names, and Unavailable when the relay or etcd
         does not answer.
         """
-        target = self.wait if wait is None else wait
-        check_wait(target)
-        sources = sources_of(renamed(tensors, names), check_nan=check_nan)
+        arguments = PublishArguments.of(options, self.wait)
+        sources = sources_of(renamed(tensors, arguments.names), check_nan=arguments.check_nan)
         others = await asyncio.to_thread(
-            beside, {*(source.name for source in sources.tensors), *sources.tied}, base, files
+            beside, {*(source.name for source in sources.tensors), *sources.tied}, arguments.base, arguments.files
         )
         async with self._publish_lock:
             await self._reach()
@@ -158,18 +127,23 @@ class AsyncPublisher(AsyncClient):
                 self._relay,
                 self.model,
                 [*sources.tensors, *others.tensors],
-                step=step,
-                run=self.run,
-                metadata=_metadata(sources.tied),
-                force_tcp=self._force_tcp,
-                rank=self._rank,
-                refuse_change=not allow_change,
                 files=others.files,
-                **options,
+                force_tcp=self._force_tcp,
+                **self._version(step, sources.tied, arguments, self._rank),
             )
             self._note(ticket)
-        await wait_for(ticket, target, timeout_s)
+        await wait_for(ticket, arguments.wait, arguments.timeout_s)
         return ticket
+
+    def _version(self, step: int, tied: Mapping[str, str], arguments: PublishArguments, rank: Rank) -> VersionOptions:
+        return {
+            "run": self.run,
+            "step": step,
+            "metadata": _metadata(tied),
+            "rank": rank,
+            "refuse_change": not arguments.allow_change,
+            **arguments.announce,
+        }
 
     def _note(self, ticket: AsyncTicket) -> None:
         self._newest = ticket
@@ -193,29 +167,27 @@ class AsyncPublisher(AsyncClient):
         self._publish_lock.release()
 
     async def open_stream(
-        self,
-        manifest: Manifest,
-        part: Part,
-        *,
-        step: int,
-        allow_change: bool = False,
-        **options: Unpack[AnnounceOptions],
+        self, manifest: Manifest, part: Part, step: int, arguments: PublishArguments, *, shared: bool = False
     ) -> StreamedVersion:
-        """Announces what this rank writes of a stream. Raises what `publish` raises."""
+        """Announces what this rank writes of a stream. Raises what `publish` raises.
+
+        `shared`: other ranks join the version, and write chunks of the same files.
+        """
         await self._reach()
         return await open_stream(
             self._relay,
             self.model,
             [*(meta.spec for meta in part.metas), *(source.spec for source in part.beside.tensors)],
-            step=step,
-            run=self.run,
-            metadata=_metadata(manifest.tied),
-            force_tcp=self._force_tcp,
-            rank=part.rank if part.rank.count > 1 else self._rank,
-            refuse_change=not allow_change,
             plain=[file.spec for file in part.beside.files],
-            **options,
+            force_tcp=self._force_tcp,
+            shared=shared,
+            **self._version(step, manifest.tied, arguments, part.rank if part.rank.count > 1 else self._rank),
         )
+
+    async def join_stream(self, invitation: bytes) -> StreamedVersion:
+        """Opens the version that another rank announced, to write chunks of its files."""
+        await self._reach()
+        return await join_stream(self._relay, invitation, force_tcp=self._force_tcp)
 
     def ticket(self, data: TicketData) -> AsyncTicket:
         return AsyncTicket.of(self._relay, data)
@@ -322,14 +294,7 @@ class Publisher(SyncClient[AsyncPublisher]):
         step: int,
         ranks: Ranks | None = None,
         writers: Writers = "first",
-        names: Names | None = None,
-        base: Path | str | None = None,
-        files: Files | None = None,
-        wait: Wait | None = None,
-        timeout_s: float = WAIT_TIMEOUT_S,
-        allow_change: bool = False,
-        check_nan: bool = True,
-        **options: Unpack[AnnounceOptions],
+        **options: Unpack[PublishOptions],
     ) -> Ticket:
         """Publishes one version from tensors that are made one by one; returns at *copied*, or at `wait`.
 
@@ -348,37 +313,73 @@ class Publisher(SyncClient[AsyncPublisher]):
         rank 0 alone reads, come after the last tensor. Other arguments and errors
         are those of `publish`; InvalidRequest also for a tensor that differs from the manifest, or does not come.
         """
-        target = self._client.wait if wait is None else wait
-        check_wait(target)
-        self._settle()
+        arguments = PublishArguments.of(options, self._client.wait)
         client, loop = self._client, self._loop
-
-        def open_version(announced: Manifest, part: Part) -> StreamedVersion:
-            opening = client.open_stream(announced, part, step=step, allow_change=allow_change, **options)
-            return loop.run(opening)
-
         stream = Stream(
             manifest,
             tensors,
+            arguments,
             run=self.run,
             ranks=OneRank() if ranks is None else ranks,
             writers=writers,
             loop=loop,
-            open_version=open_version,
-            wait=lambda ticket: loop.run(wait_for(ticket, target, timeout_s)),
+            open_version=lambda announced, part: loop.run(client.open_stream(announced, part, step, arguments)),
+            wait=lambda ticket: loop.run(wait_for(ticket, arguments.wait, arguments.timeout_s)),
             staging=self._staging,
-            names=names,
-            check_nan=check_nan,
-            base=base,
-            files=files,
         )
+        return self._in_turn(stream.publish)
+
+    def publish_shards(
+        self,
+        tensors: NamedTensors,
+        *,
+        step: int,
+        ranks: TorchRanks,
+        dtype: Any = None,
+        **options: Unpack[PublishOptions],
+    ) -> Ticket:
+        """Publishes a sharded model without gathering it: every rank writes what it holds. Returns like `publish`.
+
+        All ranks call this at the same time with their own `model.state_dict()`. Of a DTensor that is sharded by its
+        rows (`Shard(0)`: FSDP2, HSDP), each rank gives its own rows; plain and replicated tensors are given by one rank
+        that has them. Any other placement (`Shard(1)`, `Partial`, FSDP2 over tensor parallelism on the same dimension)
+        is gathered by `full_tensor()`, one tensor at a time. `dtype`: what floating-point tensors become, shard by
+        shard; default: they stay.
+
+        The version is byte for byte the one that `publish_stream` makes of the gathered tensors. It begins again by
+        itself when the master relay dies. All ranks return a ticket of the same version, or raise the same error.
+        `base` and `files` are read by rank 0 alone. Raises what `publish` raises; InvalidRequest also when the ranks
+        hold different tensors, or rows of one are on no rank.
+        """
+        from trainer_client.streaming.sharded import ShardedPublish  # it imports torch
+
+        arguments = PublishArguments.of(options, self._client.wait)
+        client, loop = self._client, self._loop
+        sharded = ShardedPublish(
+            tensors,
+            arguments,
+            ranks=ranks,
+            dtype=dtype,
+            loop=loop,
+            open_version=lambda manifest, part: loop.run(
+                client.open_stream(manifest, part, step, arguments, shared=True)
+            ),
+            join_version=lambda invitation: loop.run(client.join_stream(invitation)),
+            wait=lambda ticket: loop.run(wait_for(ticket, arguments.wait, arguments.timeout_s)),
+            staging=self._staging,
+        )
+        return self._in_turn(sharded.publish)
+
+    def _in_turn(self, publish: Callable[[], TicketData]) -> Ticket:
+        """The ticket of what `publish` makes on this thread, while no other publish of this run goes on."""
+        self._settle()
         ticket = None
-        loop.run(client.begin_turn())
+        self._loop.run(self._client.begin_turn())
         try:
-            ticket = client.ticket(stream.publish())
+            ticket = self._client.ticket(publish())
         finally:
-            loop.run(client.end_turn(ticket))
-        return Ticket(ticket, loop)
+            self._loop.run(self._client.end_turn(ticket))
+        return Ticket(ticket, self._loop)
 
     def status(self) -> PublisherStatus:
         """See `AsyncPublisher.status`."""

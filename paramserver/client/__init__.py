@@ -5,6 +5,7 @@ Invariants:
 - a lease that lapsed is never quietly taken for one that was held: `release` raises NotFound.
 """
 
+from paramserver.client.announced import VersionOptions
 from paramserver.client.checkpoint import Checkpoint, Files, plain_files, read_checkpoint
 from paramserver.client.engines import watch_engines
 from paramserver.client.publisher import publish
@@ -21,18 +22,21 @@ from paramserver.client.relay import (
     VersionEvent,
 )
 from paramserver.client.sources import FileSource, TensorSource
-from paramserver.client.streamed import StreamedVersion, open_stream
+from paramserver.client.streamed import StreamedVersion, join_stream, open_stream
 from paramserver.client.ticket import Ticket, TicketData
-from paramserver.core.layout import DTYPES, TensorSpec
+from paramserver.core.layout import DTYPES, PLAIN, FileLayout, TensorSpec
 from paramserver.core.lineage import Lineage, Origin
-from paramserver.core.records import Rank, RegisteredEngine
+from paramserver.core.records import ChunkMap, Rank, RegisteredEngine
 from paramserver.core.refused_loads import RefusedLoad
 from paramserver.core.ticket_status import Stage
 
 __all__ = [
     "DTYPES",
+    "PLAIN",
     "Checkpoint",
+    "ChunkMap",
     "EventKind",
+    "FileLayout",
     "FileSource",
     "Files",
     "HopStatus",
@@ -55,6 +59,8 @@ __all__ = [
     "TicketData",
     "TransferStatus",
     "VersionEvent",
+    "VersionOptions",
+    "join_stream",
     "open_stream",
     "plain_files",
     "publish",

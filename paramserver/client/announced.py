@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar, Unpack
+from typing import Required, TypeVar, Unpack, cast
 
 from paramserver.client.relay import RelayClient
 from paramserver.client.ticket import Ticket
@@ -59,36 +59,43 @@ ANNOUNCEMENT_BYTES_MAX = (64 << 20) - 4096  # what both sides' gRPC lets through
 COMMIT_AGAIN_S = 2.0
 
 
+class VersionOptions(AnnounceOptions, total=False):
+    """How a version is announced, whoever writes it and however."""
+
+    run: Required[str]
+    step: Required[int]
+    metadata: Mapping[str, str] | None  # in the headers of its files
+    rank: Rank  # of several that write it together, each its own tensors
+    refuse_change: bool  # refuse another architecture than that of the version before
+
+
 def announcement(
     model: str,
     specs: Sequence[TensorSpec],
-    *,
-    step: int,
-    run: str,
-    metadata: Mapping[str, str] | None = None,
-    rank: Rank = SOLE,
-    refuse_change: bool = False,
     plain: Sequence[PlainFile] = (),
-    **options: Unpack[AnnounceOptions],
+    **options: Unpack[VersionOptions],
 ) -> tuple[pb.AnnounceRequest, tuple[FileLayout, ...]]:
     """The announcement of a version, and the layout of this rank's files, which the master computes alike."""
+    if unknown := sorted(options.keys() - VersionOptions.__annotations__.keys()):
+        raise TypeError(f"a version has no option {unknown[0]!r}; it has {', '.join(VersionOptions.__annotations__)}")
     check_model_name(model)
-    check_text("the run", run)
-    step = check_step(step)
-    metadata = metadata or None  # a message has no {} beside none, and both sides must lay out the same
-    options = {**DEFAULTS, **options}
-    files = plan_layout(specs, file_bytes_max=options["file_bytes_max"], metadata=metadata, plain=plain)
+    check_text("the run", options["run"])
+    step = check_step(options["step"])
+    metadata = options.get("metadata") or None  # a message has no {} beside none: both sides must lay out the same
+    rank = options.get("rank", SOLE)
+    for_relay = cast(AnnounceOptions, {name: options.get(name, default) for name, default in DEFAULTS.items()})
+    files = plan_layout(specs, file_bytes_max=for_relay["file_bytes_max"], metadata=metadata, plain=plain)
     request = pb.AnnounceRequest(
         model=model,
-        run=run,
+        run=options["run"],
         step=step,
         tensors=[pb.TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape) for spec in specs],
         metadata=metadata,
         rank=rank.index,
         num_ranks=rank.count,
-        refuse_change=refuse_change,
+        refuse_change=options.get("refuse_change", False),
         plain_files=[pb.FileSpec(name=file.name, size_bytes=file.size_bytes) for file in plain],
-        **options,
+        **for_relay,
     )
     if (num_bytes := request.ByteSize()) > ANNOUNCEMENT_BYTES_MAX:
         raise TooLarge(

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
 from paramserver.client.announced import (
+    VersionOptions,
     announced,
     announcement,
     at_a_master,
@@ -29,14 +30,9 @@ from paramserver.client.announced import (
 from paramserver.client.relay import RelayClient
 from paramserver.client.sources import FileSource, TensorSource
 from paramserver.client.ticket import Ticket
-from paramserver.core.layout import (
-    PLAIN,
-    FileLayout,
-)
-from paramserver.core.records import SOLE, Rank
+from paramserver.core.layout import PLAIN, FileLayout
 from paramserver.data.frames import Greeting
 from paramserver.data.publish import Image, write_mapped, write_tcp
-from protos.announce_options import AnnounceOptions
 from protos.laminar.v1 import relay_pb2 as pb
 
 
@@ -45,14 +41,9 @@ async def publish(
     model: str,
     tensors: Sequence[TensorSource],
     *,
-    step: int,
-    run: str,
-    metadata: Mapping[str, str] | None = None,
-    force_tcp: bool = False,
-    rank: Rank = SOLE,
-    refuse_change: bool = False,
     files: Sequence[FileSource] = (),
-    **options: Unpack[AnnounceOptions],
+    force_tcp: bool = False,
+    **options: Unpack[VersionOptions],
 ) -> Ticket:
     """Writes one version and returns at *copied*; the master numbers it, the ticket has the number.
 
@@ -64,17 +55,8 @@ async def publish(
     Conflict (another publisher; with `refuse_change` also another architecture than that of the version before),
     Unavailable (no relay, or none that can be master).
     """
-    request, layouts = announcement(
-        model,
-        [tensor.spec for tensor in tensors],
-        step=step,
-        run=run,
-        metadata=metadata,
-        rank=rank,
-        refuse_change=refuse_change,
-        plain=[file.spec for file in files],
-        **options,
-    )
+    specs = [tensor.spec for tensor in tensors]
+    request, layouts = announcement(model, specs, [file.spec for file in files], **options)
     plain = [TensorSource(PLAIN + file.name, "U8", (file.size_bytes,), file.read) for file in files]
     sources = [*tensors, *plain]
     return await at_a_master(

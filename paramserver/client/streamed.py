@@ -16,8 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
+import msgspec
+
 from paramserver.client.announced import (
     Replaced,
+    VersionOptions,
     announced,
     announcement,
     at_a_master,
@@ -29,11 +32,12 @@ from paramserver.client.announced import (
 )
 from paramserver.client.relay import RelayClient
 from paramserver.client.ticket import Ticket
-from paramserver.core.layout import PLAIN, FileLayout, PlainFile, TensorSpec
-from paramserver.core.records import SOLE, Rank
+from paramserver.core.layout import PLAIN, FileLayout, PlainFile, TensorSpec, plan_layout
+from paramserver.core.records import ChunkMap
 from paramserver.data.frames import Greeting
+from paramserver.data.publisher_link import Mappings
 from paramserver.data.streamed import StreamWriter, open_mapped, open_tcp
-from protos.announce_options import AnnounceOptions
+from protos.decoding import decode_msgpack
 from protos.errors import Corrupt, LaminarError, StaleEpoch
 from protos.laminar.v1 import relay_pb2 as pb
 
@@ -49,11 +53,15 @@ class StreamedVersion:
         master: RelayClient,
         request: pb.AnnounceRequest,
         opened: pb.AnnounceReply,
+        files: Sequence[FileLayout],
         writer: StreamWriter,
+        own_mappings: Mappings | None = None,
     ) -> None:
+        """`own_mappings` end with the version: nobody else maps by them."""
         self._relay, self._master = relay, master
         self._request, self._opened = request, opened
-        self._writer = writer
+        self.files = files
+        self._writer, self._own_mappings = writer, own_mappings
         self._written = asyncio.Event()
         self._watching = asyncio.create_task(self._watch())
 
@@ -77,9 +85,43 @@ class StreamedVersion:
         """Commits what was written. Raises like `write`; `give_up` has to follow then."""
         digests = await asyncio.to_thread(self._writer.finish)
         await self._end_watch()
+        return await self._commit(digests)
+
+    async def _commit(self, digests: Sequence[bytes]) -> Ticket:
         ticket = await committed(self._relay, self._master, self._request, self._opened, digests)
-        await asyncio.to_thread(self._writer.close)
+        await self.close()
         return ticket
+
+    async def close(self) -> None:
+        """Ends the connection of a writer that is done, or whose version is given up."""
+        await asyncio.to_thread(self._writer.close)
+        if self._own_mappings is not None:
+            self._own_mappings.close()
+
+    # ---- shared by several writers: one announces and commits, the others join, each writes whole chunks
+
+    @property
+    def invitation(self) -> bytes:
+        """What another process needs to join this version."""
+        return msgspec.msgpack.encode(_Invitation(self._request.SerializeToString(), self._opened.SerializeToString()))
+
+    @property
+    def chunks(self) -> ChunkMap:
+        return self._writer.chunks
+
+    def write_chunks(self, first: int, num: int, data: memoryview) -> None:
+        """Writes `num` whole chunks of one file, from number `first` on. Raises like `write`."""
+        self._writer.write_chunks(first, num, data)
+
+    async def finish(self) -> Mapping[int, bytes]:
+        """The digests of the chunks written here, once the relay has them all. Raises like `write`."""
+        await asyncio.to_thread(self._writer.finish)
+        await self._end_watch()
+        return self._writer.digests
+
+    async def commit_shared(self, digests: Mapping[int, bytes]) -> Ticket:
+        """Commits what all writers have finished; `digests` of all chunks. Raises like `commit`."""
+        return await self._commit([digests[index] for index in range(self.chunks.num_chunks)])
 
     async def give_up(self, error: LaminarError) -> LaminarError:
         """Ends the version for the reason `error`; returns the error to raise.
@@ -87,7 +129,7 @@ class StreamedVersion:
         That is StaleEpoch or Unavailable when the version may be published again, at the next master.
         """
         replaced = await self._end_watch()
-        await asyncio.to_thread(self._writer.close)
+        await self.close()
         if replaced is not None:
             return replaced
         try:
@@ -118,28 +160,42 @@ async def open_stream(
     model: str,
     specs: Sequence[TensorSpec],
     *,
-    step: int,
-    run: str,
-    metadata: Mapping[str, str] | None = None,
-    force_tcp: bool = False,
-    rank: Rank = SOLE,
-    refuse_change: bool = False,
     plain: Sequence[PlainFile] = (),
-    **options: Unpack[AnnounceOptions],
+    force_tcp: bool = False,
+    shared: bool = False,
+    **options: Unpack[VersionOptions],
 ) -> StreamedVersion:
-    """Announces a version and opens it for writing. Arguments and errors are those of `publish`."""
-    request, files = announcement(
-        model,
-        specs,
-        step=step,
-        run=run,
-        metadata=metadata,
-        rank=rank,
-        refuse_change=refuse_change,
-        plain=plain,
-        **options,
-    )
-    return await at_a_master(relay, model, lambda master: _open_once(relay, master, request, files, force_tcp))
+    """Announces a version and opens it for writing. Arguments and errors are those of `publish`.
+
+    `shared`: it is written by `write_chunks` alone, here and by those who `join_stream`.
+    """
+    request, files = announcement(model, specs, plain, **options)
+    return await at_a_master(relay, model, lambda master: _open_once(relay, master, request, files, force_tcp, shared))
+
+
+class _Invitation(msgspec.Struct):
+    """A version that another process announced: its `AnnounceRequest` and `AnnounceReply`."""
+
+    request: bytes
+    opened: bytes
+
+
+async def join_stream(relay: RelayClient, invitation: bytes, *, force_tcp: bool = False) -> StreamedVersion:
+    """Opens a version that another process announced and shares, to write chunks of it.
+
+    Who joins keeps no mapping of the relay's files from one version to the next: without a claim of its own it would
+    not notice that the relay is gone, whose memory it would hold.
+    """
+    found = decode_msgpack(invitation, _Invitation)
+    request, opened = pb.AnnounceRequest.FromString(found.request), pb.AnnounceReply.FromString(found.opened)
+    specs = [TensorSpec(one.name, one.dtype, tuple(one.shape)) for one in request.tensors]
+    plain = [PlainFile(one.name, one.size_bytes) for one in request.plain_files]
+    metadata = dict(request.metadata) or None
+    files = plan_layout(specs, file_bytes_max=request.file_bytes_max, metadata=metadata, plain=plain)
+    master, mappings = await relay.last_master_of(request.model), Mappings()
+    opening = asyncio.to_thread(_open_writer, mappings, request.model, opened, {}, force_tcp)
+    writer = await unless_replaced(relay, request.model, master, opening)
+    return StreamedVersion(relay, master, request, opened, files, writer, mappings)
 
 
 async def _open_once(
@@ -148,13 +204,14 @@ async def _open_once(
     request: pb.AnnounceRequest,
     files: Sequence[FileLayout],
     force_tcp: bool,
+    shared: bool,
 ) -> StreamedVersion:
     opened = await announced(relay, master, request)
     try:
         check_lineage(relay, request.model, opened)
-        layouts = files_of(request, opened, files)
+        layouts = {} if shared else files_of(request, opened, files)
         opening = asyncio.ensure_future(
-            asyncio.to_thread(_open_writer, master, request.model, opened, layouts, force_tcp)
+            asyncio.to_thread(_open_writer, master.mappings, request.model, opened, layouts, force_tcp)
         )
         try:
             writer = await unless_replaced(relay, request.model, master, asyncio.shield(opening))
@@ -164,17 +221,17 @@ async def _open_once(
     except BaseException as error:
         await given_up(relay, master, request.model, opened, error)
         raise
-    return StreamedVersion(relay, master, request, opened, writer)
+    return StreamedVersion(relay, master, request, opened, files, writer)
 
 
 def _open_writer(
-    master: RelayClient, model: str, opened: pb.AnnounceReply, layouts: Mapping[int, FileLayout], force_tcp: bool
+    mappings: Mappings, model: str, opened: pb.AnnounceReply, layouts: Mapping[int, FileLayout], force_tcp: bool
 ) -> StreamWriter:
     path = Path(opened.publish_socket)  # empty: the relay takes bytes only
     name = f"{socket.gethostname()}:{os.getpid()}"
     if opened.publish_socket and not force_tcp and os.access(path, os.W_OK):
         greeting = Greeting("map", model, opened.version, name, token=opened.token)
-        return open_mapped(path, greeting, layouts, master.mappings)
+        return open_mapped(path, greeting, layouts, mappings)
     return open_tcp(opened.data_address, Greeting("write", model, opened.version, name, token=opened.token), layouts)
 
 

@@ -180,6 +180,12 @@ class Assembly:
             self._take(place.file, place.offset + at, data, sink)
             self._given[name] = at + len(data)
 
+    def take_chunks(self, first: int, num: int, data: memoryview, sink: Sink) -> None:
+        """Takes `num` whole chunks of one file from number `first` on; writers of one file agree on who gives which."""
+        chunks = [self.chunks.chunk(index) for index in range(first, first + num)]
+        digests = sink.whole(chunks, data)
+        self.digests.update((one.index, its) for one, its in zip(chunks, digests, strict=True))
+
     def pieces(self, name: str, bytes_max: int) -> Iterator[tuple[int, int]]:
         """Ranges of a tensor's bytes to be given one after the other; they end where chunks end, as far as they can."""
         place, chunk_bytes = self._places[name], self.chunks.chunk_bytes
@@ -256,6 +262,22 @@ class StreamWriter:
         with self._refusals():
             self._assembly.take(name, data.cast("B"), self._sink)
         self._progress.reading = (f"the one after {name}", time.monotonic())
+
+    @property
+    def chunks(self) -> ChunkMap:
+        return self._assembly.chunks
+
+    @property
+    def digests(self) -> Mapping[int, bytes]:
+        """Of the chunks that were written here."""
+        return self._assembly.digests
+
+    def write_chunks(self, first: int, num: int, data: memoryview) -> None:
+        """Writes `num` whole chunks of one file, from number `first` on. Raises like `write`."""
+        self._progress.reading = None
+        with self._refusals():
+            self._assembly.take_chunks(first, num, data, self._sink)
+        self._progress.reading = (f"the one after chunk {first + num - 1}", time.monotonic())
 
     def finish(self) -> list[bytes]:
         """Waits until the relay has all; the digests of this publisher's chunks, in order."""

@@ -86,7 +86,7 @@ def manifest_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Manif
             raise InvalidRequest(
                 f"{name!r} is a {type(tensor).__name__}, not a tensor", hint="leave other entries of a state dict out"
             )
-        owner = owners.setdefault(_memory(name, tensor), name)
+        owner = owners.setdefault(memory_of(name, tensor), name)
         if owner == name:
             metas.append(TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
         else:
@@ -102,7 +102,7 @@ def gathered(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator
     """
     seen: set[object] = set()
     for name, tensor in _pairs(tensors):
-        memory = _memory(name, tensor)
+        memory = memory_of(name, tensor)
         if memory not in seen:
             seen.add(memory)
             yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -112,7 +112,7 @@ def _pairs(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterable[t
     return tensors.items() if isinstance(tensors, Mapping) else tensors
 
 
-def _memory(name: str, tensor: Any) -> object:
+def memory_of(name: str, tensor: Any) -> object:
     """What two names share only if they are one tensor; `name` itself where that cannot be seen."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     torch = sys.modules.get("torch")

@@ -15,59 +15,28 @@ by then, and only the caller knows how to get them out of their collective.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from paramserver.client import Files, Rank, StreamedVersion, TensorSource, Ticket, TicketData
-from protos.decoding import decode_msgpack
-from protos.errors import BY_CODE, InvalidRequest, LaminarError, StaleEpoch, Unavailable
+from paramserver.client import Rank, StreamedVersion, TensorSource, Ticket, TicketData
+from protos.errors import InvalidRequest, LaminarError
 from trainer_client.loop import LoopThread
 from trainer_client.sources import plain_source, refuse_nan
+from trainer_client.streaming.arguments import PublishArguments
 from trainer_client.streaming.beside import NOTHING, Beside, beside
 from trainer_client.streaming.manifest import Manifest, TensorMeta
-from trainer_client.streaming.names import Names, rename
+from trainer_client.streaming.names import rename
+from trainer_client.streaming.outcomes import PASSES_MAX, Outcome, agreed, in_passes
 from trainer_client.streaming.ranks import Ranks
 from trainer_client.streaming.staging import StagingRing
-
-log = logging.getLogger(__name__)
 
 Items = Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]]
 """Pairs (name, tensor), or a function that gives them from the beginning each time that it is called."""
 Writers = Literal["first", "all"]
 """Which ranks write: the first one all files, or each rank files of its own."""
-
-PASSES_MAX = 3
-"""Times that a factory's tensors are taken for one version. Each waits for the next master by itself."""
-WORDS_MAX = 1500
-"""Of a message and of a hint that ranks exchange, in characters."""
-
-
-class Outcome(msgspec.Struct):
-    """What became of one rank's part. `code`: of its error; "" for none. `again`: the next master may take it."""
-
-    code: str = ""
-    message: str = ""
-    hint: str = ""
-    again: bool = False
-    same: str = ""  # a digest of the manifest
-    run: str = ""
-    ticket: TicketData | None = None
-
-    @classmethod
-    def of(cls, error: LaminarError) -> Outcome:
-        again = isinstance(error, StaleEpoch | Unavailable)
-        code = next(
-            kind.code for kind in type(error).__mro__ if issubclass(kind, LaminarError) and kind.code in BY_CODE
-        )
-        return cls(code, error.message[:WORDS_MAX], error.hint[:WORDS_MAX], again)
-
-    def error(self) -> LaminarError:
-        return BY_CODE.get(self.code, LaminarError)(self.message, hint=self.hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +73,7 @@ class Stream:
         self,
         manifest: Manifest | Iterable[TensorMeta],
         items: Items,
+        arguments: PublishArguments,
         *,
         run: str,
         ranks: Ranks,
@@ -112,12 +82,8 @@ class Stream:
         open_version: Callable[[Manifest, Part], StreamedVersion],
         wait: Callable[[Ticket], None],
         staging: StagingRing,
-        names: Names | None = None,
-        check_nan: bool = True,
-        base: Path | str | None = None,
-        files: Files | None = None,
     ) -> None:
-        self._base, self._files = base, files
+        self._base, self._files = arguments.base, arguments.files
         self._announced = manifest
         self._items = items
         self._run = run
@@ -125,8 +91,8 @@ class Stream:
         self._loop = loop
         self._open, self._wait = open_version, wait
         self._staging = staging
-        self._names = names
-        self._check_nan = check_nan
+        self._names = arguments.names
+        self._check_nan = arguments.check_nan
         self._manifest = Manifest(())
         self._part: Part | None = None
         self._metas: dict[str, TensorMeta] = {}
@@ -139,15 +105,7 @@ class Stream:
             if not callable(self._items):
                 self._write_all(None)
             raise prepared.error()
-        for number in range(1, PASSES_MAX + 1):
-            found = self._pass()
-            if not found.code:
-                assert found.ticket is not None, "the first rank writes, and has a ticket"
-                return found.ticket
-            if not (found.again and callable(self._items)) or number == PASSES_MAX:
-                break
-            log.warning("the publish begins again: %s", found.message)
-        raise found.error()
+        return in_passes(self._pass, num_max=PASSES_MAX if callable(self._items) else 1)
 
     def _prepare(self) -> Outcome:
         """What this rank will write; its outcome names the run and the tensors, to be the same on every rank."""
@@ -265,22 +223,7 @@ class Stream:
         return Outcome(ticket=ticket.data)
 
     def _agree(self, outcome: Outcome) -> Outcome:
-        """The outcome of all ranks: an error of one that begins nothing again, else one that does, else the first's."""
-        if self._ranks.count == 1:
-            return outcome
-        sent = msgspec.msgpack.encode(outcome)
-        found = [decode_msgpack(one, Outcome) for one in self._ranks.exchange(sent)]
-        failed = [one for one in found if one.code]
-        if failed:
-            return next((one for one in failed if not one.again), failed[0])
-        if len({one.same for one in found}) > 1:
-            error = InvalidRequest("the ranks announce different tensors", hint="pass the same manifest on every rank")
-            return Outcome.of(error)
-        if len({one.run for one in found}) > 1:
-            return Outcome.of(
-                InvalidRequest("the ranks are of different runs", hint="pass the same run= on every rank")
-            )
-        return found[0]
+        return agreed(self._ranks, outcome)
 
 
 def _pair(item: object) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 MESSAGE_BYTES_MAX = 8192
@@ -25,6 +26,16 @@ class Ranks(Protocol):
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's message, by rank. Blocks until all ranks have called it."""
+
+
+def exchange_all(ranks: Ranks, message: bytes) -> list[bytes]:
+    """Every rank's message, of any length, in as many exchanges as the longest one needs."""
+    lengths = [int.from_bytes(one, "big") for one in ranks.exchange(len(message).to_bytes(8, "big"))]
+    found = [bytearray() for _ in lengths]
+    for at in range(0, max(lengths), MESSAGE_BYTES_MAX):
+        for whole, part in zip(found, ranks.exchange(message[at : at + MESSAGE_BYTES_MAX]), strict=True):
+            whole += part
+    return [bytes(one) for one in found]
 
 
 class OneRank:
@@ -61,6 +72,21 @@ class TorchRanks:
         found = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(self.count)]
         self._dist.all_gather(found, mine, group=self._group)
         return [_unpadded(one.cpu().numpy().tobytes()) for one in found]
+
+    def swap(self, sends: Sequence[Sequence[memoryview]], num_bytes: Sequence[int]) -> list[memoryview]:
+        """What each rank sent to this one, `num_bytes` of them. `sends`: pieces for each rank. A collective."""
+        torch = self._torch
+        lengths = [sum(len(piece) for piece in pieces) for pieces in sends]
+        mine = torch.empty(sum(lengths), dtype=torch.uint8)
+        at, into = 0, memoryview(mine.numpy())
+        for piece in (piece for pieces in sends for piece in pieces):
+            into[at : at + len(piece)] = piece
+            at += len(piece)
+        found = torch.empty(sum(num_bytes), dtype=torch.uint8, device=self._device)
+        self._dist.all_to_all_single(found, mine.to(self._device), list(num_bytes), lengths, group=self._group)
+        whole = memoryview(found.cpu().numpy())
+        starts = [sum(num_bytes[:rank]) for rank in range(self.count)]
+        return [whole[start : start + num] for start, num in zip(starts, num_bytes, strict=True)]
 
 
 def _unpadded(data: bytes) -> bytes:
