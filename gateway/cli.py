@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import keyword
 import logging
 import signal
 import sys
@@ -28,6 +29,8 @@ LAZY = {
         "gateway.engines.embedded.cli",
         "Which dtype the embedded engine is fastest in here (needs torch).",
     ),
+    "export": ("gateway.tables.cli", "Writes finished trajectories to a Parquet file."),
+    "import": ("gateway.tables.cli", "Adds the trajectories of an exported Parquet file to a store."),
     "faultkit": ("gateway.faultkit.cli", "Scripted engines that die, hang, repeat, shorten, abort."),
 }
 
@@ -42,7 +45,8 @@ class LazyGroup(click.Group):
         if cmd_name not in LAZY:
             return super().get_command(ctx, cmd_name)
         module, _ = LAZY[cmd_name]
-        command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
+        name = cmd_name.replace("-", "_") + ("_" if keyword.iskeyword(cmd_name) else "")
+        command = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)
         return command
 

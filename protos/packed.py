@@ -108,12 +108,14 @@ def facts_of(leaves: Sequence[Trajectory], num_bytes: int) -> Facts:
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished session that waits for a trainer. `seq`: its number in the order of finishes. `uses`: before."""
+    """A finished session in an experience store. `seq`: its number in the order of finishes. `uses`: before. `leased`:
+    a reader has it, so it waits for no other."""
 
     seq: int
     session_id: str
     group_id: str
     uses: int = 0
+    leased: bool = False
     facts: Facts
 
 

@@ -199,6 +199,10 @@ class ExperienceBuffer:
                 self._state.replace(dataclasses.replace(entry, facts=facts))
         await self._store.synced()
 
+    def has(self, session_id: str) -> bool:
+        """Whether the session is here, free or leased."""
+        return session_id in self._state.sessions
+
     async def delivered(self, session_id: str) -> None:
         """When this returns, a session that was added is in the store."""
 

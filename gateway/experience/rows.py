@@ -19,7 +19,7 @@ from gateway.store.damage import leaving_out, reading
 from gateway.store.layout import TRAJECTORIES
 from protos import packed
 from protos.decoding import decode_msgpack
-from protos.packed import Facts
+from protos.packed import Facts, Offer
 from protos.trajectories import Trajectory
 
 _SCHEMA = f"""
@@ -68,6 +68,23 @@ def _number(value: object) -> int:
 
 def load_closed_groups(connection: sqlite3.Connection) -> list[tuple[str, int]]:
     return connection.execute("SELECT group_id, members FROM closed_groups").fetchall()
+
+
+def page(connection: sqlite3.Connection, after: int, limit: int) -> list[tuple[int, Offer | None]]:
+    """Up to `limit` rows with numbers above `after`, leased ones included; None for one whose facts do not decode."""
+    found = connection.execute(
+        "SELECT seq, session_id, group_id, facts, uses, lease_id FROM trajectories WHERE seq>? ORDER BY seq LIMIT ?",
+        (after, limit),
+    ).fetchall()
+    return [(seq, _offer(seq, *row)) for seq, *row in found]
+
+
+def _offer(seq: int, session_id: str, group_id: str, facts: bytes, uses: int, lease_id: str | None) -> Offer | None:
+    with leaving_out("trajectories", seq):
+        known = decode_msgpack(facts, Facts)
+        leased = lease_id is not None
+        return Offer(seq=seq, session_id=session_id, group_id=group_id, uses=uses, leased=leased, facts=known)
+    return None
 
 
 def close_group(connection: sqlite3.Connection, group_id: str, members: int, gone: Sequence[str]) -> None:
