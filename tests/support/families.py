@@ -1,7 +1,6 @@
 """Codecs with the chat templates of model families over a small vocabulary with each template's special tokens.
 
-The templates are the models' own, as TRL's package ships them. Mistral's is written after its documentation, because no
-package ships one."""
+The templates are the models' own, as TRL's package ships them, and as Mistral's package generates them."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tokenizers import AddedToken
 
 from gateway.tokens import Codec
 from gateway.tokens.toolformats import MARKERS
-from tests.support import side_package
+from tests.support import mistral, side_package
 from tests.support.codecs import byte_level
 from tests.support.skips import needs
 
@@ -31,26 +30,6 @@ ENDS = {
 """By the beginning of a family's name: the end-of-sequence tokens, the tokenizer's own first."""
 TOKEN = re.compile(r"<\|[A-Za-z_]+\|>|<｜[^<>]{1,40}｜>|\[/?[A-Z_]+\]|\[gMASK\]|<sop>|</?think>|</?tool_call>")
 
-MISTRAL = """\
-{{- bos_token }}
-{%- if tools is not none %}{{- "[AVAILABLE_TOOLS]" + tools | tojson + "[/AVAILABLE_TOOLS]" }}{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == "user" %}
-        {{- "[INST]" + message.content + "[/INST]" }}
-    {%- elif message.role == "assistant" and message.tool_calls %}
-        {%- for call in message.tool_calls %}
-            {%- if call.id | length != 9 %}{{- raise_exception("Tool call IDs have 9 characters") }}{%- endif %}
-            {{- "[TOOL_CALLS]" + call.function.name + "[ARGS]" + call.function.arguments | tojson }}
-        {%- endfor %}
-        {{- eos_token }}
-    {%- elif message.role == "assistant" %}{{- message.content + eos_token }}
-    {%- elif message.role == "tool" %}{{- "[TOOL_RESULTS]" + message.content + "[/TOOL_RESULTS]" }}
-    {%- elif message.role == "system" %}{{- "[SYSTEM_PROMPT]" + message.content + "[/SYSTEM_PROMPT]" }}
-    {%- endif %}
-{%- endfor %}
-{#- [THINK] and [/THINK] stand around the reasoning of those that reason -#}
-"""
-
 
 @functools.cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
@@ -58,9 +37,9 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def template(name: str) -> str:
-    if name == "mistral":
-        return MISTRAL
     try:
+        if name.startswith("mistral_"):
+            return mistral.template(name.removeprefix("mistral_"))
         directory = side_package.installed(LOCK)
     except RuntimeError as error:
         pytest.skip(needs(f"no templates here: {error}", "the package index (`pip config list`), then again"))

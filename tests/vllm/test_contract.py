@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.api.openai.constraints import forced_call
+from gateway.api.openai.forced import CallForm
 from gateway.api.openai.requests import decode_chat
 from gateway.core.types import SamplingParams
 from tests.contract.engine_contract import PROMPT, TOKENS, EngineContract, Subject, Turn
@@ -28,7 +29,7 @@ def forced(*names: str) -> str:
     functions = [{"name": name, "parameters": {"enum": [{"a": 1}]}} for name in names]
     tools = [{"type": "function", "function": function} for function in functions]
     body = {"model": "policy", "messages": [], "tools": tools, "tool_choice": "required"}
-    return forced_call(decode_chat(json.dumps(body).encode()), "hermes").structural_tag
+    return forced_call(decode_chat(json.dumps(body).encode()), CallForm("hermes")).structural_tag
 
 
 CONTEXT, LONG = 8192, 8000

@@ -57,7 +57,7 @@ class ParsedRequest:
     messages: Sequence[Message]
     make_prompts: Callable[[SessionView], list[Prompt]]
     is_long: Callable[[SessionView], bool]  # making the prompts would hold the event loop
-    make_sampling: Callable[[int, SessionView], SamplingParams]  # from the length of the prompt
+    make_sampling: Callable[[Sequence[int], SessionView], SamplingParams]  # of a prompt's token ids
     parses_tools: bool = False
     parses_reasoning: bool = False
     show_special: bool = False
@@ -172,7 +172,7 @@ class Calls:
         prompts, waited = await self.prompts(view, parsed)
         if waited and (joined := await self.turns.join(call, choices, again=True)) is not None:
             return joined, True
-        sampled = [parsed.make_sampling(len(prompt.token_ids), view) for prompt in prompts]
+        sampled = [parsed.make_sampling(prompt.token_ids, view) for prompt in prompts]
         if not named:
             view = await self.turns.open_session(identity, choices)
         name, per_prompt = secrets.token_hex(12), choices // len(prompts)

@@ -6,6 +6,7 @@ tool call that the request forces, in the format that `gateway.tokens.toolcalls`
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,12 @@ import msgspec
 
 from gateway.api.errors import BadField, RefusedField
 from gateway.api.openai.bodies import ChatRequest, CompletionRequest
+from gateway.api.openai.forced import CallForm, can_force, structural_tag
 from gateway.core.sampling import kinds_for
 from gateway.ports import ModelInfo
-from gateway.tokens.toolformats import CLOSE, OPEN, ToolFormat
 from protos.decoding import decode_json
+
+_PLAIN = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,8 @@ class Constraint:
         return bool(self.json_schema or self.regex or self.structural_tag)
 
 
-def constraint(body: ChatRequest | CompletionRequest, model: ModelInfo, form: ToolFormat) -> Constraint:
-    """The request's constraint. `form`: the format of tool calls that a grammar can force; "none" where none can."""
+def constraint(body: ChatRequest | CompletionRequest, model: ModelInfo, form: CallForm) -> Constraint:
+    """The request's constraint. `form`: how the model writes a call that a grammar forces."""
     found = {field: held for field, held in _by_field(body, form).items() if held.any}
     if len(found) > 1:
         raise BadField(next(iter(found)), f"{' and '.join(found)} each constrain the answer", hint="send one of them")
@@ -49,7 +52,7 @@ def constraint(body: ChatRequest | CompletionRequest, model: ModelInfo, form: To
     return Constraint()
 
 
-def _by_field(body: ChatRequest | CompletionRequest, form: ToolFormat) -> dict[str, Constraint]:
+def _by_field(body: ChatRequest | CompletionRequest, form: CallForm) -> dict[str, Constraint]:
     found = {"structured_outputs": _structured(body)}
     found["response_format"] = Constraint(response_schema(body))
     if isinstance(body, ChatRequest):
@@ -95,7 +98,7 @@ def response_schema(body: ChatRequest | CompletionRequest) -> str:
     return _json(schema)
 
 
-def forced_call(body: ChatRequest, form: ToolFormat) -> Constraint:
+def forced_call(body: ChatRequest, form: CallForm) -> Constraint:
     """`tool_choice` "required", or the function that it names."""
     choice = body.tool_choice
     if choice in (None, "auto", "none"):
@@ -110,15 +113,21 @@ def forced_call(body: ChatRequest, form: ToolFormat) -> Constraint:
         functions = {name: functions[name]}
     if not functions:
         raise BadField("tool_choice", "`tool_choice` 'required' needs `tools`")
-    if form == "hermes":
-        return Constraint(structural_tag=_json({"type": "structural_tag", "format": _one_of(functions)}))
-    if form == "llama":
+    if not can_force(form.tools):
+        raise RefusedField(
+            "tool_choice",
+            f"`tool_choice`={choice!r} is not supported: no engine has a grammar for this model's format of a call",
+            hint="use 'auto', or request the arguments as the answer, with their JSON schema as `response_format`",
+        )
+    if form.tools == "llama" and form.thinks == "no":
         return Constraint(json_schema=_json({"anyOf": [_call_schema(*one) for one in functions.items()]}))
-    raise RefusedField(
-        "tool_choice",
-        f"`tool_choice`={choice!r} is not supported: no engine has a grammar for this model's format of a call",
-        hint="use 'auto', or request the arguments as the answer, with their JSON schema as `response_format`",
-    )
+    if form.tools not in ("hermes", "llama") and (odd := [name for name in functions if not _PLAIN.fullmatch(name)]):
+        raise BadField(
+            "tools",
+            f"a call of {odd[0]!r} cannot be forced: this model writes names as they are, between marks",
+            hint="name functions with letters, digits, '_', '-' and '.'",
+        )
+    return Constraint(structural_tag=structural_tag(form, functions))
 
 
 def _named(choice: str | dict[str, Any] | None) -> str:
@@ -131,20 +140,6 @@ def _named(choice: str | dict[str, Any] | None) -> str:
             hint='\'auto\', \'none\', \'required\', or {"type": "function", "function": {"name": ...}}',
         )
     return name
-
-
-def _one_of(functions: dict[str, Any]) -> dict[str, Any]:
-    """A structural tag: the model chooses only the function and its arguments."""
-    tags = [
-        {
-            "type": "tag",
-            "begin": f'{OPEN}\n{{"name": {_json(name)}, "arguments": ',
-            "content": {"type": "json_schema", "json_schema": parameters or {"type": "object"}},
-            "end": f"}}\n{CLOSE}",
-        }
-        for name, parameters in functions.items()
-    ]
-    return tags[0] if len(tags) == 1 else {"type": "or", "elements": tags}
 
 
 def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:

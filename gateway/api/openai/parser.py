@@ -12,11 +12,11 @@ from gateway.api.calls.answer import AnswerShape, Api, Form
 from gateway.api.calls.service import BodyIdentity, ParsedRequest
 from gateway.api.openai import requests
 from gateway.api.openai.bodies import ChatRequest, CompletionRequest
+from gateway.api.openai.forced import NO_CALLS, CallForm
 from gateway.api.openai.writer import OpenAIForm
 from gateway.core.types import SamplingParams, TurnId
 from gateway.ports import Message, ModelInfo, SessionView, Turns
 from gateway.tokens import Codec
-from gateway.tokens.toolformats import ToolFormat
 
 LONG_BODY_BYTES = 8_000
 """A longer body is tokenised in a thread: it would hold the event loop for milliseconds (1 ms for about 4 KB)."""
@@ -28,8 +28,6 @@ tokenise, and rendering the rest through the template costs less than handing it
 class Parser:
     def __init__(self, turns: Turns, codec: Codec) -> None:
         self._turns, self._codec = turns, codec
-        reasons = codec.reasoning_format != "none"  # before it calls: a grammar would forbid that
-        self._forced_format: ToolFormat = "none" if reasons else codec.tool_format
 
     def chat(
         self,
@@ -76,7 +74,7 @@ class Parser:
                     size > LONG_BODY_BYTES and history.unrecorded_chars(view, messages, tools, kwargs) > LONG_BODY_BYTES
                 )
             ),
-            make_sampling=lambda tokens, view: self._sampling(body, shape, model, tokens, view),
+            make_sampling=lambda prompt, view: self._sampling(body, shape, model, prompt, view),
             parses_tools=tools is not None and body.tool_choice != "none",
             parses_reasoning=body.separate_reasoning and self._codec.reasoning_format != "none",
             show_special=not body.skip_special_tokens,
@@ -102,7 +100,7 @@ class Parser:
                 history.completion_prompt(self._codec, view, prompt, add_special_tokens=special) for prompt in prompts
             ],
             is_long=lambda view: size > LONG_BODY_BYTES,
-            make_sampling=lambda tokens, view: self._sampling(body, shape, model, tokens, view),
+            make_sampling=lambda prompt, view: self._sampling(body, shape, model, prompt, view),
             show_special=not body.skip_special_tokens,
             num_prompts=len(prompts),
         )
@@ -112,20 +110,29 @@ class Parser:
         body: ChatRequest | CompletionRequest,
         shape: AnswerShape,
         model: ModelInfo,
-        prompt_tokens: int,
+        prompt: Sequence[int],
         view: SessionView,
     ) -> SamplingParams:
         sampling = requests.sampling(
             body,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=len(prompt),
             model=requests.within(model, view),
             top=shape.logprobs or 0,
             tokens_per_event=self._turns.tokens_per_event(streamed=shape.stream),
-            tool_format=self._forced_format,
+            call_form=self._call_form(body, prompt),
             vocab_size=self._codec.vocab_size,
         )
         requests.check_trainable(sampling, view, model.kinds)
         return sampling
+
+    def _call_form(self, body: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> CallForm:
+        """How a call that the request may force is written; a model that reasons does so before it calls."""
+        if not isinstance(body, ChatRequest) or body.tool_choice in (None, "auto", "none"):
+            return NO_CALLS
+        tools, reasoning = self._codec.tool_format, self._codec.reasoning_format
+        if reasoning == "none" or body.continue_final_message:
+            return CallForm(tools)
+        return CallForm(tools, reasoning, "does" if self._codec.opens_reasoning(prompt) else "may")
 
 
 def _named(body: ChatRequest | CompletionRequest) -> BodyIdentity:

@@ -24,6 +24,7 @@ from gateway.api.openai.bodies import (
     _Common,
 )
 from gateway.api.openai.constraints import constraint
+from gateway.api.openai.forced import NO_CALLS, CallForm
 from gateway.core.parameters import PARAMETERS, Parameter, required, truncating
 from gateway.core.sampling import distorted, kinds_for
 from gateway.core.types import SamplingParams
@@ -243,7 +244,7 @@ def sampling(
     model: ModelInfo,
     top: int,
     tokens_per_event: int = 1,
-    tool_format: ToolFormat = "none",
+    call_form: CallForm = NO_CALLS,
     vocab_size: int = 1 << 31,
 ) -> SamplingParams:
     """The sampling parameters, within the context that the prompt leaves. TooLarge, with both lengths, for a prompt
@@ -254,7 +255,7 @@ def sampling(
     counts = bool(numbers["presence_penalty"] or numbers["frequency_penalty"])
     prompt_counts = all(ENGINE_KINDS[kind].penalises_prompt for kind in model.kinds)
     counts = counts or (numbers["repetition_penalty"] != 1.0 and not prompt_counts)
-    held = constraint(body, model, tool_format)
+    held = constraint(body, model, call_form)
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
     if not model.context_tokens:

@@ -78,9 +78,9 @@ class ResponsesParser:
         if previous is not None:
             named = dataclasses.replace(named, previous=previous[0].session_id)
 
-        def make_sampling(tokens: int, view: SessionView) -> SamplingParams:
+        def make_sampling(prompt: Sequence[int], view: SessionView) -> SamplingParams:
             with _own_names():
-                return parsed.make_sampling(tokens, view)
+                return parsed.make_sampling(prompt, view)
 
         return dataclasses.replace(parsed, named=named, make_sampling=make_sampling, kept=body.store is not False)
 

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from gateway.api.openai.constraints import forced_call
+from gateway.api.openai.forced import CallForm
 from gateway.api.openai.requests import decode_chat
 from gateway.core.types import SamplingParams
 from gateway.engines.base import EngineChunk, EngineFailed, RequestRefused
@@ -123,7 +124,7 @@ async def test_an_error_in_the_stream_of_a_wrong_request_is_a_refusal(sampling: 
 def forced_call_of(*names: str) -> str:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     body = {"model": "policy", "messages": [], "tools": tools, "tool_choice": "required"}
-    return forced_call(decode_chat(json.dumps(body).encode()), "hermes").structural_tag
+    return forced_call(decode_chat(json.dumps(body).encode()), CallForm("hermes")).structural_tag
 
 
 async def test_an_answer_is_held_to_a_call() -> None:

@@ -25,7 +25,9 @@ FAMILIES = {
     "deepseekv3": ("deepseek", "think"),
     "deepseek_r1_distill": ("deepseek", "think"),
     "glm4moe": ("glm", "think"),
-    "mistral": ("mistral", "brackets"),
+    "mistral_v3": ("mistral", "none"),
+    "mistral_v11": ("mistral", "none"),
+    "mistral_v13": ("mistral", "brackets"),
 }
 ONE_CALL = ("llama3_1", "llama3_2")
 """Their templates refuse several calls in one answer."""
