@@ -120,7 +120,7 @@ class SharedBuffer(ExperienceBuffer):
             self._refuse(name)
         except (Conflict, OutOfCapacity):  # by a replica, which may be late
             async with self._order:
-                await self._catch_up()
+                await self._catch_up_or_later()
             self._refuse(name)
         row = packed.pack(leaves)
         facts = packed.facts_of(leaves, len(row))
