@@ -17,7 +17,7 @@ from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks
 from trainer_client.tasks import Added, AsyncPromptPool, PoolStatus, PromptPool, TaskOptions, TaskResult
 from trainer_client.tickets import AsyncTicket, PendingTicket, Ticket, Wait
 from trainer_client.trajectories import Packed, PackedTensors, Padded, PaddedTensors, pack
-from trainer_client.wanted import Choice, ExperienceStatistics, Strategy, Wanted
+from trainer_client.wanted import Choice, Evicted, ExperienceStatistics, Strategy, Wanted
 
 __all__ = [
     "Added",
@@ -27,6 +27,7 @@ __all__ = [
     "AsyncTicket",
     "Batch",
     "Choice",
+    "Evicted",
     "ExperienceReader",
     "ExperienceStatistics",
     "Facts",

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import httpx
 import msgspec
@@ -31,7 +31,9 @@ from trainer_client.wanted import (
     LEASE_S,
     WAIT_S,
     Choice,
+    Evicted,
     ExperienceStatistics,
+    Returned,
     Rows,
     Wanted,
     sample_request,
@@ -49,7 +51,16 @@ SILENT_S = 60.0
 """A loop that waits longer than this for a batch logs a warning, and another one each time the wait has doubled."""
 CHOOSE_AGAIN_S = 0.5
 """Between two looks of a strategy of the trainer's own."""
+EVICTED_AT_ONCE = 4096
+"""Sessions of one request; the gateway takes no more."""
 Answer = TypeVar("Answer", bound=msgspec.Struct)
+
+
+def _by_name(wanted: Wanted, session_ids: Sequence[str]) -> Wanted:
+    """Of a strategy of the trainer's own: the sessions that it picked, as they are now."""
+    rest: Any = {**wanted, "session_ids": session_ids, "wait_s": 0.0}
+    del rest["strategy"]
+    return cast(Wanted, rest)
 
 
 class ReaderOptions(TypedDict, total=False):
@@ -108,9 +119,10 @@ class AsyncExperienceReader(AsyncClient):
         does not answer, and InvalidRequest when it refuses the request.
         """
         if callable(choose := wanted.get("strategy")):
+            sample_request(self.reader, self.trainer_version, _by_name(wanted, []), self.rank, self._num_ranks)
             return await self._choose(wanted, choose)
         self._check_open()
-        body = sample_request(self.reader, self.trainer_version, wanted, self._num_ranks)
+        body = sample_request(self.reader, self.trainer_version, wanted, self.rank, self._num_ranks)
         answer = await download(
             self._url,
             "/experience/sample",
@@ -164,10 +176,29 @@ class AsyncExperienceReader(AsyncClient):
         """Staleness at generation, finish and use; lengths, rewards and waiting of what was sampled last."""
         return await self._get("/experience/statistics", ExperienceStatistics)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of the trainer keeps of this reader. The batch that it holds is not part of it: a trainer
-        that dies has not acknowledged it, and gets it again once its lease has ended."""
-        return {"reader": self.reader, "trainer_version": self.trainer_version}
+    async def evict(self, choose: Choice) -> Evicted:
+        """Removes for good, unused, what `choose` picks of the rows that wait. What is leased by then stays.
+
+        `choose` runs in this process and returns ids of sessions. Of a group that lost a member, readers of groups get
+        no member any more: pick whole groups for them.
+        """
+        picked = list(dict.fromkeys(choose(await self.rows())))
+        done = Evicted()
+        for begin in range(0, len(picked), EVICTED_AT_ONCE):
+            some = {"session_ids": picked[begin : begin + EVICTED_AT_ONCE]}
+            part = self._decoded(await self._post("/experience/evict", some, timeout_s=self._timeout_s), Evicted)
+            done = Evicted(done.evicted + part.evicted, done.leased + part.leased, done.missing + part.missing)
+        return done
+
+    def state_dict(self, *used: Batch) -> dict[str, Any]:
+        """What a checkpoint of the trainer keeps of this reader. `used`: the batches that the checkpoint's weights were
+        trained on and that are not acknowledged yet, as the one of a loop over `batches` is until the loop asks for the
+        next."""
+        return {
+            "reader": self.reader,
+            "trainer_version": self.trainer_version,
+            "used": [batch.lease_id for batch in used if batch.lease_id],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["reader"] != self.reader:
@@ -176,14 +207,31 @@ class AsyncExperienceReader(AsyncClient):
             )
         self.trainer_version = max(self.trainer_version, int(state["trainer_version"]))
 
+    async def resume(self, *states: Mapping[str, Any]) -> int:
+        """Goes on where the checkpoint with the `state_dict` was made, before the first sample: acknowledges what was
+        `used`, and gives back whatever else this reader had leased when its process died. Returns how many trajectories
+        were given back.
+
+        Each of several ranks passes the states of all ranks, of which there may have been another number: what one has
+        to give back is then acknowledged before, if any rank's checkpoint has used it.
+        """
+        for state in states:
+            self.load_state_dict(state)
+        for lease_id in dict.fromkeys(lease_id for state in states for lease_id in state.get("used", ())):
+            try:
+                await self._post("/experience/ack", {"lease_id": lease_id}, timeout_s=self._timeout_s)
+            except NotFound as error:
+                log.info("%s of the checkpoint was acknowledged before, or its lease ended: %s", lease_id, error)
+        held = {"reader": self.reader, "rank": self.rank, "num_ranks": self._num_ranks}
+        answer = await self._post("/experience/reclaim", held, timeout_s=self._timeout_s)
+        return self._decoded(answer, Returned).returned
+
     async def _choose(self, wanted: Wanted, choose: Choice) -> Batch:
         """Samples what `choose` picks of the rows that wait, once it picks any."""
-        rest: dict[str, Any] = {**wanted, "wait_s": 0.0}
-        del rest["strategy"]
         deadline = time.monotonic() + wanted.get("wait_s", WAIT_S)
         while True:
             picked = list(choose(await self.rows()))
-            if picked and (batch := await self.sample(**{**rest, "session_ids": picked})):
+            if picked and (batch := await self.sample(**_by_name(wanted, picked))):
                 return batch
             if time.monotonic() >= deadline:
                 return Batch("")
@@ -298,13 +346,16 @@ class AsyncExperienceReader(AsyncClient):
 
     async def _get(self, path: str, kind: type[Answer], query: Mapping[str, int] | None = None) -> Answer:
         raw = await request(self._http, self._url, path, query=query, timeout_s=self._timeout_s)
+        return self._decoded(raw, kind)
+
+    def _decoded(self, answer: bytes, kind: type[Answer]) -> Answer:
         try:
-            found: Answer = decode_json(raw, kind)
+            found: Answer = decode_json(answer, kind)
         except msgspec.DecodeError as error:
-            raise Unavailable(f"{self._url}{path} answered with something else: {error}", hint=WRONG_SERVER) from error
+            raise Unavailable(f"{self._url} answered with something else: {error}", hint=WRONG_SERVER) from error
         return found
 
-    async def _post(self, path: str, body: dict[str, object], *, timeout_s: float) -> bytes:
+    async def _post(self, path: str, body: Mapping[str, object], *, timeout_s: float) -> bytes:
         self._check_open()
         encoded = msgspec.json.encode(body)
         return await request(self._http, self._url, path, body=encoded, timeout_s=timeout_s)
@@ -349,9 +400,17 @@ class ExperienceReader(SyncClient[AsyncExperienceReader]):
         """See `AsyncExperienceReader.statistics`."""
         return self._loop.run(self._client.statistics())
 
-    def state_dict(self) -> dict[str, Any]:
+    def evict(self, choose: Choice) -> Evicted:
+        """See `AsyncExperienceReader.evict`."""
+        return self._loop.run(self._client.evict(choose))
+
+    def state_dict(self, *used: Batch) -> dict[str, Any]:
         """See `AsyncExperienceReader.state_dict`."""
-        return self._client.state_dict()
+        return self._client.state_dict(*used)
+
+    def resume(self, *states: Mapping[str, Any]) -> int:
+        """See `AsyncExperienceReader.resume`."""
+        return self._loop.run(self._client.resume(*states))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `AsyncExperienceReader.load_state_dict`."""

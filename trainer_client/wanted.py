@@ -40,7 +40,9 @@ class Wanted(TypedDict, total=False):
     lease_s: float  # the lease: how long the batch may stay unacknowledged; default 600
 
 
-def sample_request(reader: str, trainer_version: int, wanted: Wanted, num_ranks: int = 1) -> dict[str, Any]:
+def sample_request(
+    reader: str, trainer_version: int, wanted: Wanted, rank: int = 0, num_ranks: int = 1
+) -> dict[str, Any]:
     """The body of a sample request, complete with defaults. Of `num_ranks` readers each asks for its share."""
     if sum(name in wanted for name in ("trajectories", "groups", "session_ids")) != 1:
         raise InvalidRequest("sample needs one of `trajectories`, `groups` and `session_ids`", hint="pass one of them")
@@ -52,24 +54,42 @@ def sample_request(reader: str, trainer_version: int, wanted: Wanted, num_ranks:
         "wait_s": WAIT_S,
         "lease_s": LEASE_S,
         **wanted,
-        **(_share(wanted, num_ranks) if num_ranks > 1 else {}),
+        **(_share(wanted, rank, num_ranks) if num_ranks > 1 else {}),
     }
 
 
-def _share(wanted: Wanted, num_ranks: int) -> dict[str, int]:
+def _share(wanted: Wanted, rank: int, num_ranks: int) -> dict[str, int]:
     what: Literal["trajectories", "groups"] = "groups" if "groups" in wanted else "trajectories"
     if "session_ids" in wanted:
-        raise InvalidRequest("ranks share `trajectories` or `groups`, not sessions that one of them picked")
+        raise InvalidRequest(
+            f"`session_ids` and a strategy of one's own pick for one reader, and this is rank {rank} of {num_ranks}",
+            hint="pick on one rank, with `rows()`; send each rank its ids; sample them by readers without `num_ranks`",
+        )
     if wanted[what] % num_ranks:
         raise InvalidRequest(
             f"{wanted[what]} {what} cannot be shared by {num_ranks} ranks", hint=f"pass a multiple of {num_ranks}"
         )
-    return {what: wanted[what] // num_ranks, "num_ranks": num_ranks}
+    return {what: wanted[what] // num_ranks, "num_ranks": num_ranks, "rank": rank}
 
 
 class Rows(msgspec.Struct):
     rows: list[Offer]
     next_after: int | None
+
+
+class Returned(msgspec.Struct, frozen=True):
+    """How many trajectories were given back."""
+
+    returned: int
+
+
+class Evicted(msgspec.Struct, frozen=True):
+    """What became of the sessions that were to be evicted. `leased`: they stayed, since a reader has them. `missing`:
+    they had been used or dropped before."""
+
+    evicted: int = 0
+    leased: int = 0
+    missing: int = 0
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -1,7 +1,9 @@
 """For trainers: `POST /experience/sample` leases finished trajectories, `POST /experience/ack` uses them up.
 
-`POST /experience/release` returns them unused; else that happens when the lease ends. `GET /experience/rows` shows what
-waits, without tokens: a reader that chooses by itself samples `session_ids`. `GET /experience/statistics`: what was.
+`POST /experience/release` returns them unused; else that happens when the lease ends, or by `POST /experience/reclaim`
+of a reader that was started again. `POST /experience/evict` removes sessions that nobody is to train on.
+`GET /experience/rows` shows what waits, without tokens: a reader that chooses by itself samples `session_ids`.
+`GET /experience/statistics`: what was.
 
 Trajectories go out packed where the client accepts it (`application/vnd.laminar.packed`, see `protos.packed`): the rows
 as they are stored. Else they are unpacked, and go out as msgpack (`application/msgpack`) or JSON.
@@ -21,6 +23,7 @@ from gateway.api.bodies import Count, answer_json, decode
 from gateway.api.errors import BadField
 from gateway.core.selection import Strategy, check_wanted
 from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, BufferStatistics, ExperienceBuffer, Sampled
+from gateway.experience.leases import holder
 from gateway.experience.record import SampledStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.sessions.trainer import Trainer
@@ -62,11 +65,33 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     drop_equal_rewards: bool = False  # groups whose members all got the same are dropped for good
     strategy: Strategy = "fifo"  # the order in which they are handed out
     num_ranks: Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)] = 1  # this is the share of one: whole, or nothing
+    rank: Count = 0  # whose share it is: its lease is reclaimed by the same
     uses_max: Annotated[int, Meta(ge=1, le=USES_MAX)] = 1  # trajectories that were used less often are handed out
 
 
 class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
     lease_id: str
+
+
+class ReclaimRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """What this rank of an earlier life of the reader had leased, and those of its ranks with the same remainder by
+    `num_ranks`."""
+
+    reader: Annotated[str, Meta(min_length=1, max_length=READER_MAX)]
+    num_ranks: Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)] = 1
+    rank: Count = 0
+
+
+class EvictRequest(msgspec.Struct, forbid_unknown_fields=True):
+    session_ids: Annotated[list[str], Meta(min_length=1, max_length=TRAJECTORIES_MAX)]
+
+
+class EvictAnswer(msgspec.Struct):
+    """`leased`: of the sessions, those that a reader has, which stay. `missing`: those that are not in the buffer."""
+
+    evicted: int
+    leased: int
+    missing: int
 
 
 class SampleAnswer(msgspec.Struct):
@@ -120,6 +145,8 @@ def add_experience_routes(app: web.Application, deps: ExperienceDeps) -> None:
     app.router.add_post("/experience/sample", handlers.sample)
     app.router.add_post("/experience/ack", handlers.ack)
     app.router.add_post("/experience/release", handlers.release)
+    app.router.add_post("/experience/reclaim", handlers.reclaim)
+    app.router.add_post("/experience/evict", handlers.evict)
     app.router.add_get("/experience/rows", handlers.rows)
     app.router.add_get("/experience/statistics", handlers.statistics)
 
@@ -144,7 +171,7 @@ class _Handlers:
         self._deps.fleet.reconcile()  # another bound may admit sessions that wait
         bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
         sampled = await self._deps.buffer.sample(
-            wanted.reader,
+            holder(wanted.reader, wanted.rank),
             trainer_version=wanted.trainer_version,
             trajectories=wanted.trajectories,
             groups=wanted.groups,
@@ -168,6 +195,16 @@ class _Handlers:
     async def release(self, request: web.Request) -> web.Response:
         returned = await self._deps.buffer.release(decode(_ack, await request.read()).lease_id)
         return answer_json(ReleaseAnswer(returned))
+
+    async def reclaim(self, request: web.Request) -> web.Response:
+        wanted = decode(_reclaim, await request.read())
+        _check_rank(wanted.rank, wanted.num_ranks)
+        returned = await self._deps.buffer.reclaim(wanted.reader, wanted.rank, wanted.num_ranks)
+        return answer_json(ReleaseAnswer(returned))
+
+    async def evict(self, request: web.Request) -> web.Response:
+        done = await self._deps.buffer.evict(decode(_evict, await request.read()).session_ids)
+        return answer_json(EvictAnswer(done.evicted, done.leased, done.missing))
 
     async def rows(self, request: web.Request) -> web.Response:
         limit = min(_number(request, "limit", TRAJECTORIES_MAX), TRAJECTORIES_MAX)
@@ -198,6 +235,13 @@ def _answer(sampled: Sampled, accept: str) -> web.Response:
 
 _sample = msgspec.json.Decoder(SampleRequest)
 _ack = msgspec.json.Decoder(AckRequest)
+_reclaim = msgspec.json.Decoder(ReclaimRequest)
+_evict = msgspec.json.Decoder(EvictRequest)
+
+
+def _check_rank(rank: int, num_ranks: int) -> None:
+    if rank >= num_ranks:
+        raise BadField("rank", f"rank {rank} of {num_ranks}", hint="ranks count from 0")
 
 
 def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
@@ -210,6 +254,7 @@ def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
             hint="pass the version that `publish` returned, not a step",
         )
     check_wanted(wanted.trajectories, wanted.groups, wanted.group_size, wanted.strategy, wanted.session_ids)
+    _check_rank(wanted.rank, wanted.num_ranks)
     groups, size = wanted.groups or 0, wanted.group_size or 0
     if groups * size > TRAJECTORIES_MAX:
         raise BadField(

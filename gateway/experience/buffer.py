@@ -1,7 +1,8 @@
 """The experience buffer: finished trajectories that wait for a trainer, under leases.
 
 Invariants:
-- a trajectory is in its store when `add` returns; it leaves only by `ack`, as too stale, or for room: each is counted;
+- a trajectory is in its store when `add` returns; it leaves only by `ack`, as too stale, for room, or by `evict`: each
+  is counted;
 - state and store change together, in the same order: where the store refuses, the state is restored; where the caller
   is cancelled, both changes are completed (a lease whose reader went away is then given back);
 - a reader that dies loses nothing: its lease expires and the trajectories are handed out again;
@@ -26,7 +27,7 @@ from itertools import chain
 
 from gateway.config import ExperienceStoreKind
 from gateway.core.selection import Entry, Strategy, check_wanted, of_equal_rewards
-from gateway.experience.leases import BufferState, LeaseState
+from gateway.experience.leases import BufferState, LeaseState, held_by
 from gateway.experience.record import SampledRecord, SampledStatistics
 from gateway.experience.stores import STORES, ExperienceStore, Raced
 from gateway.runtime.clock import unix_s
@@ -59,6 +60,7 @@ class BufferStatistics:
     evicted_stale: int
     evicted_for_room: int
     evicted_equal: int
+    evicted_by_readers: int
     used_before: int = 0  # of `trajectories`, those that wait for another use
     num_bytes: int = 0  # packed, leased ones included
     bytes_max: int = 0
@@ -87,6 +89,17 @@ class _Counters:
     evicted_stale: int = 0
     evicted_for_room: int = 0
     evicted_equal: int = 0
+    evicted_by_readers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What became of sessions that a reader named: `leased` ones stay, since a reader has them; `missing` ones were
+    used, evicted, or never here."""
+
+    evicted: int
+    leased: int
+    missing: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +356,36 @@ class ExperienceBuffer:
             await self._store.release(lease_id)
         self._changed.set()
         return len(lease.entries)
+
+    async def reclaim(self, reader: str, rank: int = 0, num_ranks: int = 1) -> int:
+        """Ends the leases that an earlier life of this rank of `reader` left, unused. Returns how many trajectories are
+        free again."""
+        return await self._shielded.run(self._reclaim(reader, rank, num_ranks), f"reclaim-{reader}")
+
+    async def _reclaim(self, reader: str, rank: int, num_ranks: int) -> int:
+        async with self._order:
+            await self._catch_up()
+            left = [lease for lease in self._state.leases.values() if held_by(lease.reader, reader, rank, num_ranks)]
+            for lease in left:
+                self._state.release(lease.lease_id)
+                await self._store.release(lease.lease_id)
+        self._changed.set()
+        return sum(len(lease.entries) for lease in left)
+
+    async def evict(self, session_ids: Sequence[str]) -> Evicted:
+        """Removes these sessions for good, but for those that a reader has."""
+        return await self._shielded.run(self._evict(frozenset(session_ids)), "evict")
+
+    async def _evict(self, session_ids: frozenset[str]) -> Evicted:
+        async with self._order:
+            await self._catch_up()
+            present = len(session_ids & self._state.sessions)
+            gone = [entry for entry in self._state.free.values() if entry.session_id in session_ids]
+            for entry in gone:
+                self._state.remove(entry)
+            num_gone = len(gone) - await self._delete(gone)  # less those that another gateway has leased meanwhile
+            self._counters.evicted_by_readers += num_gone
+        return Evicted(num_gone, present - num_gone, len(session_ids) - present)
 
     def statistics(self) -> BufferStatistics:
         self._lapse()

@@ -19,9 +19,26 @@ from dataclasses import dataclass, field, replace
 from gateway.core.selection import Entry, Strategy, ordered, too_stale, whole_groups
 
 
+def holder(reader: str, rank: int) -> str:
+    """Who a lease is held by, as its row names it: a rank of a reader."""
+    return f"{reader}/{rank}"
+
+
+def held_by(name: str, reader: str, rank: int, num_ranks: int) -> bool:
+    """Whether `rank` of the `num_ranks` that `reader` has now answers for the holder `name`, of an earlier life in
+    which there may have been more ranks: each now has the old ones of its own remainder, so no two share one.
+
+    Rows of before ranks were named have the reader's name alone: rank 0's.
+    """
+    of, slash, number = name.rpartition("/")
+    if slash and of == reader and number.isdecimal():
+        return int(number) % num_ranks == rank
+    return name == reader and rank == 0
+
+
 @dataclass(slots=True)
 class LeaseState:
-    """`uses_max`: how many uses its reader allows of an entry, over all readers."""
+    """`reader`: its `holder`. `uses_max`: how many uses its reader allows of an entry, over all readers."""
 
     lease_id: str
     reader: str

@@ -52,6 +52,7 @@ RUN_HERE = {
 """Blocks of code by page and language that tests of this module run, all of them."""
 RUN_ELSEWHERE = {
     ("README.md", "sh"): 1,  # `.ci/run` types it
+    ("docs/experience.md", "python"): 3,  # test_experience_reader.py
     ("docs/environments.md", "json"): 2,  # `tests/unit/agents_env/test_commands.py`
     ("docs/publishing.md", "python"): 5,  # test_docs_publishing.py, and the next one
     ("docs/publishing.md", "sh"): 1,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -11,9 +15,10 @@ from aiohttp import web
 from gateway.experience.buffer import ExperienceBuffer
 from gateway.store.database import Database
 from protos.errors import InvalidRequest, NotFound
+from tests.e2e.test_docs import blocks
 from tests.support.experience import experience_app
 from tests.support.trajectories import make_trajectory
-from trainer_client import AsyncExperienceReader
+from trainer_client import AsyncExperienceReader, Batch, ExperienceReader
 
 GROUPS = [[make_trajectory(g, i, [1, 2], ([3, 4 + i], [5]), reward=i, version=2) for i in range(2)] for g in "abc"]
 
@@ -36,13 +41,18 @@ def buffer(served: Served) -> ExperienceBuffer:
 
 
 @pytest.fixture
-async def reader(served: Served) -> AsyncIterator[AsyncExperienceReader]:
+async def url(served: Served) -> AsyncIterator[str]:
     runner = web.AppRunner(served[1])
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with AsyncExperienceReader(f"http://127.0.0.1:{runner.addresses[0][1]}", trainer_version=3) as reader:
-        yield reader
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     await runner.cleanup()
+
+
+@pytest.fixture
+async def reader(url: str) -> AsyncIterator[AsyncExperienceReader]:
+    async with AsyncExperienceReader(url, trainer_version=3) as reader:
+        yield reader
 
 
 async def fill(buffer: ExperienceBuffer) -> None:
@@ -87,3 +97,44 @@ async def test_too_stale_experience_is_not_handed_out(buffer: ExperienceBuffer, 
 async def test_what_the_gateway_refuses_is_said_in_its_words(reader: AsyncExperienceReader) -> None:
     with pytest.raises(InvalidRequest, match="group_size"):
         await reader.sample(groups=2)
+
+
+class Stopped(Exception):
+    """The training loops of the docs have no end."""
+
+
+async def test_the_programs_of_the_docs(buffer: ExperienceBuffer, url: str) -> None:
+    """docs/experience.md, with smaller groups, and more tokens that are too many."""
+    for group in range(20):
+        for index in range(2):
+            await buffer.add(make_trajectory(f"g{group}", index, [1, 2], ([3], []), version=2))
+    loop, late, evict = (
+        block.replace("groups=8, group_size=8", "groups=1, group_size=2").replace("32_768", "2")
+        for block in blocks("docs/experience.md", "python")
+    )
+    saved: list[dict[str, Any]] = []
+
+    def run(program: str, steps: int) -> None:
+        left = iter(range(steps))
+
+        def train(_: Batch) -> None:
+            if next(left, None) is None:
+                raise Stopped
+
+        with ExperienceReader(url) as reader:
+            if saved:
+                reader.resume(saved[-1]["reader"])
+            model = SimpleNamespace(state_dict=dict)
+            exec(
+                program,
+                {"reader": reader, "model": model, "train": train, "save": saved.append, "itertools": itertools},
+            )
+
+    with pytest.raises(Stopped):
+        await asyncio.to_thread(run, loop, 1)
+    assert (len(saved), buffer.statistics().acked) == (1, 2)
+    with pytest.raises(Stopped):
+        await asyncio.to_thread(run, late, 10)
+    assert (len(saved[-1]["reader"]["used"]), buffer.statistics().acked) == (10, 22)
+    await asyncio.to_thread(run, evict, 0)
+    assert (buffer.statistics().evicted_by_readers, buffer.statistics().trajectories) == (18, 0)

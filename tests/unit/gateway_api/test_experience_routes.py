@@ -21,7 +21,7 @@ from protos.errors import InvalidRequest, NotFound
 from protos.trajectories import Trajectory
 from tests.support.experience import experience_app
 from tests.support.turns import serving_app
-from trainer_client import AsyncExperienceReader, Offer, Packed
+from trainer_client import AsyncExperienceReader, Evicted, Offer, Packed
 from trainer_client.batches import ACCEPTED, batch_of
 
 
@@ -199,6 +199,43 @@ async def test_ranks_share_a_batch_without_overlap_each_a_whole_share(door: Door
             await one.sample(trajectories=5)
     with pytest.raises(InvalidRequest, match="rank 2 of 2"):
         AsyncExperienceReader(door.url, rank=2, num_ranks=2)
+
+
+async def test_the_share_of_a_rank_that_died_comes_back_to_the_rank_that_took_its_place(door: Door) -> None:
+    for name in "abcd":
+        await door.buffer.add(trajectory(name))
+    async with AsyncExperienceReader(door.url, rank=1, num_ranks=2) as died:
+        lost = await died.sample(trajectories=4, wait_s=0)
+    async with (
+        AsyncExperienceReader(door.url, rank=0, num_ranks=2) as one,
+        AsyncExperienceReader(door.url, rank=1, num_ranks=2) as other,
+    ):
+        share = await one.sample(trajectories=4, wait_s=0)
+        assert not await other.sample(trajectories=4, wait_s=0)
+        assert await other.resume() == 2
+        assert (await other.sample(trajectories=4, wait_s=0)).heads == lost.heads
+        await one.ack(share)
+        with pytest.raises(InvalidRequest, match=r"rank 0 of 2.*rows\(\)"):
+            await one.sample(strategy=lambda _: [], wait_s=30)
+        with pytest.raises(NotFound):
+            await one.ack(lost)  # as a rank that was taken for dead, and goes on
+
+
+async def test_a_function_of_the_trainers_own_evicts(door: Door) -> None:
+    for name, version in ("a", 1), ("b", 2), ("c", 2):
+        await door.buffer.add(trajectory(name, version))
+    async with AsyncExperienceReader(door.url) as reader:
+        held = await reader.sample(trajectories=1, wait_s=0)
+        await reader.give_back(held)
+
+        def of_old_versions(rows: Sequence[Offer]) -> list[str]:
+            return [row.session_id for row in rows if row.facts.oldest_version < 2]
+
+        assert await reader.evict(of_old_versions) == Evicted(1, 0, 0)
+        assert await reader.evict(of_old_versions) == Evicted()
+        assert await reader.evict(lambda _: ["a", "b", "b"]) == Evicted(1, 0, 1)
+        assert [row.session_id for row in await reader.rows()] == ["c"]
+        assert (await reader.statistics()).buffer["evicted_by_readers"] == 2
 
 
 async def test_packed_rows_and_msgpack_are_the_same_batch(door: Door) -> None:

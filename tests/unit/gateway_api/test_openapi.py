@@ -99,6 +99,8 @@ async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
             ("post", "/experience/release", "/experience/release", ["lease_id"]),  # of the answer before it
             ("post", "/experience/sample", "/experience/sample", {**reader, "trajectories": 1}),
             ("post", "/experience/ack", "/experience/ack", ["lease_id"]),
+            ("post", "/experience/reclaim", "/experience/reclaim", {"reader": "me"}),
+            ("post", "/experience/evict", "/experience/evict", {"session_ids": ["nobody"]}),
             ("post", "/tasks", "/tasks", {"tasks": [{"task_id": "t", "data": {"q": 1}}, {"data": {"q": 2}}]}),
             ("get", "/tasks", "/tasks?pool=default", None),
             ("post", "/tasks/lease", "/tasks/lease", {"runner": "r", "request": "one"}),

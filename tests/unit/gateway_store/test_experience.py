@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from gateway.core.selection import Entry
 from gateway.experience import ExperienceBuffer
-from gateway.experience.leases import BufferState
+from gateway.experience.buffer import Evicted
+from gateway.experience.leases import BufferState, holder
 from gateway.experience.shared import SharedBuffer
 from gateway.experience.stores import STORES
 from gateway.store import Database
@@ -191,6 +192,31 @@ async def test_room_is_made_from_the_oldest_and_never_from_what_is_leased(buffer
     assert names(await sample(buffer, "t", trajectories=9, trainer_version=1)) == ["c", "d", "e"]
     with pytest.raises(OutOfCapacity, match="4 places"):
         await buffer.add(trajectory("f"))
+
+
+async def test_what_is_evicted_is_gone_but_for_what_is_leased(buffer: ExperienceBuffer) -> None:
+    for name in "abc":
+        await buffer.add(trajectory(name))
+    lease_id, _ = await sample(buffer, "t", trainer_version=1, trajectories=1)
+    assert await buffer.evict(["a", "b", "nobody"]) == Evicted(1, 1, 1)
+    assert await buffer.evict(["b"]) == Evicted(0, 0, 1)
+    assert (buffer.statistics().trajectories, buffer.statistics().evicted_by_readers) == (1, 1)
+    await buffer.release(lease_id)
+    assert names(await sample(buffer, "t", trainer_version=1, trajectories=3)) == ["a", "c"]
+    await buffer.add(trajectory("b"))  # its name is free again
+
+
+async def test_a_reader_that_starts_again_reclaims_what_its_ranks_had(buffer: ExperienceBuffer) -> None:
+    for name in "abcd":
+        await buffer.add(trajectory(name))
+    for rank in range(3):
+        await buffer.sample(holder("t", rank), trainer_version=1, trajectories=1)
+    other, _ = await sample(buffer, holder("t/1", 0), trainer_version=1, trajectories=1)
+    assert await buffer.reclaim("t", rank=0, num_ranks=2) == 2, "of ranks 0 and 2"
+    assert names(await sample(buffer, "x", trainer_version=1, trajectories=4)) == ["a", "c"]
+    assert await buffer.reclaim("t", rank=1, num_ranks=2) == 1
+    assert await buffer.reclaim("t") == 0
+    assert await buffer.ack(other) == 1, "another reader's"
 
 
 async def test_bad_requests_are_named(buffer: ExperienceBuffer) -> None:
