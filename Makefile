@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv quick check sim faultkit fuzz bench bench-relay bench-repack bench-gateway bench-tools bench-data bench-core bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -92,6 +92,9 @@ bench-gpu: env  ## publish from a GPU and load onto it, over plain copies (witho
 
 bench-repack: env  ## what packing the long tail is worth, through the real gateway; 40 minutes on a quiet machine (ARGS=sweep: batches and publish periods, 49 more; ARGS=--sim: all of it in virtual time, some 10 minutes)
 	@$(RUN) -m tests.bench.repack $(ARGS)
+
+bench-learning: env  ## reward against time and tokens in three modes, three seeds each; 40 minutes on a quiet machine, an interrupted one goes on (ARGS="--modes repack --seeds 1")
+	@$(RUN) -m tests.bench.learning $(ARGS)
 
 bench: env  ## benchmarks that the project's figures come from; tables, and bench-results/*.json
 	@$(RUN) -m tests.bench $(ARGS)

@@ -14,6 +14,7 @@ BENCHES = {
     "data": "tests.bench.data",
     "core": "tests.bench.core.__main__",
     "repack": "tests.bench.repack.__main__",
+    "learning": "tests.bench.learning.__main__",
 }
 
 
