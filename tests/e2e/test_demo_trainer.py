@@ -47,13 +47,11 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    etcd = start("etcd", ["paramserver", "etcd"], tmp_path)
-    options = ["--etcd", etcd.ready["etcd"], "--pool-bytes", "64MiB", "--pool-dir", str(tmp_path / "pool")]
+def world(tmp_path: Path, etcd: str) -> Iterator[World]:
+    options = ["--etcd", etcd, "--pool-bytes", "64MiB", "--pool-dir", str(tmp_path / "pool")]
     relay = start("relay", ["paramserver", "serve", "--name", tmp_path.name, *options], tmp_path)
     yield World(relay.ready["grpc"], tmp_path)
     assert relay.stop() == 0
-    assert etcd.stop() == 0
 
 
 def experience(groups: int, rng: random.Random, *, rewards: tuple[float, float]) -> list[Trajectory]:
