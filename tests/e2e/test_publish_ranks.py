@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from tests.e2e.test_publish_stream import read
+from tests.support.etcd import start_etcd
 from tests.support.processes import Daemon
 from tests.support.relays import Relays
 from trainer_client import Publisher
@@ -27,44 +31,73 @@ from torch.distributed.fsdp import fully_shard
 from trainer_client import Publisher, TorchRanks, gathered, manifest_of
 from protos.errors import LaminarError
 
-rank, wish = int(sys.argv[1]), json.loads(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{wish['store']}", rank=rank, world_size=2)
+rank, store, scenes = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 torch.manual_seed(3)
 net = torch.nn.Sequential(torch.nn.Linear(65, 33), torch.nn.Linear(33, 17), torch.nn.Linear(17, 5).bfloat16())
 fully_shard(net)
-passes = []
 
-def tensors():
-    passes.append(0)
-    for number, item in enumerate(gathered(net.state_dict())):
-        if wish["kill"] and rank == 0 and number == 3 and len(passes) == 1:
-            os.kill(wish["kill"], signal.SIGKILL)
-        passes[-1] += 1
-        yield item
+def play(scene):
+    passes = []
 
-said = {"rank": rank}
-with Publisher(wish["relay"], run="job") as publisher:
-    try:
-        ticket = publisher.publish_stream(
-            manifest_of(net.state_dict()), tensors if wish["factory"] else tensors(), step=1,
-            ranks=TorchRanks(), writers=wish["writers"], wait="sealed", **wish.get("options", {}),
-        )
-        said |= {"version": ticket.version, "run": ticket.run, "stage": ticket.stage()}
-    except LaminarError as error:
-        said |= {"error": type(error).__name__, "message": str(error)}
-    dist.barrier()
-said["passes"] = passes
-print(json.dumps(said))
+    def tensors():
+        passes.append(0)
+        for number, item in enumerate(gathered(net.state_dict())):
+            if scene["kill"] and rank == 0 and number == 3 and len(passes) == 1:
+                os.kill(scene["kill"], signal.SIGKILL)
+            passes[-1] += 1
+            yield item
+
+    said = {"rank": rank}
+    with Publisher(scene["relay"], run="job") as publisher:
+        try:
+            ticket = publisher.publish_stream(
+                manifest_of(net.state_dict()), tensors if scene["factory"] else tensors(), step=1,
+                ranks=TorchRanks(), writers=scene["writers"], wait="sealed", **scene["options"],
+            )
+            said |= {"version": ticket.version, "run": ticket.run, "stage": ticket.stage()}
+        except LaminarError as error:
+            said |= {"error": type(error).__name__, "message": str(error)}
+        dist.barrier()
+    return said | {"passes": passes}
+
+print(json.dumps({name: play(scene) for name, scene in scenes.items()}))
 dist.destroy_process_group()
 """
 
 
-def run_ranks(directory: Path, daemon: Daemon, **wish: Any) -> list[dict[str, Any]]:
-    """What both ranks report."""
-    wish = {"relay": daemon.ready["grpc"], "store": str(directory / "store"), "kill": 0, "factory": True, **wish}
+@dataclass(frozen=True)
+class Scene:
+    """One publish of both ranks: the relay that they publish to, another one that is killed meanwhile, and a wish."""
+
+    pools: Path
+    relay: Daemon
+    victim: Daemon | None
+    wish: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A scene, and what each rank reports of it."""
+
+    scene: Scene
+    both: list[dict[str, Any]]
+
+
+def run_ranks(directory: Path, scenes: dict[str, Scene]) -> dict[str, Played]:
+    """One pair of ranks plays all scenes, one after the other: most of its time goes to its start."""
+    wishes = {
+        name: {
+            "relay": scene.relay.ready["grpc"],
+            "kill": scene.victim.process.pid if scene.victim else 0,
+            "options": {},
+            **scene.wish,
+        }
+        for name, scene in scenes.items()
+    }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), json.dumps(wish)],
+            [sys.executable, "-c", RANK, str(rank), str(directory / "store"), json.dumps(wishes)],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -72,13 +105,14 @@ def run_ranks(directory: Path, daemon: Daemon, **wish: Any) -> list[dict[str, An
         for rank in range(2)
     ]
     try:
-        found = [rank.communicate(timeout=240)[0] for rank in ranks]
+        found = [rank.communicate(timeout=480)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0]
-    return [json.loads(text.splitlines()[-1]) for text in found]
+    told = [json.loads(text.splitlines()[-1]) for text in found]
+    return {name: Played(scene, [one[name] for one in told]) for name, scene in scenes.items()}
 
 
 def check(daemon: Daemon, version: int) -> None:
@@ -90,48 +124,65 @@ def check(daemon: Daemon, version: int) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_shards_of_two_ranks_arrive_whole_in_files_of_both(relays: Relays, tmp_path: Path) -> None:
-    daemon = relays.start("a")
-    both = run_ranks(tmp_path, daemon, writers="all")
-    assert [one.get("version") for one in both] == [1, 1], both
-    assert [one["stage"] for one in both] == ["all", "all"]
-    assert [one["passes"] for one in both] == [[6], [6]]
-    check(daemon, 1)
-    assert len(list(relays.pools.glob("*/snapshots/**/*.safetensors"))) == 2
-
-
-@pytest.mark.parametrize(("factory", "writers"), [(True, "first"), (False, "all")], ids=["factory", "iterator"])
-def test_when_the_master_dies_all_ranks_begin_again_or_raise_the_same(
-    relays: Relays, tmp_path: Path, factory: bool, writers: str
-) -> None:
+def tier_whose_master_dies(directory: Path, stack: ExitStack, **wish: Any) -> Scene:
+    """Two relays on an etcd of their own; the one that is master is killed while the ranks publish to the other."""
+    directory.mkdir()
+    etcd = start_etcd(directory)
+    stack.callback(etcd.stop)
+    relays = stack.enter_context(closing(Relays(etcd.ready["etcd"], directory)))
     first, second = relays.start("a"), relays.start("b")
     with Publisher(first.ready["grpc"], "policy", run="before") as publisher:
         publisher.publish({"w": torch.ones(1)}, step=0, wait=2)
         master, other = (first, second) if publisher.status().master == "a" else (second, first)
-    both = run_ranks(
-        tmp_path,
-        other,
-        kill=master.process.pid,
-        factory=factory,
-        writers=writers,
-        options={"allow_change": True},
-    )
+    return Scene(relays.pools, other, master, {"options": {"allow_change": True}, **wish})
+
+
+@pytest.fixture(scope="module")
+def played(shared_etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Played]]:
+    directory = tmp_path_factory.mktemp("ranks")
+    with ExitStack() as stack:
+        relays = stack.enter_context(closing(Relays(shared_etcd, directory)))
+        alone = relays.start("a")
+        scenes = {
+            "wrong": Scene(
+                relays.pools, alone, None, {"writers": "first", "factory": False, "options": {"file_bytes_max": -1}}
+            ),
+            "whole": Scene(relays.pools, alone, None, {"writers": "all", "factory": True}),
+            "factory": tier_whose_master_dies(directory / "factory", stack, writers="first", factory=True),
+            "iterator": tier_whose_master_dies(directory / "iterator", stack, writers="all", factory=False),
+        }
+        yield run_ranks(directory, scenes)
+
+
+def test_shards_of_two_ranks_arrive_whole_in_files_of_both(played: dict[str, Played]) -> None:
+    whole = played["whole"]
+    assert [one.get("version") for one in whole.both] == [1, 1], whole.both
+    assert [one["stage"] for one in whole.both] == ["all", "all"]
+    assert [one["passes"] for one in whole.both] == [[6], [6]]
+    check(whole.scene.relay, 1)
+    assert len(list(whole.scene.pools.glob("*/snapshots/**/*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("factory", [True, False], ids=["factory", "iterator"])
+def test_when_the_master_dies_all_ranks_begin_again_or_raise_the_same(played: dict[str, Played], factory: bool) -> None:
+    found = played["factory" if factory else "iterator"]
+    both, master = found.both, found.scene.victim
+    assert master is not None
     assert master.process.wait(30) == -signal.SIGKILL
     assert both[0]["passes"] == both[1]["passes"], "in step"
     assert set(both[0]["passes"]) == {6}, "what was begun is drained"
     if factory:
         assert len(both[0]["passes"]) >= 2
         assert both[0]["version"] == both[1]["version"]
-        check(other, both[0]["version"])
+        check(found.scene.relay, both[0]["version"])
     else:
         assert len(both[0]["passes"]) == 1
         assert both[0]["error"] == both[1]["error"]
         assert both[0]["message"] == both[1]["message"]
 
 
-def test_what_one_rank_finds_wrong_every_rank_raises(relays: Relays, tmp_path: Path) -> None:
-    daemon = relays.start("a")
-    both = run_ranks(tmp_path, daemon, writers="first", factory=False, options={"file_bytes_max": -1})
+def test_what_one_rank_finds_wrong_every_rank_raises(played: dict[str, Played]) -> None:
+    both = played["wrong"].both
     assert both[0]["error"] == both[1]["error"] == "InvalidRequest"
     assert both[0]["message"] == both[1]["message"]
     assert [one["passes"] for one in both] == [[6], [6]]
