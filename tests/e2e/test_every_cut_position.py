@@ -27,7 +27,7 @@ from tests.support.tiny_model import VOCAB, Dtype, tiny_model
 
 pytestmark = pytest.mark.slow
 
-TURNS, LENGTH = 32, 24
+TURNS, LENGTH = 12, 24
 NUMERICS: list[tuple[Dtype, tuple[str, ...]]] = [("float32", ()), ("bfloat16", ("--batch-invariant",))]
 Answer = tuple[list[int], list[float]]
 
