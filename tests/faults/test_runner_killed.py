@@ -13,22 +13,26 @@ import pytest
 
 from tests.support import processes
 from tests.support.processes import Daemon
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine, until
 from tests.support.words import tokenizer
 from trainer_client import AsyncExperienceReader, AsyncPromptPool
 
 pytestmark = pytest.mark.slow
 
-TASKS, GROUP = 8, 3
+TASKS, GROUP, CONCURRENCY = 8, 3, 3
 LEASE_S = 10.0
 """Until the next runner gets what a killed one had."""
 PROGRAM = """
-import json, os, time, urllib.request
-time.sleep(0.3)  # so that there is something to kill
+import http.client, json, os, time, urllib.request
 body = {"model": os.environ["AGENTS_ENV_MODEL"], "prompt": [5, 6, 7], "max_tokens": 3}
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
 url = os.environ["OPENAI_BASE_URL"] + "/completions"
-urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+while True:  # as the official clients do when the gateway is killed under them
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+        break
+    except (OSError, http.client.HTTPException):
+        time.sleep(0.1)
 """
 
 
@@ -40,7 +44,7 @@ def serve(directory: Path, engine: ScriptedEngine, port: int) -> Daemon:
 
 def roll_out(name: str, directory: Path, url: str) -> Daemon:
     (directory / "program.py").write_text(PROGRAM)
-    options = [f"--gateway={url}", "--pool", f"--lease-s={LEASE_S}", "--concurrency=3", "--patience-s=120"]
+    options = [f"--gateway={url}", "--pool", f"--lease-s={LEASE_S}", f"--concurrency={CONCURRENCY}", "--patience-s=120"]
     command = ["agents_env", "exec", *options, "--", sys.executable, "-S", str(directory / "program.py")]
     return processes.start(name, command, directory, wait_ready=False)
 
@@ -56,20 +60,51 @@ async def finished(http: aiohttp.ClientSession, samples: int) -> None:
             await asyncio.sleep(0.05)
 
 
+def hold_after(engine: ScriptedEngine, requests: int) -> None:
+    """So many more requests are answered; those that come then wait in the engine until `go_on`."""
+    passing = len(engine.requests) + requests
+    engine.go.clear()
+
+    def draw() -> None:
+        if len(engine.requests) > passing:
+            engine.hold_at = 0
+
+    engine.draw = draw
+
+
+def go_on(engine: ScriptedEngine) -> None:
+    engine.draw = engine.hold_at = None
+    engine.go.set()
+
+
+async def all_held(engine: ScriptedEngine) -> None:
+    """Until each of the runner's programs waits for the engine, so that a kill comes in the middle of them all."""
+
+    def held() -> bool:
+        return sum(not (request.written or request.left) for request in engine.requests) >= CONCURRENCY
+
+    await until(held, "programs that wait for the engine", 180.0)
+
+
 async def test_nothing_is_lost_or_doubled(tmp_path: Path, request: pytest.FixtureRequest, port: int) -> None:
     url = f"http://127.0.0.1:{port}"
     async with ScriptedEngine("e0") as engine, aiohttp.ClientSession(url) as http, AsyncPromptPool(url) as pool:
         gateway = await asyncio.to_thread(serve, tmp_path, engine, port)
         request.addfinalizer(gateway.kill)
         await pool.add(({"n": n} for n in range(TASKS)), group_size=GROUP, attempts_max=10)
+        hold_after(engine, 3 * GROUP)  # the three that are held are of three groups at most: one of four is finished
         first = await asyncio.to_thread(roll_out, "first", tmp_path, url)
         request.addfinalizer(first.kill)
+        await all_held(engine)
         await finished(http, GROUP)
         gateway.kill()  # before the runner: the next life of a gateway gives every lease a minute
         gateway = await asyncio.to_thread(serve, tmp_path, engine, port)
         request.addfinalizer(gateway.kill)
-        await finished(http, 3 * GROUP)
+        go_on(engine)
+        hold_after(engine, 2 * GROUP)
+        await all_held(engine)
         first.kill()
+        go_on(engine)
         second = await asyncio.to_thread(roll_out, "second", tmp_path, url)
         request.addfinalizer(second.kill)
         status = await asyncio.to_thread(second.process.wait, 180)
