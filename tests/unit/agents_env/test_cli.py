@@ -18,7 +18,7 @@ from agents_env.runner import Statistics
 from agents_env.runner.progress import describe, show_live, show_log
 from tests.unit.agents_env.scripted_server import perfect, serving
 
-pytestmark = pytest.mark.slow  # each starts the command itself
+starts_the_command = imports_every_dataset = pytest.mark.slow
 
 
 async def start(*words: str) -> asyncio.subprocess.Process:
@@ -26,6 +26,7 @@ async def start(*words: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(sys.executable, "-m", "agents_env", *words, stderr=pipe, stdout=pipe)
 
 
+@starts_the_command
 async def test_rolls_out_groups_and_leaves_a_line_for_each_rollout(tmp_path: Path) -> None:
     out, ready = tmp_path / "out" / "rollouts.jsonl", tmp_path / "ready"
     async with serving(perfect) as server:
@@ -40,6 +41,7 @@ async def test_rolls_out_groups_and_leaves_a_line_for_each_rollout(tmp_path: Pat
     assert "6 rollouts, 3 whole groups" in errors.decode()
 
 
+@starts_the_command
 async def test_sigterm_abandons_open_sessions_and_ends_cleanly() -> None:
     async with serving(perfect) as server:
         server.hold = asyncio.Event()
@@ -53,6 +55,7 @@ async def test_sigterm_abandons_open_sessions_and_ends_cleanly() -> None:
     assert "3 abandoned" in errors.decode()
 
 
+@starts_the_command
 async def test_a_server_that_is_not_there_is_one_line_and_status_1() -> None:
     process = await start("run", "tool-chain", "--gateway", "http://127.0.0.1:9", "--patience-s", "0")
     _, errors = await process.communicate()
@@ -66,7 +69,11 @@ async def test_a_server_that_is_not_there_is_one_line_and_status_1() -> None:
     [
         (["run", "chess"], "No such command 'chess'"),
         (["run", "tool-chain"], "Missing option '--gateway'"),
-        (["run", "reasoning", "--gateway", "http://x", "--dataset", "sums"], "no dataset 'sums'"),
+        pytest.param(
+            ["run", "reasoning", "--gateway", "http://x", "--dataset", "sums"],
+            "no dataset 'sums'",
+            marks=imports_every_dataset,
+        ),
         (["run", "reasoning", "--gateway", "http://x", "--dataset-config", "{"], "not JSON"),
         (["run", "reasoning", "--gateway", "http://x", "--dataset-config", "[]"], "not a JSON object"),
         (["run", "tool-chain", "--gateway", "http://x", "--group-size", "0"], "--group-size"),
@@ -79,6 +86,7 @@ def test_a_wrong_command_is_told_what_is_wrong(words: list[str], said: str) -> N
     assert said in result.output
 
 
+@imports_every_dataset
 def test_list_names_the_environments_and_the_datasets() -> None:
     result = CliRunner().invoke(main, ["list", "--datasets"])
     assert result.exit_code == 0
