@@ -39,6 +39,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FLEET = "docs/fleet.md"
 GROUPS, GROUP_SIZE = 4, 8
+GATEWAY = ("--version-hold-s", "1")
+"""Programs of the pages leave sessions open, and by default a version is held for those for two minutes."""
 RUN_HERE = {
     ("README.md", "python"): 2,
     ("docs/agents.md", "python"): 3,
@@ -118,7 +120,8 @@ class Documented:
 
     def start(self, name: str, command: str) -> Daemon:
         words = shlex.split(self.here(command), comments=True)
-        return processes.start(name, [*words, *(PATIENT if "paramserver" in words else ())], self.directory)
+        ours = PATIENT if words[0] == "paramserver" else GATEWAY if words[:2] == ["gateway", "serve"] else ()
+        return processes.start(name, [*words, *ours], self.directory)
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         words = shlex.split(self.here(command), comments=True)
@@ -219,7 +222,17 @@ def test_other_apis_take_the_turns_that_the_page_shows(fleet: Documented) -> Non
     assert httpx.get(f"{url}/sessions/ID").raise_for_status().json()["turns"] == 1
 
 
-def test_a_trainer_publishes_after_a_batch(fleet: Documented) -> None:
+@dataclass(frozen=True)
+class Trained:
+    """What the program of a trainer in README leaves behind, and the batches that it trained on."""
+
+    batches: list[Any]
+    left: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def trained(fleet: Documented) -> Trained:
+    """Version 1 of `policy` is published: what reads versions asks for this fixture."""
     (program,) = (block for block in blocks("README.md", "python") if "ExperienceReader" in block)
     (shown,) = (block for block in blocks("docs/agents.md", "python") if "/sessions" in block)
     episode = shown.replace("messages=", "max_tokens=4, messages=")
@@ -231,8 +244,12 @@ def test_a_trainer_publishes_after_a_batch(fleet: Documented) -> None:
     left = fleet.program(
         program, train=batches.append, model=model, enumerate=lambda them: itertools.islice(enumerate(them), 1)
     )
-    assert [len(batch.rewards) for batch in batches] == [GROUPS * GROUP_SIZE]
-    assert left["ticket"].version == left["reader"].trainer_version == 1
+    return Trained(batches, left)
+
+
+def test_a_trainer_publishes_after_a_batch(fleet: Documented, trained: Trained) -> None:
+    assert [len(batch.rewards) for batch in trained.batches] == [GROUPS * GROUP_SIZE]
+    assert trained.left["ticket"].version == trained.left["reader"].trainer_version == 1
     until(lambda: 1 in [engine["version"] for engine in fleet.engines().values()], "the engine loads version 1")
 
 
@@ -262,7 +279,7 @@ def test_environments_and_programs_are_rolled_out(fleet: Documented) -> None:
     assert len(json.loads((fleet.directory / "eval.json").read_text())["tasks"]) == 2
 
 
-def test_ranks_publish_one_version(fleet: Documented) -> None:
+def test_ranks_publish_one_version(fleet: Documented, trained: Trained) -> None:
     (program,) = blocks(FLEET, "python")
     tensors = sorted(load_file(tiny_model() / "model.safetensors").items())
 
@@ -276,7 +293,7 @@ def test_ranks_publish_one_version(fleet: Documented) -> None:
         assert len(set(threads.map(rank, range(2)))) == 1
 
 
-def test_the_commands_of_operators_run(fleet: Documented) -> None:
+def test_the_commands_of_operators_run(fleet: Documented, trained: Trained) -> None:
     with Publisher(fleet.here("trainer-0:7070"), "old") as publisher:
         publisher.publish(load_file(tiny_model() / "model.safetensors"), step=0, wait=2)
     table = re.findall(r"^\| `((?:paramserver|gateway|curl) .*?)` \|", (ROOT / FLEET).read_text(), re.MULTILINE)
@@ -299,7 +316,7 @@ def test_the_commands_of_operators_run(fleet: Documented) -> None:
     assert list((fleet.directory / "weights").glob("*.safetensors"))
 
 
-def test_numbers_continue_after_an_etcd_that_was_lost(fleet: Documented) -> None:
+def test_numbers_continue_after_an_etcd_that_was_lost(fleet: Documented, trained: Trained) -> None:
     (command,) = lines(blocks("docs/guide.md", "sh")[0])
     done = fleet.run(command)
     assert re.search(r"continues in \S+ with policy above version \d+", done.stdout), done.stderr
