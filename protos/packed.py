@@ -232,9 +232,14 @@ def check(row: bytes | memoryview) -> None:
 
 def batch(lease_id: str, rows: Sequence[bytes]) -> bytes:
     """The answer to a sample: the rows as they are, under one lease."""
+    return b"".join(batch_parts(lease_id, rows))
+
+
+def batch_parts(lease_id: str, rows: Sequence[bytes]) -> list[bytes]:
+    """What a `batch` is joined of."""
     header = msgspec.msgpack.encode(_BatchHeader(lease_id, [len(row) for row in rows]))
     padding = bytes(-(_BATCH.size + len(header)) % _ALIGNED)
-    return b"".join((_BATCH.pack(BATCH_MAGIC, len(header)), header, padding, *rows))
+    return [_BATCH.pack(BATCH_MAGIC, len(header)), header, padding, *rows]
 
 
 def rows_of(body: bytes | memoryview) -> tuple[str, list[memoryview]]:

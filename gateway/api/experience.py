@@ -11,6 +11,8 @@ as they are stored. Else they are unpacked, and go out as msgpack (`application/
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -28,6 +30,7 @@ from gateway.experience.record import SampledStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.sessions.trainer import Trainer
 from protos import packed
+from protos.errors import NotFound
 from protos.packed import Offer
 from protos.trajectories import Trajectory
 
@@ -40,6 +43,8 @@ USES_MAX = 1000
 DIGITS_MAX = 15
 READER_MAX = 256
 """Characters of a reader's name."""
+PIECE_BYTES = 1 << 18
+"""Of a batch, sent at once."""
 Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
 
 
@@ -155,7 +160,7 @@ class _Handlers:
     def __init__(self, deps: ExperienceDeps) -> None:
         self._deps = deps
 
-    async def sample(self, request: web.Request) -> web.Response:
+    async def sample(self, request: web.Request) -> web.StreamResponse:
         wanted = _checked(decode(_sample, await request.read()), self._deps.fleet.state.newest)
         if wanted.session_ids is None:
             self._deps.trainer.requested(
@@ -186,7 +191,16 @@ class _Handlers:
             whole=wanted.num_ranks > 1,
         )
         self._deps.trainer.took(wanted.trainer_version, sampled.entries)
-        return _answer(sampled, request.headers.get("Accept", ""))
+        accept = request.headers.get("Accept", "")
+        if packed.MEDIA_TYPE not in accept:
+            return _unpacked(sampled, accept)
+        try:
+            return await _send_packed(request, sampled)
+        except (ConnectionError, asyncio.CancelledError):
+            # The reader left before it had all of it, so it cannot use the batch.
+            with contextlib.suppress(NotFound):
+                await self._deps.buffer.release(sampled.lease_id)
+            raise
 
     async def ack(self, request: web.Request) -> web.Response:
         used = await self._deps.buffer.ack(decode(_ack, await request.read()).lease_id)
@@ -224,9 +238,26 @@ def _number(request: web.Request, name: str, default: int) -> int:
     return int(text)
 
 
-def _answer(sampled: Sampled, accept: str) -> web.Response:
-    if packed.MEDIA_TYPE in accept:
-        return web.Response(body=packed.batch(sampled.lease_id, sampled.rows), content_type=packed.MEDIA_TYPE)
+async def _send_packed(request: web.Request, sampled: Sampled) -> web.StreamResponse:
+    """Sends the rows piece by piece, as fast as the reader takes them: a batch in one piece is copied twice, and stays
+    in memory until all of it is sent."""
+    parts = packed.batch_parts(sampled.lease_id, sampled.rows)
+    response = web.StreamResponse()
+    response.content_type, response.content_length = packed.MEDIA_TYPE, sum(len(part) for part in parts)
+    await response.prepare(request)
+    piece: list[bytes] = []
+    size = 0
+    for part in parts:
+        piece.append(part)
+        size += len(part)
+        if size >= PIECE_BYTES:
+            await response.write(b"".join(piece))
+            piece, size = [], 0
+    await response.write_eof(b"".join(piece))
+    return response
+
+
+def _unpacked(sampled: Sampled, accept: str) -> web.Response:
     answer = SampleAnswer(sampled.lease_id, sampled.trajectories())
     if MSGPACK in accept:
         return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)

@@ -21,6 +21,7 @@ from protos.errors import InvalidRequest, NotFound
 from protos.trajectories import Trajectory
 from tests.support.experience import experience_app
 from tests.support.turns import serving_app
+from tests.unit.gateway_store.disk import until
 from trainer_client import AsyncExperienceReader, Evicted, Offer, Packed
 from trainer_client.batches import ACCEPTED, batch_of
 
@@ -236,6 +237,23 @@ async def test_a_function_of_the_trainers_own_evicts(door: Door) -> None:
         assert await reader.evict(lambda _: ["a", "b", "b"]) == Evicted(1, 0, 1)
         assert [row.session_id for row in await reader.rows()] == ["c"]
         assert (await reader.statistics()).buffer["evicted_by_readers"] == 2
+
+
+async def test_a_reader_that_leaves_in_the_middle_of_its_batch_has_no_lease(door: Door) -> None:
+    logprobs = np.random.default_rng(0).standard_normal(1 << 20).tolist()  # 8 MB: more than sockets hold
+    long = msgspec.structs.replace(
+        trajectory("a"), token_ids=[1] * len(logprobs), logprobs=logprobs, loss_mask=[1], versions=[1]
+    )
+    await door.buffer.add(long)
+    body = json.dumps({"reader": "t", "trainer_version": 1, "trajectories": 1}).encode()
+    head = f"POST /experience/sample HTTP/1.1\r\nHost: x\r\nAccept: {ACCEPTED}\r\nContent-Length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(*door.url.removeprefix("http://").split(":"))
+    writer.write(head.encode() + body)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    assert door.buffer.statistics().leased == 1
+    writer.transport.abort()
+    await until(lambda: door.buffer.statistics().leased == 0, "its lease given back")
+    assert door.buffer.statistics().trajectories == 1
 
 
 async def test_packed_rows_and_msgpack_are_the_same_batch(door: Door) -> None:
