@@ -20,6 +20,7 @@ from gateway.engines.base import EngineAdapter, version_of
 from gateway.engines.kinds import connect
 from gateway.fleet.registrations import registered
 from gateway.fleet.watcher import PROBE_TEXT, same_ids
+from gateway.redis import RedisAddress, RedisServer
 from gateway.store.database import DATABASE_NAME, in_use
 from gateway.store.layout import LAYOUT
 from gateway.tokens import Codec
@@ -42,6 +43,8 @@ async def examine(config: GatewayConfig) -> list[Finding]:
     codec, tokenizer = await asyncio.to_thread(_tokenizer, config.tokenizer)
     found = [tokenizer, _files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
     found += await asyncio.to_thread(_data, config)
+    if isinstance(config.experience_store, RedisAddress):
+        found.append(await _redis(config.experience_store, config))
     found.append(_port(config.host, config.port))
     engines = list(config.engines)
     if config.etcd is not None:
@@ -124,6 +127,18 @@ def _database(path: Path, model: str) -> Finding:
 def _bound(connection: sqlite3.Connection) -> bool:
     query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'kept_for'"
     return connection.execute(query).fetchone() is not None
+
+
+async def _redis(address: RedisAddress, config: GatewayConfig) -> Finding:
+    what = "shared experience"
+    try:
+        unchecked = await RedisServer.examine(address, accept_unchecked=config.redis_unchecked)
+    except LaminarError as e:
+        return Finding(what, False, e.message, e.hint)
+    if unchecked:
+        shown = f"{address} answers, and {', '.join(unchecked)} cannot be checked there"
+        return Finding(what, False, shown, "have its operator confirm them", advice=True)
+    return Finding(what, True, f"{address} keeps what it acknowledges")
 
 
 def _port(host: str, port: int) -> Finding:

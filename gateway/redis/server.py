@@ -145,13 +145,13 @@ class RedisServer:
 
         return await self._attempt(run, wait_s)
 
-    async def _attempt(self, work: Callable[[], Awaitable[Any]], wait_s: float) -> Any:
+    async def _attempt(self, work: Callable[[], Awaitable[Any]], wait_s: float, *, check: bool = True) -> Any:
         from redis.exceptions import RedisError
 
         deadline, retry_s = time.monotonic() + wait_s, RETRY_S
         while True:
             try:
-                if self._lost:
+                if check and self._lost:
                     await self._check_once()
                 found = await work()
             except (RedisError, OSError) as e:
@@ -203,16 +203,29 @@ class RedisServer:
             if self._lost:
                 await self._check()
 
+    @classmethod
+    async def examine(cls, address: RedisAddress, *, accept_unchecked: bool = False) -> list[str]:
+        """As `connect`, without a namespace: changes nothing. Returns the settings that cannot be checked."""
+        server = cls(_client(address), address, "", "", "", accept_unchecked)
+        try:
+            await server._attempt(server._check_settings, 0.0, check=False)
+        finally:
+            await server.close()
+        return server._unchecked
+
     async def _check(self) -> None:
+        await self._check_settings()
+        await self._claim()
+        self.connected += 1
+        self._lost = False
+
+    async def _check_settings(self) -> None:
         info = await self._client.info()
         where = str(self.address)
         check_role(where, info)
         found = found_in_info(info)
         forbidden = await self._read_settings(found)
         self._unchecked = check_settings(where, found, accept_unchecked=self._accept_unchecked, forbidden=forbidden)
-        await self._claim()
-        self.connected += 1
-        self._lost = False
 
     async def _read_settings(self, found: dict[str, str]) -> str:
         """Adds what CONFIG GET shows; returns why it is refused."""

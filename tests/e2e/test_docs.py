@@ -60,6 +60,7 @@ RUN_ELSEWHERE = {
     ("docs/publishing.md", "sh"): 1,
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
+    ("docs/shared-experience.md", "sh"): 1,  # test_shared_experience.py
     ("docs/tables.md", "sh"): 1,  # test_tables.py
     ("docs/trl.md", "python"): 2,  # `tests/trl/test_docs.py`
     ("docs/vllm-trainers.md", "python"): 1,  # `tests/vllm/trainer.py`
