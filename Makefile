@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ test-trl: env  ## TRL's trainers on a fleet of this machine, with TRL installed 
 
 test-verifiers: env  ## environments of the verifiers library by its own vf-eval, installed once (0.6 GB on disk); a minute
 	@$(RUN) -m pytest tests/verifiers -m verifiers $(ARGS)
+
+test-integrations: env  ## all programs of others that this works with, each in an environment of its own, and a table (ARGS="trl verl" runs some); some 25 minutes
+	@$(RUN) -m tests.integrations $(ARGS)
 
 test-openenv: env  ## environments of OpenEnv behind their own servers, OpenEnv installed once (0.5 GB on disk); two minutes
 	@$(RUN) -m pytest tests/openenv -m openenv $(ARGS)

@@ -16,6 +16,7 @@ from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegi
 from verl.workers.config import RolloutConfig
 
 from deploy.setup_env import ROOT
+from tests.verl.queued import QueuedRollouts
 from tests.verl.rollouts import Rollouts
 from tests.verl.workers import (
     Replica,
@@ -75,6 +76,9 @@ def run(flags: argparse.Namespace) -> None:
         print(json.dumps(report), flush=True)
         rollouts.published(cached)
         print(json.dumps(rollouts.report(step)), flush=True)
+    queued = QueuedRollouts(flags)
+    print(json.dumps(queued.report(step, rollouts.weights)), flush=True)
+    queued.close()
 
 
 if __name__ == "__main__":

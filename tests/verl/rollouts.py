@@ -22,40 +22,45 @@ LOOP = """\
   _target_: trainer_client.integrations.verl.agent_loop.LaminarAgentLoop
   gateway: {gateway}
   relay: {relay}
-  agent: tests.verl.task.two_turns
+  agent: tests.verl.task.{agent}
 """
 SAMPLES = 2
 """Of each prompt."""
+
+
+def configuration(flags: argparse.Namespace, agent: str) -> Any:
+    """verl's, for rollouts whose sessions are played by `tests.verl.task.AGENT`."""
+    loops = Path(flags.directory) / f"{agent}.yaml"
+    loops.write_text(LOOP.format(gateway=flags.gateway, relay=flags.relay, agent=agent))
+    rollout = {
+        "name": "vllm",
+        "n": SAMPLES,
+        "prompt_length": 128,
+        "response_length": 128,
+        "calculate_log_probs": True,
+        "agent.num_workers": 1,
+        "agent.agent_loop_config_path": loops,
+        "agent.default_agent_loop": "laminar",
+    }
+    overrides = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", [f"actor_rollout_ref.model.path={flags.model}", *overrides])
 
 
 class Rollouts:
     """verl's manager with one worker, and the published weights of the newest two versions."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
-        loops = Path(flags.directory) / "agent_loops.yaml"
-        loops.write_text(LOOP.format(gateway=flags.gateway, relay=flags.relay))
-        rollout = {
-            "name": "vllm",
-            "prompt_length": 128,
-            "response_length": 128,
-            "calculate_log_probs": True,
-            "agent.num_workers": 1,
-            "agent.agent_loop_config_path": loops,
-            "agent.default_agent_loop": "laminar",
-        }
-        overrides = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()]
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", [f"actor_rollout_ref.model.path={flags.model}", *overrides])
-        self._manager = AgentLoopManager.create(config, llm_client=None)
+        self._manager = AgentLoopManager.create(configuration(flags, "two_turns"), llm_client=None)
         self._model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32)
-        self._weights = Weights(self._model)
+        self.weights = Weights(self._model)
 
     def published(self, tensors: dict[str, torch.Tensor]) -> None:
         """The version that the next rollouts are to be sampled under."""
         _, unexpected = self._model.load_state_dict(tensors, strict=False)
         assert not unexpected, unexpected
         self._model.tie_weights()
-        self._weights.published(self._model)
+        self.weights.published(self._model)
 
     def report(self, step: int) -> dict[str, Any]:
         """One batch of rollouts, against the published weights and against those before."""
@@ -70,8 +75,8 @@ class Rollouts:
             "sampled_tokens": int(found.batch["response_mask"].sum()),
             "masked_tokens": sum(len(row.mask) - sum(row.mask) for row in rows) - _prompt_tokens(found),
             "rewards": [round(reward, 4) for reward in found.batch["rm_scores"].sum(dim=1).tolist()],
-            "ratio_off": self._weights.deviation(rows, self._weights.now),
-            "ratio_off_version_before": self._weights.deviation(rows, self._weights.before),
+            "ratio_off": self.weights.deviation(rows, self.weights.now),
+            "ratio_off_version_before": self.weights.deviation(rows, self.weights.before),
         }
 
 

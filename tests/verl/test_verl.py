@@ -29,7 +29,7 @@ def updates(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def rollouts(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [report for report in reports if "ratio_off" in report]
+    return [report for report in reports if "rows" in report]
 
 
 def test_rollout_workers_load_exactly_what_the_trainer_sent_in_this_update(updates: list[dict[str, Any]]) -> None:
@@ -84,3 +84,14 @@ def test_rows_carry_the_reward_that_the_agent_gave(rollouts: list[dict[str, Any]
     for batch in rollouts:
         assert all(0 <= reward <= 1 for reward in batch["rewards"])
         assert len(set(batch["rewards"])) > 1
+
+
+def test_a_v1_trainers_buffer_gives_a_row_for_each_branch_of_each_session(reports: list[dict[str, Any]]) -> None:
+    [queued] = [report for report in reports if "queued_step" in report]
+    step = queued["queued_step"]
+    # Four prompts, two sessions each, two branches each: the key's end is session_branch.
+    assert queued["rows_of_sessions"] == sorted(["0_0", "0_1", "1_0", "1_1"] * 4)
+    assert queued["min_global_steps"] == queued["max_global_steps"] == [step]
+    assert set(queued["rewards"]) <= {0.0, 0.5, 1.0}
+    assert queued["ratio_off"] < TOLERANCE
+    assert queued["ratio_off_version_before"] > 10 * TOLERANCE

@@ -27,8 +27,9 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
 LEARNING_RATE = 3e-3
-CPUS = 5
-"""A bundle for each worker of the two groups, and the agent loops. Ray starts so many idle workers beforehand."""
+CPUS = 7
+"""A bundle for each worker of the two groups, the agent loops, TransferQueue's controller and its storage. Ray starts
+so many idle workers beforehand."""
 OBJECT_STORE_BYTES = 128 << 20
 """In /dev/shm, of which the relay's pool needs its part."""
 
