@@ -12,6 +12,7 @@ from protos.trajectories import Segment, Trajectory
 from trainer_client.batches import Batch
 from trainer_client.experience import AsyncExperienceReader, ExperienceReader
 from trainer_client.publisher import AsyncPublisher, Publisher, PublisherStatus
+from trainer_client.streaming.lora import MergedLora, merged_lora
 from trainer_client.streaming.manifest import Manifest, TensorMeta, gathered, manifest_of
 from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks
 from trainer_client.tasks import Added, AsyncPromptPool, PoolStatus, PromptPool, TaskOptions, TaskResult
@@ -32,6 +33,7 @@ __all__ = [
     "ExperienceStatistics",
     "Facts",
     "Manifest",
+    "MergedLora",
     "Offer",
     "OneRank",
     "Packed",
@@ -57,5 +59,6 @@ __all__ = [
     "Wanted",
     "gathered",
     "manifest_of",
+    "merged_lora",
     "pack",
 ]

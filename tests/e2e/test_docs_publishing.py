@@ -59,6 +59,20 @@ def test_the_command_of_the_page_publishes_a_directory(relays: Relays) -> None:
     assert read(first, 1).keys() == load_file(model / "model.safetensors").keys()
 
 
+class Adapted(torch.nn.Module):
+    """As peft wraps a linear layer. Its B is zero: the adapter changes nothing."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        layer = torch.nn.Module()
+        layer.base_layer, layer.scaling = base, {"default": 2.0}
+        layer.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 2, bias=False)})
+        layer.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(2, 3, bias=False)})
+        torch.nn.init.zeros_(layer.lora_B["default"].weight)
+        self.base_model = torch.nn.Module()
+        self.base_model.model = layer
+
+
 def test_the_programs_of_the_page_publish_what_they_show(relays: Relays, one_rank: None) -> None:
     daemon = relays.start("a")
     model, reader = torch.nn.Linear(4, 3), SimpleNamespace(trainer_version=None)
@@ -66,6 +80,7 @@ def test_the_programs_of_the_page_publish_what_they_show(relays: Relays, one_ran
         name = f"shown-{number}"
         here = text.replace('"trainer-0:7070"', f'"{daemon.ready["grpc"]}", "{name}"').replace("range(100)", "range(2)")
         names: dict[str, Any] = {"model": model, "train": lambda _: None, "job_id": "job", "reader": reader}
+        names["peft_model"] = Adapted(model)
         with Publisher(daemon.ready["grpc"], name) as publisher:
             if "with Publisher(" not in text:  # it continues the program before it
                 names |= {"publisher": publisher, "step": 1, "frozen_names": ["bias"]}

@@ -1,0 +1,24 @@
+"""LoRA adapters of peft, which verl's environment has: the SDK streams what `merge_and_unload` makes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from deploy import verl_env
+
+pytestmark = [pytest.mark.verl, pytest.mark.slow]
+
+
+def test_merged_weights_are_those_of_merge_and_unload() -> None:
+    done = subprocess.run(
+        [str(verl_env.PYTHON), "-m", "tests.verl.lora"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert "DoRA cannot be merged here" in report.pop("dora")
+    assert "merged into 'q.weight' already" in report.pop("merged")
+    assert len(report) == 9
+    assert not any(report.values()), report
