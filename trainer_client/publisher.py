@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from paramserver.client import (
+    Doubt,
     Rank,
     RefusedLoad,
     RelayClient,
@@ -27,8 +28,10 @@ from paramserver.client import (
     join_stream,
     open_stream,
     publish,
+    published,
+    settled,
 )
-from protos.errors import InvalidRequest
+from protos.errors import InvalidRequest, VersionLost
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.run_state import RunState
 from trainer_client.sources import NamedTensors, Stable, held_still, sources_of
@@ -112,6 +115,10 @@ class AsyncPublisher(AsyncClient):
         directory: its tensors that `tensors` lacks are carried over, such as frozen ones. `files` ride along as they
         are: config, tokenizer and generation defaults of a directory, or {name: content}.
 
+        After a publish that raised before its outcome was known, one of the same step returns that version if it was
+        committed after all. `once` returns the version of this step that this run, or the one that it resumed, has
+        sealed already.
+
         Raises InvalidRequest for a tensor that cannot be published, TooLarge for a version larger than the pool,
         Conflict for another publisher of this model or for differing names, and Unavailable when the relay or etcd
         does not answer.
@@ -123,17 +130,48 @@ class AsyncPublisher(AsyncClient):
         )
         async with self._publish_lock:
             await self._reach()
-            ticket = await publish(
-                self._relay,
-                self.model,
-                [*sources.tensors, *others.tensors],
-                files=others.files,
-                force_tcp=self._force_tcp,
-                **self._version(step, sources.tied, arguments, self._rank),
-            )
+            ticket = await self.settled(step, arguments)
+            if ticket is None:
+                ticket = await publish(
+                    self._relay,
+                    self.model,
+                    [*sources.tensors, *others.tensors],
+                    files=others.files,
+                    force_tcp=self._force_tcp,
+                    **self._version(step, sources.tied, arguments, self._rank),
+                )
             self._note(ticket)
-        await wait_for(ticket, arguments.wait, arguments.timeout_s)
+        await self.wait_for(ticket, arguments)
         return ticket
+
+    async def settled(self, step: int, arguments: PublishArguments) -> AsyncTicket | None:
+        """The version that `step` has become already: its publish ended in doubt, or it is to be published once."""
+        ticket = await settled(self._relay, self.model, step)
+        if ticket is None and arguments.once:
+            runs = {self.run, self.state.earlier_run} - {None}
+            ticket = await published(self._relay, self.model, step, {run for run in runs if run is not None})
+        return ticket
+
+    async def wait_for(self, ticket: AsyncTicket, arguments: PublishArguments) -> None:
+        """Waits as far as the publish does. Until it has, the next publish of the same step takes the same version."""
+        self._relay.doubts[self.model] = Doubt(ticket)
+        try:
+            await wait_for(ticket, arguments.wait, arguments.timeout_s)
+        except VersionLost:
+            del self._relay.doubts[self.model]
+            raise
+        self._relay.doubts.pop(self.model, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Publisher.state_dict`."""
+        doubt = self._relay.doubts.get(self.model)
+        return self.state.state_dict(None if doubt is None else doubt.ticket.data)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Publisher.load_state_dict`."""
+        in_doubt = self.state.load(state)
+        if in_doubt is not None:
+            self._relay.doubts[self.model] = Doubt(self.ticket(in_doubt))
 
     def _version(self, step: int, tied: Mapping[str, str], arguments: PublishArguments, rank: Rank) -> VersionOptions:
         return {
@@ -270,12 +308,12 @@ class Publisher(SyncClient[AsyncPublisher]):
             super().close()
 
     def state_dict(self) -> dict[str, Any]:
-        """For the trainer's checkpoint: model, run, newest version, and the step of each version."""
-        return self._client.state.state_dict()
+        """For the trainer's checkpoint: model, run, newest version, each version's step, and a version in doubt."""
+        return self._client.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken. The run is a new one, and its versions continue above the newest."""
-        self._client.state.load(state)
+        self._client.load_state_dict(state)
 
     @property
     def version(self) -> int:
@@ -324,7 +362,8 @@ class Publisher(SyncClient[AsyncPublisher]):
             writers=writers,
             loop=loop,
             open_version=lambda announced, part: loop.run(client.open_stream(announced, part, step, arguments)),
-            wait=lambda ticket: loop.run(wait_for(ticket, arguments.wait, arguments.timeout_s)),
+            settle=lambda: loop.run(client.settled(step, arguments)),
+            wait=lambda ticket: loop.run(client.wait_for(ticket, arguments)),
             staging=self._staging,
         )
         return self._in_turn(stream.publish)
@@ -365,7 +404,8 @@ class Publisher(SyncClient[AsyncPublisher]):
                 client.open_stream(manifest, part, step, arguments, shared=True)
             ),
             join_version=lambda invitation: loop.run(client.join_stream(invitation)),
-            wait=lambda ticket: loop.run(wait_for(ticket, arguments.wait, arguments.timeout_s)),
+            settle=lambda: loop.run(client.settled(step, arguments)),
+            wait=lambda ticket: loop.run(client.wait_for(ticket, arguments)),
             staging=self._staging,
         )
         return self._in_turn(sharded.publish)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from paramserver.client import TicketData
 from protos.errors import InvalidRequest
 
 STEPS_KEPT = 1024
@@ -31,21 +34,27 @@ class RunState:
         for old in sorted(self.steps)[:-STEPS_KEPT]:
             del self.steps[old]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, in_doubt: TicketData | None = None) -> dict[str, Any]:
+        """`in_doubt`: the version whose publish ended before its outcome was known."""
         return {
             "format": FORMAT,
             "model": self.model,
             "run": self.run,
             "version": self.version,
             "steps": [[version, step] for version, step in sorted(self.steps.items())],
+            "in_doubt": None if in_doubt is None else msgspec.to_builtins(in_doubt),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave. InvalidRequest for anything else, and for another model's."""
+    def load(self, state: Mapping[str, Any]) -> TicketData | None:
+        """Takes over what `state_dict` gave; returns the version in doubt.
+
+        InvalidRequest for anything else, and for another model's.
+        """
         try:
             known, model, run = state["format"], state["model"], state["run"]
             version, steps = int(state["version"]), {int(version): int(step) for version, step in state["steps"]}
-        except (KeyError, TypeError, ValueError) as error:
+            in_doubt = msgspec.convert(state.get("in_doubt"), TicketData | None)
+        except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
             raise InvalidRequest(f"this is no state of a publisher: {error!r}", hint="pass state_dict()") from error
         if known != FORMAT:
             raise InvalidRequest(f"a publisher's state of format {known!r}", hint=f"this version reads {FORMAT}")
@@ -54,3 +63,4 @@ class RunState:
         if self.steps:
             raise InvalidRequest("this publisher has published already", hint="load the state before the first publish")
         self.earlier_run, self.version, self.steps = str(run), version, steps
+        return in_doubt

@@ -7,6 +7,7 @@ Invariants:
 
 from paramserver.client.announced import VersionOptions
 from paramserver.client.checkpoint import Checkpoint, Files, plain_files, read_checkpoint
+from paramserver.client.commits import Doubt, published, settled
 from paramserver.client.engines import watch_engines
 from paramserver.client.publisher import publish
 from paramserver.client.relay import (
@@ -35,6 +36,7 @@ __all__ = [
     "PLAIN",
     "Checkpoint",
     "ChunkMap",
+    "Doubt",
     "EventKind",
     "FileLayout",
     "FileSource",
@@ -64,6 +66,8 @@ __all__ = [
     "open_stream",
     "plain_files",
     "publish",
+    "published",
     "read_checkpoint",
+    "settled",
     "watch_engines",
 ]

@@ -1,9 +1,8 @@
-"""One version at its master, from the announcement to the commit, whoever writes its bytes.
+"""One version at its master, from the announcement on, whoever writes its bytes; `commits` ends it.
 
 Invariants:
 - what fails is aborted at the master, so that its memory goes back and the next version may begin;
-- when the master dies before the commit, the version may be announced again at the next one: it was reported to nobody;
-- a commit whose reply was lost is settled before anything is announced again: no step becomes two versions.
+- when the master dies before the commit, the version may be announced again at the next one: it was reported to nobody.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Required, TypeVar, Unpack, cast
 
 from paramserver.client.relay import RelayClient
-from paramserver.client.ticket import Ticket
 from paramserver.config import show_bytes
 from paramserver.core.layout import (
     INDEX_NAME,
@@ -31,11 +29,10 @@ from paramserver.core.layout import (
     plan_layout,
 )
 from paramserver.core.lineage import Lineage, Origin
-from paramserver.core.records import SOLE, Epoch, FileSpec, Manifest, Rank, check_model_name, part_root, version_root
+from paramserver.core.records import SOLE, Rank, check_model_name
 from protos.announce_options import DEFAULTS, AnnounceOptions
 from protos.errors import (
     Conflict,
-    InDoubt,
     LaminarError,
     NotFound,
     Preparing,
@@ -56,7 +53,6 @@ MASTER_WAIT_S = 30.0  # from the first failure: a dead master's lease runs out, 
 PREPARE_MAX_S = 1800.0  # 145 GB took six minutes at 0.4 GB/s, the slowest first touch of memory that was seen
 RETRY_S = 0.3
 ANNOUNCEMENT_BYTES_MAX = (64 << 20) - 4096  # what both sides' gRPC lets through, with room for its own frame
-COMMIT_AGAIN_S = 2.0
 
 
 class VersionOptions(AnnounceOptions, total=False):
@@ -179,20 +175,6 @@ def files_of(
     return dict(zip(mine, files, strict=True))
 
 
-async def committed(
-    relay: RelayClient,
-    master: RelayClient,
-    request: pb.AnnounceRequest,
-    opened: pb.AnnounceReply,
-    digests: Sequence[bytes],
-) -> Ticket:
-    """Commits what was written, with the digests of this rank's chunks in order."""
-    root = version_root(_manifest(request, opened), digests) if request.num_ranks == 1 else part_root(digests)
-    await _commit(relay, master, request, opened, root)
-    relay.lineages[request.model].saw(_origin(opened), opened.version)
-    return _ticket(relay, request, opened)
-
-
 async def given_up(
     relay: RelayClient, master: RelayClient, model: str, opened: pb.AnnounceReply, error: BaseException
 ) -> None:
@@ -200,19 +182,19 @@ async def given_up(
     if isinstance(error, Replaced):  # the old master does not answer, and the next one ends the version
         return
     await _abort(master, model, opened, error)
-    if isinstance(error, Conflict | NotFound | VersionLost) and not relay.lineages[model].refuses(_origin(opened)):
+    if isinstance(error, Conflict | NotFound | VersionLost) and not relay.lineages[model].refuses(origin_of(opened)):
         await _check_epoch(master, model, opened, error)
 
 
 def check_lineage(relay: RelayClient, model: str, opened: pb.AnnounceReply) -> None:
     """Conflict when the version is of a registry that replaced the one of those before, or its number is not new."""
     lineage = relay.lineages.setdefault(model, Lineage())
-    why = lineage.refuses(_origin(opened), opened.version)
+    why = lineage.refuses(origin_of(opened), opened.version)
     if why:
         raise Conflict(f"{model} is not published: {why}", hint=lineage.remedy(model))
 
 
-def _origin(opened: pb.AnnounceReply) -> Origin:
+def origin_of(opened: pb.AnnounceReply) -> Origin:
     return Origin.of(opened.epoch.store_id, opened.continues)
 
 
@@ -225,74 +207,6 @@ async def _announce(master: RelayClient, request: pb.AnnounceRequest, rank: Rank
     except (StaleEpoch, asyncio.CancelledError):  # the claim may have ended there, and its stream not yet here
         await master.release_run(request.model, request.run)
         raise
-
-
-def _ticket(relay: RelayClient, request: pb.AnnounceRequest, opened: pb.AnnounceReply) -> Ticket:
-    return Ticket(relay, request.model, opened.version, request.run, request.step, opened.epoch, tuple(opened.warnings))
-
-
-async def _commit(
-    relay: RelayClient, master: RelayClient, request: pb.AnnounceRequest, opened: pb.AnnounceReply, root: str
-) -> None:
-    """Commits the version. A lost reply is settled before anything is published again: else the step might come twice.
-
-    Raises StaleEpoch when the version will never be sealed, InDoubt when that cannot be known.
-
-    A commit may have arrived although its reply was lost. Announced again, the step would become two versions, and the
-    trainer would train on one of them twice. So the same commit is sent again (the master takes it once), and when the
-    master is gone, its successor is queried: what that one knows as sealed is sealed, and what it has ended is not.
-    """
-    commit = pb.CommitRequest(
-        model=request.model, version=opened.version, token=opened.token, root_digest=root, rank=request.rank
-    )
-    lost: LaminarError
-    try:
-        committing = master.call(master.stub.Commit(commit, timeout=master.timeout_s))
-        await unless_replaced(relay, request.model, master, committing)
-        return
-    except (Unavailable, Replaced) as error:
-        lost = error
-    what = f"version {opened.version} of {request.model}"
-    log.warning("the reply to the commit of %s was lost; querying its outcome: %s", what, str(lost))
-    deadline = time.monotonic() + MASTER_WAIT_S
-    while time.monotonic() < deadline:
-        await asyncio.sleep(RETRY_S)
-        if await _has_committed(relay, master, commit, _ticket(relay, request, opened)):
-            return
-    raise InDoubt(
-        f"whether {what} was committed is not known after {MASTER_WAIT_S:g} s: {lost}",
-        hint=f"look for it with `paramserver versions`: to publish step {request.step} again may make it twice",
-    )
-
-
-async def _has_committed(relay: RelayClient, master: RelayClient, commit: pb.CommitRequest, ticket: Ticket) -> bool:
-    """Whether it is; False while that is not known. StaleEpoch when it never will be."""
-    with contextlib.suppress(LaminarError):  # the same commit again changes nothing; a refusal is settled below
-        await master.call(master.stub.Commit(commit, timeout=COMMIT_AGAIN_S))
-        return True
-    try:
-        newer = await relay.master_of(commit.model)
-        stage = await ticket.stage_at(newer)
-    except NotFound as error:
-        raise StaleEpoch(f"the master that knew of version {commit.version} is gone: {error}") from error
-    except Unavailable as error:
-        log.info("the outcome of version %d of %s is not known yet: %s", commit.version, commit.model, error)
-        return False
-    if stage == "lost":
-        raise StaleEpoch(f"version {commit.version} of {commit.model} lost its master before its commit was known")
-    return stage != "copied"
-
-
-def _manifest(request: pb.AnnounceRequest, opened: pb.AnnounceReply) -> Manifest:
-    return Manifest(
-        request.model,
-        opened.version,
-        request.run,
-        request.step,
-        Epoch(opened.epoch.store_id, opened.epoch.revision),
-        tuple(FileSpec(file.name, file.size_bytes) for file in opened.files),
-        opened.chunk_bytes,
-    )
 
 
 async def _check_epoch(master: RelayClient, model: str, opened: pb.AnnounceReply, refusal: LaminarError) -> None:

@@ -22,11 +22,11 @@ from paramserver.client.announced import (
     announcement,
     at_a_master,
     check_lineage,
-    committed,
     files_of,
     given_up,
     unless_replaced,
 )
+from paramserver.client.commits import committed
 from paramserver.client.relay import RelayClient
 from paramserver.client.sources import FileSource, TensorSource
 from paramserver.client.ticket import Ticket

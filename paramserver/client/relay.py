@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -29,6 +29,9 @@ from protos.engines import is_host_port
 from protos.errors import InvalidRequest, LaminarError, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from paramserver.client.commits import Doubt
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +185,7 @@ class RelayClient:
         self._claims: dict[tuple[str, str], RunHold] = {}
         self.origin = UNKNOWN  # of the registry that this relay belonged to at its last reply about versions
         self.lineages: dict[str, Lineage] = {}  # of the models published through this client
+        self.doubts: dict[str, Doubt] = {}  # by model: the version whose publish ended before its outcome was known
         self._others: tuple[str, ...] = ()  # addresses of further relays, for when this one is silent
         self._id = secrets.token_hex(8)
         self.mappings = Mappings()

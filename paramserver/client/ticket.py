@@ -45,9 +45,10 @@ class Ticket:
         version: int,
         run: str,
         step: int,
-        epoch: pb.Epoch,
+        epoch: pb.Epoch | None,
         warnings: tuple[str, ...] = (),
     ) -> None:
+        """`epoch`: in which the number was given; None: unknown."""
         self._relay = relay
         self._epoch = epoch
         self.model = model
@@ -59,7 +60,7 @@ class Ticket:
 
     @property
     def data(self) -> TicketData:
-        epoch = self._epoch
+        epoch = self._epoch or pb.Epoch()
         return TicketData(
             self.model, self.version, self.run, self.step, epoch.store_id, epoch.revision, tuple(self.warnings)
         )
@@ -67,7 +68,7 @@ class Ticket:
     @classmethod
     def of(cls, relay: RelayClient, data: TicketData) -> Ticket:
         """The ticket of a version that another process published."""
-        epoch = pb.Epoch(store_id=data.store_id, revision=data.revision)
+        epoch = pb.Epoch(store_id=data.store_id, revision=data.revision) if data.store_id else None
         return cls(relay, data.model, data.version, data.run, data.step, epoch, data.warnings)
 
     def __repr__(self) -> str:

@@ -87,6 +87,8 @@ with Publisher(wish["relay"], run=f"job-{rank}", wait="sealed") as publisher:
         elif case == "tcp":
             with Publisher(wish["relay"], "by-tcp", wait="sealed", force_tcp=True) as other:
                 found[case] = report(lambda: other.publish_shards(weights, step=1, ranks=ranks))
+        elif case == "once":
+            found[case] = [shards(once=True), whole(once=True)]
         elif case == "cast":
             found[case] = shards(dtype=torch.bfloat16, names=[("^0[.]", "first.")])
         elif case == "large":
@@ -161,7 +163,7 @@ def test_shards_make_the_same_bytes_as_gathered_tensors_and_errors_reach_every_r
     relays: Relays, tmp_path: Path
 ) -> None:
     daemon = relays.start("a", "--chunk-bytes", "100000", "--retain", "5", pool_bytes="512MiB")
-    cases = ["nan", "differ", "same", "tcp", "cast", "large"]
+    cases = ["nan", "differ", "same", "tcp", "once", "cast", "large"]
     both = run_ranks(tmp_path, daemon, cases=cases, base=base(tmp_path / "base"))
     peaks = [one["large"].pop("peak") for one in both]
     assert both[0] == both[1]
@@ -180,6 +182,8 @@ def test_shards_make_the_same_bytes_as_gathered_tensors_and_errors_reach_every_r
     expected = net()
     same(read(daemon, found["same"][1]["version"]), {**expected, "frozen": torch.full((333, 77), 0.5)})
     same(read(daemon, found["tcp"]["version"], "by-tcp"), expected)
+
+    assert found["once"] == [found["same"][1]] * 2, "its step is sealed"
 
     cast = {name: one.bfloat16() if one.is_floating_point() else one for name, one in expected.items()}
     same(read(daemon, found["cast"]["version"]), {name.replace("0.", "first."): one for name, one in cast.items()})

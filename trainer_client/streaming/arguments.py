@@ -29,6 +29,7 @@ class PublishOptions(AnnounceOptions, total=False):
     wait: Wait | None  # default: the publisher's
     timeout_s: float  # of that wait; default 120
     allow_change: bool  # publish a version whose names, shapes or kinds of dtype differ from the newest one's
+    once: bool  # if this run, or the one that it resumed, has published this step already, return that version
     check_nan: bool  # refuse tensors that begin with NaN; default True
     names: Names | None  # from the trainer's names to those that engines load by
     base: Path | str | None  # a checkpoint directory, whose tensors that are lacking are carried over
@@ -43,6 +44,7 @@ class PublishArguments:
     announce: AnnounceOptions
     timeout_s: float = WAIT_TIMEOUT_S
     allow_change: bool = False
+    once: bool = False
     check_nan: bool = True
     names: Names | None = None
     base: Path | str | None = None

@@ -48,7 +48,7 @@ class Outcome(msgspec.Struct):
 
 
 def agreed(ranks: Ranks, outcome: Outcome) -> Outcome:
-    """The outcome of all ranks: an error of one that begins nothing again, else one that does, else the first's."""
+    """The outcome of all ranks: an error that begins nothing again, else one that does, else one with a ticket."""
     if ranks.count == 1:
         return outcome
     sent = msgspec.msgpack.encode(outcome)
@@ -62,7 +62,7 @@ def agreed(ranks: Ranks, outcome: Outcome) -> Outcome:
         )
     if len({one.run for one in found}) > 1:
         return Outcome.of(InvalidRequest("the ranks are of different runs", hint="pass the same run= on every rank"))
-    return found[0]
+    return next((one for one in found if one.ticket is not None), found[0])
 
 
 def in_passes(one_pass: Callable[[], Outcome], num_max: int) -> TicketData:

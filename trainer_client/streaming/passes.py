@@ -80,6 +80,7 @@ class Stream:
         writers: Writers,
         loop: LoopThread,
         open_version: Callable[[Manifest, Part], StreamedVersion],
+        settle: Callable[[], Ticket | None],
         wait: Callable[[Ticket], None],
         staging: StagingRing,
     ) -> None:
@@ -89,7 +90,7 @@ class Stream:
         self._run = run
         self._ranks, self._writers = ranks, writers
         self._loop = loop
-        self._open, self._wait = open_version, wait
+        self._open, self._settle, self._wait = open_version, settle, wait
         self._staging = staging
         self._names = arguments.names
         self._check_nan = arguments.check_nan
@@ -101,10 +102,12 @@ class Stream:
     def publish(self) -> TicketData:
         """The version's ticket, the same on every rank; raises the same error on every rank."""
         prepared = self._agree(self._prepare())
+        if (prepared.code or prepared.ticket is not None) and not callable(self._items):
+            self._write_all(None)
         if prepared.code:
-            if not callable(self._items):
-                self._write_all(None)
             raise prepared.error()
+        if prepared.ticket is not None:
+            return prepared.ticket
         return in_passes(self._pass, num_max=PASSES_MAX if callable(self._items) else 1)
 
     def _prepare(self) -> Outcome:
@@ -120,7 +123,16 @@ class Stream:
         self._metas = {meta.name: meta for meta in self._manifest.tensors}
         self._mine = frozenset(meta.name for meta in self._part.metas) if self._part is not None else frozenset()
         run = self._run if self._writers == "all" else ""
-        return Outcome(same=hashlib.sha256(repr(self._manifest).encode()).hexdigest(), run=run)
+        ticket = None
+        if self._part is not None:
+            try:
+                ticket = self._settle()
+                if ticket is not None:
+                    self._wait(ticket)
+            except LaminarError as error:
+                return Outcome.of(error)
+        data = ticket.data if ticket is not None else None
+        return Outcome(ticket=data, same=hashlib.sha256(repr(self._manifest).encode()).hexdigest(), run=run)
 
     def _pass(self) -> Outcome:
         """One announcement and one round through the tensors; what all ranks agree became of it."""

@@ -55,12 +55,14 @@ class ShardedPublish:
         loop: LoopThread,
         open_version: Callable[[Manifest, Part], StreamedVersion],
         join_version: Callable[[bytes], StreamedVersion],
+        settle: Callable[[], Ticket | None],
         wait: Callable[[Ticket], None],
         staging: StagingRing,
     ) -> None:
         self._tensors, self._arguments, self._dtype = tensors, arguments, dtype
         self._ranks, self._loop = ranks, loop
-        self._open, self._join, self._wait = open_version, join_version, wait
+        self._open, self._join = open_version, join_version
+        self._settle, self._wait = settle, wait
         self._staging = staging
         self._shards: dict[str, Shard] = {}
         self._manifest = Manifest(())
@@ -71,10 +73,12 @@ class ShardedPublish:
 
     def publish(self) -> TicketData:
         """The version's ticket, the same on every rank; raises the same error on every rank."""
-        for prepare in (self._read_shards, self._share_out):
+        for prepare in (self._read_shards, self._settled, self._share_out):
             prepared = self._agree(_tried(prepare))
             if prepared.code:
                 raise prepared.error()
+            if prepared.ticket is not None:
+                return prepared.ticket
         return in_passes(self._pass, PASSES_MAX)
 
     # ---- what is announced, and who holds it
@@ -83,6 +87,13 @@ class ShardedPublish:
         self._shards = shards_of(self._tensors, self._arguments.names, self._dtype)
         described = [(shard.meta, shard.local is None) for shard in self._shards.values()]
         return Outcome(same=hashlib.sha256(repr(described).encode()).hexdigest())
+
+    def _settled(self) -> Outcome:
+        ticket = self._settle() if self._ranks.index == 0 else None
+        if ticket is None:
+            return Outcome()
+        self._wait(ticket)
+        return Outcome(ticket=ticket.data)
 
     def _share_out(self) -> Outcome:
         mine = Held([(one.start, one.end) for one in self._shards.values()], self._tied())
