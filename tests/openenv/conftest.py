@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agents_env.openenv.serving import served
-from deploy import openenv_env
+from deploy.side_envs import OPENENV
 
 HERE = Path(__file__).parent
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="session", autouse=True)
 def commands() -> Path:
     """The folder with `openenv` and `uvicorn`."""
-    return openenv_env.commands()
+    return OPENENV.make()
 
 
 @pytest.fixture(scope="session")

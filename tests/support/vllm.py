@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from deploy import vllm_env
+from deploy.side_envs import VLLM
 from tests.support.processes import Daemon
 from tests.support.tiny_model import CONTEXT, VLLM_HEAD_DIM, tiny_model
 
@@ -61,7 +61,7 @@ def launch(
 ) -> VllmServer:
     """`cores`: one set of cores for each rank, such as "0|1". Returns at once; `ready` waits."""
     port = port or _free_port()
-    command = [str(vllm_env.PYTHON), "-m", "vllm.entrypoints.cli.main", "serve"]  # as `vllm serve`
+    command = [str(VLLM.python), "-m", "vllm.entrypoints.cli.main", "serve"]  # as `vllm serve`
     command += [str(tiny_model(head_dim=VLLM_HEAD_DIM)), f"--served-model-name={MODEL}", "--dtype=float32"]
     command += [
         "--enforce-eager",

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from deploy import trl_env
+from deploy.side_envs import TRL
 from tests.support.training.scene import TrainingScene
 
 
@@ -16,11 +16,11 @@ def main() -> None:
     parser.add_argument("program", choices=("grpo", "async_grpo"), help="which of TRL's trainers")
     parser.add_argument("--steps", type=int, default=None, help="optimiser steps; each publishes a version")
     flags = parser.parse_args()
-    trl_env.python()
+    TRL.make()
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-trl-"))
         steps = [] if flags.steps is None else [f"--steps={flags.steps}"]
-        scene = TrainingScene(trl_env.PYTHON, Path(directory), stack)
+        scene = TrainingScene(TRL.python, Path(directory), stack)
         for report in scene.train(f"tests.trl.{flags.program}", *steps):
             print(*(f"{name} {value}" for name, value in report.items()), sep=" | ")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deploy import trl_env
+from deploy.side_envs import TRL
 
 
 @pytest.fixture(scope="session", autouse=True)
 def trl_environment() -> None:
-    trl_env.python()
+    TRL.make()

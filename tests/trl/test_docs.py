@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy import trl_env
+from deploy.side_envs import TRL
 from tests.e2e.test_docs import blocks
 from tests.support.training.scene import TrainingScene
 
@@ -22,7 +22,7 @@ CPU = "use_cpu=True, bf16=False, report_to=[], save_strategy='no', "
 @pytest.mark.parametrize("program", PROGRAMS, ids=["GRPOTrainer", "AsyncGRPOTrainer"])
 def test_the_program_trains(program: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        scene = TrainingScene(trl_env.PYTHON, tmp_path, stack)
+        scene = TrainingScene(TRL.python, tmp_path, stack)
         program = program.replace("127.0.0.1:7070", scene.relay).replace("http://127.0.0.1:8080", scene.gateway)
         program = program.replace("MODEL_DIR", str(scene.model))
         program = program.replace('output_dir="out"', f'{CPU}output_dir="{tmp_path}"')

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy import trl_env
+from deploy.side_envs import TRL
 from tests.support.training.scene import TrainingScene
 
 pytestmark = [pytest.mark.trl, pytest.mark.timeout(1200)]
@@ -33,7 +33,7 @@ def rise_of(rewards: Sequence[float]) -> float:
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[TrainingScene]:
     with ExitStack() as stack:
-        yield TrainingScene(trl_env.PYTHON, tmp_path, stack)
+        yield TrainingScene(TRL.python, tmp_path, stack)
 
 
 def test_grpo_trains_on_what_the_published_weights_sampled(scene: TrainingScene) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy import verifiers_env
+from deploy.side_envs import VERIFIERS
 
 
 @pytest.fixture(scope="session", autouse=True)
 def commands() -> Path:
     """The folder with `vf-eval` and `uv`."""
-    return verifiers_env.commands()
+    return VERIFIERS.make()

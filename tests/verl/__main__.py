@@ -6,15 +6,15 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from deploy import verl_env
+from deploy.side_envs import VERL
 from tests.support.training.scene import TrainingScene
 
 
 def main() -> None:
-    verl_env.python()
+    VERL.make()
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-verl-"))
-        for report in TrainingScene(verl_env.PYTHON, Path(directory), stack).train("tests.verl.program"):
+        for report in TrainingScene(VERL.python, Path(directory), stack).train("tests.verl.program"):
             short = {name: _short(value) for name, value in report.items() if name not in ("replica_calls", "rewards")}
             print(*(f"{name} {value}" for name, value in short.items()), sep=" | ")
 

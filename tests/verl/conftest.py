@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deploy import verl_env
+from deploy.side_envs import VERL
 
 
 @pytest.fixture(scope="session", autouse=True)
 def verl_environment() -> None:
-    verl_env.python()
+    VERL.make()

@@ -7,14 +7,14 @@ import subprocess
 
 import pytest
 
-from deploy import verl_env
+from deploy.side_envs import VERL
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow]
 
 
 def test_merged_weights_are_those_of_merge_and_unload() -> None:
     done = subprocess.run(
-        [str(verl_env.PYTHON), "-m", "tests.verl.lora"], capture_output=True, text=True, timeout=300, check=False
+        [str(VERL.python), "-m", "tests.verl.lora"], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])

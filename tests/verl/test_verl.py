@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy import verl_env
+from deploy.side_envs import VERL
 from tests.support.training.scene import TrainingScene
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with ExitStack() as stack:
-        return TrainingScene(verl_env.PYTHON, tmp_path_factory.mktemp("verl"), stack).train("tests.verl.program")
+        return TrainingScene(VERL.python, tmp_path_factory.mktemp("verl"), stack).train("tests.verl.program")
 
 
 @pytest.fixture

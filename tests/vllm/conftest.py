@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deploy import vllm_env
+from deploy.side_envs import VLLM
 
 
 @pytest.fixture(scope="session", autouse=True)
 def vllm_environment() -> None:
-    vllm_env.python()
+    VLLM.make()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy import vllm_env
+from deploy.side_envs import VLLM
 from tests.support.training.scene import TrainingScene
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with ExitStack() as stack:
-        scene = TrainingScene(vllm_env.PYTHON, tmp_path_factory.mktemp("trainer"), stack)
+        scene = TrainingScene(VLLM.python, tmp_path_factory.mktemp("trainer"), stack)
         return scene.train("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.vllm.trainer")
 
 
