@@ -36,6 +36,9 @@ from trainer_client.wanted import (
     Returned,
     Rows,
     Wanted,
+    check_choice,
+    picked,
+    reader_state,
     sample_request,
 )
 
@@ -119,7 +122,7 @@ class AsyncExperienceReader(AsyncClient):
         does not answer, and InvalidRequest when it refuses the request.
         """
         if callable(choose := wanted.get("strategy")):
-            sample_request(self.reader, self.trainer_version, _by_name(wanted, []), self.rank, self._num_ranks)
+            check_choice(wanted, self.rank, self._num_ranks)
             return await self._choose(wanted, choose)
         self._check_open()
         body = sample_request(self.reader, self.trainer_version, wanted, self.rank, self._num_ranks)
@@ -182,10 +185,10 @@ class AsyncExperienceReader(AsyncClient):
         `choose` runs in this process and returns ids of sessions. Of a group that lost a member, readers of groups get
         no member any more: pick whole groups for them.
         """
-        picked = list(dict.fromkeys(choose(await self.rows())))
+        ids = picked(choose, await self.rows())
         done = Evicted()
-        for begin in range(0, len(picked), EVICTED_AT_ONCE):
-            some = {"session_ids": picked[begin : begin + EVICTED_AT_ONCE]}
+        for begin in range(0, len(ids), EVICTED_AT_ONCE):
+            some = {"session_ids": ids[begin : begin + EVICTED_AT_ONCE]}
             part = self._decoded(await self._post("/experience/evict", some, timeout_s=self._timeout_s), Evicted)
             done = Evicted(done.evicted + part.evicted, done.leased + part.leased, done.missing + part.missing)
         return done
@@ -194,18 +197,19 @@ class AsyncExperienceReader(AsyncClient):
         """What a checkpoint of the trainer keeps of this reader. `used`: the batches that the checkpoint's weights were
         trained on and that are not acknowledged yet, as the one of a loop over `batches` is until the loop asks for the
         next."""
-        return {
-            "reader": self.reader,
-            "trainer_version": self.trainer_version,
-            "used": [batch.lease_id for batch in used if batch.lease_id],
-        }
+        for batch in used:
+            if not isinstance(batch, Batch):
+                raise InvalidRequest(f"{type(batch).__name__} is no batch", hint="pass batches: state_dict(*batches)")
+        leases = [batch.lease_id for batch in used if batch.lease_id]
+        return {"reader": self.reader, "trainer_version": self.trainer_version, "used": leases}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["reader"] != self.reader:
+        found = reader_state(state)
+        if found.reader != self.reader:
             raise InvalidRequest(
-                f"the state is of reader {state['reader']!r}, and this one is {self.reader!r}", hint="pass reader=..."
+                f"the state is of reader {found.reader!r}, and this one is {self.reader!r}", hint="pass reader=..."
             )
-        self.trainer_version = max(self.trainer_version, int(state["trainer_version"]))
+        self.trainer_version = max(self.trainer_version, found.trainer_version)
 
     async def resume(self, *states: Mapping[str, Any]) -> int:
         """Goes on where the checkpoint with the `state_dict` was made, before the first sample: acknowledges what was
@@ -217,7 +221,7 @@ class AsyncExperienceReader(AsyncClient):
         """
         for state in states:
             self.load_state_dict(state)
-        for lease_id in dict.fromkeys(lease_id for state in states for lease_id in state.get("used", ())):
+        for lease_id in dict.fromkeys(lease_id for state in states for lease_id in reader_state(state).used):
             try:
                 await self._post("/experience/ack", {"lease_id": lease_id}, timeout_s=self._timeout_s)
             except NotFound as error:
@@ -230,8 +234,8 @@ class AsyncExperienceReader(AsyncClient):
         """Samples what `choose` picks of the rows that wait, once it picks any."""
         deadline = time.monotonic() + wanted.get("wait_s", WAIT_S)
         while True:
-            picked = list(choose(await self.rows()))
-            if picked and (batch := await self.sample(**_by_name(wanted, picked))):
+            ids = picked(choose, await self.rows())
+            if ids and (batch := await self.sample(**_by_name(wanted, ids))):
                 return batch
             if time.monotonic() >= deadline:
                 return Batch("")
@@ -247,6 +251,8 @@ class AsyncExperienceReader(AsyncClient):
         `prefetch`: how many further batches are sampled in the background meanwhile. They are leased from then on, so
         `lease_s` has to cover all of them, and they are as stale as the version that was set when they were sampled.
         """
+        if prefetch < 0:
+            raise InvalidRequest(f"prefetch={prefetch}", hint="0 samples each batch when it is needed")
         ahead: deque[asyncio.Task[tuple[Batch, float]]] = deque()
         try:
             while True:

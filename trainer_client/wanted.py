@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import msgspec
@@ -44,6 +45,7 @@ def sample_request(
     reader: str, trainer_version: int, wanted: Wanted, rank: int = 0, num_ranks: int = 1
 ) -> dict[str, Any]:
     """The body of a sample request, complete with defaults. Of `num_ranks` readers each asks for its share."""
+    _check_names(wanted)
     if sum(name in wanted for name in ("trajectories", "groups", "session_ids")) != 1:
         raise InvalidRequest("sample needs one of `trajectories`, `groups` and `session_ids`", hint="pass one of them")
     if wanted.get("strategy") == "staleness_bounded" and "staleness_max" not in wanted:
@@ -58,18 +60,73 @@ def sample_request(
     }
 
 
+def check_choice(wanted: Wanted, rank: int, num_ranks: int) -> None:
+    """InvalidRequest if `wanted`, whose strategy is a function, asks for something beside it, or for a rank's share."""
+    _check_names(wanted)
+    if wanted.keys() & {"trajectories", "groups", "session_ids"}:
+        raise InvalidRequest(
+            "a strategy of one's own picks the sessions: it comes instead of `trajectories`, `groups`, `session_ids`",
+            hint="pass one of them, or the function",
+        )
+    if num_ranks > 1:
+        raise _picks_for_one(rank, num_ranks)
+
+
+def _check_names(wanted: Wanted) -> None:
+    for name in wanted.keys() - Wanted.__annotations__.keys():
+        near = difflib.get_close_matches(name, Wanted.__annotations__, n=1)
+        raise InvalidRequest(f"sample takes no `{name}`", hint=f"did you mean `{near[0]}`?" if near else "")
+
+
+def _picks_for_one(rank: int, num_ranks: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"`session_ids` and a strategy of one's own pick for one reader, and this is rank {rank} of {num_ranks}",
+        hint="pick on one rank, with `rows()`; send each rank its ids; sample them by readers without `num_ranks`",
+    )
+
+
 def _share(wanted: Wanted, rank: int, num_ranks: int) -> dict[str, int]:
     what: Literal["trajectories", "groups"] = "groups" if "groups" in wanted else "trajectories"
     if "session_ids" in wanted:
-        raise InvalidRequest(
-            f"`session_ids` and a strategy of one's own pick for one reader, and this is rank {rank} of {num_ranks}",
-            hint="pick on one rank, with `rows()`; send each rank its ids; sample them by readers without `num_ranks`",
-        )
+        raise _picks_for_one(rank, num_ranks)
     if wanted[what] % num_ranks:
         raise InvalidRequest(
             f"{wanted[what]} {what} cannot be shared by {num_ranks} ranks", hint=f"pass a multiple of {num_ranks}"
         )
     return {what: wanted[what] // num_ranks, "num_ranks": num_ranks, "rank": rank}
+
+
+def picked(choose: Choice, rows: Sequence[Offer]) -> list[str]:
+    """The ids that `choose` returns, each once. InvalidRequest if it returns something else."""
+    found: object = choose(rows)
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        what = repr(found)
+    else:
+        ids = list(found)
+        others = [type(name).__name__ for name in ids if not isinstance(name, str)]
+        if not others:
+            return [str(name) for name in dict.fromkeys(ids)]
+        what = f"{type(found).__name__} of {others[0]}"
+    raise InvalidRequest(
+        f"the function returned {what}, not a list of session ids",
+        hint="such as [row.session_id for row in rows if row.facts.num_tokens < 8192]; [] for none",
+    )
+
+
+class ReaderState(msgspec.Struct, frozen=True):
+    """What a checkpoint keeps of a reader. `used`: leases to acknowledge."""
+
+    reader: str
+    trainer_version: int
+    used: list[str] = []
+
+
+def reader_state(state: Mapping[str, Any]) -> ReaderState:
+    """InvalidRequest if it is none."""
+    try:
+        return msgspec.convert(dict(state), ReaderState)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"no state of a reader: {error}", hint="pass what `state_dict` returned") from error
 
 
 class Rows(msgspec.Struct):

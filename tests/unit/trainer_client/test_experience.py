@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutO
 from tests.support.experience_server import ExperienceServer, error_response
 from tests.support.trajectories import make_trajectory
 from tests.unit.gateway_store.disk import until
-from trainer_client import AsyncExperienceReader, Batch, ExperienceReader
+from trainer_client import AsyncExperienceReader, Batch, ExperienceReader, Facts, Offer
 from trainer_client.torch_dataset import ExperienceDataset
 
 TRAJECTORIES = [make_trajectory(f"g{i // 2}", i % 2, [1, 2], ([3, 4 + i], []), reward=i % 2) for i in range(6)]
@@ -344,6 +344,37 @@ async def test_a_full_gateway_says_when_to_come_again(gateway: ExperienceServer,
 async def test_what_to_sample_must_be_said_once(reader: AsyncExperienceReader, wanted: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match="one of `trajectories`, `groups`"):
         await reader.sample(**wanted)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda reader: reader.sample(trajectory=1), r"takes no `trajectory`.*`trajectories`"),
+        (lambda reader: reader.sample(trajectories=1, strategy=lambda rows: []), "instead of `trajectories`"),
+        (lambda reader: reader.evict(lambda rows: rows), "list of Offer, not a list of session ids"),
+        (lambda reader: reader.evict(lambda rows: None), "returned None, not a list"),
+        (lambda reader: reader.evict(lambda rows: "s1"), "returned 's1', not a list"),
+        (lambda reader: reader.resume({}), "no state of a reader: .*reader.*pass what `state_dict` returned"),
+        (lambda reader: reader.resume({"reader": "me"}), "no state of a reader: .*trainer_version"),
+        (lambda reader: anext(reader.batches(prefetch=-1, trajectories=1)), "prefetch=-1"),
+    ],
+)
+async def test_wrong_calls_say_what_would_be_right(
+    reader: AsyncExperienceReader, call: Callable[[AsyncExperienceReader], Awaitable[object]], message: str
+) -> None:
+    async def rows() -> list[Offer]:
+        return [Offer(seq=1, session_id="s1", group_id="g", facts=Facts())]
+
+    reader.rows = rows  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match=message):
+        await call(reader)
+
+
+async def test_a_state_names_batches_one_by_one(reader: AsyncExperienceReader) -> None:
+    batch = await reader.sample(trajectories=1)
+    assert reader.state_dict(batch, Batch("")) == {"reader": "me", "trainer_version": 7, "used": ["lease-1"]}
+    with pytest.raises(InvalidRequest, match=r"list is no batch.*state_dict\(\*batches\)"):
+        reader.state_dict([batch])  # type: ignore[arg-type]
 
 
 async def test_a_wrong_port_is_named(port: int) -> None:
