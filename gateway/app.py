@@ -307,7 +307,12 @@ def _routes(
     add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))
     add_task_routes(app, stores.tasks)
     add_openapi_route(app)
-    add_experience_routes(app, ExperienceDeps(stores.buffer, parts.trainer, parts.fleet, config.fleet.staleness_max))
+    add_experience_routes(
+        app,
+        ExperienceDeps(
+            stores.buffer, parts.trainer, parts.fleet, config.fleet.staleness_max, config.model, codec.vocabulary
+        ),
+    )
     return app
 
 

@@ -3,6 +3,7 @@
 `POST /experience/release` returns them unused; else that happens when the lease ends, or by `POST /experience/reclaim`
 of a reader that was started again. `POST /experience/evict` removes sessions that nobody is to train on.
 `GET /experience/rows` shows what waits, without tokens: a reader that chooses by itself samples `session_ids`.
+`GET /experience/rows/{number}`: one of them whole, under no lease, in the formats of a sample.
 `GET /experience/statistics`: what was.
 
 Trajectories go out packed where the client accepts it (`application/vnd.laminar.packed`, see `protos.packed`): the rows
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -113,10 +114,14 @@ class ReleaseAnswer(msgspec.Struct):
 
 
 class RowsAnswer(msgspec.Struct):
-    """`next_after`: to pass as `after` for those behind; null at the end."""
+    """`next_after`: to pass as `after` for those behind; null at the end. `closed_groups`: of the rows' groups, those
+    that ended with fewer members than their size, with how many. `vocabulary`: the digest of the tokenizer's."""
 
     rows: Sequence[Offer]
     next_after: int | None
+    closed_groups: dict[str, int]
+    model: str
+    vocabulary: str
 
 
 class StalenessStatistics(msgspec.Struct):
@@ -137,12 +142,14 @@ class ExperienceStatistics(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ExperienceDeps:
-    """`staleness_max` is the gateway's bound, for readers that name none."""
+    """`staleness_max` is the gateway's bound, for readers that name none. `model`, `vocabulary`: of the token ids."""
 
     buffer: ExperienceBuffer
     trainer: Trainer
     fleet: Fleet
     staleness_max: int
+    model: str = ""
+    vocabulary: str = ""
 
 
 def add_experience_routes(app: web.Application, deps: ExperienceDeps) -> None:
@@ -153,6 +160,7 @@ def add_experience_routes(app: web.Application, deps: ExperienceDeps) -> None:
     app.router.add_post("/experience/reclaim", handlers.reclaim)
     app.router.add_post("/experience/evict", handlers.evict)
     app.router.add_get("/experience/rows", handlers.rows)
+    app.router.add_get("/experience/rows/{number}", handlers.row)
     app.router.add_get("/experience/statistics", handlers.statistics)
 
 
@@ -221,9 +229,24 @@ class _Handlers:
         return answer_json(EvictAnswer(done.evicted, done.leased, done.missing))
 
     async def rows(self, request: web.Request) -> web.Response:
-        limit = min(_number(request, "limit", TRAJECTORIES_MAX), TRAJECTORIES_MAX)
-        found = self._deps.buffer.offers(_number(request, "after", 0), limit)
-        return answer_json(RowsAnswer(found, found[-1].seq if found and len(found) == limit else None))
+        limit = min(_number("limit", request.query, TRAJECTORIES_MAX), TRAJECTORIES_MAX)
+        leased = _number("leased", request.query, 0) > 0
+        found = self._deps.buffer.offers(_number("after", request.query, 0), limit, leased=leased)
+        _, closed = self._deps.buffer.groups()
+        return answer_json(
+            RowsAnswer(
+                found,
+                found[-1].seq if found and len(found) == limit else None,
+                {offer.group_id: closed[offer.group_id] for offer in found if offer.group_id in closed},
+                self._deps.model,
+                self._deps.vocabulary,
+            )
+        )
+
+    async def row(self, request: web.Request) -> web.StreamResponse:
+        found = Sampled(rows=[await self._deps.buffer.read(_number("number", request.match_info, 0))])
+        accept = request.headers.get("Accept", "")
+        return await _send_packed(request, found) if packed.MEDIA_TYPE in accept else _unpacked(found, accept)
 
     async def statistics(self, request: web.Request) -> web.Response:
         buffer, behind = self._deps.buffer, self._deps.trainer.staleness
@@ -231,8 +254,8 @@ class _Handlers:
         return answer_json(ExperienceStatistics(buffer.statistics(), staleness, buffer.sampled_statistics()))
 
 
-def _number(request: web.Request, name: str, default: int) -> int:
-    text = request.query.get(name, str(default))
+def _number(name: str, given: Mapping[str, str], default: int) -> int:
+    text = given.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
         raise BadField(name, f"{name}={text!r} is not a number", hint=f"such as {name}={default}")
     return int(text)

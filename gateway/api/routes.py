@@ -232,8 +232,15 @@ _TRAINER = [
         "get",
         "/experience/rows",
         "What waits for a trainer, without its tokens.",
-        query={"after": _NUMBER, "limit": _NUMBER},
+        query={"after": _NUMBER, "limit": _NUMBER, "leased": _NUMBER},
         answers=[RowsAnswer],
+    ),
+    Route(
+        "get",
+        "/experience/rows/{number}",
+        "One of them whole, under no lease.",
+        answers=[SampleAnswer],
+        also=(MSGPACK, MEDIA_TYPE),
     ),
     Route("get", "/experience/statistics", "Staleness, lengths, rewards, waiting.", answers=[ExperienceStatistics]),
 ]

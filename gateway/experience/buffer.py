@@ -21,7 +21,7 @@ import heapq
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -221,18 +221,27 @@ class ExperienceBuffer:
 
     async def look(self, session_id: str) -> list[Trajectory]:
         """A session's trajectories, which stay as they are. NotFound when it is not here."""
+        row = await self._read(lambda entry: entry.session_id == session_id, f"session {session_id}")
+        with reading("trajectories", session_id):
+            return packed.unpack(row)
+
+    async def read(self, number: int) -> bytes:
+        """The row of the session with this number, packed, whoever has its lease. NotFound when it is not here."""
+        return await self._read(lambda entry: entry.seq == number, f"session number {number}")
+
+    async def _read(self, wanted: Callable[[Entry], bool], name: str) -> bytes:
         async with self._order:
             await self._catch_up()
-            leased = (e for lease in self._state.leases.values() for e in lease.entries.values())
-            entry = next((e for e in chain(self._state.free.values(), leased) if e.session_id == session_id), None)
+            entry = next(filter(wanted, chain(self._state.free.values(), self._leased())), None)
             if entry is None:
                 raise NotFound(
-                    f"session {session_id} is not in the experience buffer",
+                    f"{name} is not in the experience buffer",
                     hint="a trainer has used it, or it was never stored: evaluations are not",
                 )
-            body = await self._store.read(entry)
-        with reading("trajectories", entry.seq):
-            return packed.unpack(body)
+            return await self._store.read(entry)
+
+    def _leased(self) -> Iterator[Entry]:
+        return chain.from_iterable(lease.entries.values() for lease in self._state.leases.values())
 
     async def close_group(self, group_id: str, members: int) -> None:
         """The group is complete with `members`, fewer than its size: readers of groups get it as it is."""
@@ -404,11 +413,14 @@ class ExperienceBuffer:
         """None for a store of this gateway's own."""
         return None
 
-    def offers(self, after: int, limit: int) -> list[Offer]:
-        """What waits for a trainer, in the order of finishes: up to `limit` with numbers above `after`."""
+    def offers(self, after: int, limit: int, *, leased: bool = False) -> list[Offer]:
+        """What waits for a trainer, in the order of finishes: up to `limit` with numbers above `after`. `leased`: also
+        what readers have."""
         self._lapse()
-        found = heapq.nsmallest(limit, (seq for seq in self._state.free if seq > after))
-        return [_offer(self._state.free[seq]) for seq in found]
+        also = self._leased() if leased else ()
+        entries = (entry for entry in chain(self._state.free.values(), also) if entry.seq > after)
+        found = heapq.nsmallest(limit, entries, key=lambda entry: entry.seq)
+        return [_offer(entry, leased=entry.seq not in self._state.free) for entry in found]
 
     def sampled_statistics(self) -> SampledStatistics:
         return self._record.statistics()
@@ -524,7 +536,12 @@ class ExperienceBuffer:
                 self._counters.evicted_for_room += 1
 
 
-def _offer(entry: Entry) -> Offer:
+def _offer(entry: Entry, *, leased: bool) -> Offer:
     return Offer(
-        seq=entry.seq, session_id=entry.session_id, group_id=entry.group_id, uses=entry.uses, facts=entry.facts
+        seq=entry.seq,
+        session_id=entry.session_id,
+        group_id=entry.group_id,
+        uses=entry.uses,
+        leased=leased,
+        facts=entry.facts,
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gateway.tables.exports import Exported
     from gateway.tables.imports import Imported
 
-STORE_HELP = "A gateway's --data directory; the gateway may run, or be stopped."
+STORE_HELP = "A gateway's --data directory, whether it runs or not; or the URL of one that runs, with any store."
 
 
 class Moment(click.ParamType[float]):
@@ -46,7 +46,7 @@ class Moment(click.ParamType[float]):
 
 @click.command(name="export")
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--store", type=click.Path(path_type=Path), required=True, help=STORE_HELP)
+@click.option("--store", metavar="DIRECTORY|URL", required=True, help=STORE_HELP)
 @click.option("--version-min", type=click.IntRange(min=0), help="Sampled under this version or newer ones alone.")
 @click.option("--version-max", type=click.IntRange(min=0), help="Sampled under this version or older ones alone.")
 @click.option("--since", type=Moment(), help="Finished then or later: 2026-03-31T18:00, or seconds since 1970.")
@@ -60,11 +60,12 @@ class Moment(click.ParamType[float]):
 @click.option("--unread", is_flag=True, help="Only what no reader has, or has acknowledged. Default: all of the store.")
 @click.option("--limit", type=click.IntRange(min=1), help="At most so many sessions, the earliest first.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is there.")
-def export(out: Path, store: Path, force: bool, **wanted: Any) -> None:
+def export(out: Path, store: str, force: bool, **wanted: Any) -> None:
     """Writes finished trajectories to a Parquet file, a row each; the store stays as it is.
 
     \b
       gateway export --store /data/gateway rollouts.parquet
+      gateway export --store http://127.0.0.1:8080 rollouts.parquet
       python -c 'import pandas; print(pandas.read_parquet("rollouts.parquet"))'
     docs/tables.md has the columns. Needs pyarrow: pip install 'laminar-rl[parquet]'.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from gateway.store.damage import leaving_out
 from gateway.tables.progress import progress
 from gateway.tables.schema import Leaf, leaves_of
-from gateway.tables.sources import DatabaseFile, Source, Wanted, database_path
+from gateway.tables.sources import Source, Wanted, source_of
 from gateway.tables.writer import TableWriter
 
 __all__ = ["Exported", "Wanted", "export_table"]
@@ -39,9 +39,10 @@ class Exported:
         return "\n".join(lines)
 
 
-def export_table(store: Path, out: Path, wanted: Wanted, *, force: bool = False) -> Exported:
-    """Writes `out`. Conflict if it is there, unless `force`; NotFound, Unavailable for a store that cannot be read."""
-    with DatabaseFile(database_path(store)) as source:
+def export_table(store: str, out: Path, wanted: Wanted, *, force: bool = False) -> Exported:
+    """Writes `out`. `store`: as `source_of` takes it. Conflict if `out` is there, unless `force`; NotFound, Unavailable
+    for a store that cannot be read."""
+    with source_of(store) as source:
         return _export(source, out, wanted, force)
 
 

@@ -15,15 +15,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import httpx
+import msgspec
+
 from gateway.experience import rows
 from gateway.store.database import DATABASE_NAME
 from gateway.store.layout import LAYOUT
 from gateway.tables.schema import KeptFor, Stored
+from protos.decoding import decode_json
+from protos.engines import is_address
 from protos.errors import Conflict, NotFound, Unavailable
-from protos.packed import Offer
+from protos.packed import MEDIA_TYPE, Offer, rows_of
 
 PAGE = 256
 """Sessions whose facts are read at once; bodies are read one by one."""
+HTTP_TIMEOUT_S = 60.0
+ACCEPTED = f"{MEDIA_TYPE}, application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +91,17 @@ class DatabaseFile:
             raise NotFound(f"{self._path} is not there", hint="--store takes a gateway's --data directory, or its URL")
         try:
             self._connection = sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True)
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        try:
             self._check_layout()
             self._ended = dict(rows.load_closed_groups(self._connection))
             [kept] = self._connection.execute("SELECT model, vocabulary FROM kept_for").fetchall() or [("", "")]
-        except sqlite3.Error as error:
-            raise self._failed(error) from error
+        except BaseException as error:
+            self._connection.close()
+            if isinstance(error, sqlite3.Error):
+                raise self._failed(error) from error
+            raise
         self._kept_for = KeptFor(*kept)
         return self
 
@@ -138,6 +151,95 @@ class DatabaseFile:
 
     def _failed(self, error: sqlite3.Error) -> Unavailable:
         return Unavailable(f"cannot read {self._path}: {error}", hint="--store takes a gateway's --data directory")
+
+
+class _Rows(msgspec.Struct):
+    """What `GET /experience/rows` answers."""
+
+    rows: list[Offer]
+    next_after: int | None
+    closed_groups: dict[str, int]
+    model: str
+    vocabulary: str
+
+
+class RunningGateway:
+    """A gateway at its URL, whatever store it has."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._http = httpx.Client(timeout=HTTP_TIMEOUT_S, trust_env=False)  # a cluster-internal address, never a proxy
+        self._ended: dict[str, int] = {}
+        self.num_damaged = 0
+
+    def __enter__(self) -> Self:
+        try:
+            first = self._page(0, 1)
+        except BaseException:
+            self._http.close()
+            raise
+        self._kept_for = KeptFor(first.model, first.vocabulary)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    @property
+    def kept_for(self) -> KeptFor:
+        return self._kept_for
+
+    def count(self, after: int) -> int:
+        return sum(1 for _ in self.offers(after))
+
+    def offers(self, after: int) -> Iterator[Offer]:
+        following: int | None = after
+        while following is not None:
+            page = self._page(following, PAGE)
+            self._ended.update(page.closed_groups)
+            yield from page.rows
+            following = page.next_after
+
+    def read(self, offer: Offer) -> Stored | None:
+        found = self._get(f"/experience/rows/{offer.seq}")
+        if found.status_code == httpx.codes.NOT_FOUND:
+            return None
+        try:
+            _, [row] = rows_of(self._answered(found).content)
+        except ValueError as error:
+            raise self._wrong(error) from error
+        return Stored(offer, row, self._ended.get(offer.group_id))
+
+    def _page(self, after: int, limit: int) -> _Rows:
+        answer = self._answered(self._get("/experience/rows", after=after, limit=limit, leased=1))
+        try:
+            found: _Rows = decode_json(answer.content, _Rows)
+        except msgspec.DecodeError as error:
+            raise self._wrong(error) from error
+        return found
+
+    def _get(self, path: str, **query: int) -> httpx.Response:
+        try:
+            return self._http.get(self._url + path, params=query, headers={"Accept": ACCEPTED})
+        except httpx.HTTPError as error:
+            raise Unavailable(f"no gateway answers at {self._url}: {error}", hint="name one with --store") from error
+
+    def _answered(self, answer: httpx.Response) -> httpx.Response:
+        try:
+            return answer.raise_for_status()
+        except httpx.HTTPStatusError as error:
+            raise self._wrong(error) from error
+
+    def _wrong(self, error: Exception) -> Unavailable:
+        return Unavailable(
+            f"what answers at {self._url} is no gateway of this release: {error}", hint="name one with --store"
+        )
+
+
+def source_of(store: str) -> DatabaseFile | RunningGateway:
+    """`store`: a gateway's URL, or its `--data` directory."""
+    return RunningGateway(store) if is_address(store) else DatabaseFile(database_path(Path(store)))
 
 
 def database_path(store: Path) -> Path:

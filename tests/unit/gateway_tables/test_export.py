@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import sqlite3
 from collections.abc import AsyncIterator
@@ -13,13 +14,17 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gateway.cli import cli
+from gateway.config import ExperienceStoreKind
 from gateway.experience import ExperienceBuffer
 from gateway.store.database import DATABASE_NAME, Database
 from gateway.store.layout import LAYOUT, claim
-from gateway.tables import exports, writer
+from gateway.tables import writer
 from gateway.tables.exports import export_table
-from gateway.tables.sources import Wanted
+from gateway.tables.sources import DatabaseFile, Wanted
+from protos.errors import Unavailable
 from protos.trajectories import Trajectory
+from tests.support.experience import experience_app
+from tests.support.turns import serving_app
 from tests.unit.gateway_store.test_experience import trajectory
 
 
@@ -109,16 +114,16 @@ async def test_what_is_used_up_meanwhile_is_counted(
     await buffer.drop_group("g")
     [other] = [ended("e", 5, 1.0)]
     await buffer.add(other)
-    source_read = exports.DatabaseFile.read
+    source_read = DatabaseFile.read
     with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
 
-        def read(self: exports.DatabaseFile, offer: object) -> object:
+        def read(self: DatabaseFile, offer: object) -> object:
             connection.execute("DELETE FROM trajectory_bodies")
             connection.commit()
             return source_read(self, offer)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(exports.DatabaseFile, "read", read)
-        found = export_table(tmp_path, tmp_path / "t.parquet", Wanted())
+        monkeypatch.setattr(DatabaseFile, "read", read)
+        found = export_table(str(tmp_path), tmp_path / "t.parquet", Wanted())
     assert (found.num_sessions, found.num_gone) == (0, 1)
     connection.close()
 
@@ -184,3 +189,30 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / DATABASE_NAME).write_text("no database at all")
     assert "file is not a database" in export(tmp_path).output
     assert "is no time, such as 2026-03-31T18:00" in export(tmp_path, "--since=yesterday").output
+
+
+@pytest.mark.parametrize("kind", ["database", "memory"])
+async def test_a_running_gateway_gives_what_it_has_by_its_url(tmp_path: Path, kind: ExperienceStoreKind) -> None:
+    async with Database(tmp_path / DATABASE_NAME) as database, experience_app(database, store=kind) as (app, stores, _):
+        await database.run(lambda connection: claim(connection, "here", "policy", "digest"))
+        for number, name in enumerate("abcd", 1):
+            await stores.buffer.add(ended(name, number, 1000.0 * number))
+        await stores.buffer.close_group("g", 4)
+        used = await stores.buffer.sample("t", trajectories=1, trainer_version=1, uses_max=2)
+        await stores.buffer.ack(used.lease_id)
+        await stores.buffer.sample("t", trajectories=1, trainer_version=1)
+        async with serving_app(app) as url:
+            found = await asyncio.to_thread(export_table, url, tmp_path / "t.parquet", Wanted())
+            part = await asyncio.to_thread(export_table, url, tmp_path / "u.parquet", Wanted(after=1, unread=True))
+            with pytest.raises(Unavailable, match="is no gateway of this release"):
+                await asyncio.to_thread(export_table, f"{url}/v1", tmp_path / "v.parquet", Wanted())
+        with pytest.raises(Unavailable, match="no gateway answers"):
+            await asyncio.to_thread(export_table, url, tmp_path / "v.parquet", Wanted())
+        if kind == "database":
+            await asyncio.to_thread(export_table, str(tmp_path), tmp_path / "file.parquet", Wanted())
+            assert pq.read_table(tmp_path / "t.parquet").equals(pq.read_table(tmp_path / "file.parquet"))
+    assert (found.num_sessions, found.last, part.num_sessions) == (4, 4, 2)
+    table = pq.read_table(tmp_path / "t.parquet")
+    assert (table["uses"].to_pylist(), table["leased"].to_pylist()) == ([1, 0, 0, 0], [False, True, False, False])
+    assert table["group_ended_with"].to_pylist() == [4] * 4
+    assert table.schema.metadata[b"laminar.vocabulary"] == b"digest"
