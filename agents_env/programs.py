@@ -1,8 +1,9 @@
 """Programs as environments: `agents-env exec` runs a command for each sample, as a session of its own.
 
 Invariants:
-- a run has a process group of its own, and no process of it is left when the run has ended, timed out or was stopped
-  (but for those that made a session of their own);
+- a run has a process group of its own, and no process of it is left when the run has ended, timed out or was stopped:
+  neither of the group, nor one that left it (`setsid`), which is found by the run's own variable in its environment.
+  Only a process that replaced its environment as well, or that is another user's, stays;
 - SIGTERM and Ctrl-C reach the group; it gets `GRACE_S` before SIGKILL;
 - the reward comes from one place: the exit status, a file, or a scoring command. A program that a signal ended, and a
   reward that is no number, are failures and no reward.
@@ -33,6 +34,11 @@ GRACE_S = 5.0
 """Between SIGTERM and SIGKILL of a run."""
 SCORE_BYTES_MAX = 1 << 20
 """Of a scoring command's output."""
+
+TASK_FILE = "AGENTS_ENV_TASK_FILE"
+"""The variable whose value no other run has: its folder is made for the run."""
+STRAY_ROUNDS = 10
+"""A stray may fork between being found and being killed; one that forks for ever is not chased for ever."""
 
 
 class BadTasks(ValueError):
@@ -147,11 +153,11 @@ class Programs:
             )
         except OSError as error:
             raise RolloutFailed("environment", type(error).__name__, f"{command[0]}: {error.strerror}") from error
-        async with self._group(process):
+        async with self._group(process, variables[TASK_FILE]):
             return await process.wait()
 
     @contextlib.asynccontextmanager
-    async def _group(self, process: asyncio.subprocess.Process) -> AsyncIterator[None]:
+    async def _group(self, process: asyncio.subprocess.Process, task_file: str) -> AsyncIterator[None]:
         """Ends the group in any case; while it is asked to end, and does, it is given time for it."""
         group = process.pid
         self._running.add(group)
@@ -168,6 +174,7 @@ class Programs:
             self._running.discard(group)
             self._signalled.discard(group)
             await process.wait()
+            _kill_strays(task_file)
 
     @contextlib.contextmanager
     def _output(self, session_id: str) -> Iterator[IO[bytes] | None]:
@@ -190,7 +197,7 @@ def _variables(task: ProgramTask, access: Access, folder: Path) -> dict[str, str
         "AGENTS_ENV_MODEL": access.model,
         "AGENTS_ENV_SESSION_ID": access.session_id,
         "AGENTS_ENV_SAMPLE_INDEX": str(access.sample_index),
-        "AGENTS_ENV_TASK_FILE": str(folder / "task.json"),
+        TASK_FILE: str(folder / "task.json"),
         "AGENTS_ENV_REWARD_FILE": str(folder / "reward"),
     }
 
@@ -208,3 +215,27 @@ def _number(text: str, where: str) -> float:
 def _signal(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended
         os.killpg(group, number)
+
+
+def _kill_strays(task_file: str) -> None:
+    """Kills the processes that left the group of a run, and have its variable (Linux)."""
+    mark = f"{TASK_FILE}={task_file}".encode()
+    for _ in range(STRAY_ROUNDS):
+        found = [pid for pid in _pids() if mark in _environment(pid)]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _environment(pid: int) -> list[bytes]:
+    """Empty for a process that has ended, or is another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

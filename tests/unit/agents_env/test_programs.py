@@ -162,6 +162,26 @@ async def test_a_run_that_takes_too_long_ends_with_all_its_processes(tmp_path: P
     await gone(tmp_path)
 
 
+STRAY = """
+import subprocess
+for number in range(2):
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+here = Path(sys.argv[0]).parent
+shell = ["sh", "-c", "sleep 1000 & echo $! > $0/inner; wait", here]
+child = subprocess.Popen(shell, start_new_session=True)
+while not (inner := here / "inner").exists() or not inner.read_text():
+    pass
+(here / "pids").write_text(f"{child.pid} {inner.read_text()}")
+"""
+
+
+async def test_a_process_that_left_its_group_is_not_left_behind(tmp_path: Path) -> None:
+    async with serving(say_four) as server:
+        record = await execute(server, tmp_path, ASK + STRAY)
+    assert (record.reward, record.error) == (1.0, None)
+    await gone(tmp_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signals_reach_the_programs_and_the_sessions_are_abandoned(
     tmp_path: Path, number: signal.Signals
