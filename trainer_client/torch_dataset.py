@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Unpack
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from protos.errors import InvalidRequest
 from trainer_client.experience import ExperienceReader
 from trainer_client.trajectories import PackedTensors, PaddedTensors
-from trainer_client.wanted import Wanted
+from trainer_client.wanted import Wanted, reader_state
 
 
 class ExperienceDataset(IterableDataset[PackedTensors | PaddedTensors]):
@@ -47,6 +47,17 @@ class ExperienceDataset(IterableDataset[PackedTensors | PaddedTensors]):
         self._gateway, self._reader, self._prefetch = gateway, reader, prefetch
         self._padded, self._pad_id, self._length = padded, pad_id, length
         self._wanted = wanted
+        self._in_use: set[str] = set()  # leases of the items that iterations are at
+        self._resumed: Mapping[str, Any] | None = None  # a state that the next iteration goes on from
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `ExperienceReader.state_dict`, with the current item's batch as used: take it after the step on it."""
+        return {"reader": self._reader, "trainer_version": self.trainer_version, "used": sorted(self._in_use)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration begins with `ExperienceReader.resume(state)`."""
+        self.trainer_version = max(self.trainer_version, reader_state(state).trainer_version)
+        self._resumed = state
 
     def __iter__(self) -> Iterator[PackedTensors | PaddedTensors]:
         if get_worker_info() is not None:
@@ -58,7 +69,14 @@ class ExperienceDataset(IterableDataset[PackedTensors | PaddedTensors]):
 
     def _batches(self) -> Iterator[Any]:
         with ExperienceReader(self._gateway, reader=self._reader, trainer_version=self.trainer_version) as reader:
+            if self._resumed is not None:
+                reader.resume(self._resumed)
+                self._resumed = None
             for batch in reader.batches(prefetch=self._prefetch, **self._wanted):
                 arrays = batch.pack()
-                yield arrays.padded(self._length, pad_id=self._pad_id).torch() if self._padded else arrays.torch()
+                self._in_use.add(batch.lease_id)
+                try:
+                    yield arrays.padded(self._length, pad_id=self._pad_id).torch() if self._padded else arrays.torch()
+                finally:
+                    self._in_use.discard(batch.lease_id)
                 reader.trainer_version = self.trainer_version

@@ -19,6 +19,7 @@ from tests.e2e.test_docs import blocks
 from tests.support.experience import experience_app
 from tests.support.trajectories import make_trajectory
 from trainer_client import AsyncExperienceReader, Batch, ExperienceReader
+from trainer_client.torch_dataset import ExperienceDataset
 
 GROUPS = [[make_trajectory(g, i, [1, 2], ([3, 4 + i], [5]), reward=i, version=2) for i in range(2)] for g in "abc"]
 
@@ -97,6 +98,28 @@ async def test_too_stale_experience_is_not_handed_out(buffer: ExperienceBuffer, 
 async def test_what_the_gateway_refuses_is_said_in_its_words(reader: AsyncExperienceReader) -> None:
     with pytest.raises(InvalidRequest, match="group_size"):
         await reader.sample(groups=2)
+
+
+async def test_a_dataset_goes_on_from_a_checkpoint(buffer: ExperienceBuffer, url: str) -> None:
+    await fill(buffer)
+
+    def train() -> tuple[list[int], list[int]]:
+        died = iter(ExperienceDataset(url, trajectories=2, prefetch=0))  # an iterator that is never closed
+        next(died)
+        first = ExperienceDataset(url, trajectories=2, prefetch=0)
+        items = iter(first)
+        seen = [next(items).group_index.numel()]
+        state = first.state_dict()
+        again = ExperienceDataset(url, trajectories=9, prefetch=0, wait_s=0)
+        again.load_state_dict(state)
+        resumed = iter(again)
+        left = [next(resumed).group_index.numel()]
+        assert len(state["used"]) == 1
+        del died
+        return seen, left
+
+    assert await asyncio.to_thread(train) == ([2], [4])
+    assert buffer.statistics().acked == 2, "the batch that the state names"
 
 
 class Stopped(Exception):
