@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ def serve(directory: Path, engine: ScriptedEngine, port: int) -> Daemon:
     return processes.start("gateway", [*command, *where], directory)
 
 
-def roll_out(name: str, directory: Path, url: str) -> Daemon:
+def roll_out(name: str, directory: Path, url: str, *more: str) -> Daemon:
     (directory / "program.py").write_text(PROGRAM)
     options = [f"--gateway={url}", "--pool", f"--lease-s={LEASE_S}", f"--concurrency={CONCURRENCY}", "--patience-s=120"]
-    command = ["agents_env", "exec", *options, "--", sys.executable, "-S", str(directory / "program.py")]
+    command = ["agents_env", "exec", *options, *more, "--", sys.executable, "-S", str(directory / "program.py")]
     return processes.start(name, command, directory, wait_ready=False)
 
 
@@ -86,7 +87,27 @@ async def all_held(engine: ScriptedEngine) -> None:
     await until(held, "programs that wait for the engine", 180.0)
 
 
-async def test_nothing_is_lost_or_doubled(tmp_path: Path, request: pytest.FixtureRequest, port: int) -> None:
+class Table:
+    """What was killed, and trajectories: before the last kill, in all, lost, doubled. Printed as lines of a table."""
+
+    def __init__(self) -> None:
+        self.lines = ["| killed | store | before | in all | lost | doubled |", "|---|---|---|---|---|---|"]
+
+    def add(self, killed: str, before: int, wanted: int, kept: Counter[tuple[str, int]], store: str = "sqlite") -> None:
+        lost, doubled = wanted - len(kept), sum(count - 1 for count in kept.values())
+        self.lines.append(f"| {killed} | {store} | {before} | {sum(kept.values())} | {lost} | {doubled} |")
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    found = Table()
+    yield found
+    print("\n" + "\n".join(found.lines))
+
+
+async def test_nothing_is_lost_or_doubled(
+    tmp_path: Path, request: pytest.FixtureRequest, port: int, table: Table
+) -> None:
     url = f"http://127.0.0.1:{port}"
     async with ScriptedEngine("e0") as engine, aiohttp.ClientSession(url) as http, AsyncPromptPool(url) as pool:
         gateway = await asyncio.to_thread(serve, tmp_path, engine, port)
@@ -103,6 +124,7 @@ async def test_nothing_is_lost_or_doubled(tmp_path: Path, request: pytest.Fixtur
         go_on(engine)
         hold_after(engine, 2 * GROUP)
         await all_held(engine)
+        before = GROUP * len(await pool.results())
         first.kill()
         go_on(engine)
         second = await asyncio.to_thread(roll_out, "second", tmp_path, url)
@@ -116,4 +138,38 @@ async def test_nothing_is_lost_or_doubled(tmp_path: Path, request: pytest.Fixtur
         async with AsyncExperienceReader(url) as reader:
             batch = await reader.sample(trajectories=10 * TASKS * GROUP, wait_s=0)
         kept = Counter((one.group_id, one.sample_index) for one in batch.trajectories)
+        table.add("gateway, then runner: kill -9, `--pool`", before, TASKS * GROUP, kept)
         assert kept == {(result.group_id, index): 1 for result in results for index in range(GROUP)}
+
+
+async def test_a_journal_goes_on_where_both_were_killed(
+    tmp_path: Path, request: pytest.FixtureRequest, port: int, table: Table
+) -> None:
+    """The same with a journal: the next life of the runner is the same command, and has no lease to wait for."""
+    url, journal = f"http://127.0.0.1:{port}", ("--journal", str(tmp_path / "journal"))
+    async with ScriptedEngine("e0") as engine, aiohttp.ClientSession(url) as http, AsyncPromptPool(url) as pool:
+        gateway = await asyncio.to_thread(serve, tmp_path, engine, port)
+        request.addfinalizer(gateway.kill)
+        await pool.add(({"n": n} for n in range(TASKS)), group_size=GROUP, attempts_max=10)
+        hold_after(engine, 3 * GROUP)
+        first = await asyncio.to_thread(roll_out, "first", tmp_path, url, *journal)
+        request.addfinalizer(first.kill)
+        await all_held(engine)
+        await finished(http, GROUP)
+        before = GROUP * len(await pool.results())
+        first.kill()
+        gateway.kill()
+        go_on(engine)
+        gateway = await asyncio.to_thread(serve, tmp_path, engine, port)
+        request.addfinalizer(gateway.kill)
+        second = await asyncio.to_thread(roll_out, "second", tmp_path, url, *journal)
+        request.addfinalizer(second.kill)
+        status = await asyncio.to_thread(second.process.wait, 180)
+        assert status == 0, second.log()
+        results = await pool.results()
+        async with AsyncExperienceReader(url) as reader:
+            batch = await reader.sample(trajectories=10 * TASKS * GROUP, wait_s=0)
+        kept = Counter((one.group_id, one.sample_index) for one in batch.trajectories)
+        table.add("runner and gateway: kill -9, `--pool --journal`", before, TASKS * GROUP, kept)
+        assert kept == {(result.group_id, index): 1 for result in results for index in range(GROUP)}
+        assert len(kept) == TASKS * GROUP, second.log()
