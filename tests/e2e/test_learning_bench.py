@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_run_trains_versions_and_has_its_figures_and_plot(tmp_path: Path) -> None:
     """In a barrier, where agents, trainer and engines wait for each other most."""
-    model = write_model(tmp_path / "model", steps=10)
+    model = write_model(tmp_path / "model", steps=60)  # fewer earn no rewards: nothing to learn from
     settings = Settings("barrier", steps=3, groups=2, group_size=4, engines=2, slots=4, step_ms=0, eval_every=1)
     found = asyncio.run(run(settings, model, print))
     assert len(found["t"]) == 3

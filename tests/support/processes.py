@@ -68,14 +68,21 @@ def start(
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         )
     daemon = Daemon(name, process, log_path)
+    if wait_ready:
+        await_ready(daemon, directory, timeout_s=timeout_s)
+    return daemon
+
+
+def await_ready(daemon: Daemon, directory: Path, *, timeout_s: float = 180.0) -> None:
+    """Waits for the ready file of a daemon that was started in `directory`; kills one that does not write it."""
+    ready_path = directory / f"{daemon.name}.ready.json"
     deadline = time.monotonic() + timeout_s
-    while wait_ready and not ready_path.exists():
-        if process.poll() is not None:
-            raise AssertionError(f"{name} ended with {process.returncode} before ready:\n{daemon.log()[-4000:]}")
+    while not ready_path.exists():
+        if daemon.process.poll() is not None:
+            ended = daemon.process.returncode
+            raise AssertionError(f"{daemon.name} ended with {ended} before ready:\n{daemon.log()[-4000:]}")
         if time.monotonic() > deadline:
             daemon.kill()
-            raise AssertionError(f"{name} not ready after {timeout_s} s:\n{daemon.log()[-4000:]}")
+            raise AssertionError(f"{daemon.name} not ready after {timeout_s} s:\n{daemon.log()[-4000:]}")
         time.sleep(0.02)
-    if wait_ready:
-        daemon.ready = json.loads(ready_path.read_text())
-    return daemon
+    daemon.ready = json.loads(ready_path.read_text())

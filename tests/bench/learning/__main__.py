@@ -53,8 +53,11 @@ def main(arguments: Sequence[str] = ()) -> None:
     model = kept_model(cache_dir() / "models")
     wanted = [replace(settings, mode=mode, seed=seed) for seed in given.seeds for mode in given.modes]
     missing = [one for one in wanted if given.again or _kept(kept_in, one) is None]
-    for number, one in enumerate(missing):
-        _run(one, model, kept_in, f"{number + 1} of {len(missing)}")
+    try:
+        for number, one in enumerate(missing):
+            _run(one, model, kept_in, f"{number + 1} of {len(missing)}")
+    except KeyboardInterrupt:
+        sys.exit("make bench-learning: interrupted; the runs that had ended are kept, and the same command goes on")
     _report(kept_in, settings, given.out)
 
 

@@ -19,18 +19,18 @@ import aiohttp
 from tests.bench.learning import task
 from tests.bench.learning.settings import MODEL, Settings
 
+Answer = tuple[float, int, float, float]
+"""Of a finished session: its end (unix), tokens, reward, and seconds from its call to its answer."""
 RETRY_S = 0.1
 PATIENCE_S = 120.0
 
 
 @dataclass(slots=True)
 class Rollouts:
-    """`answers`: of each finished session its end (unix), tokens, reward, and seconds from its call to its answer."""
-
     settings: Settings
     url: str
     http: aiohttp.ClientSession
-    answers: list[tuple[float, int, float, float]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
     async def synchronous(self, loaded: Callable[[int], Awaitable[None]]) -> None:
         """`loaded(version)` returns once every engine serves it."""

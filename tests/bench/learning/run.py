@@ -1,10 +1,9 @@
-"""One run: etcd, two relays, engines, gateway and trainer as processes; the agents and the watch are in this one.
+"""One run: its processes (`scene`), and the agents and the watch, which are in this one.
 
 The clock begins when every engine serves the first version, and ends with the trainer's last publish. Rewards of
 versions are computed afterwards, so that they cost no mode anything.
 
 Invariants:
-- every process has ended when `run` returns or raises;
 - a process that fails, or a run in which no step is done for `STALL_S`, fails the run: no result is half a run.
 """
 
@@ -16,14 +15,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -31,12 +28,9 @@ from transformers.utils import logging
 
 from tests.bench.learning import task
 from tests.bench.learning.model import expected_reward
-from tests.bench.learning.rollouts import Rollouts
-from tests.bench.learning.settings import Settings, engine_command, gateway_command, trainer_command
-from tests.support import processes
-from tests.support.etcd import start_etcd
-from tests.support.processes import Daemon
-from tests.support.relays import Relays
+from tests.bench.learning.rollouts import Answer, Rollouts
+from tests.bench.learning.scene import Scene
+from tests.bench.learning.settings import Settings
 
 EVALUATED = 64
 """Numbers, spread as the prompts' are, over which a version's expected reward is the mean."""
@@ -44,51 +38,6 @@ LOOK_S = 0.5
 LOADED_POLL_S = 0.02
 STALL_S = 120.0
 Progress = Callable[[str], None]
-
-
-@dataclass
-class Scene:
-    """The processes of one run, and where they are."""
-
-    directory: Path
-    daemons: dict[str, list[Daemon]] = field(default_factory=dict)  # by what they do
-    gateway: str = ""
-    trainer: Daemon | None = None
-
-    def start(self, settings: Settings, model: Path, stack: ExitStack) -> None:
-        """All but the trainer, each once what it needs is ready."""
-        etcd = start_etcd(self.directory)
-        stack.callback(etcd.stop)
-        relays = Relays(etcd.ready["etcd"], self.directory, flags=())
-        stack.callback(relays.close)
-        first = relays.start("trainer")
-        second = relays.start("engines", "--no-publish-host")
-        engines = self._start_engines(settings, model, stack)
-        urls = {engine.name: str(engine.ready["url"]) for engine in engines}
-        command = gateway_command(settings, model, urls, second.ready["grpc"])
-        gateway = processes.start("gateway", command, self.directory)
-        stack.callback(gateway.stop)
-        self.gateway = str(gateway.ready["url"])
-        command = trainer_command(settings, model, first.ready["grpc"], self.gateway, self.directory)
-        self.trainer = processes.start("trainer", command, self.directory)
-        stack.callback(self.trainer.kill)
-        self.daemons = {"engines": engines, "gateway": [gateway], "relays and etcd": [etcd, first, second]}
-
-    def _start_engines(self, settings: Settings, model: Path, stack: ExitStack) -> list[Daemon]:
-        def start(number: int) -> Daemon:
-            engine = processes.start(f"e{number}", engine_command(settings, model), self.directory)
-            stack.callback(engine.stop)
-            return engine
-
-        with ThreadPoolExecutor(settings.engines) as pool:
-            return list(pool.map(start, range(settings.engines)))
-
-    def cpu_s(self) -> dict[str, float]:
-        return {name: sum(map(_cpu_s, daemons)) for name, daemons in self.daemons.items()}
-
-    def failed(self) -> Daemon | None:
-        every = [daemon for daemons in self.daemons.values() for daemon in daemons]  # the trainer ends by itself
-        return next((daemon for daemon in every if daemon.process.poll() not in (None, 0)), None)
 
 
 @dataclass
@@ -126,37 +75,52 @@ class Watch:
 
 async def run(settings: Settings, model: Path, progress: Progress) -> dict[str, Any]:
     """The result of one run, as it is kept. Raises RuntimeError, with the end of a log, when it fails."""
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-learning-")))
-        scene = Scene(directory)
-        await asyncio.to_thread(scene.start, settings, model, stack)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
-            watch = Watch(scene, http)
-            rollouts = Rollouts(settings, scene.gateway, http)
-            await asyncio.wait_for(watch.loaded(1), STALL_S)
-            before, own, began = scene.cpu_s(), time.process_time(), time.time()
-            await watch.look()
-            playing = rollouts.synchronous(watch.loaded) if settings.mode == "barrier" else rollouts.asynchronous()
-            players = asyncio.create_task(playing)
-            try:
-                await _until_trained(watch, players, settings, progress)
-                last = await watch.look()
-                cpu_s = {name: used - before[name] for name, used in scene.cpu_s().items()}
-                cpu_s["agents"] = time.process_time() - own
-            finally:
-                players.cancel()
-                await asyncio.gather(players, return_exceptions=True)
-        steps = _steps(directory)
-        cpu_s["trainer"] = steps[-1]["cpu_s"]
+    with tempfile.TemporaryDirectory(prefix="laminar-learning-") as scratch:
+        directory = Path(scratch)
+        with ExitStack() as stack:
+            scene = Scene.start(settings, model, directory, stack)  # in this thread: its end is theirs
+            trained = await _train(scene, settings, progress)
+        progress("trained; its versions are evaluated")
         rewards = _evaluate(model, directory / "versions")
-    return _result(settings, began, steps, rewards, rollouts, watch, cpu_s, last)
+    return _result(settings, trained, rewards)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What was seen of a run. `cpu_s`: by kind of process, since `began` (unix)."""
+
+    began: float
+    steps: Sequence[Mapping[str, Any]]
+    answers: Sequence[Answer]
+    watch: Watch
+    cpu_s: Mapping[str, float]
+
+
+async def _train(scene: Scene, settings: Settings, progress: Progress) -> Trained:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
+        watch = Watch(scene, http)
+        rollouts = Rollouts(settings, scene.gateway, http)
+        await asyncio.wait_for(watch.loaded(1), STALL_S)
+        before, own, began = scene.cpu_s(), time.process_time(), time.time()
+        await watch.look()
+        playing = rollouts.synchronous(watch.loaded) if settings.mode == "barrier" else rollouts.asynchronous()
+        players = asyncio.create_task(playing)
+        try:
+            await _until_trained(watch, players, settings, progress)
+            await watch.look()
+            cpu_s = {name: used - before[name] for name, used in scene.cpu_s().items()}
+        finally:
+            players.cancel()
+            await asyncio.gather(players, return_exceptions=True)
+    steps = _steps(scene.directory)
+    cpu_s |= {"trainer": steps[-1]["cpu_s"], "agents": time.process_time() - own}
+    return Trained(began, steps, rollouts.answers, watch, cpu_s)
 
 
 async def _until_trained(watch: Watch, players: asyncio.Task[None], settings: Settings, progress: Progress) -> None:
     """Looks until the trainer has done its steps."""
     done, since, shown = 0, time.monotonic(), time.monotonic()
-    assert watch.scene.trainer is not None
     while watch.scene.trainer.process.poll() is None:
         if failed := watch.scene.failed():
             raise RuntimeError(f"{failed.name} ended with {failed.process.poll()}:\n{failed.log()[-3000:]}")
@@ -197,21 +161,13 @@ def _evaluate(model_dir: Path, versions: Path) -> list[tuple[int, float]]:
     return found
 
 
-def _result(
-    settings: Settings,
-    began: float,
-    steps: Sequence[Mapping[str, Any]],
-    rewards: Sequence[tuple[int, float]],
-    rollouts: Rollouts,
-    watch: Watch,
-    cpu_s: Mapping[str, float],
-    last: Mapping[str, float],
-) -> dict[str, Any]:
+def _result(settings: Settings, trained: Trained, rewards: Sequence[tuple[int, float]]) -> dict[str, Any]:
     """Columns by step; times in seconds since the run's beginning."""
-    end = steps[-1]["t"]
+    steps, watch, began = trained.steps, trained.watch, trained.began
+    first, last, end = watch.looks[0], watch.looks[-1], steps[-1]["t"]
     columns = {name: [step[name] for step in steps] for name in steps[0] if name not in ("t", "cpu_s")}
     within = [look for look in watch.looks if look["t"] <= end]
-    answers = [answer for answer in rollouts.answers if answer[0] <= end]
+    answers = [answer for answer in trained.answers if answer[0] <= end]
     published = {step["version"]: step["t"] for step in steps}
     loading = [at - published[version] for version, at in watch.loaded_unix_s.items() if version in published]
     lengths = sorted(tokens for _, tokens, _, _ in answers)
@@ -223,7 +179,7 @@ def _result(
         "t": [round(step["t"] - began, 3) for step in steps],
         **columns,
         "evaluated": rewards,
-        "generated_tokens": last["tokens_generated"] - watch.looks[0]["tokens_generated"],
+        "generated_tokens": last["tokens_generated"] - first["tokens_generated"],
         "counters": {name: last[name] for name in ("refreshes", "moves", "turns_mixed_version", "turns_cut")},
         "slots_used": round(
             statistics.fmean(look["running"] for look in within) / (settings.engines * settings.slots), 4
@@ -232,14 +188,5 @@ def _result(
         "sessions": len(answers),
         "lengths": {f"p{q}": lengths[min(len(lengths) - 1, len(lengths) * q // 100)] for q in (50, 90, 99)},
         "token_ms": round(1000 * statistics.median(seconds / tokens for _, tokens, _, seconds in answers), 2),
-        "cpu_s": {name: round(seconds, 2) for name, seconds in cpu_s.items()},
+        "cpu_s": {name: round(seconds, 2) for name, seconds in trained.cpu_s.items()},
     }
-
-
-def _cpu_s(daemon: Daemon) -> float:
-    """Of the process; 0 once it has ended."""
-    try:
-        times = psutil.Process(daemon.process.pid).cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return times.user + times.system

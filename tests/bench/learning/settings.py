@@ -21,7 +21,7 @@ class Settings:
 
     mode: Mode
     seed: int = 1
-    steps: int = 120  # of the optimiser; each publishes a version
+    steps: int = 100  # of the optimiser; each publishes a version
     groups: int = 16  # prompts of a step
     group_size: int = 4
     lr: float = 1e-3
@@ -48,6 +48,20 @@ class Settings:
     def bound(self) -> int:
         """A barrier trains each version on its own trajectories alone."""
         return 0 if self.mode == "barrier" else self.staleness_max
+
+
+def relay_command(name: str, etcd: str, pool: Path, *, publishes: bool) -> list[str]:
+    """The trainer's relay `publishes`; the engines load from the other, as if they were on another host."""
+    flags: dict[str, object] = {
+        "name": name,
+        "etcd": etcd,
+        "pool-dir": pool,
+        "pool-bytes": "64MiB",
+        "port": 0,
+        "data-port": 0,
+        "log-level": "warning",
+    }
+    return ["paramserver", "serve", *_options(flags), "--publish-host" if publishes else "--no-publish-host"]
 
 
 def engine_command(settings: Settings, model: Path) -> list[str]:
