@@ -25,9 +25,9 @@ from gateway.core.tasks import (
     LEASES_PER_REQUEST_MAX,
     TASKS_PER_REQUEST_MAX,
     WAIT_S_MAX,
-    GroupResult,
     NewTask,
     TaskLease,
+    TaskResult,
 )
 from gateway.tasks import PromptPool
 
@@ -151,19 +151,6 @@ class TasksReleased(msgspec.Struct):
     released: int
 
 
-class TaskResult(msgspec.Struct):
-    """A task's newest ended round. `rewards`: by sample; null for one that was given up, whose last error is at the
-    same place in `errors`."""
-
-    number: int
-    task_id: str
-    group_id: str
-    round: int
-    priority: float
-    rewards: Sequence[float | None]
-    errors: Sequence[str]
-
-
 class TaskResults(msgspec.Struct):
     """In the order in which the rounds ended. `next`: the `after` of the next request."""
 
@@ -270,7 +257,7 @@ class _Handlers:
         after, limit = _number(request, "after", 0), min(_number(request, "limit", 1000), RESULTS_MAX)
         found = await self._pool.results(_pool_name(request), after, limit)
         last = found[-1].number if found else after
-        return answer_json(TaskResults([_result(one) for one in found], last))
+        return answer_json(TaskResults(found, last))
 
     async def prioritize(self, request: web.Request) -> web.Response:
         wanted = decode(_prioritize, await request.read())
@@ -307,12 +294,6 @@ def _told(lease: TaskLease) -> LeasedTask:
         lease.round,
         lease.attempt,
         lease.until_unix_s,
-    )
-
-
-def _result(found: GroupResult) -> TaskResult:
-    return TaskResult(
-        found.number, found.task_id, found.group_id, found.round, found.priority, found.rewards, found.errors
     )
 
 

@@ -89,7 +89,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupResult:
+class TaskResult:
     """The rewards of a task's newest ended round, by sample; None for one that was given up, whose last error stands at
     its place in `errors`. `number` grows with each ended group of the gateway."""
 

@@ -34,6 +34,17 @@ def _head(status: Mapping[str, Any]) -> Sequence[str]:
         f"turns ended {counters['turns_completed']}, cut {counters['turns_cut']}, resumed {counters['turns_resumed']}, "
         f"lost {counters['turns_lost']}; moves {counters['moves']}, refreshes {counters['refreshes']}",
         f"buffer {buffer['trajectories']} trajectories, leased {buffer['leased']}",
+        *_prompt_pool(status.get("prompt_pool")),
+    )
+
+
+def _prompt_pool(pool: Mapping[str, int] | None) -> Sequence[str]:
+    """Of all pools together; nothing for a gateway that has no tasks."""
+    if not pool or not (pool["tasks"] or pool["leased"]):
+        return ()
+    return (
+        f"prompt pool {pool['tasks']} tasks, {pool['leases']} samples leased; since the start {pool['finished']} "
+        f"finished, {pool['failed']} failed, {pool['expired']} leases expired, {pool['given_up']} given up",
     )
 
 

@@ -26,10 +26,10 @@ from gateway.core.tasks import (
     TASKS_MAX,
     WAIT_S_MAX,
     Ending,
-    GroupResult,
     Leased,
     NewTask,
     PoolCounts,
+    TaskResult,
 )
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
@@ -185,7 +185,7 @@ class PromptPool:
         self._notify()
         return released
 
-    async def results(self, pool: str, after: int = 0, limit: int = 1000) -> list[GroupResult]:
+    async def results(self, pool: str, after: int = 0, limit: int = 1000) -> list[TaskResult]:
         """Each task's newest ended round, in the order of their ends, after the one numbered `after`."""
         return await self._database.run(lambda connection: rows.results(connection, pool, after, limit))
 

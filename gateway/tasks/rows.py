@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 
-from gateway.core.tasks import RESTART_GRACE_S, GroupResult, NewTask, PoolCounts
+from gateway.core.tasks import RESTART_GRACE_S, NewTask, PoolCounts, TaskResult
 from protos.errors import OutOfCapacity
 
 FREE, LEASED, FINISHED, GIVEN_UP = range(4)
@@ -111,9 +111,9 @@ def add(connection: sqlite3.Connection, pool: str, tasks: Sequence[NewTask], tas
     return added
 
 
-def results(connection: sqlite3.Connection, pool: str, after: int, limit: int) -> list[GroupResult]:
+def results(connection: sqlite3.Connection, pool: str, after: int, limit: int) -> list[TaskResult]:
     return [
-        GroupResult(number, task_id, priority=priority, **json.loads(result))
+        TaskResult(number, task_id, priority=priority, **json.loads(result))
         for number, task_id, priority, result in connection.execute(RESULTS, (pool, after, limit))
     ]
 

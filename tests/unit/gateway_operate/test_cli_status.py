@@ -9,6 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from gateway.cli import cli
+from gateway.core.tasks import NewTask
 from gateway.core.types import EngineName
 from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_api.test_status import complete, gateway
@@ -40,6 +41,16 @@ async def test_engines_turns_and_what_is_wrong(tmp_path: Path) -> None:
         await e0.die()
         await until(lambda: found.fleet.state.engines[EngineName("e0")].status == "dead", "notice of the death", 60)
         assert "no engine serves: new turns wait, then get 429" in (await status(found.url)).output
+
+
+async def test_the_prompt_pool_is_shown_once_it_has_tasks(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, _):
+        assert "prompt pool" not in (await status(found.url)).output
+        await found.stores.tasks.add("default", [NewTask(name, b"{}") for name in "abc"])
+        leased = await found.stores.tasks.lease("default", "runner", count=2)
+        await found.stores.tasks.finish(leased.leases[0].lease_id, 1.0)
+        told = (await status(found.url)).output
+    assert "prompt pool 3 tasks, 1 samples leased; since the start 1 finished, 0 failed, 0 leases expired" in told
 
 
 async def test_engines_that_compute_in_different_dtypes_are_named(tmp_path: Path) -> None:
