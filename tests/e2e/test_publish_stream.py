@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -262,3 +262,24 @@ def test_two_gib_of_weights_take_one_tensor_and_the_buffers(relays: Relays, way:
     assert done.returncode == 0, done.stderr
     extra = int(done.stdout.split()[0])
     assert size <= extra < size + (48 << 20), f"{extra >> 20} MiB for tensors of {size >> 20} MiB"
+
+
+def test_a_state_dict_is_taken_and_an_iterator_that_raises_notes_how_far_it_came(relays: Relays) -> None:
+    daemon = relays.start("a")
+    tensors = {"a": torch.ones(4, 3), "b": torch.ones(3)}
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", tensors["a"]
+        raise ValueError("out of memory")
+
+    with Publisher(daemon.ready["grpc"]) as publisher:
+        with pytest.raises(ValueError, match="out of memory") as caught:
+            publisher.publish_stream(manifest_of(tensors), failing, step=1)
+        assert caught.value.__notes__ == ["1 of 2 tensors had come, the last 'a'; the version is given up"]
+        for wrong, message in ((None, "the tensors are a NoneType"), (lambda: None, "the tensors are a NoneType")):
+            with pytest.raises(InvalidRequest, match=message):
+                publisher.publish_stream(manifest_of(tensors), cast(Any, wrong), step=1)
+        with pytest.raises(InvalidRequest, match="writers='each'"):
+            publisher.publish_stream(manifest_of(tensors), tensors, step=1, writers=cast(Any, "each"))
+        ticket = publisher.publish_stream(manifest_of(tensors), tensors, step=1, wait="sealed")
+    same(read(daemon, ticket.version), tensors)

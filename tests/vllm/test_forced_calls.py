@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy import vllm_env
+from deploy.side_envs import VLLM
 from gateway.api.openai.forced import CallForm, structural_tag
 from gateway.tokens import ReasoningParser, ToolCallParser
 from tests.support import families
@@ -45,7 +45,7 @@ def answers() -> dict[str, dict[str, Any]]:
             for name in FAMILIES
         ]
     done = subprocess.run(
-        [vllm_env.python(), SCRIPT], input=json.dumps(asked), capture_output=True, text=True, timeout=600
+        [VLLM.make() / "python", SCRIPT], input=json.dumps(asked), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return dict(zip(FAMILIES, json.loads(done.stdout), strict=True))

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,13 @@ class TensorMeta:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _dtype_name(self.name, self.dtype))
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        try:
+            shape = tuple(operator.index(size) for size in self.shape)
+        except TypeError as error:
+            raise InvalidRequest(
+                f"tensor {self.name!r} has the shape {self.shape!r}", hint="give a tuple of whole numbers"
+            ) from error
+        object.__setattr__(self, "shape", shape)
 
     @property
     def size_bytes(self) -> int:
@@ -55,7 +62,8 @@ class Manifest:
         for meta in found.tensors:
             if not isinstance(meta, TensorMeta):
                 raise InvalidRequest(
-                    f"the manifest holds a {type(meta).__name__}", hint="give TensorMeta(name, dtype, shape)"
+                    f"the manifest holds a {type(meta).__name__}",
+                    hint="give TensorMeta(name, dtype, shape) for each tensor, or manifest_of(state_dict)",
                 )
             if meta.name in seen:
                 raise InvalidRequest(f"tensor {meta.name!r} is announced twice", hint="give each name once")

@@ -25,7 +25,7 @@ def rename(names: Names, name: str) -> str | None:
                 f"the name map made {found!r} of {name!r}", hint="return a str, or None to leave it out"
             )
         return found
-    for pattern, replacement in names:
+    for pattern, replacement in map(_pair, names):
         try:
             if replacement is None:
                 if re.search(pattern, name):
@@ -37,6 +37,12 @@ def rename(names: Names, name: str) -> str | None:
                 f"{pattern!r} -> {replacement!r} is no map of names: {error}", hint="pairs are for re.sub"
             ) from error
     return name
+
+
+def _pair(pair: Any) -> tuple[str, str | None]:
+    if isinstance(pair, tuple | list) and len(pair) == 2:
+        return pair[0], pair[1]
+    raise InvalidRequest(f"names holds {pair!r}", hint="give a function, or pairs (expression, replacement)")
 
 
 def renamed(tensors: Any, names: Names | None) -> Any:

@@ -15,9 +15,9 @@ by then, and only the caller knows how to get them out of their collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -33,8 +33,8 @@ from trainer_client.streaming.outcomes import PASSES_MAX, Outcome, agreed, in_pa
 from trainer_client.streaming.ranks import Ranks
 from trainer_client.streaming.staging import StagingRing
 
-Items = Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]]
-"""Pairs (name, tensor), or a function that gives them from the beginning each time that it is called."""
+Items = Iterable[tuple[str, Any]] | Mapping[str, Any] | Callable[[], Iterable[tuple[str, Any]]]
+"""Pairs (name, tensor), a state dict, or a function that gives pairs from the beginning each time that it is called."""
 Writers = Literal["first", "all"]
 """Which ranks write: the first one all files, or each rank files of its own."""
 
@@ -85,8 +85,10 @@ class Stream:
         staging: StagingRing,
     ) -> None:
         self._base, self._files = arguments.base, arguments.files
+        if writers not in get_args(Writers):
+            raise InvalidRequest(f"writers={writers!r}", hint='pass "first" or "all"')
         self._announced = manifest
-        self._items = items
+        self._items = items.items if isinstance(items, Mapping) else items
         self._run = run
         self._ranks, self._writers = ranks, writers
         self._loop = loop
@@ -173,10 +175,17 @@ class Stream:
     def _write_all(self, version: StreamedVersion | None) -> Outcome:
         """Takes every tensor, and writes it; those after one that failed are let go."""
         outcome = Outcome()
-        for item in self._items() if callable(self._items) else self._items:
-            if version is not None and not outcome.code:
-                outcome = self._written(version, item)
-            del item  # the next one is made before this name is bound again
+        num, newest = 0, ""
+        try:
+            for item in _iterated(self._items() if callable(self._items) else self._items):
+                num, newest = num + 1, item[0] if isinstance(item, tuple) and item else ""
+                if version is not None and not outcome.code:
+                    outcome = self._written(version, item)
+                del item  # the next one is made before this name is bound again
+        except BaseException as error:
+            of = f"{num} of {len(self._manifest.tensors)} tensors had come" + (f", the last {newest!r}" if num else "")
+            error.add_note(f"{of}; the version is given up" if version is not None else of)
+            raise
         return outcome
 
     def _written(self, version: StreamedVersion, item: object) -> Outcome:
@@ -198,7 +207,7 @@ class Stream:
             raise InvalidRequest(
                 f"tensor {name!r} came as {source.dtype} {list(source.shape)}, announced as {meta.dtype} "
                 f"{list(meta.shape)}",
-                hint="the manifest and the iterator have to agree",
+                hint="make the tensor as announced, or announce what is made: manifest and iterator have to agree",
             )
         first = True
         for piece in self._bytes_of(version, source, tensor):
@@ -236,6 +245,15 @@ class Stream:
 
     def _agree(self, outcome: Outcome) -> Outcome:
         return agreed(self._ranks, outcome)
+
+
+def _iterated(items: Any) -> Iterable[object]:
+    if not isinstance(items, Iterable):
+        raise InvalidRequest(
+            f"the tensors are a {type(items).__name__}",
+            hint="give pairs (name, tensor), or a function that returns an iterator of them",
+        )
+    return items
 
 
 def _pair(item: object) -> tuple[str, Any]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from protos.errors import InvalidRequest
+
 MESSAGE_BYTES_MAX = 8192
 """Of one rank, in one exchange. A fixed length needs one collective instead of two."""
 _LENGTH_BYTES = 4
@@ -26,6 +28,14 @@ class Ranks(Protocol):
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's message, by rank. Blocks until all ranks have called it."""
+
+
+def check_ranks(ranks: Any, *methods: str) -> None:
+    """InvalidRequest for what is not the ranks of a trainer; `methods`: that they need besides those of `Ranks`."""
+    if not all(hasattr(ranks, name) for name in ("index", "count", "exchange", *methods)):
+        raise InvalidRequest(
+            f"ranks={ranks!r}", hint="pass TorchRanks(), or TorchRanks(group), after init_process_group"
+        )
 
 
 def exchange_all(ranks: Ranks, message: bytes) -> list[bytes]:

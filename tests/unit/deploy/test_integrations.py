@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.setup_env import ROOT
+from deploy.side_envs import SIDE_ENVIRONMENTS
 from tests.integrations import INTEGRATIONS, Integration, Result, counted, parsed, run, table
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -26,7 +27,7 @@ def test_what_an_integration_names_is_there(integration: Integration) -> None:
     assert re.search(rf"^{integration.target}: env", MAKEFILE, re.M)
     assert all((ROOT / path).exists() for path in integration.tests if path.startswith("tests/"))
     if integration.environment:
-        assert (ROOT / "deploy" / f"{integration.environment}.py").exists()
+        assert SIDE_ENVIRONMENTS[integration.environment].lock.exists()
 
 
 def test_some_are_run_by_name_and_a_wrong_name_is_answered_with_the_right_ones(
@@ -45,7 +46,7 @@ def test_the_table_says_what_passed_what_failed_and_how_long_it_took() -> None:
     head, first, second = table([done, broken]).splitlines()
     assert head.split()[:3] == ["integration", "environment", "outcome"]
     assert first.split() == ["openai", ".venv", "passed", "7", "1", "0:00", "1:05", "yes"]
-    assert second.split() == ["vllm", "deploy.vllm_env", "FAILED", "none", "0", "2:05", "0:00", "yes"]
+    assert second.split() == ["vllm", "vllm", "FAILED", "none", "0", "2:05", "0:00", "yes"]
 
 
 def test_an_integration_that_fails_is_counted_and_reported(tmp_path: Path) -> None:
