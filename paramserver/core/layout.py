@@ -102,7 +102,8 @@ class PlainFile:
 class Part:
     """One rank's share of a version. `metadata` goes into the headers of its files.
 
-    `refuse_change`: the version is refused when it has another architecture than the one before.
+    `refuse_change`: the version is refused when it has another architecture than the one before. `wait_room_s`: how
+    long this rank waits for room.
     """
 
     tensors: Sequence[TensorSpec]
@@ -110,6 +111,7 @@ class Part:
     metadata: Mapping[str, str] | None = None
     refuse_change: bool = False
     plain: Sequence[PlainFile] = ()
+    wait_room_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,13 +95,15 @@ class Publications:
             )
         wait_room_s = min(max(0.0, options["wait_room_s"]), WAIT_ROOM_MAX_S)
 
-        part = Part(tensors, options["file_bytes_max"], metadata, refuse_change, plain)
+        part = Part(tensors, options["file_bytes_max"], metadata, refuse_change, plain, wait_room_s)
 
         async def begin(parts: Sequence[Part]) -> Draft:
             layout = await asyncio.to_thread(plan_ranks, parts)  # of many tensors it takes a second
             refuse = any(one.refuse_change for one in parts)
             warnings = await self._comparison.warnings(model, run, layout, refuse=refuse)
-            draft = await self._begin(model, run, step, layout, rank.count, wait_room_s)
+            # The least patient rank's call ends first, which ends the version for all: nobody waits beyond that.
+            patience_s = min(one.wait_room_s for one in parts)
+            draft = await self._begin(model, run, step, layout, rank.count, patience_s)
             draft.warnings = warnings
             return draft
 

@@ -575,6 +575,19 @@ async def test_a_rank_that_leaves_while_all_wait_for_room_ends_the_version_for_t
     await host.memory_back()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("patient", [0, 1])
+async def test_the_least_patient_rank_decides_how_long_room_is_waited_for(host: Host, patient: int) -> None:
+    """Its call ends then, which ends the version for all; and it is not to matter which rank comes last."""
+    await host.duties.locate(MODEL)
+    taken = host.pool.take([12 * MIB])  # no room
+    both = [asyncio.create_task(announce_rank(host, rank, 600.0 if rank == patient else 2.0)) for rank in (0, 1)]
+    for outcome in await asyncio.wait_for(asyncio.gather(*both, return_exceptions=True), DEADLINE_S):
+        assert isinstance(outcome, OutOfCapacity), outcome
+    host.pool.give_back(taken)
+    await host.memory_back()
+
+
 async def test_ranks_that_waited_for_one_are_all_told_of_that_one(host: Host) -> None:
     """Whose own wait is over later would name those that gave up before it: the log would accuse the wrong hosts."""
 
