@@ -48,7 +48,7 @@ class TableReader:
         self._path = path
         self.ended_groups: dict[str, int] = {}
         try:
-            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+            self._file = pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
         except OSError as error:
             raise InvalidRequest(f"cannot read {path}: {error}", hint="name an exported file") from error
         except pa.ArrowInvalid as error:

@@ -22,13 +22,20 @@ from protos.errors import NotFound
 def recorded(turns: Turns, response_id: str) -> tuple[SessionView, TurnId]:
     """The session of a response and its turn. Raises NotFound."""
     turn_id = TurnId(response_id.removeprefix(ID_PREFIX))
-    view = turns.session_of_turn(turn_id) if response_id.startswith(ID_PREFIX) else None
-    if view is None or view.ephemeral or not view.tree.turns[turn_id].messages:
-        raise NotFound(
-            f"no response {response_id!r:.160}",
-            hint="a response is kept while its session lives, unless it was sent with `store`: false",
+    view = turns.session_of_turn(turn_id)
+    if not response_id.startswith(ID_PREFIX):
+        hint = f"the id of a response begins with {ID_PREFIX}, as POST /v1/responses answers it"
+    elif view is None:
+        hint = (
+            "it is kept until its session ends, not at all with `store`: false; send the whole conversation as `input`"
         )
-    return view, turn_id
+    elif view.ephemeral:
+        hint = "it was sent with `store`: false, and is not kept; send the whole conversation as `input`"
+    elif not view.tree.turns[turn_id].messages:
+        hint = "its turn was sent as token ids or text, and has no messages; send the whole conversation as `input`"
+    else:
+        return view, turn_id
+    raise NotFound(f"no response {response_id!r:.160}", hint=hint)
 
 
 def conversation_of(view: SessionView, turn_id: TurnId) -> list[Message]:

@@ -281,8 +281,10 @@ async def test_a_response_is_read_back_from_the_record() -> None:
             assert (again.status, again.instructions) == (response.status, response.instructions)
             assert (again.usage, again.previous_response_id) == (response.usage, response.previous_response_id)
             assert [tool.to_dict() for tool in again.tools] == TOOLS
-        with pytest.raises(openai.NotFoundError, match="no response 'resp_nobody'"):
+        with pytest.raises(openai.NotFoundError, match=r"no response .resp_nobody.*kept until its session ends"):
             await client.responses.retrieve("resp_nobody")
+        with pytest.raises(openai.NotFoundError, match="the id of a response begins with resp_"):
+            await client.responses.retrieve(first.id.removeprefix("resp_"))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_think", "glm4moe", "deepseekv3", "mistral"])
