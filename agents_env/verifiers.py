@@ -186,7 +186,9 @@ async def _end(http: httpx.AsyncClient, ending: Ending, ends: Ends) -> None:
     path = f"/sessions/{ending.session_id}/{'abandon' if ending.reward is None else 'finish'}"
     try:
         answer = await http.post(path, json={} if ending.reward is None else {"reward": ending.reward})
-        answer.raise_for_status()
+        never_began = ending.reward is None and answer.status_code == httpx.codes.NOT_FOUND
+        if not never_began:  # all its calls were refused, such as images: there is nothing to abandon
+            answer.raise_for_status()
     except httpx.HTTPError as error:
         ends.failed += 1
         log.error("session %s was not ended: %s", ending.session_id, str(error) or type(error).__name__)
