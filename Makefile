@@ -47,7 +47,7 @@ trl: env  ## one TRL trainer on a fleet of this machine, step by step (ARGS=asyn
 	@$(RUN) -m tests.trl $(ARGS)
 
 test-verl: env  ## verl's weight updates and agent loops on a fleet of this machine, with verl installed once (1.7 GB on disk); three minutes
-	@$(RUN) -m pytest tests/verl -m verl $(ARGS)
+	@$(RUN) -m pytest tests/verl -m "verl and not soak" $(ARGS)
 
 verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and what they printed
 	@$(RUN) -m tests.verl $(ARGS)

@@ -28,8 +28,8 @@ SAMPLES = 2
 """Of each prompt."""
 
 
-def configuration(flags: argparse.Namespace, agent: str) -> Any:
-    """verl's, for rollouts whose sessions are played by `tests.verl.task.AGENT`."""
+def configuration(flags: argparse.Namespace, agent: str, **settings: Any) -> Any:
+    """verl's, for rollouts whose sessions are played by `tests.verl.task.AGENT`; `settings` by their dotted names."""
     loops = Path(flags.directory) / f"{agent}.yaml"
     loops.write_text(LOOP.format(gateway=flags.gateway, relay=flags.relay, agent=agent))
     rollout = {
@@ -42,9 +42,12 @@ def configuration(flags: argparse.Namespace, agent: str) -> Any:
         "agent.agent_loop_config_path": loops,
         "agent.default_agent_loop": "laminar",
     }
-    overrides = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()]
+    overrides = {f"actor_rollout_ref.rollout.{name}": value for name, value in rollout.items()} | settings
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", [f"actor_rollout_ref.model.path={flags.model}", *overrides])
+        return compose(
+            "ppo_trainer",
+            [f"actor_rollout_ref.model.path={flags.model}", *(f"{name}={value}" for name, value in overrides.items())],
+        )
 
 
 class Rollouts:

@@ -95,3 +95,17 @@ def test_a_v1_trainers_buffer_gives_a_row_for_each_branch_of_each_session(report
     assert set(queued["rewards"]) <= {0.0, 0.5, 1.0}
     assert queued["ratio_off"] < TOLERANCE
     assert queued["ratio_off_version_before"] > 10 * TOLERANCE
+
+
+@pytest.mark.soak
+def test_verls_trainer_trains_on_what_the_versions_it_published_sampled(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """From end to end, by its FSDP engine on a CPU. `make test-integrations` runs it; CI does not."""
+    with ExitStack() as stack:
+        scene = TrainingScene(VERL.python, tmp_path_factory.mktemp("trained"), stack)
+        steps = scene.train("tests.verl.trained")
+    assert [step["trained"] for step in steps] == [1, 2, 3]
+    assert [step["version"] for step in steps] == [2, 3, 4], "the first is published before the first step"
+    assert steps[0]["probability_off"] < TOLERANCE, "sampled under version 1, with which the first step begins"
+    assert all(step["grad_norm"] > 0 for step in steps)

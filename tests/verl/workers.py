@@ -150,10 +150,16 @@ def group(worker: type[Worker], count: int, *args: Any) -> RayWorkerGroup:
 
 
 @contextmanager
-def local_ray() -> Iterator[None]:
+def local_ray(num_gpus: int = 0) -> Iterator[None]:
     # Ray's sockets lie below its folder, and their paths are limited to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as directory:
-        ray.init(num_cpus=CPUS, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, _temp_dir=directory)
+        ray.init(
+            num_cpus=CPUS,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=directory,
+        )
         try:
             yield
         finally:
