@@ -128,10 +128,18 @@ function operations.add(finish, session, group, oldest, facts, body, capacity, b
         'uses', 0, 'lease', '', 'gateway', CALLER, 'bytes', #body, 'edits', 0, 'body', body)
     redis.call('HSET', key('sessions'), session, seq)
     redis.call('ZADD', key('landed', CALLER), '+inf', finish)
+    redis.call('PERSIST', key('landed', CALLER))
     count('entries', 1)
     count('bytes', #body)
     emit('kind', 'put', 'seq', seq, 'session', session, 'group', group, 'oldest', oldest, 'facts', facts, 'uses', 0)
     return {'ok', seq}
+end
+
+-- A gateway that never comes back leaves nothing, unless it may still send what landed.
+local function expire_landed()
+    if redis.call('ZCOUNT', key('landed', CALLER), '+inf', '+inf') == 0 then
+        redis.call('PEXPIRE', key('landed', CALLER), CONFIRMED_MS)
+    end
 end
 
 -- The gateway will not send these finishes again.
@@ -139,6 +147,7 @@ function operations.confirm(finishes)
     local now = now_ms()
     for _, finish in ipairs(cjson.decode(finishes)) do redis.call('ZADD', key('landed', CALLER), 'XX', now, finish) end
     redis.call('ZREMRANGEBYSCORE', key('landed', CALLER), '-inf', now - CONFIRMED_MS)
+    expire_landed()
     return {'ok'}
 end
 
@@ -149,6 +158,7 @@ function operations.confirm_others(finishes)
     for _, finish in ipairs(redis.call('ZRANGEBYSCORE', key('landed', CALLER), '+inf', '+inf')) do
         if not kept[finish] then redis.call('ZADD', key('landed', CALLER), now, finish) end
     end
+    expire_landed()
     return {'ok'}
 end
 
@@ -263,20 +273,25 @@ function operations.follow(after, limit)
     return {newest, found}
 end
 
--- All that is known of the entries, without their bodies.
-function operations.snapshot()
-    local entries, leases, closed = {}, {}, {}
-    for _, seq in ipairs(redis.call('HVALS', key('sessions'))) do
-        local row = entry(seq, 'session', 'group', 'oldest', 'facts', 'uses', 'lease')
-        entries[#entries + 1] = {seq, unpack(row)}
+-- The entries of one page, without their bodies: {revision, next cursor, entries}. An entry that is there throughout is
+-- in some page; the events above the first page's revision correct what changed between the pages.
+function operations.page(cursor, size)
+    local found = redis.call('HSCAN', key('sessions'), cursor, 'COUNT', size)
+    local entries = {}
+    for i = 2, #found[2], 2 do
+        local seq = found[2][i]
+        entries[#entries + 1] = {seq, unpack(entry(seq, 'session', 'group', 'oldest', 'facts', 'uses', 'lease'))}
     end
+    return {total('revision'), found[1], entries}
+end
+
+-- The leases, and the closed groups with their members: {revision, leases, closed}.
+function operations.leases()
+    local leases = {}
     for _, id in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
         leases[#leases + 1] = {id, unpack(redis.call('HMGET', key('lease', id), 'reader', 'uses_max'))}
     end
-    for _, group in ipairs(redis.call('ZRANGE', key('closed_order'), 0, -1)) do
-        closed[#closed + 1] = {group, redis.call('HGET', key('closed'), group)}
-    end
-    return {total('revision'), entries, leases, closed}
+    return {total('revision'), leases, redis.call('HGETALL', key('closed'))}
 end
 
 lapse()

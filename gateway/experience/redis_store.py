@@ -33,6 +33,9 @@ SCRIPT = Script((files("gateway.experience") / "redis_store.lua").read_text())
 ROOM = "experience"
 EVENTS_MAX = 1000
 """Events of one reply."""
+PAGE_MAX = 500
+"""Entries of one reply, about: some milliseconds of the Redis."""
+_FIELDS = ("seq", "session", "group", "oldest", "facts", "uses", "lease")
 DOUBTFUL_MAX = 1024
 """Leases that may be there although their readers got none; beyond, they end by their own time."""
 REVISIONS_MAX = 100
@@ -80,7 +83,7 @@ class RedisStore:
     async def catch_up(self, state: BufferState, wait_s: float = WAIT_S) -> bool:
         """Applies to `state` what happened since. Returns whether anything did."""
         await self._give_back_doubtful(wait_s)
-        before, raced = self._revision, self._raced
+        before, raced, anew = self._revision, self._raced, False
         while True:
             newest, events = await self._call("follow", self._revision, EVENTS_MAX, wait_s=wait_s)
             unexplained = raced and newest == before  # a race without an event: the replica is wrong
@@ -88,15 +91,15 @@ class RedisStore:
                 self._connected = self._server.connected
                 found = await self._snapshot(wait_s)
                 replica.restore(state, found)
-                self._revision = found.revision
-                break
+                self._revision, raced, anew = found.revision, False, True
+                continue
             for name, fields in events:
                 self._apply(state, fields)
                 self._revision = int(name.partition(b"-")[0])
             if self._revision >= newest:
                 break
         self._raced = False
-        return self._revision != before
+        return anew or self._revision != before
 
     def _apply(self, state: BufferState, fields: Any) -> None:
         event = {name.decode(): value for name, value in zip(fields[::2], fields[1::2], strict=True)}
@@ -105,18 +108,24 @@ class RedisStore:
         replica.apply(state, event)
 
     async def _snapshot(self, wait_s: float = WAIT_S) -> replica.Snapshot:
-        revision, entries, leases, closed = await self._call("snapshot", wait_s=wait_s)
-        names = ("seq", "session", "group", "oldest", "facts", "uses", "lease")
-        found = []
-        for row in entries:
-            fields = dict(zip(names, row, strict=True))
-            if (entry := replica.entry_of(fields)) is not None:
-                found.append((entry, fields["lease"].decode()))
+        """In pages, so that no call holds the Redis for long. Its revision is that of the first reply: the events above
+        it, which say what is, correct what changed meanwhile."""
+        revision, leases, closed = await self._call("leases", wait_s=wait_s)
+        found: dict[int, tuple[Entry, str]] = {}
+        cursor = b"0"
+        while True:
+            _, cursor, page = await self._call("page", cursor, PAGE_MAX, wait_s=wait_s)
+            for row in page:
+                fields = dict(zip(_FIELDS, row, strict=True))
+                if (entry := replica.entry_of(fields)) is not None:
+                    found[entry.seq] = (entry, fields["lease"].decode())
+            if cursor == b"0":
+                break
         return replica.Snapshot(
             revision,
-            found,
+            list(found.values()),
             [(name.decode(), reader.decode(), int(uses_max)) for name, reader, uses_max in leases],
-            [(group.decode(), int(members)) for group, members in closed],
+            [(group.decode(), int(members)) for group, members in zip(closed[::2], closed[1::2], strict=True)],
         )
 
     # -- what this gateway sends

@@ -24,8 +24,8 @@ from protos.packed import Facts
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that the store has, at a revision. `entries`: each with its lease's id, "" if it is free. `leases`: id,
-    reader, and the uses that it allows."""
+    """All that the store had at a revision, but for what the events above it say. `entries`: each with its lease's id,
+    "" if it is free. `leases`: id, reader, and the uses that it allows."""
 
     revision: int
     entries: Sequence[tuple[Entry, str]]
@@ -38,7 +38,7 @@ def restore(state: BufferState, snapshot: Snapshot) -> None:
     for lease_id, reader, uses_max in snapshot.leases:
         state.leases[lease_id] = LeaseState(lease_id, reader, math.inf, {}, uses_max)
     for entry, lease_id in sorted(snapshot.entries, key=lambda found: found[0].seq):
-        state.place(entry, lease_id or None)
+        state.place(entry, lease_id if lease_id in state.leases else None)  # a later lease has its event
     state.closed_groups.update(snapshot.closed_groups)
 
 

@@ -89,8 +89,8 @@ class SharedBuffer(ExperienceBuffer):
         if waiting:
             await asyncio.wait(waiting, timeout=CLOSE_WAIT_S)
         self._closing.set()
+        await self._loops.close()  # before the drain: it starts confirmations
         await super().close()
-        await self._loops.close()
         if self._waiting:
             log.warning("%d rows wait for %s: the next start sends them", len(self._waiting), self._server.address)
 
