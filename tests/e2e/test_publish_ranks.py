@@ -157,7 +157,7 @@ def played(shared_etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_shards_of_two_ranks_arrive_whole_in_files_of_both(played: dict[str, Played]) -> None:
     whole = played["whole"]
     assert [one.get("version") for one in whole.both] == [1, 1], whole.both
-    assert [one["stage"] for one in whole.both] == ["all", "all"]
+    assert {one["stage"] for one in whole.both} <= {"sealed", "all"}  # its only relay becomes a holder after the seal
     assert [one["passes"] for one in whole.both] == [[6], [6]]
     check(whole.scene.relay, 1)
     assert len(list(whole.scene.pools.glob("*/snapshots/**/*.safetensors"))) == 2
