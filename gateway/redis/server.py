@@ -196,7 +196,7 @@ class RedisServer:
                 return await self._command("EVAL", script.text, 1, key, *rest)
 
     async def _command(self, *words: str | bytes | int) -> Any:
-        return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
+        return await _heeding_cancellation(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
 
     async def _check_once(self) -> None:
         async with self._checking:
@@ -220,7 +220,7 @@ class RedisServer:
         self._lost = False
 
     async def _check_settings(self) -> None:
-        info = await self._client.info()
+        info = await _heeding_cancellation(self._client.info())
         where = str(self.address)
         check_role(where, info)
         found = found_in_info(info)
@@ -269,6 +269,21 @@ class RedisServer:
         if self._epoch and epoch != self._epoch:
             log.error("%s has lost all that it kept: it came back empty", where)
         self._epoch = epoch
+
+
+async def _heeding_cancellation(work: Awaitable[Any]) -> Any:
+    """The result of `work`, unless this task was cancelled meanwhile.
+
+    The package writes a command under `asyncio.wait_for`, which in Python 3.11 returns the result of work that ends
+    just when its caller is cancelled, and forgets the cancellation. A loop of calls would then never end.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        return await work
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 async def _nothing() -> None:

@@ -115,3 +115,25 @@ async def test_without_the_package_the_error_says_what_to_install(monkeypatch: p
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(InvalidRequest, match=r"pip install 'laminar-rl\[redis\]'"):
         await connect("redis://127.0.0.1:1")
+
+
+async def test_a_loop_of_calls_ends_when_it_is_cancelled_at_whatever_moment(shared_redis: str, namespace: str) -> None:
+    """`asyncio.wait_for` of Python 3.11, which the package writes commands with, forgets one that comes as it ends."""
+    server = await connect(shared_redis, namespace=namespace)
+    called = asyncio.Event()
+
+    async def loop() -> None:
+        while True:
+            await server.call(GET, "room")
+            called.set()
+
+    for steps in range(60):
+        called.clear()
+        task = asyncio.create_task(loop())
+        await called.wait()
+        for _ in range(steps % 12):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=60)
+        assert task.cancelled()
+    await server.close()
