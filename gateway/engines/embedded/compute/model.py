@@ -1,6 +1,6 @@
 """The forward pass of the Llama and Qwen2 families, over fused and packed weights.
 
-Configuration and rotary tables come from `transformers`; the layers are our own because `transformers`' loop spends
+Configuration and rotary frequencies come from `transformers`; the layers are our own because `transformers`' loop spends
 most of a small model's step outside the matrix products. Rounding follows `transformers`: norms in float32,
 rotary tables in the model's dtype.
 
@@ -161,13 +161,12 @@ class DecoderModel:
         self._head_scale = scale.to(device, dtype)
 
     def _rotary_tables(self, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        rotary = LlamaRotaryEmbedding(self.shape.hf_config)
-        cos, sin = rotary(torch.empty(0, dtype=torch.float32), torch.arange(context)[None])
-        half = self.shape.head_dim // 2
-        sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)  # signs of rotate_half, folded in
-        return cos[0].to(self.device, self.dtype), sin.to(self.device, self.dtype)
+        """Cosines and sines, `[context, head_dim]` each. The sines have the signs of `rotate_half` folded in."""
+        frequencies, factor = _rotary_frequencies(self.shape)
+        angles = torch.arange(context)[:, None].float() * frequencies
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return cos.to(self.device, self.dtype), sin.to(self.device, self.dtype)
 
     @torch.inference_mode()
     def load(self, tensors: Tensors) -> None:
@@ -242,6 +241,22 @@ class DecoderModel:
         """Vocabulary logits of some hidden states, `[R, vocab]`, in the model's dtype."""
         assert self._head is not None, "load() comes first"
         return self._head(F.rms_norm(hidden, (self.shape.hidden,), self._norm, self.shape.norm_eps))
+
+
+def _rotary_frequencies(shape: ModelShape) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies, `[head_dim / 2]`, and the factor of cosines and sines.
+
+    Scaled ones come from `transformers`; unscaled ones are made here, as its module that has them takes two seconds of
+    processor time to import.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = shape.hf_config.rope_parameters
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](shape.hf_config)
+    return frequencies, factor
 
 
 def _renewed(old: Linear | None, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
