@@ -138,6 +138,9 @@ def verdicts(modes: Mapping[str, Any]) -> list[str]:
         level = _highest_level(modes["barrier"], figures)
         if mode == "barrier":
             continue
+        if min(len(figures["seeds"]), len(modes["barrier"]["seeds"])) < 2:
+            found.append(f"`{mode}`: one seed shows no difference.")
+            continue
         if level is None:
             found.append(f"`{mode}`: not all seeds of both came to a reward of {LEVELS[0]}.")
             continue

@@ -116,8 +116,10 @@ def test_a_mode_is_called_faster_only_if_its_seeds_do_not_overlap() -> None:
     [verdict] = faster["verdicts"]
     assert "to a reward of 0.7: 0.50 times the time of `barrier`;" in verdict
     assert verdict.endswith("1.00 times the tokens of `barrier` (the seeds overlap: no clear difference).")
-    same = figures.summary([*barrier, a_run("repack", 1, step_s=2.1)])
+    same = figures.summary([*barrier, a_run("repack", 1, step_s=2.1), a_run("repack", 2, step_s=2.1)])
     assert "1.00 times the time of `barrier` (the seeds overlap: no clear difference)" in same["verdicts"][0]
+    alone = figures.summary([*barrier, a_run("repack", 1, step_s=1.0)])
+    assert alone["verdicts"] == ["`repack`: one seed shows no difference."]
     assert figures.summary([a_run("repack")])["verdicts"] == []
 
 
