@@ -287,7 +287,7 @@ async def test_a_response_is_read_back_from_the_record() -> None:
             await client.responses.retrieve(first.id.removeprefix("resp_"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_think", "glm4moe", "deepseekv3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3_5_think", "glm4moe", "deepseekv3", "mistral_v13"])
 async def test_calls_of_other_families_go_round(family: str) -> None:
     """The call as the family writes it, its output, and the next prompt, which extends the ids of both."""
     codec = families.codec(family)
@@ -296,7 +296,7 @@ async def test_calls_of_other_families_go_round(family: str) -> None:
         "glm4moe": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
         "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
         '```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1}',
+        "mistral_v13": '[TOOL_CALLS]add[ARGS]{"a": 1}',
     }[family]
     thought = "Hm.\n</think>\n\n" if family in ("qwen3_5_think", "deepseekv3") else ""
     again = thought if family == "qwen3_5_think" else ""  # DeepSeek's template opens no reasoning after a tool
