@@ -54,6 +54,7 @@ from gateway.store.layout import claim
 from gateway.store.lineage import LineageStore
 from gateway.store.sessions import SessionStore
 from gateway.tasks import PromptPool
+from gateway.tasks.shared import SharedPromptPool
 from gateway.tokens import Codec
 from paramserver.membership import EtcdRegistry
 from protos.process import cannot_listen
@@ -229,8 +230,10 @@ async def open_stores(
     buffer: ExperienceBuffer
     if isinstance(experience, RedisServer):
         buffer = SharedBuffer(database, experience, capacity=experience_max, bytes_max=experience_bytes_max)
+        tasks: PromptPool = SharedPromptPool(await stack.enter_async_context(Database(None)), experience)
     else:
         buffer = ExperienceBuffer(database, store=experience, capacity=experience_max, bytes_max=experience_bytes_max)
+        tasks = PromptPool(database)
     stores = Stores(
         database,
         PartialResponsePool(database),
@@ -240,7 +243,7 @@ async def open_stores(
         GroupStore(database),
         LineageStore(database),
         ReaderStore(database),
-        PromptPool(database),
+        tasks,
     )
     for part in (stores.pool, stores.timeline):
         await part.open()

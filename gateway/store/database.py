@@ -113,8 +113,11 @@ class _Caller:
         self._settle(self._set_exception, error)
 
     def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
-        if not self._loop.is_closed():  # else the caller went with its loop
+        try:
             self._loop.call_soon_threadsafe(settle, value)
+        except RuntimeError:
+            if not self._loop.is_closed():  # else the caller went with its loop
+                raise
 
     def _set_result(self, result: Any) -> None:
         if not self.future.done():

@@ -70,6 +70,18 @@ def lease(connection: sqlite3.Connection, wanted: LeaseRequest, now: float) -> t
     return Leased((), *_outlook(connection, wanted.pool)), changed
 
 
+def nothing_to_lease(connection: sqlite3.Connection, wanted: LeaseRequest, now: float) -> Leased | None:
+    """The answer to a request that `lease` would answer without a change; None where it would change something."""
+    if (
+        connection.execute(NEXT_FREE, (wanted.pool,)).fetchone()
+        or connection.execute(NEXT_READY, (wanted.pool,)).fetchone()
+    ):
+        return None
+    if connection.execute(EXPIRED, (now,)).fetchone() or (wanted.request is not None and _held(connection, wanted)):
+        return None
+    return Leased((), *_outlook(connection, wanted.pool))
+
+
 def _held(connection: sqlite3.Connection, wanted: LeaseRequest) -> list[TaskLease]:
     found = connection.execute(OF_REQUEST, (wanted.request, wanted.pool, wanted.runner)).fetchall()
     return [_lease(connection, number, index) for number, index in found]

@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gateway.core.tasks import (
     LEASE_S,
@@ -34,7 +35,20 @@ from gateway.core.tasks import (
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.database import Database
-from gateway.tasks import leases, rows
+from gateway.tasks import rows
+from gateway.tasks.commands import (
+    AddTasks,
+    Command,
+    Effect,
+    FailLease,
+    FinishLease,
+    LeaseSamples,
+    ReleaseLeases,
+    RemoveTasks,
+    RenewLeases,
+    SetPriorities,
+    carry_out,
+)
 from gateway.tasks.leases import LeaseRequest
 
 _RequestKey = tuple[str, str, str]
@@ -81,9 +95,7 @@ class PromptPool:
         return await self._shielded.run(self._add(pool, tasks), "add-tasks")
 
     async def _add(self, pool: str, tasks: Sequence[NewTask]) -> int:
-        added = await self._database.run(lambda connection: rows.add(connection, pool, tasks, self._tasks_max))
-        self._count(tasks=added)
-        self._notify()
+        added: int = await self._run(AddTasks(pool, tasks, self._tasks_max))
         await self._database.synced()
         return added
 
@@ -130,12 +142,7 @@ class PromptPool:
             raise
 
     async def _write_lease(self, wanted: LeaseRequest) -> Leased:
-        leased, changed = await self._database.run(lambda connection: leases.lease(connection, wanted, unix_s()))
-        fresh = {f"task-{name}" for name in wanted.names}
-        new = sum(lease.lease_id in fresh for lease in leased.leases)
-        self._count(leased=new, leases=new - changed.expired, expired=changed.expired, given_up=changed.given_up)
-        if changed.expired:
-            self._notify()
+        leased: Leased = await self._run(LeaseSamples(wanted))
         return leased
 
     async def _give_back(self, leasing: asyncio.Task[Leased], key: _RequestKey, gone: object) -> None:
@@ -144,46 +151,28 @@ class PromptPool:
             return  # it was sent again meanwhile, and that request has the leases
         del self._newest[key]
         if leasing.exception() is None and (found := leasing.result().leases):
-            await self._release([lease.lease_id for lease in found])
+            await self._run(ReleaseLeases([lease.lease_id for lease in found]))
 
     async def renew(self, lease_ids: Sequence[str], lease_s: float = LEASE_S) -> tuple[list[str], list[str]]:
         """The leases that now last `lease_s` from now, and those that are lost."""
-        return await self._shielded.run(self._renew(lease_ids, lease_s), "renew-tasks")
-
-    async def _renew(self, lease_ids: Sequence[str], lease_s: float) -> tuple[list[str], list[str]]:
-        until = unix_s() + lease_s
-        renewed, lost, revived = await self._database.run(lambda connection: leases.renew(connection, lease_ids, until))
-        self._count(leases=revived)
-        return renewed, lost
+        answer: tuple[list[str], list[str]] = await self._change(RenewLeases(lease_ids, lease_s))
+        return answer
 
     async def finish(self, lease_id: str, reward: float) -> Ending:
         """Ends a lease with the sample's reward; the same again when it is repeated. NotFound when another runner has
         the sample, Conflict when the lease ended otherwise."""
-        ending = self._end(lambda connection: leases.finish(connection, lease_id, reward), "finished")
-        return await self._shielded.run(ending, "finish-task")
+        answer: Ending = await self._change(FinishLease(lease_id, reward))
+        return answer
 
     async def fail(self, lease_id: str, error: str) -> Ending:
         """Ends a lease without a reward. Errors as `finish`."""
-        ending = self._end(lambda connection: leases.fail(connection, lease_id, error), "failed")
-        return await self._shielded.run(ending, "fail-task")
-
-    async def _end(self, operation: leases.EndOperation, counter: str) -> Ending:
-        ending, was_leased = await self._database.run(operation)
-        if not ending.repeated:
-            given_up = int(counter == "failed" and not ending.retried)
-            self._count(leases=-was_leased, given_up=given_up, **{counter: 1})
-            self._notify()  # also of an end: a pool may be drained now
-        return ending
+        answer: Ending = await self._change(FailLease(lease_id, error))
+        return answer
 
     async def release(self, lease_ids: Sequence[str]) -> int:
         """Gives the samples back: others may lease them at once. How many leases this ended."""
-        return await self._shielded.run(self._release(lease_ids), "release-tasks")
-
-    async def _release(self, lease_ids: Sequence[str]) -> int:
-        released = await self._database.run(lambda connection: leases.release(connection, lease_ids))
-        self._count(leases=-released, released=released)
-        self._notify()
-        return released
+        answer: int = await self._change(ReleaseLeases(lease_ids))
+        return answer
 
     async def results(self, pool: str, after: int = 0, limit: int = 1000) -> list[TaskResult]:
         """Each task's newest ended round, in the order of their ends, after the one numbered `after`."""
@@ -191,17 +180,13 @@ class PromptPool:
 
     async def prioritize(self, pool: str, priorities: Mapping[str, float]) -> list[str]:
         """Sets priorities, by task id; returns the ids that the pool does not have."""
-        return await self._database.run(lambda connection: rows.prioritize(connection, pool, priorities))
+        answer: list[str] = await self._change(SetPriorities(pool, priorities))
+        return answer
 
     async def remove(self, pool: str, task_ids: Sequence[str] | None) -> int:
         """Removes the tasks, or all drained ones (None), and returns how many. Leases on them are lost."""
-        return await self._shielded.run(self._remove(pool, task_ids), "remove-tasks")
-
-    async def _remove(self, pool: str, task_ids: Sequence[str] | None) -> int:
-        removed, lost = await self._database.run(lambda connection: rows.remove(connection, pool, task_ids))
-        self._count(tasks=-removed, leases=-lost)
-        self._notify()
-        return removed
+        answer: int = await self._change(RemoveTasks(pool, task_ids))
+        return answer
 
     async def counts(self, pool: str) -> PoolCounts:
         return await self._database.run(lambda connection: rows.count(connection, pool))
@@ -209,9 +194,21 @@ class PromptPool:
     def statistics(self) -> PromptPoolStatistics:
         return self._statistics
 
-    def _count(self, **changes: int) -> None:
+    async def _change(self, command: Command) -> Any:
+        return await self._shielded.run(self._run(command), type(command).__name__)
+
+    async def _run(self, command: Command) -> Any:
+        """The command's answer, once it is carried out."""
+        effect = await self._database.run(lambda connection: carry_out(connection, command, unix_s()))
+        self._count(effect)
+        return effect.answer
+
+    def _count(self, effect: Effect) -> None:
         now = self._statistics
-        self._statistics = replace(now, **{name: getattr(now, name) + change for name, change in changes.items()})
+        changes = {name: getattr(now, name) + change for name, change in effect.counted.items()}
+        self._statistics = replace(now, **changes)
+        if effect.notable:
+            self._notify()
 
     def _notify(self) -> None:
         self._changed.set()

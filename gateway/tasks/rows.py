@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import zstandard
 
 from gateway.core.tasks import RESTART_GRACE_S, NewTask, PoolCounts, TaskResult
-from protos.errors import OutOfCapacity
+from protos.decoding import decode_msgpack
+from protos.errors import Corrupt, OutOfCapacity
 
 FREE, LEASED, FINISHED, GIVEN_UP = range(4)
 """States of a sample."""
@@ -43,6 +48,10 @@ CREATE TABLE IF NOT EXISTS task_ends(
     number INTEGER PRIMARY KEY AUTOINCREMENT, lease_id TEXT NOT NULL UNIQUE, how TEXT NOT NULL,
     retried INTEGER NOT NULL, group_ended INTEGER NOT NULL, reward REAL)
 """
+
+_TABLES = ("tasks", "task_groups", "task_samples", "task_ends", "sqlite_sequence")
+"""The last one has the numbers that SQLite gave out."""
+_PART_ROWS = 10_000
 
 NEXT_FREE = (
     "SELECT group_number, sample_index FROM task_samples INDEXED BY task_samples_free WHERE pool=? AND state=0 "
@@ -88,9 +97,38 @@ def open_tables(connection: sqlite3.Connection, now: float) -> tuple[int, int]:
     connection.execute(
         "UPDATE task_samples SET until_unix_s=max(until_unix_s, ?) WHERE state=1", (now + RESTART_GRACE_S,)
     )
+    return totals(connection)
+
+
+def totals(connection: sqlite3.Connection) -> tuple[int, int]:
+    """The number of tasks and of leases."""
     [tasks] = connection.execute("SELECT count(*) FROM tasks").fetchone()
     [leases] = connection.execute("SELECT count(*) FROM task_samples WHERE state=1").fetchone()
     return tasks, leases
+
+
+def dump(connection: sqlite3.Connection) -> list[bytes]:
+    """All rows, in compressed parts for `restore`."""
+    parts, compress = list[bytes](), zstandard.ZstdCompressor().compress
+    for table in _TABLES:
+        found = connection.execute(f"SELECT * FROM {table} ORDER BY 1, 2")
+        while some := found.fetchmany(_PART_ROWS):
+            parts.append(compress(msgspec.msgpack.encode((table, some))))
+    return parts
+
+
+def restore(connection: sqlite3.Connection, parts: Iterable[bytes]) -> None:
+    """Replaces all rows with those of a dump, or with none."""
+    for table in _TABLES:
+        connection.execute(f"DELETE FROM {table}")
+    decompress = zstandard.ZstdDecompressor().decompress
+    for part in parts:
+        table, some = decode_msgpack(decompress(part), tuple[str, list[list[Any]]])
+        if table not in _TABLES:
+            raise Corrupt(f"a snapshot of the prompt pool has rows of {table[:40]!r}")
+        if table == _TABLES[-1]:
+            connection.execute(f"DELETE FROM {table}")  # what the rows before it made of it
+        connection.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(some[0]))})", some)
 
 
 def add(connection: sqlite3.Connection, pool: str, tasks: Sequence[NewTask], tasks_max: int) -> int:

@@ -1,7 +1,7 @@
 """The forward pass of the Llama and Qwen2 families, over fused and packed weights.
 
-Configuration and rotary frequencies come from `transformers`; the layers are our own because `transformers`' loop spends
-most of a small model's step outside the matrix products. Rounding follows `transformers`: norms in float32,
+Configuration and rotary frequencies come from `transformers`; the layers are our own because `transformers`' loop
+spends most of a small model's step outside the matrix products. Rounding follows `transformers`: norms in float32,
 rotary tables in the model's dtype.
 
 Names follow the checkpoint: `layout` lists every tensor that a snapshot must hold, with its shape, and `load` takes
