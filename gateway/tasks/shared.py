@@ -190,10 +190,16 @@ class SharedPromptPool(PromptPool):
             waiting = mine.get(one.at) if one.number == number else None
             if waiting is not None and not waiting.applied.done():
                 _settle(waiting, outcome)
-            elif isinstance(outcome, Effect) and isinstance(outcome.answer, Leased) and outcome.answer.leases:
-                # Its request was refused while the Redis was away, so its runner does not know of them.
-                names = [lease.lease_id for lease in outcome.answer.leases]
-                self._shielded.start(self._run(ReleaseLeases(names)), "give-back-tasks")
+            elif isinstance(outcome, Effect) and isinstance(outcome.answer, Leased):
+                self._give_back_unnamed(one, outcome.answer)
+
+    def _give_back_unnamed(self, logged: Logged, leased: Leased) -> None:
+        """Of a request that got 503 although it landed. One that has a name is sent again, perhaps to another gateway,
+        and gets the same leases; of any other no runner will ever know."""
+        command = decode_msgpack(logged.command, Command)
+        if leased.leases and isinstance(command, LeaseSamples) and command.wanted.request is None:
+            names = [lease.lease_id for lease in leased.leases]
+            self._shielded.start(self._run(ReleaseLeases(names)), "give-back-tasks")
 
     async def _restore(self) -> None:
         position, parts = await self._log.snapshot()
