@@ -24,6 +24,7 @@ pytest_plugins = [
     "tests.support.ports",
     "tests.support.redis_servers",
     "tests.support.relays",
+    "tests.support.unretrieved",
 ]
 
 

@@ -26,7 +26,7 @@ from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.probe import Finding, compare, probe
 from gateway.fleet.relays import Relays
-from gateway.runtime.supervisor import rpc_result
+from gateway.runtime.supervisor import log_failure, rpc_result
 from paramserver.client import Lease, RelayClient
 from protos.errors import LaminarError, NotFound, VersionLost
 
@@ -149,7 +149,8 @@ class Refresher:
         assert handle.spec.relay is not None
         relay = self._relays.client(handle.spec.relay)
         lease = await self._acquire(relay, handle.state, decision)
-        renewing = asyncio.create_task(_renew(relay, lease), name=f"renew-{handle.spec.name}")
+        renewing = asyncio.create_task(relay.keep_pinned(lease), name=f"renew-{handle.spec.name}")
+        renewing.add_done_callback(log_failure)  # a pin that lapsed for it is found by `release`
         try:
             async with self._reporting(handle, Version(lease.version)):
                 fenced_s = await handle.adapter.load(lease.path, lease.version, lease.root_digest)
@@ -233,9 +234,3 @@ class Refresher:
             handle.to("serving" if untouched else "fenced", str(error))
         handle.poll_now.set()
         self._reconcile()
-
-
-async def _renew(relay: RelayClient, lease: Lease) -> None:
-    while True:
-        await asyncio.sleep(lease.ttl_s / 3)
-        await relay.renew(lease)

@@ -48,8 +48,7 @@ class Supervisor:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed: %r", task.get_name(), error, exc_info=error)
+        log_failure(task)
 
     async def close(self) -> None:
         """Cancels every task, and those that they start meanwhile, until none is left."""
@@ -57,6 +56,16 @@ class Supervisor:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
+
+
+def log_failure(task: asyncio.Task[Any]) -> None:
+    """A task's done callback: logs what it failed with, at once.
+
+    An error that nobody retrieves is logged by asyncio, too, but only when the collector finds the task: at any time
+    later, in the midst of anything, or never.
+    """
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed: %r", task.get_name(), error, exc_info=error)
 
 
 async def _keep_running(

@@ -283,8 +283,9 @@ class Driver:
         if not stream.done():
             stream.cancel()
             await asyncio.wait({stream})
-        elif not ended and not stream.cancelled():
-            stream.exception()  # retrieved: the driver does not wait for this cut any more
+        if not ended and not stream.cancelled() and (error := stream.exception()) is not None:
+            # The driver is cancelled: it raises that, and nobody else gets this error.
+            log.info("the stream of turn %s, which is given up, failed: %r", self._request.turn_id, error)
         departure, self._departure = self._departure, None
         # The stream may have ended by itself before the cancellation reached it: then the turn is complete, or cut.
         departed = ended and departure is not None and stream.cancelled()

@@ -30,6 +30,7 @@ from gateway.engines.base import RequestRefused
 from gateway.fleet.fleet import Fleet
 from gateway.runtime.counters import Counters
 from gateway.runtime.shielded import ShieldedTasks
+from gateway.runtime.supervisor import log_failure
 from gateway.store import PartialResponsePool, Timeline
 from gateway.turns.audience import CLAIM_S, Audience, TakeDelta
 from gateway.turns.driver import Driver
@@ -111,6 +112,7 @@ class RunningTurn:
         """Puts the turn into its session and starts its driver. Raises Conflict or NotFound if the session refuses."""
         self.session = self._owner.turn_began(self)
         self._task = asyncio.create_task(self._drive(), name=f"turn-{self.request.turn_id}")
+        self._task.add_done_callback(log_failure)
 
     async def __aenter__(self) -> Self:
         """The first client begins the turn, others join it. Raises what ended the turn before it started."""
@@ -182,6 +184,7 @@ class RunningTurn:
             self._grace = asyncio.get_running_loop().call_later(CLAIM_S, self._grace_over, grace_s)
             return
         self._giving_up = asyncio.create_task(self._give_up_orphan(grace_s), name=f"orphan-{self.request.turn_id}")
+        self._giving_up.add_done_callback(log_failure)
 
     async def _give_up_orphan(self, grace_s: float) -> None:
         if not self.audience.attached and not self.audience.claimed:

@@ -234,20 +234,18 @@ async def pull(relay: str, model: str, version: int | None, out: Path, *, num_st
 async def _fetch(fetch: Fetch, manifest: Manifest, client: RelayClient, lease: Lease, console: Console) -> None:
     """Runs the fetch in a thread, with a progress bar, renewing the pin."""
     work = asyncio.create_task(asyncio.to_thread(fetch.run))
-    renewed_at = asyncio.get_running_loop().time()
+    renewing = asyncio.create_task(client.keep_pinned(lease))
     try:
         with bytes_progress(console) as progress:
             bar = progress.add_task(f"{manifest.model} v{manifest.version}", total=manifest.size_bytes)
             while not work.done():
                 progress.update(bar, completed=fetch.bytes_done)
                 await asyncio.wait([work], timeout=POLL_S)
-                if asyncio.get_running_loop().time() - renewed_at > PIN_TTL_S / 3:
-                    await client.renew(lease)
-                    renewed_at = asyncio.get_running_loop().time()
             progress.update(bar, completed=fetch.bytes_done)
     finally:
         fetch.cancel()
-        await asyncio.wait([work])
+        renewing.cancel()
+        await asyncio.wait([work, renewing])
     work.result()
 
 

@@ -26,7 +26,7 @@ from paramserver.core.refused_loads import RefusedLoad
 from paramserver.data.publisher_link import Mappings
 from protos import grpc_errors
 from protos.engines import is_host_port
-from protos.errors import InvalidRequest, LaminarError, StaleEpoch, Unavailable
+from protos.errors import InvalidRequest, LaminarError, NotFound, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 
@@ -270,6 +270,20 @@ class RelayClient:
     async def renew(self, lease: Lease) -> None:
         """The pin holds for another `ttl_s` from now. NotFound when it had lapsed."""
         await self.call(self.stub.Renew(pb.LeaseRequest(lease_id=lease.lease_id), timeout=self.timeout_s))
+
+    async def keep_pinned(self, lease: Lease) -> None:
+        """Renews the pin until it is cancelled, or the pin has lapsed, which `release` reports as well.
+
+        A renewal that did not reach the relay is tried again: there are two more before the pin lapses.
+        """
+        while True:
+            await asyncio.sleep(lease.ttl_s / 3)
+            try:
+                await self.renew(lease)
+            except NotFound:
+                return
+            except LaminarError as error:
+                log.warning("the pin of %s version %d is not renewed: %s", lease.model, lease.version, error)
 
     async def release(self, lease: Lease) -> None:
         """Ends the pin. NotFound when it had lapsed: what was loaded under it does not count."""

@@ -172,7 +172,7 @@ async def test_a_load_that_fails_as_nobody_foresaw_fences_its_engine_alone_and_i
 ) -> None:
     monkeypatch.setattr(refresh, "RETRY_S", 0.01)
     e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
-    keep, failures = refresh._renew, 0
+    keep, failures = RelayClient.keep_pinned, 0
 
     def keeps(client: RelayClient, lease: Lease) -> Any:
         nonlocal failures
@@ -181,7 +181,7 @@ async def test_a_load_that_fails_as_nobody_foresaw_fences_its_engine_alone_and_i
             raise KeyError("nobody thought of it")
         return keep(client, lease)
 
-    monkeypatch.setattr(refresh, "_renew", keeps)
+    monkeypatch.setattr(RelayClient, "keep_pinned", keeps)
     async with relay() as (holder, address), e0, e1, shell(tmp_path, e0, e1, relay=address) as found:
         holder.publish(1)
         await until(lambda: (e0.version, e1.version) == ("1", "1"), "version 1 on both")

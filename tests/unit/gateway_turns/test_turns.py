@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator
@@ -348,9 +349,12 @@ async def test_an_engine_that_dies_between_placing_and_streaming_keeps_no_bookin
 
 @pytest.mark.parametrize("how", ["left", "moved", "ended"])
 async def test_a_stream_that_fails_as_it_is_closed_leaves_no_booking(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else the engine would look busier than it is for ever, and the least loaded be another one."""
+    """Else the engine would look busier than it is for ever, and the least loaded be another one.
+
+    What it failed with is logged there and then: a collector that comes later, or never, has nothing to report.
+    """
     async with ScriptedEngine("e0", hold_at=4) as e0, ScriptedEngine("e1") as e1, shell(tmp_path, e0, e1) as found:
         adapter = found.fleet.handles[EngineName("e0")].adapter
         whole = adapter.generate
@@ -377,6 +381,9 @@ async def test_a_stream_that_fails_as_it_is_closed_leaves_no_booking(
                     await heard(run)
         assert (found.turns_on(e0), found.turns_on(e1)) == ([], [])
         check_at_rest(found)
+    gc.collect()
+    errors = [record.name for record in caplog.records if record.levelname == "ERROR"]
+    assert errors == ([] if how == "left" else ["gateway.runtime.supervisor"])
 
 
 async def leave_after(run: RunningTurn, num_tokens: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import safe_open
 
 from paramserver.client import Lease, RelayClient, SealedVersion
-from protos.errors import LaminarError, NotFound, Unavailable
+from protos.errors import LaminarError, Unavailable
 from trainer_client.integrations.verl.sending import Sender
 
 HOLDER = "verl"
@@ -66,7 +66,7 @@ async def tensors(relay: RelayClient, model: str, version: int | None) -> AsyncI
 async def pinned(relay: RelayClient, model: str, version: int | None) -> AsyncIterator[Lease]:
     """The version stays on the relay until the block ends. Raises NotFound then if it has not."""
     lease = await relay.acquire(model, version, holder=HOLDER, ttl_s=PIN_TTL_S)
-    renewing = asyncio.create_task(_renew(relay, lease))
+    renewing = asyncio.create_task(relay.keep_pinned(lease))
     try:
         yield lease
     except BaseException:
@@ -77,18 +77,6 @@ async def pinned(relay: RelayClient, model: str, version: int | None) -> AsyncIt
         renewing.cancel()
         await asyncio.gather(renewing, return_exceptions=True)
     await relay.release(lease)
-
-
-async def _renew(relay: RelayClient, lease: Lease) -> None:
-    """Until it is cancelled, or the pin has lapsed, which `release` will say as well."""
-    while True:
-        await asyncio.sleep(lease.ttl_s / 3)
-        try:
-            await relay.renew(lease)
-        except NotFound:
-            return
-        except LaminarError:
-            continue
 
 
 def _read(directory: Path) -> Iterator[tuple[str, Any]]:
