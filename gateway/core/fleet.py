@@ -39,6 +39,9 @@ TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
 
 ORDERED_BY = frozenset({"status", "version", "intake_open", "admitted", "turns"})
 """What an engine's position in the order of load depends on, besides tokens."""
+Displaced = dict[EngineName, bool]
+"""Engines whose position in the order is to be computed anew. True: turns came or went, so that its tokens have to be
+counted again; to count those of all engines whose intake closes at once took longer than to close them."""
 BAD_MAX = 64
 """Versions given up that an engine remembers: more than relays hold."""
 
@@ -140,7 +143,7 @@ class EngineState:
     kind: str
     url: str
     relay: str = ""  # beside it; none: it loads nothing
-    displaced: set[EngineName] = field(default_factory=set, init=False, repr=False, compare=False)  # the fleet's
+    displaced: Displaced = field(default_factory=dict, init=False, repr=False, compare=False)  # the fleet's
     status: EngineStatus = "dead"
     version: Version = NO_VERSION
     incarnation: str = ""
@@ -182,16 +185,16 @@ class EngineState:
         """Notes a change of what the order depends on, so that the code that makes it need not."""
         object.__setattr__(self, name, value)
         if name in ORDERED_BY:
-            self.displaced.add(self.name)
+            self.displaced.setdefault(self.name, name == "turns")
 
     def enter(self, load: TurnLoad) -> None:
         """The turn runs here from now on."""
         self.turns[load.turn_id] = load
-        self.displaced.add(self.name)
+        self.displaced[self.name] = True
 
     def leave(self, turn_id: TurnId) -> bool:
         """The turn has left; False: it did not run here."""
-        self.displaced.add(self.name)
+        self.displaced[self.name] = True
         return self.turns.pop(turn_id, None) is not None
 
     @property
@@ -291,7 +294,7 @@ class FleetState:
     pinned: PinnedVersions = field(init=False)
     _on: dict[Version, set[SessionId]] = field(default_factory=dict, init=False)  # `session_versions`, by version
     _order: LoadOrder = field(default_factory=LoadOrder, init=False)
-    _displaced: set[EngineName] = field(default_factory=set, init=False)  # whose places in it are to be found anew
+    _displaced: Displaced = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.pinned = PinnedVersions(self.config.pinned_versions_max)
@@ -300,10 +303,10 @@ class FleetState:
 
     def add(self, engine: EngineState) -> None:
         self.engines[engine.name], engine.displaced = engine, self._displaced
-        self._displaced.add(engine.name)
+        self._displaced[engine.name] = True
 
     def remove(self, name: EngineName) -> None:
-        self.engines.pop(name).displaced = set()
+        self.engines.pop(name).displaced = {}
         self._order.put(Load(0, 0, 0, name), ())
 
     def note_session(self, session_id: SessionId, version: Version, policy: VersionPolicy) -> None:
@@ -348,10 +351,12 @@ class FleetState:
 
     def _ordered(self) -> LoadOrder:
         """The order, with the position of every displaced engine computed anew."""
-        for name in self._displaced:
-            if name in self.engines:
-                engine = self.engines[name]
-                self._order.put(engine.load, engine.pools)
+        for name, recount in self._displaced.items():
+            engine = self.engines.get(name)
+            if engine is not None:
+                kept = None if recount else self._order.kept(name)
+                load = engine.load if kept is None else Load(kept.turns, kept.tokens, engine.admitted, name)
+                self._order.put(load, engine.pools)
         self._displaced.clear()
         return self._order
 

@@ -47,15 +47,23 @@ class LoadOrder:
         """As they were last put in, in order."""
         return self._loads.get(pool, ())
 
+    def kept(self, name: EngineName) -> Load | None:
+        """The load with which the engine was last put in; None if it is in no pool."""
+        found = self._of.get(name)
+        return None if found is None else found[0]
+
     def put(self, load: Load, pools: Sequence[Pool]) -> None:
         """The engine is in these pools, with this load, and nowhere else; in no pool: it is forgotten."""
         old, left = self._of.pop(load.name, (load, ()))
+        stays = left if load == old else ()  # where it stands already, and rightly
         for pool in left:
-            loads = self._loads[pool]
-            del loads[bisect.bisect_left(loads, old)]
-            if not loads:
-                del self._loads[pool]
+            if pool not in pools or pool not in stays:
+                loads = self._loads[pool]
+                del loads[bisect.bisect_left(loads, old)]
+                if not loads:
+                    del self._loads[pool]
         for pool in pools:
-            bisect.insort(self._loads.setdefault(pool, []), load)
+            if pool not in stays:
+                bisect.insort(self._loads.setdefault(pool, []), load)
         if pools:
             self._of[load.name] = load, pools

@@ -288,10 +288,10 @@ class _Destinations:
     """
 
     def __init__(self, bins: Iterable[_Bin]) -> None:
-        self._fullest: list[_Bin] = []
-        for one in bins:
-            if one.view.weight.num_turns or one.view.inbound:
-                self._insert(one)
+        self._fullest = [one for one in bins if one.view.weight.num_turns or one.view.inbound]
+        for one in self._fullest:
+            one.place = (-one.kv_at[0], one.tie)
+        self._fullest.sort(key=_PLACE)
         self._limit_max = max((b.limit for b in self._fullest), default=0)
 
     def take(self, source: _Bin) -> Route | None:
