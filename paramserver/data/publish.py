@@ -34,6 +34,7 @@ from paramserver.data.publisher_link import (
     PublisherConnection,
     connect_unix,
     finish,
+    leave,
     receive_fds,
     refusal,
 )
@@ -171,9 +172,7 @@ def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mapping
         frames.send_greeting(sock, greeting)
         welcome = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
         sizes = [file.size_bytes for file in welcome.manifest.files]
-        places = [
-            mappings.map(fd) if size else None for fd, size in zip(receive_fds(sock, len(sizes)), sizes, strict=True)
-        ]
+        places = mappings.map_all(receive_fds(sock, len(sizes)), sizes)
         try:
             with PublisherConnection(sock, image) as connection:
                 digests = _copy(image, places, connection)
@@ -182,6 +181,8 @@ def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mapping
             if found := refusal(sock):
                 raise found from error
             raise
+        finally:
+            leave(places)
         return digests
 
 

@@ -3,7 +3,9 @@
 Invariants:
 - a thread sends signs of life, so whoever reads the tensors may take as long as they like;
 - what the relay refused is raised as the relay's own error, whatever broke first on this side;
-- mappings are kept from version to version, and none of a file that the relay has destroyed.
+- mappings are kept from version to version, and none of a file that the relay has destroyed;
+- a mapping that is dropped lets go of the relay's memory when its last writer is done, although an error that somebody
+  keeps holds views of it. Not before: a writer whose bytes went nowhere would report chunks that are not there.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -41,11 +43,16 @@ class Reading(Protocol):
 
 
 class MappedFile:
-    """One file of the relay's, mapped. The first pass over a fresh mapping brings its pages in by `populate`."""
+    """One file of the relay's, mapped. The first pass over a fresh mapping brings its pages in by `populate`.
+
+    It counts its writers: each comes by `Mappings.map`, and goes by `leave`.
+    """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
         self._map = FileMapping(fd, size_bytes)
+        self._mutex = threading.Lock()
+        self._num_writers, self._dropped = 0, False
         self.view = self._map.view()
         self.warm = False
 
@@ -62,8 +69,34 @@ class MappedFile:
         with contextlib.suppress(OSError):  # a kernel without it maps them one by one
             self._map.populate(offset, num_bytes)
 
+    def enter(self) -> Self:
+        with self._mutex:
+            self._num_writers += 1
+        return self
+
+    def leave(self) -> None:
+        """A writer is done with it, whether or not its frames still have views."""
+        with self._mutex:
+            self._num_writers -= 1
+            self._detach_unused()
+
     def drop(self) -> None:
-        os.close(self._fd)  # the mapping goes when its last view does
+        """Nobody else gets it."""
+        with self._mutex:
+            self._dropped = True
+            os.close(self._fd)
+            self._detach_unused()
+
+    def _detach_unused(self) -> None:
+        if self._dropped and not self._num_writers:
+            self._map.detach()
+
+
+def leave(places: Iterable[MappedFile | None]) -> None:
+    """A writer of these files is done."""
+    for place in places:
+        if place is not None:
+            place.leave()
 
 
 class Mappings:
@@ -77,17 +110,38 @@ class Mappings:
     def num_kept(self) -> int:
         return len(self._kept)
 
+    def map_all(self, fds: Sequence[int], sizes: Sequence[int]) -> list[MappedFile | None]:
+        """The files behind `fds`, which are closed here, for one writer to `leave`; None for an empty file."""
+        places: list[MappedFile | None] = []
+        try:
+            for fd, size in zip(fds, sizes, strict=True):
+                place = self.map(fd) if size else None
+                if place is None:
+                    os.close(fd)
+                places.append(place)
+        except BaseException:
+            leave(places)
+            for fd in fds[len(places) + 1 :]:
+                os.close(fd)
+            raise
+        return places
+
     def map(self, fd: int) -> MappedFile:
-        """The file behind `fd`, which this object owns from now on, writable."""
+        """The file behind `fd`, writable, for one writer to `leave`. `fd` is closed here, whatever comes of it."""
         with self._mutex:
             self._prune()
             status = os.fstat(fd)
             key = (status.st_dev, status.st_ino)
             if key in self._kept:
                 os.close(fd)
-            else:
-                self._kept[key] = MappedFile(fd, status.st_size)
-            return self._kept[key]
+                return self._kept[key].enter()
+            try:
+                found = MappedFile(fd, status.st_size)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._kept[key] = found
+            return found.enter()
 
     def _prune(self) -> None:
         """Drops what the relay has destroyed or resized: keeping it would hold memory outside the pool."""
@@ -225,9 +279,14 @@ def connect_unix(path: Path) -> socket.socket:
 
 def receive_fds(sock: socket.socket, num: int) -> list[int]:
     fds: list[int] = []
-    while len(fds) < num:
-        data, batch, _, _ = socket.recv_fds(sock, 1, frames.FDS_PER_MESSAGE)
-        if not data:
-            raise LinkBroken("the relay closed the connection before it passed all descriptors")
-        fds += batch
+    try:
+        while len(fds) < num:
+            data, batch, _, _ = socket.recv_fds(sock, 1, frames.FDS_PER_MESSAGE)
+            if not data:
+                raise LinkBroken("the relay closed the connection before it passed all descriptors")
+            fds += batch
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
     return fds

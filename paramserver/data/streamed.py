@@ -34,6 +34,7 @@ from paramserver.data.publisher_link import (
     PublisherConnection,
     connect_unix,
     finish,
+    leave,
     receive_fds,
     refusal,
 )
@@ -309,6 +310,8 @@ class StreamWriter:
         self._connection.__exit__()
         self._sink.close()
         with self._mutex:
+            if not self._closed:
+                leave(self._places or ())
             self._closed = True
             self._sock.close()
 
@@ -329,8 +332,7 @@ def open_mapped(path: Path, greeting: Greeting, mine: Mapping[int, FileLayout], 
         frames.send_greeting(sock, greeting)
         manifest = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S).manifest
         sizes = [file.size_bytes for file in manifest.files]
-        fds = receive_fds(sock, len(sizes))
-        places = [mappings.map(fd) if size else None for fd, size in zip(fds, sizes, strict=True)]
+        places = mappings.map_all(receive_fds(sock, len(sizes)), sizes)
         return _begun(StreamWriter(sock, Assembly(sizes, mine, manifest.chunk_bytes), places), mine)
     except BaseException:
         sock.close()

@@ -3,7 +3,7 @@
 Invariants:
 - a mapping begins at a multiple of HUGE_BYTES: else a huge page of the file is mapped by 512 small entries;
 - the interpreter's lock is free while the kernel makes or maps pages, which may take long;
-- a mapping goes with its last view.
+- a mapping goes with its last view; one that is detached lets go of its file at once, whatever views live.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ class FileMapping:
         room = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
         self._start, self._size_bytes = -room % HUGE_BYTES, size_bytes
         self._address = room + self._start
+        self._put(mmap.MAP_SHARED, fd)
+
+    def _put(self, flags: int, fd: int) -> None:
+        """Maps the whole range, in place of what is there."""
         writable = mmap.PROT_READ | mmap.PROT_WRITE
-        if _mmap(self._address, size_bytes, writable, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+        if _mmap(self._address, self._size_bytes, writable, flags | _MAP_FIXED, fd, 0) == _MAP_FAILED:
             raise _last_error()
 
     def __len__(self) -> int:
@@ -67,6 +71,10 @@ class FileMapping:
     def _advise(self, advice: int, start: int, num_bytes: int) -> None:
         if _madvise(self._address + start, num_bytes, advice):
             raise _last_error()
+
+    def detach(self) -> None:
+        """Lets go of the file. Views that live see zeros from now on, and what is written through them goes nowhere."""
+        self._put(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
 
     def close(self) -> None:
         """Unmaps, unless a view lives: then with that."""

@@ -18,7 +18,7 @@ from typing import TypeVar
 import pytest
 from safetensors.numpy import save
 
-from paramserver.client import RelayClient, TensorSource, publish
+from paramserver.client import RelayClient, TensorSource, TensorSpec, open_stream, publish
 from paramserver.client.relay import RunHold
 from paramserver.membership import LocalEtcd
 from protos.errors import Conflict, InDoubt, InvalidRequest, NotFound, Unavailable, UnknownModel
@@ -108,7 +108,7 @@ async def test_a_publisher_holds_no_memory_of_a_relay_that_died(relays: Relays) 
         daemon.kill()
 
         async def let_go() -> bool:
-            return relay.mappings.num_kept == 0 and "laminar-test" not in mapped_here()
+            return relay.mappings.num_kept == 0 and str(relays.pools) not in mapped_here()
 
         await until(let_go, "nothing of it is mapped")
 
@@ -126,11 +126,26 @@ async def test_a_publish_that_failed_maps_nothing_once_its_publisher_is_closed(r
             assert relay.mappings.num_kept > 0
 
         async def let_go() -> bool:
-            return mapped_here() == ""
+            return str(relays.pools) not in mapped_here()
 
         await until(let_go, "nothing is mapped")  # the copy's thread may be about to let go of its last work
     finally:
         gc.enable()
+
+
+async def test_an_error_that_is_kept_keeps_no_memory_of_the_relay(relays: Relays) -> None:
+    """Its traceback has the frames that copied, and these have views of the mapped files."""
+    daemon = relays.start("a")
+    short = TensorSource("short", "U8", (100,), lambda: memoryview(b"short"))
+    async with RelayClient(daemon.ready["grpc"]) as relay:
+        with pytest.raises(InvalidRequest, match="'short' gave 5 bytes") as kept:
+            await publish(relay, MODEL, [*source_of(weights(1)), short], step=1, run="r")
+        streamed = await open_stream(relay, MODEL, [TensorSpec("w", "U8", (100,))], step=2, run="r")
+        with pytest.raises(InvalidRequest, match="'w' came with more than its 100 bytes") as second:
+            streamed.write("w", memoryview(bytes(101)))
+        await streamed.give_up(second.value)
+    assert str(relays.pools) not in mapped_here()
+    assert kept.tb is not None, "else it would hold nothing anyway"
 
 
 async def test_a_publish_whose_relay_dies_on_the_way_maps_nothing_once_its_publisher_is_closed(relays: Relays) -> None:
@@ -153,7 +168,7 @@ async def test_a_publish_whose_relay_dies_on_the_way_maps_nothing_once_its_publi
             await (await publish(relay, MODEL, sources, step=1, run="r")).wait_sealed(60.0)
 
         async def let_go() -> bool:
-            return mapped_here() == ""
+            return str(relays.pools) not in mapped_here()
 
         await until(let_go, "nothing is mapped")
     finally:

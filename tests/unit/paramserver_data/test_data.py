@@ -31,7 +31,7 @@ from paramserver.data import server as data_server
 from paramserver.data.fetch import Fetch
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.data.publish import Image, write_mapped, write_tcp
-from paramserver.data.publisher_link import Mappings
+from paramserver.data.publisher_link import Mappings, leave
 from paramserver.data.transport import Arrived, Source
 from protos.errors import (
     Conflict,
@@ -671,6 +671,38 @@ def test_kept_mappings_are_reused_and_dropped_when_the_file_is_destroyed(tmp_pat
     assert bytes(mappings.map(os.open(other, os.O_RDWR)).view) == b"5678"
     assert mappings.num_kept == 1
     mappings.close()
+
+
+def test_a_dropped_mapping_stays_for_its_writer_and_goes_with_it_though_a_view_is_kept(tmp_path: Path) -> None:
+    """A view that somebody keeps, in the frames of an error say, holds none of the relay's memory."""
+    mappings, path = Mappings(), tmp_path / "file"
+    path.write_bytes(b"1234")
+    first, empty, again = mappings.map_all([os.open(path, os.O_RDWR) for _ in range(3)], [4, 0, 4])
+    assert first is not None
+    assert first is again
+    assert empty is None
+    kept = first.view[1:3]
+    mappings.close()
+    leave([first])
+    kept[0:1] = b"x"
+    assert path.read_bytes() == b"1x34", "the other writer's bytes still arrive"
+    leave([again])
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert bytes(kept) == bytes(2)
+
+
+def test_descriptors_are_closed_when_a_file_cannot_be_mapped(tmp_path: Path) -> None:
+    mappings, path = Mappings(), tmp_path / "file"
+    path.write_bytes(b"1234")
+    before = len(os.listdir("/proc/self/fd"))
+    other = tmp_path / "other"
+    other.write_bytes(b"5678")
+    fds = [os.open(path, os.O_RDWR), os.open(other, os.O_RDONLY), os.open(path, os.O_RDWR)]  # one is not writable
+    with pytest.raises(PermissionError):
+        mappings.map_all(fds, [4, 4, 4])
+    mappings.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_ranges() -> None:

@@ -583,6 +583,19 @@ def test_a_mapping_begins_where_huge_pages_do_and_goes_with_its_last_view(direct
     assert str(directory / "file") not in Path("/proc/self/maps").read_text()
 
 
+def test_a_detached_mapping_holds_its_file_no_more_and_its_views_stay_readable(directory: Path) -> None:
+    with (directory / "file").open("w+b") as file:
+        file.truncate(3 * MIB)
+        mapping = FileMapping(file.fileno(), 3 * MIB)
+    view = mapping.view()
+    view[:4] = b"kept"
+    mapping.detach()
+    assert str(directory / "file") not in Path("/proc/self/maps").read_text()
+    assert bytes(view[:4]) == bytes(4)
+    view[:4] = b"lost"
+    assert (directory / "file").read_bytes()[:4] == b"kept"
+
+
 def test_what_cannot_be_mapped_is_refused_with_its_reason() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         FileMapping(-1, MIB)
