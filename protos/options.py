@@ -1,13 +1,15 @@
 """Command-line options that are made from the fields of a configuration, and the types of options.
 
-A configuration is a dataclass. The annotation of a field holds what `--help` shows of its option and what the command
-line checks, and the field's default is the option's, so that each stands in one place:
+A configuration is a dataclass, or a TypedDict of which every key may be absent. The annotation of a field holds what
+`--help` shows of its option and what the command line checks, and the field's default is the option's, so that each
+stands in one place:
 
     port: Annotated[int, msgspec.Meta(ge=0, le=65535), "Port to listen on."] = 8080
 
 makes `--port INTEGER RANGE  Port to listen on.  [default: 8080; 0<=x<=65535]`. After the type stand, in any order, the
 help as a string, a range as `msgspec.Meta`, a type of click's where the range says too little, and a `Flag` for
-whatever else differs from the rule. A configuration within the configuration adds its fields in its place.
+whatever else differs from the rule. A configuration within the configuration adds its fields in its place. The
+length of a text (`msgspec.Meta(max_length=...)`) is checked by whoever takes the text, not by the command line.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
 
 import click
 import msgspec
@@ -106,8 +108,8 @@ def config_options(config: type) -> Callable[[CommandT], CommandT]:
     """A decorator that adds the options of all fields to a command."""
 
     def add(command: CommandT) -> CommandT:
-        for field, hint in reversed([*_fields(config)]):
-            command = (config_options(hint) if _is_config(hint) else _option(field, hint))(command)
+        for field in reversed([*_fields(config)]):
+            command = (config_options(field.hint) if _is_config(field.hint) else _option(field))(command)
         return command
 
     return add
@@ -115,14 +117,14 @@ def config_options(config: type) -> Callable[[CommandT], CommandT]:
 
 def config_option(config: type, name: str, **attributes: Any) -> Callable[[CommandT], CommandT]:
     """The option of one field; `attributes` of `click.option`, such as a help of its own, differ in this command."""
-    return next(_option(field, hint, **attributes) for field, hint in _fields(config) if field.name == name)
+    return next(_option(field, **attributes) for field in _fields(config) if field.name == name)
 
 
 def config_from(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """The configuration by the command line's `values`; a field without one, or with None, has its default."""
     given: dict[str, Any] = {}
-    for field, hint in _fields(config):
-        value = config_from(hint, values) if _is_config(hint) else values.get(field.name)
+    for field in _fields(config):
+        value = config_from(field.hint, values) if _is_config(field.hint) else values.get(field.name)
         if value is not None:
             given[field.name] = value
     return config(**given)
@@ -132,14 +134,23 @@ def _is_config(hint: Any) -> bool:
     return is_dataclass(hint)
 
 
-def _fields(config: type) -> Iterator[tuple[Field[Any], Any]]:
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    hint: Any
+    default: Any
+
+
+def _fields(config: type) -> Iterator[_Field]:
     hints = get_type_hints(config, include_extras=True)
-    for field in fields(config):
-        yield field, hints[field.name]
+    if is_typeddict(config):
+        yield from (_Field(name, hint, None) for name, hint in hints.items())
+    else:
+        yield from (_Field(field.name, hints[field.name], field.default) for field in fields(config))
 
 
-def _option(field: Field[Any], hint: Any, **attributes: Any) -> Callable[[CommandT], CommandT]:
-    hint, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+def _option(field: _Field, **attributes: Any) -> Callable[[CommandT], CommandT]:
+    hint, *notes = get_args(field.hint) if get_origin(field.hint) is Annotated else (field.hint,)
     if NoneType in get_args(hint):
         (hint,) = (one for one in get_args(hint) if one is not NoneType)
     kind, default = _type(hint, notes), field.default
@@ -162,7 +173,7 @@ def _type(hint: Any, notes: list[Any]) -> Any:
     for note in notes:
         if isinstance(note, click.ParamType):
             return note
-        if isinstance(note, msgspec.Meta):
+        if isinstance(note, msgspec.Meta) and hint is not str:
             return _range(hint, note)
     if get_origin(hint) is Literal:
         return click.Choice(get_args(hint))

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import click
 import pytest
@@ -104,6 +104,23 @@ def test_another_command_may_have_the_option_of_one_field() -> None:
 
     assert CliRunner().invoke(other).output == "2\n"
     assert "Of the other." in CliRunner().invoke(other, ["--help"]).output
+
+
+class Some(TypedDict, total=False):
+    text: Annotated[str, Meta(max_length=3), "Some text."]
+    number: Annotated[int, Meta(ge=1), "Some number."]
+
+
+def test_of_a_typed_dict_only_what_is_given_is_there() -> None:
+    @click.command()
+    @config_options(Some)
+    def command(**options: object) -> None:
+        click.echo(repr(config_from(Some, options)))
+
+    assert CliRunner().invoke(command).output == "{}\n"
+    assert CliRunner().invoke(command, ["--text=longer", "--number=2"]).output == "{'text': 'longer', 'number': 2}\n"
+    assert "0 is not in the range x>=1" in CliRunner().invoke(command, ["--number=0"]).output
+    assert "--text TEXT             Some text." in CliRunner().invoke(command, ["--help"]).output
 
 
 # -- the daemons' own
