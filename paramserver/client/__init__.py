@@ -30,6 +30,7 @@ from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import ChunkMap, Rank, RegisteredEngine
 from paramserver.core.refused_loads import RefusedLoad
 from paramserver.core.ticket_status import Stage
+from protos.version_labels import VersionLabels
 
 __all__ = [
     "DTYPES",
@@ -61,6 +62,7 @@ __all__ = [
     "TicketData",
     "TransferStatus",
     "VersionEvent",
+    "VersionLabels",
     "VersionOptions",
     "join_stream",
     "open_stream",

@@ -30,7 +30,7 @@ from paramserver.core.layout import (
 )
 from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import SOLE, Rank, check_model_name
-from protos.announce_options import DEFAULTS, AnnounceOptions
+from protos.announce_options import DEFAULTS, AnnounceOptions, MasterOptions
 from protos.errors import (
     Conflict,
     LaminarError,
@@ -43,6 +43,7 @@ from protos.errors import (
     VersionLost,
 )
 from protos.laminar.v1 import relay_pb2 as pb
+from protos.version_labels import given_labels
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +80,8 @@ def announcement(
     step = check_step(options["step"])
     metadata = options.get("metadata") or None  # a message has no {} beside none: both sides must lay out the same
     rank = options.get("rank", SOLE)
-    for_relay = cast(AnnounceOptions, {name: options.get(name, default) for name, default in DEFAULTS.items()})
-    files = plan_layout(specs, file_bytes_max=for_relay["file_bytes_max"], metadata=metadata, plain=plain)
+    for_master = cast(MasterOptions, {name: options.get(name, default) for name, default in DEFAULTS.items()})
+    files = plan_layout(specs, file_bytes_max=for_master["file_bytes_max"], metadata=metadata, plain=plain)
     request = pb.AnnounceRequest(
         model=model,
         run=options["run"],
@@ -91,7 +92,8 @@ def announcement(
         num_ranks=rank.count,
         refuse_change=options.get("refuse_change", False),
         plain_files=[pb.FileSpec(name=file.name, size_bytes=file.size_bytes) for file in plain],
-        **for_relay,
+        labels=given_labels(options),
+        **for_master,
     )
     if (num_bytes := request.ByteSize()) > ANNOUNCEMENT_BYTES_MAX:
         raise TooLarge(

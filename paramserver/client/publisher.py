@@ -51,7 +51,12 @@ async def publish(
     have written theirs, and not at all if one fails.
 
     On the master's host the bytes are copied once into its shared memory; elsewhere, or with `force_tcp`, they go
-    over its data port. Raises InvalidRequest/UnsupportedField (tensors), TooLarge or OutOfCapacity (pool),
+    over its data port.
+
+    Labels (`VersionLabels`, such as `note`) are kept with the version, and `RelayClient.versions` returns them; where
+    ranks differ in one, the lowest rank that gives it stands.
+
+    Raises InvalidRequest/UnsupportedField (tensors), TooLarge or OutOfCapacity (pool),
     Conflict (another publisher; with `refuse_change` also another architecture than that of the version before),
     Unavailable (no relay, or none that can be master).
     """

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
@@ -29,6 +29,7 @@ from protos.engines import is_host_port
 from protos.errors import InvalidRequest, LaminarError, NotFound, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
+from protos.version_labels import VersionLabels, read_labels
 
 if TYPE_CHECKING:
     from paramserver.client.commits import Doubt
@@ -55,7 +56,7 @@ EventKind = Literal["sealed", "available", "retired", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class SealedVersion:
-    """A sealed version as one relay sees it."""
+    """A sealed version as one relay sees it. `labels["note"]`, and so on: what its publisher said of it."""
 
     model: str
     version: int
@@ -64,6 +65,7 @@ class SealedVersion:
     root_digest: str
     size_bytes: int
     sealed_unix_s: float
+    labels: VersionLabels = field(default_factory=lambda: read_labels({}), hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,10 @@ class HopStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """One model at one relay: its master, the chain of the newest plan, the versions held there."""
+    """One model at one relay: its master, the chain of the newest plan, the versions held there.
+
+    `sealed` are those of `versions`; a relay of an earlier release does not send them.
+    """
 
     model: str
     master: str
@@ -138,6 +143,7 @@ class ModelStatus:
     plan_reason: str
     hops: tuple[HopStatus, ...]
     refused_loads: tuple[RefusedLoad, ...] = ()
+    sealed: tuple[SealedVersion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +441,7 @@ def _sealed(message: pb.SealedVersion) -> SealedVersion:
         message.root_digest,
         message.size_bytes,
         message.sealed_unix_s,
+        read_labels(message.labels),
     )
 
 
@@ -478,6 +485,7 @@ def _model_status(model: pb.ModelStatus) -> ModelStatus:
             for h in model.hops
         ),
         refused_loads=refused_loads(model.refused_loads),
+        sealed=tuple(map(_sealed, model.sealed)),
     )
 
 

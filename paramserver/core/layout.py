@@ -103,7 +103,7 @@ class Part:
     """One rank's share of a version. `metadata` goes into the headers of its files.
 
     `refuse_change`: the version is refused when it has another architecture than the one before. `wait_room_s`: how
-    long this rank waits for room.
+    long this rank waits for room. `labels`: of the version, as this rank has them.
     """
 
     tensors: Sequence[TensorSpec]
@@ -112,6 +112,7 @@ class Part:
     refuse_change: bool = False
     plain: Sequence[PlainFile] = ()
     wait_room_s: float = 0.0
+    labels: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,15 +119,19 @@ class Plan(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class Announced(msgspec.Struct, frozen=True):
-    """Written by the master when a version begins: from here on relays may request its chunks."""
+class Announced(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Written by the master when a version begins: from here on relays may request its chunks.
+
+    `labels` are those that the version will be sealed with.
+    """
 
     manifest: Manifest
     plan: Plan
+    labels: dict[str, str] = {}
 
 
-class Sealed(msgspec.Struct, frozen=True):
-    """The commit point of a version."""
+class Sealed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The commit point of a version. `labels`: what its publisher said of it (`protos.version_labels`)."""
 
     model: str
     version: int
@@ -136,6 +140,7 @@ class Sealed(msgspec.Struct, frozen=True):
     root_digest: str
     size_bytes: int
     sealed_unix_s: float
+    labels: dict[str, str] = {}
 
 
 class Ended(msgspec.Struct, frozen=True):

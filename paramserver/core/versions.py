@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from paramserver.core.records import Announced, Ended, Plan, Sealed
 
 Stage = Literal["known", "filling", "complete", "shown", "skipped", "retired", "ended"]
@@ -312,4 +314,4 @@ class ModelVersions:
 
 def _outside_the_chain(announced: Announced) -> Announced:
     """The announcement without its chain, which is long done: complete holders serve it as to a late joiner."""
-    return Announced(announced.manifest, Plan(announced.manifest.epoch, 0, ()))
+    return msgspec.structs.replace(announced, plan=Plan(announced.manifest.epoch, 0, ()))

@@ -17,13 +17,13 @@ import grpc.aio
 
 from paramserver.background import FailureLog
 from paramserver.core.layout import PlainFile, TensorSpec
-from paramserver.core.records import Epoch, Rank, Sealed, check_model_name
+from paramserver.core.records import Epoch, Rank, check_model_name
 from paramserver.core.ticket_status import GivenUp, TicketQuery, ticket_status
 from paramserver.daemon.operations import Operations
 from paramserver.daemon.parts import RelayParts
-from paramserver.daemon.status import StatusReport, epoch_message
+from paramserver.daemon.status import StatusReport, epoch_message, sealed_message
 from protos import grpc_errors
-from protos.announce_options import announce_options
+from protos.announce_options import master_options
 from protos.errors import InvalidRequest, LaminarError, NotFound, UnsupportedField
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
@@ -107,7 +107,7 @@ class RelayService(pb_grpc.RelayServicer):
     @_unary
     async def Versions(self, request: pb.VersionsRequest, context: Context) -> pb.VersionsReply:  # noqa: N802
         return pb.VersionsReply(
-            versions=[_sealed(record) for record in self._models.shown(request.model)],
+            versions=[sealed_message(record) for record in self._models.shown(request.model)],
             store_id=self._view.store_id,
             continues=sorted(self._view.continues),
         )
@@ -118,7 +118,7 @@ class RelayService(pb_grpc.RelayServicer):
         async for event in self._watchers.watch(request.model):
             yield pb.VersionEvent(
                 kind=event.kind,
-                version=_sealed(event.sealed),
+                version=sealed_message(event.sealed),
                 store_id=self._view.store_id,
                 continues=sorted(self._view.continues),
             )
@@ -189,7 +189,8 @@ class RelayService(pb_grpc.RelayServicer):
             rank=_rank(request),
             refuse_change=request.refuse_change,
             plain=[PlainFile(file.name, file.size_bytes) for file in request.plain_files],
-            **announce_options(request),
+            labels=request.labels,
+            **master_options(request),
         )
         manifest = draft.manifest
         return pb.AnnounceReply(
@@ -297,15 +298,3 @@ def _reached(reply: pb.StageReply, request: pb.StageRequest) -> bool:
 
 def _rank(request: pb.HoldRunRequest | pb.AnnounceRequest) -> Rank:
     return Rank(request.rank, request.num_ranks or 1)
-
-
-def _sealed(record: Sealed) -> pb.SealedVersion:
-    return pb.SealedVersion(
-        model=record.model,
-        version=record.version,
-        step=record.step,
-        run=record.run,
-        root_digest=record.root_digest,
-        size_bytes=record.size_bytes,
-        sealed_unix_s=record.sealed_unix_s,
-    )

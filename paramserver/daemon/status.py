@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from paramserver.core.records import Epoch
+from paramserver.core.records import Epoch, Sealed
 from paramserver.core.versions import ModelVersions
 from paramserver.daemon.parts import RelayParts
 from protos.laminar.v1 import relay_pb2 as pb
@@ -53,17 +53,19 @@ class StatusReport:
     def _model(self, model: str) -> pb.ModelStatus:
         seen, plan = self._view.masters.get(model), self._view.plans.get(model)
         versions = self._models.get(model)
+        shown = versions.shown() if versions else []
         return pb.ModelStatus(
             model=model,
             master=seen.master.name if seen else "",
             epoch=epoch_message(self._view.epoch(model)),
             plan=plan.number if plan else 0,
             chain=plan.order if plan else (),
-            versions=[record.version for record in versions.shown()] if versions else (),
+            versions=[record.version for record in shown],
             newest_sealed=versions.newest_sealed if versions else None,
             plan_reason=plan.reason if plan else "",
             hops=self._hops(model, plan.order if plan else (), versions),
             refused_loads=self.refused_loads(model),
+            sealed=map(sealed_message, shown),
         )
 
     def _hops(self, model: str, order: Sequence[str], versions: ModelVersions | None) -> list[pb.HopStatus]:
@@ -97,3 +99,16 @@ class StatusReport:
 
 def epoch_message(epoch: Epoch | None) -> pb.Epoch:
     return pb.Epoch(store_id=epoch.store_id, revision=epoch.revision) if epoch else pb.Epoch()
+
+
+def sealed_message(record: Sealed) -> pb.SealedVersion:
+    return pb.SealedVersion(
+        model=record.model,
+        version=record.version,
+        step=record.step,
+        run=record.run,
+        root_digest=record.root_digest,
+        size_bytes=record.size_bytes,
+        sealed_unix_s=record.sealed_unix_s,
+        labels=record.labels,
+    )

@@ -32,8 +32,9 @@ from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import ModelTable
 from paramserver.relay.pins import RelayPins
 from paramserver.relay.reconciler import Reconciler
-from protos.announce_options import AnnounceOptions
+from protos.announce_options import MasterOptions
 from protos.errors import Conflict, OutOfCapacity, StaleEpoch, VersionLost
+from protos.version_labels import check_labels
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ class Publications:
         rank: Rank = SOLE,
         refuse_change: bool = False,
         plain: Sequence[PlainFile] = (),
-        **options: Unpack[AnnounceOptions],
+        labels: Mapping[str, str] | None = None,
+        **options: Unpack[MasterOptions],
     ) -> Draft:
         """Numbers a version and opens it. Refused by name: unknown dtypes, another run, what cannot fit.
 
@@ -95,15 +97,17 @@ class Publications:
             )
         wait_room_s = min(max(0.0, options["wait_room_s"]), WAIT_ROOM_MAX_S)
 
-        part = Part(tensors, options["file_bytes_max"], metadata, refuse_change, plain, wait_room_s)
+        part = Part(tensors, options["file_bytes_max"], metadata, refuse_change, plain, wait_room_s, labels)
 
         async def begin(parts: Sequence[Part]) -> Draft:
+            of_all = _labels(parts)
+            check_labels(of_all)
             layout = await asyncio.to_thread(plan_ranks, parts)  # of many tensors it takes a second
             refuse = any(one.refuse_change for one in parts)
             warnings = await self._comparison.warnings(model, run, layout, refuse=refuse)
             # The least patient rank's call ends first, which ends the version for all: nobody waits beyond that.
             patience_s = min(one.wait_room_s for one in parts)
-            draft = await self._begin(model, run, step, layout, rank.count, patience_s)
+            draft = await self._begin(model, run, step, layout, rank.count, patience_s, of_all)
             draft.warnings = warnings
             return draft
 
@@ -118,19 +122,33 @@ class Publications:
                 del self._rendezvous[key]
 
     async def _begin(
-        self, model: str, run: str, step: int, layout: Layout, num_ranks: int, wait_room_s: float
+        self,
+        model: str,
+        run: str,
+        step: int,
+        layout: Layout,
+        num_ranks: int,
+        wait_room_s: float,
+        labels: dict[str, str],
     ) -> Draft:
         specs = tuple(FileSpec(file.name, file.size_bytes) for file in layout.files)
         for draft in self._drafts.writing(model):
             self._sealer.fail(draft, f"run {run} announced again before committing")
-        draft = await self._open(model, run, step, specs, num_ranks, wait_room_s)
+        draft = await self._open(model, run, step, specs, num_ranks, wait_room_s, labels)
         draft.owners, draft.num_ranks = layout.owners, num_ranks
         _write_own(draft.snapshot, layout)
         self._sealer.announce(draft)
         return draft
 
     async def _open(
-        self, model: str, run: str, step: int, files: tuple[FileSpec, ...], num_ranks: int, wait_room_s: float
+        self,
+        model: str,
+        run: str,
+        step: int,
+        files: tuple[FileSpec, ...],
+        num_ranks: int,
+        wait_room_s: float,
+        labels: dict[str, str],
     ) -> Draft:
         epoch = self._elections.epoch_as_master(model)
         sizes, what = [file.size_bytes for file in files], f"the next version of {model}"
@@ -155,7 +173,7 @@ class Publications:
         except BaseException:
             self._store.pool.release(allotment)
             raise
-        announced = Announced(manifest, self._plan(model, epoch))
+        announced = Announced(manifest, self._plan(model, epoch), labels)
         self._models.of(model).opened(announced)
         draft = Draft(announced, snapshot, secrets.token_hex(16))
         self._drafts.add(draft)
@@ -259,6 +277,11 @@ class Publications:
         draft = self._drafts.of(model, version, token)
         if draft.state == "writing":
             self._sealer.fail(draft, reason)
+
+
+def _labels(parts: Sequence[Part]) -> dict[str, str]:
+    """The labels of a version. Where its ranks differ in one, the lowest rank that gives it stands."""
+    return {name: text for part in reversed(parts) for name, text in (part.labels or {}).items()}
 
 
 def _write_own(snapshot: Snapshot, layout: Layout) -> None:

@@ -146,6 +146,7 @@ class Sealer:
             draft.root,
             manifest.size_bytes,
             time.time(),
+            draft.announced.labels,
         )
         seal_key = keys.version_key(manifest.model, manifest.version, "sealed")
         guards = [Absent(seal_key), Absent(keys.version_key(manifest.model, manifest.version, "ended"))]

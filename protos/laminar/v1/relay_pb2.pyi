@@ -250,6 +250,26 @@ Global___Epoch: _TypeAlias = Epoch  # noqa: Y015
 class SealedVersion(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
@@ -257,6 +277,7 @@ class SealedVersion(_message.Message):
     ROOT_DIGEST_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SEALED_UNIX_S_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     step: _builtins.int
@@ -264,6 +285,10 @@ class SealedVersion(_message.Message):
     root_digest: _builtins.str
     size_bytes: _builtins.int
     sealed_unix_s: _builtins.float
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """what its publisher said of it: protos/version_labels.py"""
+
     def __init__(
         self,
         *,
@@ -274,10 +299,11 @@ class SealedVersion(_message.Message):
         root_digest: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         sealed_unix_s: _builtins.float = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "root_digest", b"root_digest", "run", b"run", "sealed_unix_s", b"sealed_unix_s", "size_bytes", b"size_bytes", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "model", b"model", "root_digest", b"root_digest", "run", b"run", "sealed_unix_s", b"sealed_unix_s", "size_bytes", b"size_bytes", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,6 +416,7 @@ class ModelStatus(_message.Message):
     PLAN_REASON_FIELD_NUMBER: _builtins.int
     HOPS_FIELD_NUMBER: _builtins.int
     REFUSED_LOADS_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     master: _builtins.str
     plan: _builtins.int
@@ -410,6 +437,10 @@ class ModelStatus(_message.Message):
     def refused_loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedLoad]:
         """that this relay was told of; the master is told of all"""
 
+    @_builtins.property
+    def sealed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedVersion]:
+        """those of `versions`"""
+
     def __init__(
         self,
         *,
@@ -423,10 +454,11 @@ class ModelStatus(_message.Message):
         plan_reason: _builtins.str = ...,
         hops: _abc.Iterable[Global___HopStatus] | None = ...,
         refused_loads: _abc.Iterable[Global___RefusedLoad] | None = ...,
+        sealed: _abc.Iterable[Global___SealedVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "epoch", b"epoch", "newest_sealed", b"newest_sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "chain", b"chain", "epoch", b"epoch", "hops", b"hops", "master", b"master", "model", b"model", "newest_sealed", b"newest_sealed", "plan", b"plan", "plan_reason", b"plan_reason", "refused_loads", b"refused_loads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "chain", b"chain", "epoch", b"epoch", "hops", b"hops", "master", b"master", "model", b"model", "newest_sealed", b"newest_sealed", "plan", b"plan", "plan_reason", b"plan_reason", "refused_loads", b"refused_loads", "sealed", b"sealed", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newest_sealed: _TypeAlias = _typing.Literal["newest_sealed"]  # noqa: Y015
     _WhichOneofArgType__newest_sealed: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed"]  # noqa: Y015
@@ -928,6 +960,26 @@ class AnnounceRequest(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
@@ -940,6 +992,7 @@ class AnnounceRequest(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     REFUSE_CHANGE_FIELD_NUMBER: _builtins.int
     PLAIN_FILES_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     run: _builtins.str
     step: _builtins.int
@@ -961,6 +1014,10 @@ class AnnounceRequest(_message.Message):
     def plain_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileSpec]:
         """that this rank writes beside its tensors, as they are: config, tokenizer"""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """kept with the version; of several ranks' the lowest rank's stands"""
+
     def __init__(
         self,
         *,
@@ -976,10 +1033,11 @@ class AnnounceRequest(_message.Message):
         num_ranks: _builtins.int = ...,
         refuse_change: _builtins.bool = ...,
         plain_files: _abc.Iterable[Global___FileSpec] | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "file_bytes_max", b"file_bytes_max", "metadata", b"metadata", "model", b"model", "num_ranks", b"num_ranks", "plain_files", b"plain_files", "rank", b"rank", "refuse_change", b"refuse_change", "run", b"run", "step", b"step", "tensors", b"tensors", "wait_room_s", b"wait_room_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "file_bytes_max", b"file_bytes_max", "labels", b"labels", "metadata", b"metadata", "model", b"model", "num_ranks", b"num_ranks", "plain_files", b"plain_files", "rank", b"rank", "refuse_change", b"refuse_change", "run", b"run", "step", b"step", "tensors", b"tensors", "wait_room_s", b"wait_room_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
     _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015

@@ -9,7 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.core.records import ChunkMap, Epoch, FileSpec, Manifest, Rank, check_model_name, digest, version_root
+from paramserver.core.records import (
+    Announced,
+    ChunkMap,
+    Epoch,
+    FileSpec,
+    Manifest,
+    Plan,
+    Rank,
+    Sealed,
+    check_model_name,
+    digest,
+    version_root,
+)
+from protos.decoding import decode_json
 from protos.errors import InvalidRequest
 
 MANIFEST = Manifest("policy", 3, "run", 7, Epoch("store", 5), (FileSpec("a", 5), FileSpec("b", 3)), chunk_bytes=4)
@@ -108,3 +121,33 @@ def test_a_manifest_that_nobody_could_act_on_is_refused_by_name(change: dict[str
 def test_there_are_only_so_many_ranks_of_a_trainer() -> None:
     with pytest.raises(InvalidRequest, match="3000000 ranks of one trainer"):
         Rank(0, 3_000_000)
+
+
+ANNOUNCED = Announced(MANIFEST, Plan(Epoch("store", 5), 1, ("a",)))
+SEALED = Sealed("policy", 3, 7, "run", "root", 8, 1.5)
+
+
+@pytest.mark.parametrize("record", [ANNOUNCED, SEALED])
+def test_a_record_without_labels_is_the_one_that_an_older_relay_writes_and_reads(record: Announced | Sealed) -> None:
+    written = msgspec.json.encode(record)
+    assert b"labels" not in written
+    assert decode_json(written, type(record)) == record
+    labelled = msgspec.structs.replace(record, labels={"note": "n"})
+    assert decode_json(msgspec.json.encode(labelled), type(record)) == labelled
+
+
+class OlderSealed(msgspec.Struct, frozen=True):
+    """As releases before labels have it."""
+
+    model: str
+    version: int
+    step: int
+    run: str
+    root_digest: str
+    size_bytes: int
+    sealed_unix_s: float
+
+
+def test_an_older_relay_reads_a_record_with_labels_and_passes_over_them() -> None:
+    written = msgspec.json.encode(msgspec.structs.replace(SEALED, labels={"note": "n"}))
+    assert decode_json(written, OlderSealed) == OlderSealed("policy", 3, 7, "run", "root", 8, 1.5)

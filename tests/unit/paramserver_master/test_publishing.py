@@ -119,20 +119,27 @@ class Host:
         await self.parts.close()
         self.parts.store.close()
 
-    async def announce(self, size: int = 4 * MIB - 100, *, wait_room_s: float = 0.0, run: str = "r") -> Draft:
+    async def announce(
+        self,
+        size: int = 4 * MIB - 100,
+        *,
+        wait_room_s: float = 0.0,
+        run: str = "r",
+        labels: dict[str, str] | None = None,
+    ) -> Draft:
         await self.duties.locate(MODEL)
         with contextlib.suppress(Conflict):
             self.claims.claim(MODEL, run, "test")
         tensors = [TensorSpec("w", "U8", (size,))]
         return await self.publications.announce(
-            MODEL, run, 1, tensors, file_bytes_max=1 << 30, metadata=None, wait_room_s=wait_room_s
+            MODEL, run, 1, tensors, file_bytes_max=1 << 30, metadata=None, labels=labels, wait_room_s=wait_room_s
         )
 
     async def commit(self, draft: Draft) -> None:
         await self.publications.commit(MODEL, draft.manifest.version, draft.token, draft.snapshot.root())
 
-    async def publish(self, size: int = 4 * MIB - 100) -> Draft:
-        draft = await self.announce(size)
+    async def publish(self, size: int = 4 * MIB - 100, *, labels: dict[str, str] | None = None) -> Draft:
+        draft = await self.announce(size, labels=labels)
         write(draft)
         await self.commit(draft)
         await self.reaches(draft, "sealed")
@@ -538,7 +545,7 @@ async def test_a_client_whose_connection_broke_unheard_takes_its_own_claim_over_
     assert later.state == "failed"
 
 
-async def announce_rank(host: Host, rank: int, wait_room_s: float) -> Draft:
+async def announce_rank(host: Host, rank: int, wait_room_s: float, labels: dict[str, str] | None = None) -> Draft:
     """Of a run of two."""
     host.claims.claim(MODEL, "job", f"rank{rank}", Rank(rank, 2))
     tensors = [TensorSpec(f"w{rank}", "U8", (MIB,))]
@@ -549,6 +556,7 @@ async def announce_rank(host: Host, rank: int, wait_room_s: float) -> Draft:
         tensors,
         file_bytes_max=1 << 30,
         metadata=None,
+        labels=labels,
         wait_room_s=wait_room_s,
         rank=Rank(rank, 2),
     )
@@ -586,6 +594,64 @@ async def test_the_least_patient_rank_decides_how_long_room_is_waited_for(host: 
         assert isinstance(outcome, OutOfCapacity), outcome
     host.pool.give_back(taken)
     await host.memory_back()
+
+
+# ---- labels
+
+
+async def test_labels_are_sealed_with_their_version_and_brought_along_into_another_registry(
+    world: World, host: Host
+) -> None:
+    draft = await host.publish(labels={"note": "lower rate", "of_tomorrow": "x"})
+    for what in ("announced", "sealed"):
+        assert msgspec.json.decode(world.recorded(1, what) or b"")["labels"] == draft.announced.labels
+    (reply,) = (await answer(host, "Versions", pb.VersionsRequest(model=MODEL))).versions
+    (model,) = (await answer(host, "Status", pb.StatusRequest())).models
+    assert [*model.sealed] == [reply]
+    assert dict(reply.labels) == {"note": "lower rate", "of_tomorrow": "x"}
+    record = world.recorded(1, "sealed")
+    world.replace()
+    other = await world.host("b")
+    await other.duties.locate(MODEL)
+    await Operations(host.parts).adopt()
+
+    async def brought() -> bool:
+        return world.recorded(1, "sealed") == record
+
+    await until(brought, "it is recorded there as it was")
+
+
+async def answer(host: Host, call: str, request: Any) -> Any:
+    service = RelayService(host.parts, data_address="h:2", publish_socket=None)
+    return await getattr(service, call)(request, None)
+
+
+async def test_labels_that_no_version_may_have_are_refused_by_name_and_begin_nothing(host: Host) -> None:
+    for labels, words in (({"note": "x" * 257}, "note has 257 characters"), ({"Note": "x"}, "'Note' cannot name")):
+        with pytest.raises(InvalidRequest, match=words):
+            await host.announce(labels=labels)
+    assert len(host.drafts) == 0
+    assert (await host.publish(labels={"note": "x" * 256})).manifest.version == 1
+
+
+@pytest.mark.parametrize("last", [0, 1])
+async def test_where_ranks_differ_in_a_label_the_lowest_that_gives_it_stands(host: Host, last: int) -> None:
+    await host.duties.locate(MODEL)
+    given = [{"note": "of rank 0"}, {"note": "of rank 1", "of_tomorrow": "x"}]
+    ranks = [asyncio.create_task(announce_rank(host, rank, DEADLINE_S, given[rank])) for rank in (1 - last, last)]
+    draft, _ = await asyncio.wait_for(asyncio.gather(*ranks), DEADLINE_S)
+    assert draft.announced.labels == {"note": "of rank 0", "of_tomorrow": "x"}
+
+
+async def test_a_version_that_is_announced_again_at_the_next_master_has_its_labels(world: World, host: Host) -> None:
+    await host.announce(labels={"note": "lower rate"})
+    other = await world.host("b")
+    await host.stop()
+    world.store.end_lease(host.lease.lease_id)
+    await world.ended(1)
+    draft = await other.publish(labels={"note": "lower rate"})
+    assert draft.manifest.version == 2
+    assert [(one.version, one.labels) for one in other.models.shown(MODEL)] == [(2, {"note": "lower rate"})]
 
 
 async def test_ranks_that_waited_for_one_are_all_told_of_that_one(host: Host) -> None:
