@@ -24,6 +24,7 @@ from paramserver.membership import LocalEtcd
 from protos.errors import LaminarError
 from protos.options import DIRECTORY, LOG_LEVEL, PORT, HostPort, config_from, config_option, config_options
 from protos.process import setup_logging, write_ready_file
+from protos.version_labels import VersionLabels
 
 T = TypeVar("T")
 
@@ -293,6 +294,7 @@ def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, p
 @click.option("--step", type=int, default=0, help="Label of the version; its number is given by the master relay.")
 @click.option("--run", help="Label of whoever publishes. Default: one made of the time.")
 @click.option("--copies", type=click.IntRange(1), default=1, help="Wait until so many relays hold it verified.")
+@config_options(VersionLabels)
 @click.option("--allow-change", is_flag=True, help="Publish other names, shapes or dtypes than the version before.")
 @click.option("--wait-s", type=click.FloatRange(0.1), default=120.0, help="How long to wait for seal and copies.")
 def push(
@@ -304,6 +306,7 @@ def push(
     copies: int,
     allow_change: bool,
     wait_s: float,
+    **labels: object,
 ) -> None:
     """Publishes a checkpoint DIRECTORY as the next version of a model, as it is.
 
@@ -322,7 +325,15 @@ def push(
     from paramserver.client.push import push as push_directory
 
     work = push_directory(
-        relay, directory, model, step=step, run=run, copies=copies, allow_change=allow_change, wait_s=wait_s
+        relay,
+        directory,
+        model,
+        step=step,
+        run=run,
+        copies=copies,
+        allow_change=allow_change,
+        wait_s=wait_s,
+        **config_from(VersionLabels, labels),
     )
     _run(work)
 

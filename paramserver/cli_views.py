@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 import msgspec
@@ -53,6 +53,9 @@ def _models(console: Console, status: RelayStatus) -> None:
             f"held here: {held}",
             markup=False,
         )
+        for version in model.sealed:
+            for name, text in _labels(version):
+                console.print(f"version {version.version} {name}: {text}", markup=False)
         if model.hops:
             console.print(f"chain, plan {model.plan} ({model.plan_reason or 'as before'}):", markup=False)
             console.print(_chain(model))
@@ -97,7 +100,12 @@ def show_versions(model: str, versions: Sequence[SealedVersion], *, as_json: boo
         click.echo(f"no sealed version of {model} here yet")
         return
     table = _table("version", "step", "run", "size", "sealed", "root digest")
-    for version in versions:
+    labels = [dict(_labels(version)) for version in versions]
+    known = dict.fromkeys(name for version in versions for name in version.labels)
+    names = [name for name in known if any(name in one for one in labels)]
+    for name in names:
+        table.add_column(name)  # which may be long, and is wrapped
+    for version, given in zip(versions, labels, strict=True):
         sealed_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.sealed_unix_s))
         table.add_row(
             str(version.version),
@@ -106,8 +114,14 @@ def show_versions(model: str, versions: Sequence[SealedVersion], *, as_json: boo
             show_bytes(version.size_bytes),
             sealed_at,
             version.root_digest,
+            *(given.get(name, "") for name in names),
         )
     _console().print(table)
+
+
+def _labels(version: SealedVersion) -> Iterator[tuple[str, str]]:
+    """The labels that the version has, as text."""
+    return ((name, str(value)) for name, value in version.labels.items() if value)
 
 
 def _console() -> Console:

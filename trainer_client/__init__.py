@@ -6,7 +6,7 @@ with Publisher("127.0.0.1:7070") as publisher, ExperienceReader("http://127.0.0.
         reader.trainer_version = publisher.publish(model.state_dict(), step=step).version
 """
 
-from paramserver.client import RefusedLoad
+from paramserver.client import RefusedLoad, SealedVersion, VersionLabels
 from protos.packed import Facts, Offer
 from protos.trajectories import Segment, Trajectory
 from trainer_client.batches import Batch
@@ -47,6 +47,7 @@ __all__ = [
     "PublisherStatus",
     "Ranks",
     "RefusedLoad",
+    "SealedVersion",
     "Segment",
     "Strategy",
     "TaskOptions",
@@ -55,6 +56,7 @@ __all__ = [
     "Ticket",
     "TorchRanks",
     "Trajectory",
+    "VersionLabels",
     "Wait",
     "Wanted",
     "gathered",

@@ -21,6 +21,7 @@ from paramserver.client import (
     Rank,
     RefusedLoad,
     RelayClient,
+    SealedVersion,
     Stage,
     StreamedVersion,
     TicketData,
@@ -110,6 +111,10 @@ class AsyncPublisher(AsyncClient):
         dtype differ from the version before is refused unless `allow_change` is set; other float dtypes give a warning.
         A version whose tensors begin with NaN is refused unless `check_nan` is off. A NaN further in is found by the
         engines, which refuse to load it. `options` are those that the relay needs.
+
+        Labels (`trainer_client.VersionLabels`, such as `note="..."`) are kept with the version. `status().sealed`
+        returns them, and so do `paramserver.client` and the command line. Where ranks that write files of their own
+        differ in a label, the lowest rank that gives it stands; where rank 0 alone announces, its labels count.
 
         `names` maps the trainer's names to those that engines load by (`trainer_client.Names`). `base` is a checkpoint
         directory: its tensors that `tensors` lacks are carried over, such as frozen ones. `files` ride along as they
@@ -244,6 +249,7 @@ class AsyncPublisher(AsyncClient):
             stage=await ticket.stage() if ticket else None,
             newest_sealed=found.newest_sealed if found else None,
             refused_loads=found.refused_loads if found else (),
+            sealed=found.sealed if found else (),
         )
 
 
@@ -251,7 +257,8 @@ class AsyncPublisher(AsyncClient):
 class PublisherStatus:
     """`version` is the newest one of this publisher and `stage` its stage; both are None before the first publish.
 
-    `refused_loads`: engines that could not load one of the newest versions, with their errors.
+    `refused_loads`: engines that could not load one of the newest versions, with their errors. `sealed`: the versions
+    that the master holds, ascending, with their labels.
     """
 
     model: str
@@ -261,6 +268,7 @@ class PublisherStatus:
     stage: Stage | None
     newest_sealed: int | None
     refused_loads: tuple[RefusedLoad, ...]
+    sealed: tuple[SealedVersion, ...]
 
 
 class Publisher(SyncClient[AsyncPublisher]):

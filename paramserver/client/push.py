@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Unpack
 
 from rich.console import Console
 
@@ -20,6 +21,7 @@ from paramserver.client.publisher import publish
 from paramserver.client.relay import RelayClient
 from paramserver.client.sources import FileSource, TensorSource
 from paramserver.config import show_bytes
+from protos.version_labels import VersionLabels
 
 FORMAT = {"format": "pt"}
 """`transformers` requires it of a file's metadata; the directory's own metadata comes over it."""
@@ -35,6 +37,7 @@ async def push(
     copies: int,
     allow_change: bool,
     wait_s: float,
+    **labels: Unpack[VersionLabels],
 ) -> None:
     """Publishes `directory` and waits until it is sealed, and `copies` relays hold it verified."""
     console = Console(stderr=True, soft_wrap=True)
@@ -57,6 +60,7 @@ async def push(
                 metadata={**FORMAT, **checkpoint.metadata},
                 refuse_change=not allow_change,
                 files=files,
+                **labels,
             )
             await ticket.wait_copies(copies, wait_s)
             holders = await ticket.holders()

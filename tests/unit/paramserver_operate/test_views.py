@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
-from paramserver.cli_views import show_status
-from paramserver.client import HopStatus, ModelStatus, PinStatus, RefusedLoad, RelayStatus, TransferStatus
+from paramserver.cli_views import show_status, show_versions
+from paramserver.client import (
+    HopStatus,
+    ModelStatus,
+    PinStatus,
+    RefusedLoad,
+    RelayStatus,
+    SealedVersion,
+    TransferStatus,
+)
+from protos.version_labels import read_labels
 
 MIB = 1 << 20
 HOPS = (
@@ -65,3 +75,38 @@ def test_status_tells_the_chain_in_order_with_its_reasons(capsys: pytest.Capture
     assert "pin: policy version 8 by engine [/x], 12.3 s left" in text
     assert "cut off: z" in text
     assert "engine e0 refused version 8 3 times: version 8 computes NaN" in text
+
+
+PLAIN = SealedVersion("policy", 7, 70, "job", "d7", 64 * MIB, 0.0)
+NOTED = dataclasses.replace(PLAIN, version=8, labels=read_labels({"note": "lower [rate]", "of_tomorrow": "x"}))
+
+
+def test_labels_are_columns_of_versions_that_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+    show_versions("policy", [PLAIN, NOTED], as_json=False)
+    header, plain, noted = capsys.readouterr().out.splitlines()
+    assert header.split()[-4:] == ["root", "digest", "note", "of_tomorrow"]
+    assert plain.split()[-1] == "d7"
+    assert noted.split()[-4:] == ["d7", "lower", "[rate]", "x"]
+    other = dataclasses.replace(PLAIN, labels=read_labels({"of_tomorrow": "y"}))
+    show_versions("policy", [other, NOTED], as_json=False)
+    assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["note", "of_tomorrow"], "in the table's order"
+    show_versions("policy", [PLAIN], as_json=False)
+    assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["root", "digest"]
+
+
+def test_labels_are_in_the_json_of_versions_whether_given_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+    show_versions("policy", [PLAIN, NOTED], as_json=True)
+    plain, noted = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (plain["labels"]["note"], noted["labels"]["note"]) == ("", "lower [rate]")
+
+
+def test_status_shows_the_labels_of_the_versions_that_the_relay_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    (model,) = STATUS.models
+    status = dataclasses.replace(STATUS, models=(dataclasses.replace(model, sealed=(PLAIN, NOTED)),))
+    show_status(status, as_json=False)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("version ")]
+    assert shown == ["version 8 note: lower [rate]", "version 8 of_tomorrow: x"]
+    show_status(status, as_json=True)
+    (found,) = json.loads(capsys.readouterr().out)["models"]
+    assert [one["labels"]["note"] for one in found["sealed"]] == ["", "lower [rate]"]
+    assert len({PLAIN, NOTED, dataclasses.replace(NOTED)}) == 2, "versions are hashed as before"
