@@ -56,7 +56,7 @@ RUN_ELSEWHERE = {
     ("README.md", "sh"): 1,  # `.ci/run` types it
     ("docs/experience.md", "python"): 3,  # test_experience_reader.py
     ("docs/environments.md", "json"): 2,  # `tests/unit/agents_env/test_commands.py`
-    ("docs/publishing.md", "python"): 7,  # test_docs_publishing.py, and the next one
+    ("docs/publishing.md", "python"): 8,  # test_docs_publishing.py, and the next one
     ("docs/publishing.md", "sh"): 1,
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
