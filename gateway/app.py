@@ -25,7 +25,7 @@ from gateway.api.records import add_record_routes
 from gateway.api.responses.routes import add_responses_routes
 from gateway.api.sessions import add_session_routes
 from gateway.api.tasks import add_task_routes
-from gateway.config import ExperienceStoreKind, GatewayConfig
+from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
 from gateway.experience import ExperienceBuffer
@@ -200,9 +200,7 @@ async def start(config: GatewayConfig) -> Gateway:
         return Gateway(url, config, stores, parts, status, runner, loops, stack.pop_all())
 
 
-async def _experience_store(
-    config: GatewayConfig, vocabulary: str, stack: AsyncExitStack
-) -> ExperienceStoreKind | RedisServer:
+async def _experience_store(config: GatewayConfig, vocabulary: str, stack: AsyncExitStack) -> str | RedisServer:
     """`stack` closes the connection, if there is one."""
     if not isinstance(config.experience_store, RedisAddress):
         return config.experience_store
@@ -220,13 +218,13 @@ async def _experience_store(
 async def open_stores(
     database: Database,
     stack: AsyncExitStack,
-    experience: ExperienceStoreKind | RedisServer = "database",
+    experience: str | RedisServer = "database",
     experience_max: int = CAPACITY,
     experience_bytes_max: int = BYTES_MAX,
 ) -> Stores:
     """Makes the tables, and reads what an earlier life of this gateway left. `stack` closes the stores.
 
-    `experience`: a connected Redis, or the kind of a store of this gateway's own."""
+    `experience`: a connected Redis, or the name of a store of this gateway's own."""
     buffer: ExperienceBuffer
     if isinstance(experience, RedisServer):
         buffer = SharedBuffer(database, experience, capacity=experience_max, bytes_max=experience_bytes_max)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import click
 from msgspec import Meta
@@ -21,26 +21,6 @@ from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
 
 INTERVAL = Meta(ge=0.01)
 """Seconds between polls of engines, and between plans; shorter ones would leave time for nothing else."""
-
-ExperienceStoreKind = Literal["database", "memory"]
-"""What a gateway has alone and keeps finished trajectories until a trainer has used them."""
-
-
-class ExperienceStore(click.ParamType[ExperienceStoreKind | RedisAddress]):
-    """One of the kinds, or the address of a Redis."""
-
-    name = "database|memory|redis://HOST:PORT/DB"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, context: click.Context | None
-    ) -> ExperienceStoreKind | RedisAddress:
-        if value in ("database", "memory"):
-            return value
-        try:
-            return RedisAddress.parse(str(value))
-        except InvalidRequest as error:
-            kinds = f"'database', 'memory', or the address of a Redis: {error}"
-            self.fail(f"it is none of {kinds}", param, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +58,9 @@ class GatewayConfig:
         "Where to keep sessions and trajectories for the next start. Without it they are in memory, and lost at exit.",
     ] = None
     experience_store: Annotated[
-        ExperienceStoreKind | RedisAddress,
-        ExperienceStore(),
-        "Where finished trajectories wait for the trainer. `database`: with the sessions, in --data. `memory`: never "
-        "on disk, and lost at exit, also where --data keeps the sessions. redis://HOST:PORT/DB: in a Redis, for all "
-        "gateways that name it; its password may stand in LAMINAR_REDIS_PASSWORD.",
+        str | RedisAddress,  # a name in `gateway.experience.stores`, which the command line knows
+        "Where finished trajectories wait for the trainer. redis://HOST:PORT/DB: in a Redis, for all gateways that "
+        "name it; its password may stand in LAMINAR_REDIS_PASSWORD.",
     ] = "database"
     redis_namespace: Annotated[
         str, Name(), "What this run's keys in the Redis belong to: gateways with the same one share experience."

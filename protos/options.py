@@ -102,12 +102,15 @@ class Flag:
         self.attributes = attributes
 
 
-def config_options(config: type) -> Callable[[CommandT], CommandT]:
-    """A decorator that adds the options of all fields to a command."""
+def config_options(config: type, **differing: Mapping[str, Any]) -> Callable[[CommandT], CommandT]:
+    """A decorator that adds the options of all fields to a command. `differing`: by field, attributes of `click.option`
+    that the configuration cannot know, such as a type that takes what a room above it has."""
 
     def add(command: CommandT) -> CommandT:
         for field, hint in reversed([*_fields(config)]):
-            command = (config_options(hint) if _is_config(hint) else _option(field, hint))(command)
+            of_field = differing.get(field.name, {})
+            added = config_options(hint, **differing) if _is_config(hint) else _option(field, hint, **of_field)
+            command = added(command)
         return command
 
     return add

@@ -106,6 +106,18 @@ def test_another_command_may_have_the_option_of_one_field() -> None:
     assert "Of the other." in CliRunner().invoke(other, ["--help"]).output
 
 
+def test_a_command_may_know_of_a_field_what_its_configuration_cannot() -> None:
+    @click.command(context_settings={"show_default": True})
+    @config_options(Example, kind={"type": click.Choice(["b", "c"])}, share={"help": "Of the whole."})
+    def command(**options: object) -> None:
+        click.echo(config_from(Example, options).kind)
+
+    assert CliRunner().invoke(command, ["--title=x", "--kind=c"]).output == "c\n"
+    shown = CliRunner().invoke(command, ["--help"]).output
+    assert "[b|c]" in shown
+    assert "Of the whole." in shown, "also of a configuration within"
+
+
 # -- the daemons' own
 
 SERVING: dict[str, tuple[type, click.Command, dict[str, str]]] = {
