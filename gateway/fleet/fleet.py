@@ -22,7 +22,7 @@ from gateway.core.reasons import closed_reason
 from gateway.core.refresh import refresh_decisions
 from gateway.core.scheduler import Admission
 from gateway.core.types import NO_VERSION, EngineName, Version
-from gateway.engines.base import EngineFailed
+from gateway.engines.base import AdapterContext, EngineFailed
 from gateway.engines.kinds import connect
 from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
@@ -30,7 +30,7 @@ from gateway.fleet.pins import VersionPins
 from gateway.fleet.places import Places
 from gateway.fleet.refresh import Refresher
 from gateway.fleet.relays import Relays
-from gateway.fleet.watcher import EngineWatcher, Tokenize
+from gateway.fleet.watcher import EngineWatcher
 from gateway.runtime.supervisor import Supervisor
 from gateway.store import Timeline
 from gateway.store.lineage import LineageStore
@@ -52,7 +52,8 @@ class FleetStatistics:
 
 
 class Fleet:
-    """`async with Fleet(...)`. `places` assigns turns to engines; `handles` has what is needed to call an engine."""
+    """`async with Fleet(...)`. `places` assigns turns to engines; `handles` has what is needed to call an engine.
+    `adapters`: what each engine's adapter is made with; `context_tokens`: the model's, for engines that report none."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class Fleet:
         state: FleetState,
         timeline: Timeline,
         admission: Callable[[], Admission],
+        adapters: AdapterContext,
         lineage: LineageStore | None = None,
-        tokenize: Tokenize | None = None,
         context_tokens: int = 0,
     ) -> None:
         self.config = config
@@ -70,6 +71,7 @@ class Fleet:
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
         self.evidence = VersionEvidence(self.handles)
         self.places = Places(state, admission, self, queue_max=config.queue_max)
+        self._adapters = adapters
         self._timeline = timeline
         self._reconciling: asyncio.Handle | None = None  # `reconcile` is scheduled in this round of the event loop
         self._tasks = Supervisor()
@@ -81,7 +83,7 @@ class Fleet:
             saw=lineage.keep if lineage else lambda: None,
         )
         self.pins = VersionPins(config.model, state, self.relays, timeline)
-        self._watcher = EngineWatcher(config, state, self.relays, self.reconcile, tokenize, context_tokens)
+        self._watcher = EngineWatcher(config, state, self.relays, self.reconcile, adapters.tokenizer, context_tokens)
         self._refresher = Refresher(
             config.model,
             self.relays,
@@ -121,7 +123,7 @@ class Fleet:
         """Raises Conflict for a name or an address that is taken."""
         name = EngineName(spec.name)
         self._check_free(spec)
-        adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
+        adapter = connect(spec.kind, spec.url, self._adapters)
         state = EngineState(name, spec.kind, spec.url, spec.relay or "")
         if spec.relay is not None:
             self.relays.follow(spec.relay)
@@ -148,7 +150,7 @@ class Fleet:
         """Requests the engine's report without adding it. Raises Conflict if its name or address is taken, Unavailable
         if it does not respond or cannot be used."""
         self._check_free(spec)
-        adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
+        adapter = connect(spec.kind, spec.url, self._adapters)
         try:
             await adapter.report()
             await adapter.limits()

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.engines.base import EngineAdapter, version_of
+from gateway.engines.base import AdapterContext, EngineAdapter, version_of
 from gateway.engines.kinds import connect
 from gateway.fleet.registrations import registered
 from gateway.fleet.watcher import PROBE_TEXT, same_ids
@@ -201,7 +201,7 @@ async def _relay(address: str, model: str) -> list[Finding]:
 
 async def _engine(spec: EngineSpec, config: GatewayConfig, codec: Codec | None) -> list[Finding]:
     timeouts = {"stall_timeout_s": REPLY_TIMEOUT_S, "control_timeout_s": REPLY_TIMEOUT_S}
-    adapter = connect(spec.kind, spec.url, config.model, **timeouts)
+    adapter = connect(spec.kind, spec.url, AdapterContext(model=config.model, tokenizer=codec, **timeouts))
     try:
         return await _answers(spec, adapter, config, codec)
     except LaminarError as e:

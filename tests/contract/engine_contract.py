@@ -22,6 +22,7 @@ import pytest
 from gateway.core.types import SamplingParams
 from gateway.engines.base import EngineAdapter, EngineChunk, EngineFailed, RequestRefused, StreamCut
 from gateway.engines.kinds import connect
+from tests.support.adapters import lent
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
 from tests.support.relays import until
@@ -107,7 +108,7 @@ class Subject:
     @asynccontextmanager
     async def adapter(self, **deadlines: float) -> AsyncIterator[EngineAdapter]:
         patience = {"stall_timeout_s": PATIENCE_S, "control_timeout_s": PATIENCE_S}
-        found = connect(self.kind, self.url, MODEL, **{**patience, **deadlines})
+        found = connect(self.kind, self.url, lent(MODEL, **{**patience, **deadlines}))
         try:
             yield found
         finally:
@@ -384,7 +385,8 @@ class EngineContract:
         assert cut.value.reason == "refused"
 
     async def _check_other_model(self, subject: Subject) -> None:
-        critic = connect(subject.kind, subject.url, "critic", stall_timeout_s=PATIENCE_S, control_timeout_s=PATIENCE_S)
+        patience = lent("critic", stall_timeout_s=PATIENCE_S, control_timeout_s=PATIENCE_S)
+        critic = connect(subject.kind, subject.url, patience)
         try:
             with pytest.raises(EngineFailed, match=r"serves \['policy'\], not 'critic'"):
                 await critic.limits()
