@@ -7,20 +7,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import click
 from msgspec import Meta
 
 from gateway.core.fleet import FleetConfig
+from gateway.core.text_requests import TextApi
 from gateway.core.types import LogprobsKind
 from gateway.redis.address import RedisAddress
-from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, is_address, is_host_port
+from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, check_relay, is_address, is_host_port
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
 
 INTERVAL = Meta(ge=0.01)
 """Seconds between polls of engines, and between plans; shorter ones would leave time for nothing else."""
+
+TEXT_LIMITS = "".join(
+    f" Engines of kind {name} take {'only ' + routes[0] if routes else 'none'}."
+    for name, kind in ENGINE_KINDS.items()
+    if len(routes := list(kind.text_routes.values())) < len(get_args(TextApi))
+)
+"""A sentence for each kind of engine that does not take every call as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,11 @@ class EngineSpec:
     kind: str
     url: str
     relay: str | None
+
+    @property
+    def loads(self) -> bool:
+        """Whether engines of its kind take published versions at all."""
+        return ENGINE_KINDS[self.kind].loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +142,7 @@ class GatewayConfig:
         bool,
         "Forward calls that name no session and request no token ids to an engine's own text API, unchanged: "
         "many times cheaper. These calls have no record, token ids or versions of spans; a call that breaks off is not "
-        "resumed; retries are not joined; the engine alone checks the fields. Engines of kind embedded take only "
-        "/v1/completions.",
+        f"resumed; retries are not joined; the engine alone checks the fields.{TEXT_LIMITS}",
     ] = False
     probe: Annotated[
         bool,
@@ -152,4 +164,5 @@ def parse_engine(text: str) -> EngineSpec:
     if hint := base_url_hint(url):
         raise InvalidRequest(f"--engine {text!r}: not the engine's own address", hint=hint)
     check_kind(kind, f"--engine {text!r}")
+    check_relay(kind, relay, f"--engine {text!r}")
     return EngineSpec(name, kind, url, relay or None)

@@ -261,7 +261,8 @@ class EngineAdapter(Protocol):
         """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced (by
         the adapter, if the engine has no such state), SnapshotRefused: it never was.
 
-        Turns that run meanwhile are aborted. No KV of the old weights is used afterwards.
+        Turns that run meanwhile are aborted. No KV of the old weights is used afterwards. Never called for a kind that
+        does not load (`protos.engines`), whose adapter raises SnapshotRefused.
         """
         ...
 

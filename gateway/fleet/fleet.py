@@ -34,6 +34,7 @@ from gateway.fleet.watcher import EngineWatcher
 from gateway.runtime.supervisor import Supervisor
 from gateway.store import Timeline
 from gateway.store.lineage import LineageStore
+from protos.engines import check_relay
 from protos.errors import Conflict, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Fleet:
         ]
         try:
             for spec in self.config.engines:
-                self.add(spec if spec.relay is not None else replace(spec, relay=self.config.relay))
+                self.add(spec if spec.relay is not None or not spec.loads else replace(spec, relay=self.config.relay))
         except BaseException:
             await self.close()
             raise
@@ -120,11 +121,14 @@ class Fleet:
     # -- engines
 
     def add(self, spec: EngineSpec) -> None:
-        """Raises Conflict for a name or an address that is taken."""
+        """Raises Conflict for a name or an address that is taken, UnsupportedField for a relay that its kind cannot
+        load from."""
         name = EngineName(spec.name)
-        self._check_free(spec)
+        self._check_spec(spec)
         adapter = connect(spec.kind, spec.url, self._adapters)
-        state = EngineState(name, spec.kind, spec.url, spec.relay or "")
+        state = EngineState(name, spec.kind, spec.url, spec.relay or "", spec.loads)
+        if not spec.loads:
+            log.info("engine %s keeps the version that it was started with: kind %s loads no others", name, spec.kind)
         if spec.relay is not None:
             self.relays.follow(spec.relay)
             state.available = self.relays.newest(spec.relay) or NO_VERSION
@@ -137,7 +141,8 @@ class Fleet:
         )
         handle.tether = self._tasks.keep_running(lambda: watcher.hold_tether(handle), f"tether-{name}")
 
-    def _check_free(self, spec: EngineSpec) -> None:
+    def _check_spec(self, spec: EngineSpec) -> None:
+        check_relay(spec.kind, spec.relay, f"engine {spec.name}")
         if spec.name in self.handles:
             raise Conflict(
                 f"there is already an engine named {spec.name!r}", hint=f"taken: {', '.join(sorted(self.handles))}"
@@ -147,9 +152,9 @@ class Fleet:
                 raise Conflict(f"{spec.url} is engine {name!r} already", hint="an engine counts once")
 
     async def check(self, spec: EngineSpec) -> None:
-        """Requests the engine's report without adding it. Raises Conflict if its name or address is taken, Unavailable
-        if it does not respond or cannot be used."""
-        self._check_free(spec)
+        """Requests the engine's report without adding it. Raises as `add` does, and Unavailable if it does not respond
+        or cannot be used."""
+        self._check_spec(spec)
         adapter = connect(spec.kind, spec.url, self._adapters)
         try:
             await adapter.report()

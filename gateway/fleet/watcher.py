@@ -146,8 +146,8 @@ class EngineWatcher:
         state.version = version_of(limits.weight_version)
         state.must_load = limits.fenced
         if state.status == "dead":
-            what = "fenced: it must load before it serves" if limits.fenced else f"holds version {state.version}"
-            handle.to("joining", f"responds; {what}")
+            fenced = "fenced: it must load before it serves" if state.loads else "paused: it serves once it is resumed"
+            handle.to("joining", f"responds; {fenced if limits.fenced else f'holds version {state.version}'}")
         if not state.must_load:
             state.good = max(state.good, state.version)
         self.settle(handle)

@@ -220,15 +220,18 @@ async def _answers(
     limits = await adapter.limits()
     alike = await same_ids(adapter, None if codec is None else codec.encode(PROBE_TEXT), config.tokenizer)
     context = limits.context_tokens or (codec.context_tokens if codec else 0) or 0
-    holds = f"version {version_of(limits.weight_version)}, context of {context} tokens"
+    holds = f"version {version_of(limits.weight_version)}{'' if spec.loads else ', and loads no other'}"
+    holds = f"{holds}, context of {context} tokens"
     found = [Finding(what, True, f"{spec.kind} at {spec.url}: {holds}, KV of {limits.kv_capacity_tokens} tokens")]
     if limits.fenced:
         remedy = "it is paused, perhaps in a load: the gateway loads it anew before it serves"
+        if not spec.loads:
+            remedy = "it is paused: resume it, since the gateway loads nothing into it"
         found.append(Finding(what, False, "fenced", remedy, advice=True))
     if not alike:
         remedy = "compare the two tokenizer.json: prompts that were made elsewhere may mean something else here"
         found.append(Finding(what, False, "makes other ids of some text than the gateway", remedy, advice=True))
-    if not (spec.relay or config.relay):
+    if spec.loads and not (spec.relay or config.relay):
         remedy = f"write --engine {spec.name}={spec.kind}={spec.url}@HOST:PORT with the relay on its host, or --relay"
         found.append(Finding(what, False, "has no relay: its weights are never refreshed", remedy, advice=True))
     return found
