@@ -188,4 +188,4 @@ async def test_memory_keeps_nothing_of_what_is_gone_and_writes_no_row(database: 
 async def test_a_name_that_no_store_has_is_refused_with_those_there_are(database: Database) -> None:
     with pytest.raises(InvalidRequest, match="no experience store is named 'disk'") as refused:
         make_store("disk", database)
-    assert refused.value.hint == "there are: database, memory"
+    assert refused.value.hint == f"there are: {', '.join(STORES)}"

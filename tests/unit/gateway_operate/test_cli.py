@@ -272,20 +272,23 @@ def test_where_trajectories_wait_is_configured(monkeypatch: pytest.MonkeyPatch, 
     assert [config.experience_store for config in seen] == [store]
     refused = invoke("serve", "--model=m", "--tokenizer=.", "--experience-store=disk")
     assert refused.exit_code == 2
-    assert "it is none of 'database', 'memory', or the address of a Redis" in refused.output
+    assert f"it is none of {', '.join(map(repr, STORES))}, or the address of a Redis" in refused.output
     assert "redis://HOST:PORT/DB" in refused.output
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor"])
 def test_a_store_is_named_and_explained_by_its_row_alone(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    names = "|".join(STORES)
     shown = " ".join(invoke(command, "--help").output.split())
-    assert "--experience-store database|memory|redis://HOST:PORT/DB" in shown
-    assert "`database`: with the sessions, in --data. `memory`: never on disk, and lost at exit" in shown
+    assert f"--experience-store {names}|redis://HOST:PORT/DB" in shown
+    assert [name for name, kind in STORES.items() if f"`{name}`: {kind.help}." not in shown] == []
+    assert "`memory`: never on disk, and lost at exit" in shown
     monkeypatch.setitem(STORES, "shelf", StoreKind(MemoryStore, "on a shelf"))  # type: ignore[arg-type]
     shown = " ".join(invoke(command, "--help").output.split())
-    assert "--experience-store database|memory|shelf|redis://HOST:PORT/DB" in shown
+    assert f"--experience-store {names}|shelf|redis://HOST:PORT/DB" in shown
     assert "`shelf`: on a shelf." in shown
-    assert "'memory', 'shelf', or" in invoke(command, "--model=m", "--tokenizer=.", "--experience-store=disk").output
+    refused = invoke(command, "--model=m", "--tokenizer=.", "--experience-store=disk")
+    assert ", 'shelf', or the address" in refused.output
 
 
 def test_commands_that_need_no_store_start_without_it() -> None:
