@@ -25,9 +25,10 @@ from gateway.api.records import add_record_routes
 from gateway.api.responses.routes import add_responses_routes
 from gateway.api.sessions import add_session_routes
 from gateway.api.tasks import add_task_routes
-from gateway.config import ExperienceStoreKind, GatewayConfig
+from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
+from gateway.engines.base import AdapterContext
 from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import BYTES_MAX, CAPACITY
 from gateway.experience.readers import ReaderStore
@@ -35,7 +36,6 @@ from gateway.experience.shared import SharedBuffer
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
-from gateway.fleet.watcher import Tokenize
 from gateway.operate.status import GatewayStatus
 from gateway.redis import RedisAddress, RedisServer
 from gateway.repack.loop import Repacker
@@ -162,14 +162,7 @@ async def start(config: GatewayConfig) -> Gateway:
         await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
         experience = await _experience_store(config, codec.vocabulary, stack)
         stores = await open_stores(database, stack, experience, config.experience_max, config.experience_bytes_max)
-        parts = assemble(
-            config,
-            stores,
-            tokenize=codec.encode,
-            eos_ids=codec.eos_ids,
-            vocab_size=codec.vocab_size,
-            context_tokens=codec.context_tokens or 0,
-        )
+        parts = assemble(config, stores, codec)
         await recover(parts.sessions, stores.sessions, stores.pool)
         await parts.fleet.__aenter__()
         for close in (
@@ -200,9 +193,7 @@ async def start(config: GatewayConfig) -> Gateway:
         return Gateway(url, config, stores, parts, status, runner, loops, stack.pop_all())
 
 
-async def _experience_store(
-    config: GatewayConfig, vocabulary: str, stack: AsyncExitStack
-) -> ExperienceStoreKind | RedisServer:
+async def _experience_store(config: GatewayConfig, vocabulary: str, stack: AsyncExitStack) -> str | RedisServer:
     """`stack` closes the connection, if there is one."""
     if not isinstance(config.experience_store, RedisAddress):
         return config.experience_store
@@ -220,13 +211,13 @@ async def _experience_store(
 async def open_stores(
     database: Database,
     stack: AsyncExitStack,
-    experience: ExperienceStoreKind | RedisServer = "database",
+    experience: str | RedisServer = "database",
     experience_max: int = CAPACITY,
     experience_bytes_max: int = BYTES_MAX,
 ) -> Stores:
     """Makes the tables, and reads what an earlier life of this gateway left. `stack` closes the stores.
 
-    `experience`: a connected Redis, or the kind of a store of this gateway's own."""
+    `experience`: a connected Redis, or the name of a store of this gateway's own."""
     buffer: ExperienceBuffer
     if isinstance(experience, RedisServer):
         buffer = SharedBuffer(database, experience, capacity=experience_max, bytes_max=experience_bytes_max)
@@ -255,24 +246,24 @@ async def open_stores(
     return stores
 
 
-def assemble(
-    config: GatewayConfig,
-    stores: Stores,
-    *,
-    tokenize: Tokenize | None = None,
-    eos_ids: frozenset[int] = frozenset(),
-    vocab_size: int = 1 << 31,
-    context_tokens: int = 0,
-) -> Parts:
-    """Puts the rooms together. `tokenize`, `eos_ids`, `vocab_size`: of the model's tokenizer, where there is one;
-    `context_tokens`: of the model, for engines that report none."""
+def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None) -> Parts:
+    """Puts the rooms together. Without a `codec`, as in tests, no id ends a turn, and every id is in the vocabulary."""
     timeline = stores.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
     live = SessionRegistry(config, state, stores.sessions, timeline)
     trainer = Trainer(config, live, stores.buffer, stores.reader)
-    fleet = Fleet(config, state, timeline, trainer.admission, stores.lineage, tokenize, context_tokens)
+    adapters = AdapterContext(model=config.model, tokenizer=codec, stall_timeout_s=config.stall_timeout_s)
+    context_tokens = 0 if codec is None else codec.context_tokens or 0
+    fleet = Fleet(config, state, timeline, trainer.admission, adapters, stores.lineage, context_tokens)
     sessions = TurnService(
-        config, live, fleet, trainer, pool=stores.pool, timeline=timeline, eos_ids=eos_ids, vocab_size=vocab_size
+        config,
+        live,
+        fleet,
+        trainer,
+        pool=stores.pool,
+        timeline=timeline,
+        eos_ids=frozenset() if codec is None else codec.eos_ids,
+        vocab_size=1 << 31 if codec is None else codec.vocab_size,
     )
     registry, durations = GroupRegistry(live, stores.buffer, stores.groups), SessionDurations()
     endings = Endings(

@@ -9,17 +9,23 @@ import keyword
 import logging
 import signal
 import sys
+from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import uvloop
 
 from gateway.config import GatewayConfig, parse_engine
-from protos.errors import LaminarError
+from gateway.redis.address import RedisAddress
+from protos.errors import InvalidRequest, LaminarError
 from protos.findings import report_findings
 from protos.options import LOG_LEVEL, Number, config_from, config_options
 from protos.process import setup_logging, write_ready_file
+
+if TYPE_CHECKING:
+    from gateway.experience.stores import StoreKind
 
 log = logging.getLogger("gateway")
 
@@ -51,6 +57,45 @@ class LazyGroup(click.Group):
         return command
 
 
+def _stores() -> Mapping[str, StoreKind]:
+    """Imported only when the option is read or shown: most commands need neither SQLite nor numpy."""
+    from gateway.experience.stores import STORES
+
+    return STORES
+
+
+class ExperienceStore(click.ParamType[str | RedisAddress]):
+    """The name of a store that a gateway has alone, or the address of a Redis."""
+
+    name = "store"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "|".join([*_stores(), "redis://HOST:PORT/DB"])
+
+    def convert(
+        self, value: object, param: click.Parameter | None, context: click.Context | None
+    ) -> str | RedisAddress:
+        if str(value) in _stores():
+            return str(value)
+        try:
+            return RedisAddress.parse(str(value))
+        except InvalidRequest as error:
+            names = ", ".join(map(repr, _stores()))
+            self.fail(f"it is none of {names}, or the address of a Redis: {error}", param, context)
+
+
+class StoreOption(click.Option):
+    """`--experience-store`: its help has each store's own words."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = copy(self)
+        shown.help = " ".join([self.help or "", *(f"`{name}`: {kind.help}." for name, kind in _stores().items())])
+        return click.Option.get_help_record(shown, ctx)
+
+
+gateway_options = config_options(GatewayConfig, experience_store={"cls": StoreOption, "type": ExperienceStore()})
+
+
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
@@ -67,7 +112,7 @@ def cli() -> None:
 
 
 @cli.command()
-@config_options(GatewayConfig)
+@gateway_options
 @click.option("--log-level", type=LOG_LEVEL, default="info")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")
 def serve(engines: tuple[str, ...], log_level: str, ready_file: Path | None, **options: Any) -> None:
@@ -85,7 +130,7 @@ def _config(engines: tuple[str, ...], options: dict[str, Any]) -> GatewayConfig:
 
 
 @cli.command()
-@config_options(GatewayConfig)
+@gateway_options
 def doctor(engines: tuple[str, ...], **options: Any) -> None:
     """Checks what a gateway with the same options needs, and starts nothing.
 

@@ -7,40 +7,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, get_args
 
 import click
 from msgspec import Meta
 
 from gateway.core.fleet import FleetConfig
+from gateway.core.text_requests import TextApi
 from gateway.core.types import LogprobsKind
 from gateway.redis.address import RedisAddress
-from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, is_address, is_host_port
+from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, check_relay, is_address, is_host_port
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
 
 INTERVAL = Meta(ge=0.01)
 """Seconds between polls of engines, and between plans; shorter ones would leave time for nothing else."""
 
-ExperienceStoreKind = Literal["database", "memory"]
-"""What a gateway has alone and keeps finished trajectories until a trainer has used them."""
-
-
-class ExperienceStore(click.ParamType[ExperienceStoreKind | RedisAddress]):
-    """One of the kinds, or the address of a Redis."""
-
-    name = "database|memory|redis://HOST:PORT/DB"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, context: click.Context | None
-    ) -> ExperienceStoreKind | RedisAddress:
-        if value in ("database", "memory"):
-            return value
-        try:
-            return RedisAddress.parse(str(value))
-        except InvalidRequest as error:
-            kinds = f"'database', 'memory', or the address of a Redis: {error}"
-            self.fail(f"it is none of {kinds}", param, context)
+TEXT_LIMITS = "".join(
+    f" Engines of kind {name} take {'only ' + routes[0] if routes else 'none'}."
+    for name, kind in ENGINE_KINDS.items()
+    if len(routes := list(kind.text_routes.values())) < len(get_args(TextApi))
+)
+"""A sentence for each kind of engine that does not take every call as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +39,11 @@ class EngineSpec:
     kind: str
     url: str
     relay: str | None
+
+    @property
+    def loads(self) -> bool:
+        """Whether engines of its kind take published versions at all."""
+        return ENGINE_KINDS[self.kind].loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +71,9 @@ class GatewayConfig:
         "Where to keep sessions and trajectories for the next start. Without it they are in memory, and lost at exit.",
     ] = None
     experience_store: Annotated[
-        ExperienceStoreKind | RedisAddress,
-        ExperienceStore(),
-        "Where finished trajectories wait for the trainer. `database`: with the sessions, in --data. `memory`: never "
-        "on disk, and lost at exit, also where --data keeps the sessions. redis://HOST:PORT/DB: in a Redis, for all "
-        "gateways that name it; its password may stand in LAMINAR_REDIS_PASSWORD.",
+        str | RedisAddress,  # a name in `gateway.experience.stores`, which the command line knows
+        "Where finished trajectories wait for the trainer. redis://HOST:PORT/DB: in a Redis, for all gateways that "
+        "name it; its password may stand in LAMINAR_REDIS_PASSWORD.",
     ] = "database"
     redis_namespace: Annotated[
         str, Name(), "What this run's keys in the Redis belong to: gateways with the same one share experience."
@@ -151,8 +142,7 @@ class GatewayConfig:
         bool,
         "Forward calls that name no session and request no token ids to an engine's own text API, unchanged: "
         "many times cheaper. These calls have no record, token ids or versions of spans; a call that breaks off is not "
-        "resumed; retries are not joined; the engine alone checks the fields. Engines of kind embedded take only "
-        "/v1/completions.",
+        f"resumed; retries are not joined; the engine alone checks the fields.{TEXT_LIMITS}",
     ] = False
     probe: Annotated[
         bool,
@@ -174,4 +164,5 @@ def parse_engine(text: str) -> EngineSpec:
     if hint := base_url_hint(url):
         raise InvalidRequest(f"--engine {text!r}: not the engine's own address", hint=hint)
     check_kind(kind, f"--engine {text!r}")
+    check_relay(kind, relay, f"--engine {text!r}")
     return EngineSpec(name, kind, url, relay or None)

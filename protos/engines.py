@@ -14,13 +14,14 @@ HOST_MAX = 253
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What engines of one kind can do, as far as it decides where a request may go."""
+    """What engines of one kind can do, as far as it decides where a request or a version may go."""
 
     text_routes: Mapping[str, str]  # paths of its own API for text: of "chat" and "completion"
     constrains: bool = True  # holds an answer to a JSON schema, a pattern or tags
     truncated_logprobs: bool = True  # reports logprobs of the distribution after `top_p`, `top_k` and their like
     penalises_prompt: bool = True  # `repetition_penalty` counts the prompt's tokens as well
     lacks: frozenset[str] = frozenset()  # sampling parameters that it does not take: any of core.types.SamplingParams
+    loads: bool = True  # takes published versions; False: it serves what it was started with, and has no relay
 
 
 _OPENAI = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -37,6 +38,15 @@ def check_kind(kind: str, source: str) -> None:
     """UnsupportedField unless there is an adapter for `kind`; `source` names the option or record that has it."""
     if kind not in ENGINE_KINDS:
         raise UnsupportedField(f"{source}: no adapter for {kind!r}", hint=f"known kinds: {', '.join(ENGINE_KINDS)}")
+
+
+def check_relay(kind: str, relay: str | None, source: str) -> None:
+    """UnsupportedField where an engine of a kind that loads no versions is to load them from `relay`."""
+    if relay and not ENGINE_KINDS[kind].loads:
+        raise UnsupportedField(
+            f"{source}: engines of kind {kind} load no published versions, from {relay} or any other relay",
+            hint="leave the relay out: such an engine serves the version that it was started with",
+        )
 
 
 def is_host_port(address: str) -> bool:

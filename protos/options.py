@@ -104,12 +104,15 @@ class Flag:
         self.attributes = attributes
 
 
-def config_options(config: type) -> Callable[[CommandT], CommandT]:
-    """A decorator that adds the options of all fields to a command."""
+def config_options(config: type, **differing: Mapping[str, Any]) -> Callable[[CommandT], CommandT]:
+    """A decorator that adds the options of all fields to a command. `differing`: by field, attributes of `click.option`
+    that the configuration cannot know, such as a type that takes what a room above it has."""
 
     def add(command: CommandT) -> CommandT:
         for field in reversed([*_fields(config)]):
-            command = (config_options(field.hint) if _is_config(field.hint) else _option(field))(command)
+            of_field = differing.get(field.name, {})
+            within = _is_config(field.hint)
+            command = (config_options(field.hint, **differing) if within else _option(field, **of_field))(command)
         return command
 
     return add

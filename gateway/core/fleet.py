@@ -143,6 +143,7 @@ class EngineState:
     kind: str
     url: str
     relay: str = ""  # beside it; none: it loads nothing
+    loads: bool = True  # its kind takes published versions; one that does not has no relay, and keeps its version
     displaced: Displaced = field(default_factory=dict, init=False, repr=False, compare=False)  # the fleet's
     status: EngineStatus = "dead"
     version: Version = NO_VERSION
@@ -340,9 +341,13 @@ class FleetState:
             return False  # engines that have relays may still join
         return all(e.loadable is not None and version not in e.loadable for e in self.engines.values())
 
-    def past(self, version: Version) -> bool:
-        """Every engine is on a newer one: none goes back for a session that has yet to begin."""
-        return bool(self.engines) and all(e.version > version for e in self.engines.values())
+    def past(self, newest: Version, oldest: Version = NO_VERSION) -> bool:
+        """No engine will be on a version from `oldest` to `newest` for a session that has yet to begin: none goes back
+        for it, and one that serves an older version and loads none stays there."""
+        return bool(self.engines) and all(
+            e.version > newest or (e.version < oldest and not e.loads and e.status == "serving")
+            for e in self.engines.values()
+        )
 
     def sorted_engines(self) -> list[EngineState]:
         return [self.engines[name] for name in sorted(self.engines)]

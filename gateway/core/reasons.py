@@ -40,6 +40,8 @@ def closed_reasons(fleet: FleetState, now: float) -> str:
 
 
 def _joining(engine: EngineState, now: float) -> str:
+    if engine.must_load and not engine.loads:
+        return f"is paused: resume it, since engines of kind {engine.kind} load no version that would"
     found = "was paused when it joined, so it may hold half a version"
     found = found if engine.must_load else f"holds version {engine.version}"
     if engine.turns:

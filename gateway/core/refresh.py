@@ -1,7 +1,7 @@
 """When an engine loads another version, and which. Pure.
 
 Invariants:
-- an engine loads only when it is empty, or is emptied for it (`interrupted`);
+- an engine loads only when it is empty, or is emptied for it (`interrupted`); one whose kind loads no versions never;
 - the last engine of a version does not leave it while a live session needs it, until its hold is over
   (`gateway.core.hold`).
 
@@ -77,7 +77,7 @@ def _reload(fleet: FleetState, version: Version, now: float) -> RefreshDecision 
         for e in fleet.sorted_engines()
         if e.status == "serving" and version in (e.loadable or ()) and not e.turns and now >= e.refresh_not_before
     ]
-    free = [e for e in free if not _held(fleet, e, now)]
+    free = [e for e in free if e.loads and not _held(fleet, e, now)]
     if not free:
         return None
     engine = min(free, key=lambda e: (e.intake_open, e.version, e.name))
@@ -92,7 +92,7 @@ def _held(fleet: FleetState, engine: EngineState, now: float) -> bool:
 
 
 def _refresh(fleet: FleetState, engine: EngineState, now: float, *, barred: bool) -> RefreshDecision | None:
-    if engine.available == 0 or _waits(engine, now):
+    if engine.available == 0 or not engine.loads or _waits(engine, now):
         return None
     if engine.turns:
         return _interrupting(fleet, engine, now)

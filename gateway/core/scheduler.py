@@ -243,7 +243,7 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         if chosen is not None:
             return chosen
         return Wait(f"engines of its group's version {group_version} {_why(list(fleet.serving(same)), demand)}")
-    if spec.max_version is not None and fleet.past(spec.max_version):
+    if spec.max_version is not None and fleet.past(spec.max_version, spec.min_version):
         reason = f"every engine is past version {spec.max_version}, the newest that it may be on"
         return Lost(reason, "a higher `max_version`; or name a `version`, which is loaded again")
     begun = group_version is not None and spec.group_size > 1  # what it lacks, its group's trajectories wait for

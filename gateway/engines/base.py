@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +188,41 @@ class EngineStream(Protocol):
     def __aiter__(self) -> AsyncIterator[EngineChunk]: ...
 
 
+CONTROL_TIMEOUT_S = 10.0
+LOAD_TIMEOUT_S = 300.0
+
+
+class TextCodec(Protocol):
+    """The model's tokenizer: text to token ids and back. Special tokens are text like any other, and none is added."""
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterContext:
+    """What every adapter is made with besides its engine's address. Each takes of it what its engine needs, so that one
+    more kind of engine needs no argument of its own. Deadlines in seconds.
+
+    `model`: the served name. `tokenizer`: the gateway's, for engines that take text; None where none could be read, as
+    `gateway doctor` may find it: a gateway that serves has one.
+    """
+
+    model: str
+    tokenizer: TextCodec | None
+    stall_timeout_s: float = 60.0  # silence on a stream for longer counts as a cut
+    control_timeout_s: float = CONTROL_TIMEOUT_S  # a whole control call without a deadline of its own
+    load_timeout_s: float = LOAD_TIMEOUT_S  # each step of a load
+
+    @property
+    def codec(self) -> TextCodec:
+        """The tokenizer, for an adapter that cannot do without. Raises EngineFailed if there is none."""
+        if self.tokenizer is None:
+            raise EngineFailed("it takes text, and the gateway has no tokenizer", hint="give --tokenizer the model's")
+        return self.tokenizer
+
+
 class EngineAdapter(Protocol):
     """One engine."""
 
@@ -226,7 +261,8 @@ class EngineAdapter(Protocol):
         """Fence, load, verify the label, unfence; returns the seconds it was fenced. EngineFailed: it stays fenced (by
         the adapter, if the engine has no such state), SnapshotRefused: it never was.
 
-        Turns that run meanwhile are aborted. No KV of the old weights is used afterwards.
+        Turns that run meanwhile are aborted. No KV of the old weights is used afterwards. Never called for a kind that
+        does not load (`protos.engines`), whose adapter raises SnapshotRefused.
         """
         ...
 

@@ -15,13 +15,18 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from gateway.engines.base import EngineFailed, PassedAnswer, RequestRefused, StreamCut
+from gateway.engines.base import (
+    CONTROL_TIMEOUT_S,
+    AdapterContext,
+    EngineFailed,
+    PassedAnswer,
+    RequestRefused,
+    StreamCut,
+)
 from gateway.engines.connections import CONNECT_TIMEOUT_S, Events, Wire
 from gateway.engines.http1 import Refused
 from protos.decoding import decode_json
 
-CONTROL_TIMEOUT_S = 10.0
-LOAD_TIMEOUT_S = 300.0
 ERROR_SHOWN = 500
 CONTROL_BYTES_MAX = 4 << 20
 """Of a control call's response: metrics are the longest, about 100 KiB."""
@@ -158,28 +163,21 @@ class EngineHttp:
 
 
 class HttpAdapter:
-    """The common base of the adapters. `stall_timeout_s`: silence on a stream for longer counts as a cut."""
+    """The common base of the adapters."""
 
     NOT_FOUND_HINT = ""
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        stall_timeout_s: float = 60.0,
-        control_timeout_s: float = CONTROL_TIMEOUT_S,
-        load_timeout_s: float = LOAD_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, url: str, context: AdapterContext) -> None:
         self._http = EngineHttp(
             url,
-            stall_timeout_s=stall_timeout_s,
-            control_timeout_s=control_timeout_s,
+            stall_timeout_s=context.stall_timeout_s,
+            control_timeout_s=context.control_timeout_s,
             not_found_hint=self.NOT_FOUND_HINT,
         )
         self.url = self._http.url
-        self._model = model
-        self._load_timeout_s = load_timeout_s
+        self._context = context
+        self._model = context.model
+        self._load_timeout_s = context.load_timeout_s
 
     async def close(self) -> None:
         await self._http.close()

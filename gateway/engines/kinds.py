@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from gateway.core.types import SamplingParams
 from gateway.engines.base import (
+    AdapterContext,
     EngineAdapter,
     EngineFailed,
     EngineLimits,
@@ -27,14 +28,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ADAPTERS: dict[str, Callable[..., EngineAdapter]] = {"vllm": VllmEngine, "sglang": SglangEngine, "embedded": VllmEngine}
-"""By the kinds of `protos.engines`. Arguments: the address, the served model, and the deadlines `stall_timeout_s`,
-`control_timeout_s` and `load_timeout_s`."""
+ADAPTERS: dict[str, Callable[[str, AdapterContext], EngineAdapter]] = {
+    "vllm": VllmEngine,
+    "sglang": SglangEngine,
+    "embedded": VllmEngine,
+}
+"""By the kinds of `protos.engines`. The first argument is the engine's address."""
 
 
-def connect(kind: str, url: str, model: str, **deadlines: float) -> EngineAdapter:
+def connect(kind: str, url: str, context: AdapterContext) -> EngineAdapter:
     """The adapter for one engine. Sends nothing yet."""
-    return Guarded(ADAPTERS[kind](url, model, **deadlines), url)
+    return Guarded(ADAPTERS[kind](url, context), url)
 
 
 class Guarded:

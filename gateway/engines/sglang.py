@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.core.types import SamplingParams
-from gateway.engines.base import EngineFailed, EngineLimits, EngineReport, EngineStream
+from gateway.engines.base import AdapterContext, EngineFailed, EngineLimits, EngineReport, EngineStream
 from gateway.engines.http import HttpAdapter
 from gateway.engines.sglang_stream import Reader, generate_body
 from gateway.engines.streams import EventChunks
@@ -82,8 +82,8 @@ class SglangEngine(HttpAdapter):
 
     NOT_FOUND_HINT = "name the server's own URL, without /v1, and its kind: is it SGLang?"
 
-    def __init__(self, url: str, model: str, **deadlines: float) -> None:
-        super().__init__(url, model, **deadlines)
+    def __init__(self, url: str, context: AdapterContext) -> None:
+        super().__init__(url, context)
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:

@@ -25,11 +25,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from gateway.config import ExperienceStoreKind
 from gateway.core.selection import Entry, Strategy, check_wanted, of_equal_rewards
 from gateway.experience.leases import BufferState, LeaseState, held_by
 from gateway.experience.record import SampledRecord, SampledStatistics
-from gateway.experience.stores import STORES, ExperienceStore, Raced
+from gateway.experience.stores import ExperienceStore, Raced, make_store
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.damage import leaving_out, reading
@@ -118,17 +117,17 @@ class Sampled:
 
 class ExperienceBuffer:
     """Any number of readers; `add` by the gateway at a session's finish. `database`: the gateway's; `store`: what keeps
-    the trajectories."""
+    the trajectories, or its name in `stores.STORES`."""
 
     def __init__(
         self,
         database: Database,
         *,
-        store: ExperienceStoreKind | ExperienceStore = "database",
+        store: str | ExperienceStore = "database",
         capacity: int = CAPACITY,
         bytes_max: int = BYTES_MAX,
     ) -> None:
-        self._store = STORES[store](database) if isinstance(store, str) else store
+        self._store = make_store(store, database) if isinstance(store, str) else store
         self._state = BufferState(capacity, bytes_max)
         self._counters = _Counters()
         self._record = SampledRecord()

@@ -19,12 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.config import ExperienceStoreKind
 from gateway.core.selection import Entry
 from gateway.experience import rows
 from gateway.experience.leases import LeaseState
 from gateway.store.database import Database, Operation
-from protos.errors import Conflict, Unavailable
+from protos.errors import Conflict, InvalidRequest, Unavailable
 from protos.packed import Facts
 from protos.trajectories import Trajectory
 
@@ -227,8 +226,24 @@ class MemoryStore:
         pass
 
 
-STORES: Mapping[ExperienceStoreKind, Callable[[Database], ExperienceStore]] = {
-    "database": DatabaseStore,
-    "memory": MemoryStore,
+@dataclass(frozen=True, slots=True)
+class StoreKind:
+    """A store that a gateway has alone. `make`: from the gateway's database, which is for what is committed along.
+    `help`: where trajectories wait in it, for `--help`."""
+
+    make: Callable[[Database], ExperienceStore]
+    help: str
+
+
+STORES: Mapping[str, StoreKind] = {
+    "database": StoreKind(DatabaseStore, "with the sessions, in --data"),
+    "memory": StoreKind(MemoryStore, "never on disk, and lost at exit, also where --data keeps the sessions"),
 }
-"""Each kind that `--experience-store` takes. `database` is the gateway's, for what is committed along."""
+"""By the name that `--experience-store` takes; no other place names them."""
+
+
+def make_store(name: str, database: Database) -> ExperienceStore:
+    """Raises InvalidRequest for a name that no store has."""
+    if name not in STORES:
+        raise InvalidRequest(f"no experience store is named {name!r}", hint=f"there are: {', '.join(STORES)}")
+    return STORES[name].make(database)

@@ -22,7 +22,7 @@ from gateway.core.reasons import closed_reason
 from gateway.core.refresh import refresh_decisions
 from gateway.core.scheduler import Admission
 from gateway.core.types import NO_VERSION, EngineName, Version
-from gateway.engines.base import EngineFailed
+from gateway.engines.base import AdapterContext, EngineFailed
 from gateway.engines.kinds import connect
 from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
@@ -30,10 +30,11 @@ from gateway.fleet.pins import VersionPins
 from gateway.fleet.places import Places
 from gateway.fleet.refresh import Refresher
 from gateway.fleet.relays import Relays
-from gateway.fleet.watcher import EngineWatcher, Tokenize
+from gateway.fleet.watcher import EngineWatcher
 from gateway.runtime.supervisor import Supervisor
 from gateway.store import Timeline
 from gateway.store.lineage import LineageStore
+from protos.engines import check_relay
 from protos.errors import Conflict, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class FleetStatistics:
 
 
 class Fleet:
-    """`async with Fleet(...)`. `places` assigns turns to engines; `handles` has what is needed to call an engine."""
+    """`async with Fleet(...)`. `places` assigns turns to engines; `handles` has what is needed to call an engine.
+    `adapters`: what each engine's adapter is made with; `context_tokens`: the model's, for engines that report none."""
 
     def __init__(
         self,
@@ -60,8 +62,8 @@ class Fleet:
         state: FleetState,
         timeline: Timeline,
         admission: Callable[[], Admission],
+        adapters: AdapterContext,
         lineage: LineageStore | None = None,
-        tokenize: Tokenize | None = None,
         context_tokens: int = 0,
     ) -> None:
         self.config = config
@@ -70,6 +72,7 @@ class Fleet:
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
         self.evidence = VersionEvidence(self.handles)
         self.places = Places(state, admission, self, queue_max=config.queue_max)
+        self._adapters = adapters
         self._timeline = timeline
         self._reconciling: asyncio.Handle | None = None  # `reconcile` is scheduled in this round of the event loop
         self._tasks = Supervisor()
@@ -81,7 +84,7 @@ class Fleet:
             saw=lineage.keep if lineage else lambda: None,
         )
         self.pins = VersionPins(config.model, state, self.relays, timeline)
-        self._watcher = EngineWatcher(config, state, self.relays, self.reconcile, tokenize, context_tokens)
+        self._watcher = EngineWatcher(config, state, self.relays, self.reconcile, adapters.tokenizer, context_tokens)
         self._refresher = Refresher(
             config.model,
             self.relays,
@@ -98,7 +101,7 @@ class Fleet:
         ]
         try:
             for spec in self.config.engines:
-                self.add(spec if spec.relay is not None else replace(spec, relay=self.config.relay))
+                self.add(spec if spec.relay is not None or not spec.loads else replace(spec, relay=self.config.relay))
         except BaseException:
             await self.close()
             raise
@@ -118,11 +121,14 @@ class Fleet:
     # -- engines
 
     def add(self, spec: EngineSpec) -> None:
-        """Raises Conflict for a name or an address that is taken."""
+        """Raises Conflict for a name or an address that is taken, UnsupportedField for a relay that its kind cannot
+        load from."""
         name = EngineName(spec.name)
-        self._check_free(spec)
-        adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
-        state = EngineState(name, spec.kind, spec.url, spec.relay or "")
+        self._check_spec(spec)
+        adapter = connect(spec.kind, spec.url, self._adapters)
+        state = EngineState(name, spec.kind, spec.url, spec.relay or "", spec.loads)
+        if not spec.loads:
+            log.info("engine %s keeps the version that it was started with: kind %s loads no others", name, spec.kind)
         if spec.relay is not None:
             self.relays.follow(spec.relay)
             state.available = self.relays.newest(spec.relay) or NO_VERSION
@@ -135,7 +141,8 @@ class Fleet:
         )
         handle.tether = self._tasks.keep_running(lambda: watcher.hold_tether(handle), f"tether-{name}")
 
-    def _check_free(self, spec: EngineSpec) -> None:
+    def _check_spec(self, spec: EngineSpec) -> None:
+        check_relay(spec.kind, spec.relay, f"engine {spec.name}")
         if spec.name in self.handles:
             raise Conflict(
                 f"there is already an engine named {spec.name!r}", hint=f"taken: {', '.join(sorted(self.handles))}"
@@ -145,10 +152,10 @@ class Fleet:
                 raise Conflict(f"{spec.url} is engine {name!r} already", hint="an engine counts once")
 
     async def check(self, spec: EngineSpec) -> None:
-        """Requests the engine's report without adding it. Raises Conflict if its name or address is taken, Unavailable
-        if it does not respond or cannot be used."""
-        self._check_free(spec)
-        adapter = connect(spec.kind, spec.url, self.config.model, stall_timeout_s=self.config.stall_timeout_s)
+        """Requests the engine's report without adding it. Raises as `add` does, and Unavailable if it does not respond
+        or cannot be used."""
+        self._check_spec(spec)
+        adapter = connect(spec.kind, spec.url, self._adapters)
         try:
             await adapter.report()
             await adapter.limits()

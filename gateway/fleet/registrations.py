@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from gateway.config import EngineSpec
 from gateway.core.types import EngineName
@@ -61,16 +62,17 @@ class Registrations:
         spec = registered(engine)
         self._fleet.add(spec)
         self._added[spec.name] = spec
-        log.info("engine %s joins: %s at %s, beside relay %s", spec.name, spec.kind, spec.url, spec.relay)
+        log.info("engine %s joins: %s at %s, beside relay %s", spec.name, spec.kind, spec.url, engine.relay)
 
 
 def registered(engine: RegisteredEngine) -> EngineSpec:
-    """The engine that a relay registered. Raises InvalidRequest for what cannot be one."""
+    """The engine that a relay registered; it loads from that relay, if its kind loads versions. Raises InvalidRequest
+    for what cannot be one."""
     spec = EngineSpec(engine.name, engine.kind, engine.url, engine.relay)
-    check_kind(spec.kind, f"engine {spec.name}, registered by {spec.relay}")
+    check_kind(spec.kind, f"engine {spec.name}, registered by {engine.relay}")
     if not (spec.name and is_address(spec.url) and is_host_port(engine.relay)):
         raise InvalidRequest(
             f"{spec.url[:200]!r} beside relay {engine.relay[:200]!r} is not the address of an engine",
             hint="register it as NAME=KIND=URL, such as e0=vllm=http://10.0.0.1:8000",
         )
-    return spec
+    return spec if spec.loads else replace(spec, relay=None)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
-from gateway.engines.base import EngineAdapter, EngineFailed, EngineLimits, EngineReport, version_of
+from gateway.engines.base import EngineAdapter, EngineFailed, EngineLimits, EngineReport, TextCodec, version_of
 from gateway.engines.connections import until_broken
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.relays import Relays
@@ -32,10 +32,6 @@ SAME_SHARE = 0.5
 """Share of ids that two tokenizers have in common if they are the same: libraries differ at a text's first space."""
 POLL_AGAIN_S = 0.2
 """After a poll that failed. The engine counts as dead only after `dead_after_polls` of them."""
-
-
-Tokenize = Callable[[str], Sequence[int]]
-"""The gateway's own tokenizer, without special tokens added."""
 
 
 async def same_ids(adapter: EngineAdapter, ids: Sequence[int] | None, tokenizer: Path) -> bool:
@@ -65,12 +61,12 @@ class EngineWatcher:
         state: FleetState,
         relays: Relays,
         reconcile: Callable[[], None],
-        tokenize: Tokenize | None = None,
-        context_tokens: int = 0,
+        tokenizer: TextCodec | None,
+        context_tokens: int,
     ) -> None:
         self._config, self._state, self._relays, self._reconcile = config, state, relays, reconcile
         self._context_tokens = context_tokens  # the model's, for engines that report none
-        self._probe_ids = None if tokenize is None else tuple(tokenize(PROBE_TEXT))
+        self._probe_ids = None if tokenizer is None else tuple(tokenizer.encode(PROBE_TEXT))
 
     async def watch(self, handle: EngineHandle) -> None:
         """Polls until cancelled: at an interval, and at once when `poll_now` is set."""
@@ -150,8 +146,8 @@ class EngineWatcher:
         state.version = version_of(limits.weight_version)
         state.must_load = limits.fenced
         if state.status == "dead":
-            what = "fenced: it must load before it serves" if limits.fenced else f"holds version {state.version}"
-            handle.to("joining", f"responds; {what}")
+            fenced = "fenced: it must load before it serves" if state.loads else "paused: it serves once it is resumed"
+            handle.to("joining", f"responds; {fenced if limits.fenced else f'holds version {state.version}'}")
         if not state.must_load:
             state.good = max(state.good, state.version)
         self.settle(handle)

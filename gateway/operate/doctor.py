@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.engines.base import EngineAdapter, version_of
+from gateway.engines.base import AdapterContext, EngineAdapter, version_of
 from gateway.engines.kinds import connect
 from gateway.fleet.registrations import registered
 from gateway.fleet.watcher import PROBE_TEXT, same_ids
@@ -201,7 +201,7 @@ async def _relay(address: str, model: str) -> list[Finding]:
 
 async def _engine(spec: EngineSpec, config: GatewayConfig, codec: Codec | None) -> list[Finding]:
     timeouts = {"stall_timeout_s": REPLY_TIMEOUT_S, "control_timeout_s": REPLY_TIMEOUT_S}
-    adapter = connect(spec.kind, spec.url, config.model, **timeouts)
+    adapter = connect(spec.kind, spec.url, AdapterContext(model=config.model, tokenizer=codec, **timeouts))
     try:
         return await _answers(spec, adapter, config, codec)
     except LaminarError as e:
@@ -220,15 +220,18 @@ async def _answers(
     limits = await adapter.limits()
     alike = await same_ids(adapter, None if codec is None else codec.encode(PROBE_TEXT), config.tokenizer)
     context = limits.context_tokens or (codec.context_tokens if codec else 0) or 0
-    holds = f"version {version_of(limits.weight_version)}, context of {context} tokens"
+    holds = f"version {version_of(limits.weight_version)}{'' if spec.loads else ', and loads no other'}"
+    holds = f"{holds}, context of {context} tokens"
     found = [Finding(what, True, f"{spec.kind} at {spec.url}: {holds}, KV of {limits.kv_capacity_tokens} tokens")]
     if limits.fenced:
         remedy = "it is paused, perhaps in a load: the gateway loads it anew before it serves"
+        if not spec.loads:
+            remedy = "it is paused: resume it, since the gateway loads nothing into it"
         found.append(Finding(what, False, "fenced", remedy, advice=True))
     if not alike:
         remedy = "compare the two tokenizer.json: prompts that were made elsewhere may mean something else here"
         found.append(Finding(what, False, "makes other ids of some text than the gateway", remedy, advice=True))
-    if not (spec.relay or config.relay):
+    if spec.loads and not (spec.relay or config.relay):
         remedy = f"write --engine {spec.name}={spec.kind}={spec.url}@HOST:PORT with the relay on its host, or --relay"
         found.append(Finding(what, False, "has no relay: its weights are never refreshed", remedy, advice=True))
     return found

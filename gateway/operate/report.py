@@ -35,15 +35,17 @@ class HeldBy(msgspec.Struct, frozen=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`available`: the newest version that its host's relay holds. `running` and `kv_tokens` are the gateway's own
-    count, `waiting` and `kv_usage` (0..1) the engine's word. `last_error`: what stands against it now. `reason`: why it
-    takes no new sessions. `held_by`: sessions for which it stays on its version though a newer one is there."""
+    """`available`: the newest version that its host's relay holds. `loads`: whether its kind takes published versions
+    at all. `running` and `kv_tokens` are the gateway's own count, `waiting` and `kv_usage` (0..1) the engine's word.
+    `last_error`: what stands against it now. `reason`: why it takes no new sessions. `held_by`: sessions for which it
+    stays on its version though a newer one is there."""
 
     name: str
     url: str
     kind: str
     version: int
     available: int
+    loads: bool
     state: EngineStatus | Literal["draining"]
     intake: Literal["open", "closed"]
     admitted: int

@@ -135,6 +135,7 @@ class GatewayStatus:
             kind=engine.kind,
             version=engine.version,
             available=engine.available,
+            loads=engine.loads,
             state=_state(engine),
             intake="open" if engine.intake_open else "closed",
             admitted=engine.admitted,

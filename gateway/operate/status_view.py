@@ -52,6 +52,7 @@ def _engines(engines: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(*ENGINE_COLUMNS, box=None, pad_edge=False)
     for e in engines:
         behind = f" of {e['available']}" if e["available"] > e["version"] else ""
+        behind = behind if e.get("loads", True) else " (loads none)"
         numbers = (str(e["admitted"]), str(e["running"]), str(e["waiting"]), f"{e['kv_usage']:.0%}")
         table.add_row(
             e["name"], e["kind"], e["state"], f"{e['version']}{behind}", e["intake"], *numbers, e["dtype"] or "?"

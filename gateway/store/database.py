@@ -153,6 +153,11 @@ class Database:
         self._checkpoint_wanted: Future[bool] | None = None
         self._write_failure = ""
 
+    @property
+    def path(self) -> Path | None:
+        """The file, in the directory of `--data`; None in memory."""
+        return self._path
+
     async def __aenter__(self) -> Database:
         await self.open()
         return self

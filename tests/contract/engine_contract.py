@@ -1,4 +1,5 @@
-"""What the gateway relies on in every engine, as one suite of cases that each kind of engine runs.
+"""What the gateway relies on in every engine, as one suite of cases that each kind of engine runs: `LoadingContract`,
+or `FixedContract` for a kind that loads no published versions. `EngineContract` has the cases of both.
 
 A subclass gives the fixture `subject`; the cases see nothing of the engine but the adapter and what a test may do to a
 process. Greedy numerics must not depend on the batch (float32 and a small model will do).
@@ -20,8 +21,18 @@ import aiohttp
 import pytest
 
 from gateway.core.types import SamplingParams
-from gateway.engines.base import EngineAdapter, EngineChunk, EngineFailed, RequestRefused, StreamCut
+from gateway.engines.base import (
+    EngineAdapter,
+    EngineChunk,
+    EngineFailed,
+    RequestRefused,
+    SnapshotRefused,
+    StreamCut,
+    version_of,
+)
 from gateway.engines.kinds import connect
+from protos.engines import ENGINE_KINDS
+from tests.support.adapters import lent
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
 from tests.support.relays import until
@@ -42,7 +53,8 @@ BRIEF_S = 0.5
 
 @dataclass
 class Subject:
-    """An engine under test. Version `n` has the weights of the tiny model with seed `n`; it starts with seed 0.
+    """An engine under test. Version `n` has the weights of the tiny model with seed `n`; it starts with seed 0, and
+    stays there if its kind loads no versions.
 
     `start` gives a process that serves at `port`; `expected` the greedy ids after a prompt;
     `first_stray` the index of the first of some ids that a version would not say after a prompt and those before.
@@ -84,6 +96,16 @@ class Subject:
             self._snapshots[version] = seal(self.directory, version, tiny_model(seed=version, head_dim=self.head_dim))
         return self._snapshots[version]
 
+    def held(self, version: int) -> int:
+        """The version that it holds after `hold`."""
+        return version if ENGINE_KINDS[self.kind].loads else 0
+
+    async def hold(self, adapter: EngineAdapter, version: int) -> int:
+        """Loads the version, if its kind loads any; returns the one that it holds from now on."""
+        if self.held(version):
+            await load(adapter, self.snapshot(version))
+        return self.held(version)
+
     def told(self, *versions: int) -> list[str]:
         """What a turn under these versions says of them."""
         return [str(version) for version in versions] if self.tells_versions else []
@@ -107,7 +129,7 @@ class Subject:
     @asynccontextmanager
     async def adapter(self, **deadlines: float) -> AsyncIterator[EngineAdapter]:
         patience = {"stall_timeout_s": PATIENCE_S, "control_timeout_s": PATIENCE_S}
-        found = connect(self.kind, self.url, MODEL, **{**patience, **deadlines})
+        found = connect(self.kind, self.url, lent(MODEL, **{**patience, **deadlines}))
         try:
             yield found
         finally:
@@ -195,42 +217,42 @@ class EngineContract:
 
     async def test_a_turn_is_streamed_with_ids_and_logprobs_to_its_length(self, subject: Subject) -> None:
         async with subject.adapter() as adapter:
-            await load(adapter, subject.snapshot(1))
+            held = await subject.hold(adapter, 1)
             turn = await Turn().read(adapter)
-        assert turn.ids == subject.expected(1, PROMPT, TOKENS)
+        assert turn.ids == subject.expected(held, PROMPT, TOKENS)
         assert [chunk.finish_reason for chunk in turn.chunks[:-1]] == [None] * (len(turn.chunks) - 1)
         assert turn.finish == "length"
-        assert turn.versions == subject.told(1)
+        assert [version_of(label) for label in turn.versions] == [held] * subject.tells_versions
         assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in turn.chunks)
         assert all(logprob <= 0 for chunk in turn.chunks for logprob in chunk.logprobs)
 
     async def test_streams_side_by_side_do_not_mix(self, subject: Subject) -> None:
         prompts = [tuple(range(start, start + 12)) for start in range(60, 120, 15)]
         async with subject.adapter() as adapter:
-            await load(adapter, subject.snapshot(1))
+            held = await subject.hold(adapter, 1)
             reading = [Turn().read(adapter, prompt, name=f"turn-{prompt[0]}") for prompt in prompts]
             turns = await asyncio.gather(*reading)
-        assert [turn.ids for turn in turns] == [subject.expected(1, prompt, TOKENS) for prompt in prompts]
+        assert [turn.ids for turn in turns] == [subject.expected(held, prompt, TOKENS) for prompt in prompts]
 
     async def test_a_turn_goes_on_from_its_ids(self, subject: Subject) -> None:
         async with subject.adapter() as adapter:
-            await load(adapter, subject.snapshot(1))
-            whole = subject.expected(1, PROMPT, TOKENS)
+            held = await subject.hold(adapter, 1)
+            whole = subject.expected(held, PROMPT, TOKENS)
             for cut in (1, 9, TOKENS - 1):
                 rest = await Turn().read(adapter, (*PROMPT, *whole[:cut]), TOKENS - cut, name=f"rest-{cut}")
                 assert rest.ids == whole[cut:]
 
     async def test_a_stop_token_ends_the_turn_and_is_the_last_one_told(self, subject: Subject) -> None:
         async with subject.adapter() as adapter:
-            await load(adapter, subject.snapshot(1))
-            whole = subject.expected(1, PROMPT, TOKENS)
+            held = await subject.hold(adapter, 1)
+            whole = subject.expected(held, PROMPT, TOKENS)
             stop = next(token for at, token in enumerate(whole) if at > 3 and token not in whole[:at])
             turn = await Turn().read(adapter, stop=(stop,))
         assert (turn.ids, turn.finish) == (whole[: whole.index(stop) + 1], "stop")
 
     async def test_alternatives_come_with_their_ids(self, subject: Subject) -> None:
         async with subject.adapter() as adapter:
-            await load(adapter, subject.snapshot(1))
+            await subject.hold(adapter, 1)
             turn = await Turn().read(adapter, top=2, max_tokens=4)
         tops = [top for chunk in turn.chunks for top in chunk.top_logprobs or ()]
         assert [len(top) >= 2 for top in tops] == [True] * 4
@@ -238,7 +260,7 @@ class EngineContract:
 
     async def test_leaving_a_stream_frees_the_engine(self, subject: Subject) -> None:
         async with subject.adapter() as adapter:
-            await load(adapter, subject.snapshot(1))
+            await subject.hold(adapter, 1)
             sampling = SamplingParams(max_tokens=subject.long, temperature=0.0, ignore_eos=True)
 
             async def leave() -> None:
@@ -253,7 +275,7 @@ class EngineContract:
     @pytest.mark.parametrize("prompt", [(1 << 20,), tuple([5] * 20_000)], ids=["no-such-token", "too-long"])
     async def test_what_can_never_work_is_refused(self, subject: Subject, prompt: tuple[int, ...]) -> None:
         async with subject.adapter() as adapter:
-            await load(adapter, subject.snapshot(1))
+            await subject.hold(adapter, 1)
             with pytest.raises(RequestRefused):
                 await Turn().read(adapter, prompt)
 
@@ -261,17 +283,112 @@ class EngineContract:
 
     async def test_it_tells_what_it_holds(self, subject: Subject) -> None:
         async with subject.adapter() as adapter:
-            await load(adapter, subject.snapshot(2))
+            held = await subject.hold(adapter, 2)
             limits = await adapter.limits()
             first, second = await adapter.report(), await adapter.report()
-        assert limits.weight_version == "2"
+        assert version_of(limits.weight_version) == held
         assert limits.context_tokens >= 1024
         assert limits.kv_capacity_tokens >= 1024
         assert first.incarnation == second.incarnation not in ("", "unknown")
         assert (first.running, first.waiting) == (0, 0)
         assert 0 <= first.kv_usage <= 1
 
-    # -- weights
+    # -- turns that are cut
+
+    async def _begun(self, subject: Subject, adapter: EngineAdapter) -> tuple[Turn, asyncio.Task[Turn]]:
+        """A long turn whose first tokens came, and what reads it. A quick engine may be through soon after."""
+        turn = Turn()
+        running = asyncio.create_task(turn.read(adapter, max_tokens=subject.long))
+        await until(lambda: _holds(len(turn.ids) > 3), "tokens", PATIENCE_S)
+        return turn, running
+
+    async def _cut_by(
+        self, subject: Subject, adapter: EngineAdapter, act: Callable[[], Awaitable[None]]
+    ) -> tuple[Turn, StreamCut]:
+        """A turn of version 1, or the only one, that `act` cut short. One that was over before is tried again."""
+        for _ in range(TRIES):
+            await subject.hold(adapter, 1)
+            turn, running = await self._begun(subject, adapter)
+            await act()
+            try:
+                await running
+            except StreamCut as cut:
+                return turn, cut
+            assert (turn.finish, len(turn.ids)) == ("length", subject.long), "whole, or cut"
+            if subject.daemon.process.poll() is not None:
+                await asyncio.to_thread(subject.start_again)
+        raise AssertionError(f"{TRIES} turns ran to their {subject.long} tokens")
+
+    # -- an engine that does not answer
+
+    async def test_every_call_has_a_deadline(self, subject: Subject) -> None:
+        deadlines = {"stall_timeout_s": BRIEF_S, "control_timeout_s": BRIEF_S, "load_timeout_s": BRIEF_S}
+        snapshot = subject.snapshot(1)
+        async with subject.adapter(**deadlines) as adapter:
+            loading = [load(adapter, snapshot)] if subject.held(1) else []
+            os.kill(subject.daemon.process.pid, signal.SIGSTOP)
+            try:
+                for call in (adapter.report(), adapter.limits(), *loading):
+                    async with asyncio.timeout(PATIENCE_S):
+                        with pytest.raises(EngineFailed, match=subject.url):
+                            await call
+                with pytest.raises(StreamCut) as cut:
+                    await Turn().read(adapter, name="stalled")  # which may still run there when the next case begins
+                assert cut.value.reason == "stalled"
+            finally:
+                os.kill(subject.daemon.process.pid, signal.SIGCONT)
+
+    async def test_a_death_and_a_new_incarnation_show(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            incarnations: list[str] = []
+
+            async def kill() -> None:
+                incarnations.append((await adapter.report()).incarnation)
+                subject.daemon.kill()
+
+            try:
+                turn, cut = await self._cut_by(subject, adapter, kill)
+                assert cut.reason in ("reset", "early_end")
+                assert subject.first_stray(turn.ids, subject.held(1), PROMPT) is None
+                await self._check_away(subject, adapter)
+            finally:
+                await asyncio.to_thread(subject.start_again)
+            before = incarnations[-1]
+            assert (await adapter.report()).incarnation != before
+            assert (await adapter.limits()).weight_version != "1"
+            assert (await Turn().read(adapter)).ids == subject.expected(0, PROMPT, TOKENS)
+            await self._check_other_model(subject)
+
+    async def _check_away(self, subject: Subject, adapter: EngineAdapter) -> None:
+        with pytest.raises(EngineFailed, match=subject.url):
+            await adapter.report()
+        with pytest.raises(StreamCut) as cut:
+            await Turn().read(adapter)
+        assert cut.value.reason == "refused"
+
+    async def _check_other_model(self, subject: Subject) -> None:
+        patience = lent("critic", stall_timeout_s=PATIENCE_S, control_timeout_s=PATIENCE_S)
+        critic = connect(subject.kind, subject.url, patience)
+        try:
+            with pytest.raises(EngineFailed, match=r"serves \['policy'\], not 'critic'"):
+                await critic.limits()
+        finally:
+            await critic.close()
+
+
+class FixedContract(EngineContract):
+    """The cases of kinds that load no published versions."""
+
+    async def test_a_load_is_refused_and_it_says_what_it_said(self, subject: Subject) -> None:
+        async with subject.adapter() as adapter:
+            with pytest.raises(SnapshotRefused):
+                await load(adapter, subject.snapshot(1))
+            assert version_of(await adapter.weight_version()) == 0
+            assert (await Turn().read(adapter)).ids == subject.expected(0, PROMPT, TOKENS)
+
+
+class LoadingContract(EngineContract):
+    """The cases of kinds that load published versions."""
 
     async def test_each_version_speaks_for_itself_and_no_old_kv_is_used(self, subject: Subject) -> None:
         async with subject.adapter() as adapter:
@@ -291,30 +408,6 @@ class EngineContract:
             turn, _ = await self._cut_by(subject, adapter, load_another)
             assert subject.first_stray(turn.ids, 1, PROMPT) is None
             assert (await Turn().read(adapter)).ids == subject.expected(2, PROMPT, TOKENS)
-
-    async def _begun(self, subject: Subject, adapter: EngineAdapter) -> tuple[Turn, asyncio.Task[Turn]]:
-        """A long turn whose first tokens came, and what reads it. A quick engine may be through soon after."""
-        turn = Turn()
-        running = asyncio.create_task(turn.read(adapter, max_tokens=subject.long))
-        await until(lambda: _holds(len(turn.ids) > 3), "tokens", PATIENCE_S)
-        return turn, running
-
-    async def _cut_by(
-        self, subject: Subject, adapter: EngineAdapter, act: Callable[[], Awaitable[None]]
-    ) -> tuple[Turn, StreamCut]:
-        """A turn of version 1 that `act` cut short. One that was over before it was reached is tried again."""
-        for _ in range(TRIES):
-            await load(adapter, subject.snapshot(1))
-            turn, running = await self._begun(subject, adapter)
-            await act()
-            try:
-                await running
-            except StreamCut as cut:
-                return turn, cut
-            assert (turn.finish, len(turn.ids)) == ("length", subject.long), "whole, or cut"
-            if subject.daemon.process.poll() is not None:
-                await asyncio.to_thread(subject.start_again)
-        raise AssertionError(f"{TRIES} turns ran to their {subject.long} tokens")
 
     async def test_after_a_load_that_failed_nothing_of_it_is_said(self, subject: Subject) -> None:
         async with subject.adapter() as adapter:
@@ -336,60 +429,6 @@ class EngineContract:
                 with pytest.raises(StreamCut):
                     await turn.read(adapter)
                 assert turn.ids == []
-
-    # -- an engine that does not answer
-
-    async def test_every_call_has_a_deadline(self, subject: Subject) -> None:
-        deadlines = {"stall_timeout_s": BRIEF_S, "control_timeout_s": BRIEF_S, "load_timeout_s": BRIEF_S}
-        snapshot = subject.snapshot(1)
-        async with subject.adapter(**deadlines) as adapter:
-            os.kill(subject.daemon.process.pid, signal.SIGSTOP)
-            try:
-                for call in (adapter.report(), adapter.limits(), load(adapter, snapshot)):
-                    async with asyncio.timeout(PATIENCE_S):
-                        with pytest.raises(EngineFailed, match=subject.url):
-                            await call
-                with pytest.raises(StreamCut) as cut:
-                    await Turn().read(adapter)
-                assert cut.value.reason == "stalled"
-            finally:
-                os.kill(subject.daemon.process.pid, signal.SIGCONT)
-
-    async def test_a_death_and_a_new_incarnation_show(self, subject: Subject) -> None:
-        async with subject.adapter() as adapter:
-            incarnations: list[str] = []
-
-            async def kill() -> None:
-                incarnations.append((await adapter.report()).incarnation)
-                subject.daemon.kill()
-
-            try:
-                turn, cut = await self._cut_by(subject, adapter, kill)
-                assert cut.reason in ("reset", "early_end")
-                assert subject.first_stray(turn.ids, 1, PROMPT) is None
-                await self._check_away(subject, adapter)
-            finally:
-                await asyncio.to_thread(subject.start_again)
-            before = incarnations[-1]
-            assert (await adapter.report()).incarnation != before
-            assert (await adapter.limits()).weight_version != "1"
-            assert (await Turn().read(adapter)).ids == subject.expected(0, PROMPT, TOKENS)
-            await self._check_other_model(subject)
-
-    async def _check_away(self, subject: Subject, adapter: EngineAdapter) -> None:
-        with pytest.raises(EngineFailed, match=subject.url):
-            await adapter.report()
-        with pytest.raises(StreamCut) as cut:
-            await Turn().read(adapter)
-        assert cut.value.reason == "refused"
-
-    async def _check_other_model(self, subject: Subject) -> None:
-        critic = connect(subject.kind, subject.url, "critic", stall_timeout_s=PATIENCE_S, control_timeout_s=PATIENCE_S)
-        try:
-            with pytest.raises(EngineFailed, match=r"serves \['policy'\], not 'critic'"):
-                await critic.limits()
-        finally:
-            await critic.close()
 
 
 async def _holds(condition: bool) -> bool:

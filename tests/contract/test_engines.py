@@ -1,7 +1,9 @@
-"""The engine contract over the embedded engine and the SGLang stand-in, each in a process of its own."""
+"""The engine contract over the embedded engine and the SGLang stand-in, each in a process of its own, and over the
+stand-in as a kind that loads nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from gateway.core.types import SamplingParams
-from gateway.engines.base import RequestRefused
-from gateway.engines.sglang import LOADER
-from tests.contract.engine_contract import PROMPT, EngineContract, Subject
+from gateway.engines.base import RequestRefused, SnapshotRefused
+from gateway.engines.kinds import ADAPTERS
+from gateway.engines.sglang import LOADER, SglangEngine
+from protos.engines import ENGINE_KINDS
+from tests.contract.engine_contract import PROMPT, FixedContract, LoadingContract, Subject
 from tests.contract.text_contract import TextContract
 from tests.support import processes
 from tests.support.greedy import first_stray, transformers_greedy
@@ -68,7 +72,24 @@ def sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert subject.stop() == 0
 
 
-class TestEmbedded(TextContract, EngineContract):
+class Fixed(SglangEngine):
+    async def load(self, path: Path, version: int, digest: str) -> float:
+        raise SnapshotRefused(f"{self.url} loads no versions")
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    directory = tmp_path_factory.mktemp("fixed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENGINE_KINDS, "fixed", dataclasses.replace(ENGINE_KINDS["sglang"], loads=False))
+        patch.setitem(ADAPTERS, "fixed", Fixed)
+        start = functools.partial(start_sglang, directory, ())
+        subject = Subject("fixed", directory, start, stand_in_says, stand_in_strays)
+        yield subject
+        assert subject.stop() == 0
+
+
+class TestEmbedded(TextContract, LoadingContract):
     @pytest.fixture
     def subject(self, embedded: Subject) -> Subject:
         return embedded
@@ -85,7 +106,13 @@ class TestEmbedded(TextContract, EngineContract):
                     await anext(aiter(chunks))
 
 
-class TestSglang(EngineContract):
+class TestSglang(LoadingContract):
     @pytest.fixture
     def subject(self, sglang: Subject) -> Subject:
         return sglang
+
+
+class TestFixed(FixedContract):
+    @pytest.fixture
+    def subject(self, fixed: Subject) -> Subject:
+        return fixed

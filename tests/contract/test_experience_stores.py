@@ -15,10 +15,10 @@ import pytest
 from gateway.core.selection import Entry
 from gateway.experience.leases import LeaseState
 from gateway.experience.redis_store import RedisStore
-from gateway.experience.stores import STORES, DatabaseStore, ExperienceStore, MemoryStore
+from gateway.experience.stores import STORES, DatabaseStore, ExperienceStore, MemoryStore, make_store
 from gateway.store import Database
 from protos import packed
-from protos.errors import Conflict, Unavailable
+from protos.errors import Conflict, InvalidRequest, Unavailable
 from protos.trajectories import Trajectory
 from tests.support.redis_servers import connect
 from tests.unit.gateway_store.disk import Disk, until
@@ -38,7 +38,7 @@ async def store(request: pytest.FixtureRequest, database: Database, namespace: s
             server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
             store: ExperienceStore = RedisStore(database, server, 100, 1 << 30)
         else:
-            store = STORES[request.param](database)
+            store = make_store(request.param, database)
         kept = await store.open()
         assert (list(kept.entries), list(kept.leases), list(kept.closed_groups)) == ([], [], [])
         yield store
@@ -183,3 +183,9 @@ async def test_memory_keeps_nothing_of_what_is_gone_and_writes_no_row(database: 
     assert len(store) == 1
     for table in ("trajectories", "trajectory_bodies", "leases", "closed_groups"):
         assert await database.run(lambda c, t=table: c.execute(f"SELECT * FROM {t}").fetchall()) == []  # type: ignore[misc]
+
+
+async def test_a_name_that_no_store_has_is_refused_with_those_there_are(database: Database) -> None:
+    with pytest.raises(InvalidRequest, match="no experience store is named 'disk'") as refused:
+        make_store("disk", database)
+    assert refused.value.hint == f"there are: {', '.join(STORES)}"

@@ -40,6 +40,7 @@ from gateway.store.sessions import SessionStore
 from gateway.turns.running import RunningTurn
 from protos.errors import LaminarError, OutOfCapacity, Unavailable
 from tests.sim.virtual import Clock, Process
+from tests.support.adapters import lent
 
 PROMPT = (11, 12, 13)
 BUDGET = 12
@@ -337,7 +338,7 @@ async def _live(seed: int, rng: random.Random, last_bytes_s: float) -> list[Requ
         live = SessionRegistry(config, state, store, timeline)
         trainer = Trainer(config, live, buffer)
         async with contextlib.AsyncExitStack() as stack:
-            fleet = await Fleet(config, state, timeline, trainer.admission).__aenter__()
+            fleet = await Fleet(config, state, timeline, trainer.admission, lent()).__aenter__()
             stack.push_async_callback(fleet.close)
             sessions = TurnService(config, live, fleet, trainer, pool=pool, timeline=timeline)
             await fleet.polled()

@@ -11,14 +11,14 @@ from aiohttp import web
 from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.app import Parts, Stores, assemble, open_stores
-from gateway.config import ExperienceStoreKind, GatewayConfig
+from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetConfig
 from gateway.store import Database
 
 
 @contextlib.asynccontextmanager
 async def experience_app(
-    database: Database, staleness_max: int = 4, store: ExperienceStoreKind = "database"
+    database: Database, staleness_max: int = 4, store: str = "database"
 ) -> AsyncIterator[tuple[web.Application, Stores, Parts]]:
     config = GatewayConfig(model="policy", tokenizer=Path(), fleet=FleetConfig(staleness_max=staleness_max))
     async with contextlib.AsyncExitStack() as stack:

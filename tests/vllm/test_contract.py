@@ -13,7 +13,7 @@ from gateway.api.openai.constraints import forced_call
 from gateway.api.openai.forced import CallForm
 from gateway.api.openai.requests import decode_chat
 from gateway.core.types import SamplingParams
-from tests.contract.engine_contract import PROMPT, TOKENS, EngineContract, Subject, Turn
+from tests.contract.engine_contract import PROMPT, TOKENS, LoadingContract, Subject, Turn
 from tests.contract.text_contract import TextContract
 from tests.support import vllm
 from tests.support.greedy import first_stray, transformers_greedy
@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     subject.stop()
 
 
-class TestVllm(TextContract, EngineContract):
+class TestVllm(TextContract, LoadingContract):
     @pytest.fixture
     def subject(self, server: Subject) -> Subject:
         return server

@@ -15,6 +15,7 @@ import torch
 
 from gateway.engines.base import EngineFailed, StreamCut
 from gateway.engines.vllm import VllmEngine
+from tests.support.adapters import lent
 from tests.support.fleet import until
 from tests.support.greedy import check_greedy
 from tests.support.snapshots import seal
@@ -88,7 +89,7 @@ async def test_files_that_vanish_after_the_proof_leave_the_server_fenced(
     bad, good = (seal(tmp_path, v, tiny_model(seed=v, head_dim=VLLM_HEAD_DIM)) for v in (901, held))
     url = scene.servers[name].ready["url"]
     sabotaged, engine, brief = (
-        kind(url, "policy", stall_timeout_s=s) for kind, s in ((Sabotaged, 9.0), (VllmEngine, 60.0), (VllmEngine, 1.0))
+        kind(url, lent(stall_timeout_s=s)) for kind, s in ((Sabotaged, 9.0), (VllmEngine, 60.0), (VllmEngine, 1.0))
     )
     try:
         with pytest.raises(EngineFailed, match="is not loaded: rank 0"):

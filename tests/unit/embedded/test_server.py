@@ -26,6 +26,7 @@ from gateway.engines.embedded.service import EngineService
 from gateway.engines.embedded.text import Text
 from gateway.engines.vllm import VllmEngine
 from gateway.fleet.probe import probe
+from tests.support.adapters import lent
 from tests.support.tiny_model import tiny_model, tiny_snapshot, weights, write_tiny_model
 from tests.unit.embedded.helpers import config, prompts
 from tests.unit.embedded.test_weights import broken
@@ -148,7 +149,7 @@ async def test_an_engine_with_nan_in_its_weights_gives_itself_away_to_the_gatewa
     directory = write_tiny_model(tmp_path / "m", "qwen2", "float32", 7)
     save_file(tensors, directory / "model.safetensors")
     async with serving(model=directory) as client:
-        adapter = VllmEngine(client.url, "policy")
+        adapter = VllmEngine(client.url, lent())
         with pytest.raises(EngineFailed, match=r"version 8 computes NaN.*weights hold NaN"):
             await probe(adapter, "i", Version(8))
         await adapter.close()

@@ -17,6 +17,7 @@ from gateway.api.openai.requests import decode_chat
 from gateway.core.types import SamplingParams
 from gateway.engines.base import EngineChunk, EngineFailed, RequestRefused
 from gateway.engines.sglang import LOADER, SglangEngine
+from tests.support.adapters import lent
 from tests.support.scripted_engine import until
 from tests.support.sglang.engine import Engine
 from tests.support.sglang.server import Server
@@ -60,7 +61,7 @@ async def scene(**how: Any) -> AsyncIterator[Scene]:
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    adapter = SglangEngine(f"http://127.0.0.1:{runner.addresses[0][1]}/", "policy", stall_timeout_s=5.0)
+    adapter = SglangEngine(f"http://127.0.0.1:{runner.addresses[0][1]}/", lent(stall_timeout_s=5.0))
     try:
         yield Scene(engine, adapter, posts)
     finally:
@@ -72,7 +73,7 @@ async def test_a_server_of_another_kind_is_told_apart() -> None:
     runner = web.AppRunner(web.Application())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    adapter = SglangEngine(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "policy", stall_timeout_s=5.0)
+    adapter = SglangEngine(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", lent(stall_timeout_s=5.0))
     with pytest.raises(
         EngineFailed, match=r"answered 404: 404: Not Found \(name the server's own URL, without /v1, and"
     ):

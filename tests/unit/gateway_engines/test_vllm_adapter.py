@@ -12,11 +12,20 @@ from typing import Any
 import pytest
 
 from gateway.core.types import SamplingParams, TopLogprob
-from gateway.engines.base import EngineChunk, EngineFailed, EngineLimits, EngineReport, RequestRefused, StreamCut
-from gateway.engines.http import CONTROL_TIMEOUT_S, reason_in
+from gateway.engines.base import (
+    CONTROL_TIMEOUT_S,
+    EngineChunk,
+    EngineFailed,
+    EngineLimits,
+    EngineReport,
+    RequestRefused,
+    StreamCut,
+)
+from gateway.engines.http import reason_in
 from gateway.engines.kinds import connect
 from gateway.engines.vllm import Reader, VllmEngine
 from gateway.fleet import refresh
+from tests.support.adapters import lent
 from tests.support.fake_relay import relay
 from tests.support.gateway_shell import STALL_S, check_whole, read, shell
 from tests.support.scripted_engine import (
@@ -54,7 +63,7 @@ REASONS: dict[CutKind, str] = {
 
 @asynccontextmanager
 async def adapter(engine: ScriptedEngine, **how: Any) -> AsyncIterator[VllmEngine]:
-    made = VllmEngine(engine.url + "/", MODEL, **{"stall_timeout_s": STALL_S, **how})
+    made = VllmEngine(engine.url + "/", lent(MODEL, **{"stall_timeout_s": STALL_S, **how}))
     try:
         yield made
     finally:
@@ -262,7 +271,7 @@ async def test_what_it_computes_in_is_told_with_its_model_or_in_its_configuratio
 )
 async def test_no_word_of_it_and_what_is_no_dtype_are_failures_of_the_look(answers: dict[str, Answer]) -> None:
     async with ScriptedEngine(answers=answers) as e0:
-        found = connect("vllm", e0.url, MODEL)
+        found = connect("vllm", e0.url, lent(MODEL))
         with pytest.raises(EngineFailed):
             await found.dtype()
         await found.close()

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from gateway.cli import cli
 from gateway.config import EngineSpec, GatewayConfig, parse_engine
+from gateway.experience.stores import STORES, MemoryStore, StoreKind
 from protos.errors import InvalidRequest, UnsupportedField
 from tests.support import processes
 from tests.support.scripted_engine import ScriptedEngine, until
@@ -271,7 +272,29 @@ def test_where_trajectories_wait_is_configured(monkeypatch: pytest.MonkeyPatch, 
     assert [config.experience_store for config in seen] == [store]
     refused = invoke("serve", "--model=m", "--tokenizer=.", "--experience-store=disk")
     assert refused.exit_code == 2
+    assert f"it is none of {', '.join(map(repr, STORES))}, or the address of a Redis" in refused.output
     assert "redis://HOST:PORT/DB" in refused.output
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_a_store_is_named_and_explained_by_its_row_alone(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    names = "|".join(STORES)
+    shown = " ".join(invoke(command, "--help").output.split())
+    assert f"--experience-store {names}|redis://HOST:PORT/DB" in shown
+    assert [name for name, kind in STORES.items() if f"`{name}`: {kind.help}." not in shown] == []
+    assert "`memory`: never on disk, and lost at exit" in shown
+    monkeypatch.setitem(STORES, "shelf", StoreKind(MemoryStore, "on a shelf"))  # type: ignore[arg-type]
+    shown = " ".join(invoke(command, "--help").output.split())
+    assert f"--experience-store {names}|shelf|redis://HOST:PORT/DB" in shown
+    assert "`shelf`: on a shelf." in shown
+    refused = invoke(command, "--model=m", "--tokenizer=.", "--experience-store=disk")
+    assert ", 'shelf', or the address" in refused.output
+
+
+def test_commands_that_need_no_store_start_without_it() -> None:
+    """`gateway status` is typed often, and SQLite and numpy take half as long again to import as all that it needs."""
+    code = "import sys, gateway.cli; sys.exit('gateway.experience' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_address_of_a_redis_is_configured_and_its_password_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:

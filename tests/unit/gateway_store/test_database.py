@@ -200,3 +200,8 @@ async def test_a_sync_that_failed_is_made_good_by_a_checkpoint(tmp_path: Path, m
         assert (tmp_path / "db-wal").stat().st_size == 0, "all of it is in the file itself, which SQLite synced"
         await until(lambda: not database.failure, "its recovery")
         assert await values(database) == [7]
+
+
+def test_its_path_shows_where_the_gateways_data_is(tmp_path: Path) -> None:
+    assert Database(tmp_path / "db").path == tmp_path / "db"
+    assert Database(None).path is None

@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gateway.cli import cli
-from gateway.config import ExperienceStoreKind
 from gateway.experience import ExperienceBuffer
 from gateway.store.database import DATABASE_NAME, Database
 from gateway.store.layout import LAYOUT, claim
@@ -192,7 +191,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["database", "memory"])
-async def test_a_running_gateway_gives_what_it_has_by_its_url(tmp_path: Path, kind: ExperienceStoreKind) -> None:
+async def test_a_running_gateway_gives_what_it_has_by_its_url(tmp_path: Path, kind: str) -> None:
     async with Database(tmp_path / DATABASE_NAME) as database, experience_app(database, store=kind) as (app, stores, _):
         await database.run(lambda connection: claim(connection, "here", "policy", "digest"))
         for number, name in enumerate("abcd", 1):

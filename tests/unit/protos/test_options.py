@@ -123,6 +123,18 @@ def test_of_a_typed_dict_only_what_is_given_is_there() -> None:
     assert "--text TEXT             Some text." in CliRunner().invoke(command, ["--help"]).output
 
 
+def test_a_command_may_know_of_a_field_what_its_configuration_cannot() -> None:
+    @click.command(context_settings={"show_default": True})
+    @config_options(Example, kind={"type": click.Choice(["b", "c"])}, share={"help": "Of the whole."})
+    def command(**options: object) -> None:
+        click.echo(config_from(Example, options).kind)
+
+    assert CliRunner().invoke(command, ["--title=x", "--kind=c"]).output == "c\n"
+    shown = CliRunner().invoke(command, ["--help"]).output
+    assert "[b|c]" in shown
+    assert "Of the whole." in shown, "also of a configuration within"
+
+
 # -- the daemons' own
 
 SERVING: dict[str, tuple[type, click.Command, dict[str, str]]] = {
