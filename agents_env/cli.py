@@ -32,6 +32,7 @@ from agents_env.verifiers import command as verifiers
 
 
 @click.group(context_settings=SETTINGS)
+@click.version_option(package_name="laminar-rl", prog_name="agents-env")
 def main() -> None:
     """Agent environments that roll out against an OpenAI-compatible server.
 

@@ -22,7 +22,16 @@ from paramserver.config import EngineBeside, RelayConfig, default_pool_dir
 from paramserver.core.records import NUMBER_MAX
 from paramserver.membership import LocalEtcd
 from protos.errors import LaminarError
-from protos.options import DIRECTORY, LOG_LEVEL, PORT, HostPort, config_from, config_option, config_options
+from protos.options import (
+    DIRECTORY,
+    LOG_LEVEL,
+    PORT,
+    HostPort,
+    config_from,
+    config_option,
+    config_options,
+    version_option,
+)
 from protos.process import setup_logging, write_ready_file
 from protos.version_labels import VersionLabels
 
@@ -53,6 +62,7 @@ relay_option = click.option(
 @click.group(
     context_settings={"auto_envvar_prefix": "PARAMSERVER", "show_default": True, "help_option_names": ["-h", "--help"]}
 )
+@version_option
 def cli() -> None:
     """Laminar's parameter service: relays that keep weight versions in host memory and pass them along a chain.
 
@@ -355,7 +365,7 @@ def _run(work: Coroutine[None, None, T]) -> T:
 def main() -> None:
     """Entry point. Expected errors are one line, without a traceback."""
     try:
-        cli()
+        cli(prog_name="paramserver")
     except LaminarError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)

@@ -89,11 +89,19 @@ def parse_bytes(text: str) -> int:
 
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
+DISTRIBUTION = "laminar-rl"
 LOG_LEVEL = click.Choice(LOG_LEVELS)
 
 PORT_MAX = 65535
 PORT = click.IntRange(0, PORT_MAX)
 """To listen on; 0 takes a free one."""
+
+
+def version_option(command: CommandT) -> CommandT:
+    """Adds `--version`: the version of the installed distribution, which all commands share."""
+    # Not from the environment: a PARAMSERVER_VERSION that means something else would end each command with the version.
+    option = click.version_option(package_name=DISTRIBUTION, allow_from_autoenv=False)
+    return option(command)
 
 
 class Flag:

@@ -41,6 +41,11 @@ def test_nothing_is_run_where_nothing_is_lacking(monkeypatch, capsys):
     assert "nothing to install" in capsys.readouterr().out
 
 
+def test_each_package_is_named_where_contributors_read_of_them():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [package.name for package in system_packages.ALL if package.name not in text] == []
+
+
 def test_it_runs_with_the_standard_library_alone():
     """It is called on a bare machine, before `.venv` is there."""
     code = "import deploy.system_packages as s; s.lacking(); print('click' in sys.modules or 'torch' in sys.modules)"

@@ -1,0 +1,155 @@
+"""The wheel, in an environment without the checkout: its commands run, its daemons serve, the SDK works.
+
+It is built from the files that `deploy/images/Containerfile` copies. Its dependencies are those of the shared
+environment, to which a path file leads, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.setup_env import ROOT, make_venv, shared_environment
+from paramserver.daemon.process import SERVICE
+from tests.support.processes import Daemon, await_ready
+from tests.support.words import tokenizer
+from tests.unit.deploy.test_compose import copied_into_the_build
+
+pytestmark = pytest.mark.slow
+
+PACKAGES = ("protos", "paramserver", "gateway", "trainer_client", "agents_env")
+SDK = """
+import sys, numpy, trainer_client, paramserver.client, protos
+assert all("site-packages" in module.__file__ for module in (trainer_client, paramserver.client, protos))
+with trainer_client.Publisher(sys.argv[1]) as publisher:
+    print(publisher.publish({"w": numpy.ones(4, numpy.float32)}, step=1, wait="sealed").version)
+"""
+
+
+def python_of(venv: Path) -> str:
+    return str(venv / "bin" / "python")
+
+
+def run(*words: str | Path, cwd: Path) -> str:
+    """What it prints; nothing of the checkout is on its path."""
+    done = subprocess.run(
+        [*map(str, words)],
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
+    source = directory / "src"
+    source.mkdir()
+    for name in copied_into_the_build():
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_stream.so"))
+        else:
+            shutil.copy(ROOT / name, source)
+    pip = [python_of(shared_environment()), "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", directory, source, cwd=directory)
+    [found] = directory.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the commands."""
+    venv = tmp_path_factory.mktemp("installed") / "venv"
+    make_venv(venv, "--without-pip")
+    shared = shared_environment()
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": "", "platbase": ""}).lstrip("/"))
+    (venv / packages / "dependencies.pth").write_text(f"{shared / packages}\n")
+    pip = [python_of(shared), "-m", "pip", "--disable-pip-version-check", "--python", python_of(venv)]
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=venv)
+    return venv / "bin"
+
+
+def test_the_wheel_has_the_packages_and_nothing_of_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    ours = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".so", ".partial")
+    }
+    assert ours - set(names) == set()
+    if shutil.which("cc") or shutil.which("gcc"):
+        assert "paramserver/data/_stream.so" in names
+
+
+@pytest.mark.parametrize("command", ["paramserver", "gateway", "agents-env"])
+def test_a_command_of_the_wheel_runs_and_gives_its_version(installed: Path, tmp_path: Path, command: str) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run(installed / command, "--version", cwd=tmp_path) == f"{command}, version {version}\n"
+    assert "Usage:" in run(installed / command, "--help", cwd=tmp_path)
+
+
+def started(installed: Path, directory: Path, name: str, *words: str | Path) -> Daemon:
+    ready = f"--ready-file={directory / name}.ready.json"
+    with (directory / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [installed / words[0], *words[1:], ready],
+            cwd=directory,
+            env={"PATH": "/usr/bin:/bin"},
+            stdout=log,
+            stderr=log,
+        )
+    daemon = Daemon(name, process, directory / f"{name}.log")
+    await_ready(daemon, directory)
+    return daemon
+
+
+@pytest.fixture
+def pool() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm"))
+    yield directory / "pool"
+    shutil.rmtree(directory)
+
+
+def health(address: str, service: str) -> str:
+    with grpc.insecure_channel(address) as channel:
+        checks = health_pb2_grpc.HealthStub(channel)
+        answer = checks.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def test_its_daemons_serve_and_its_sdk_publishes(installed: Path, tmp_path: Path, shared_etcd: str, pool: Path) -> None:
+    relay = ["--name=a", f"--etcd={shared_etcd}", "--port=0", f"--pool-dir={pool}", "--pool-bytes=64MiB"]
+    first = started(installed, tmp_path, "relay", "paramserver", "serve", *relay)
+    try:
+        address = first.ready["grpc"]
+        # The probes of deploy/kubernetes ask for these two.
+        assert [health(address, ""), health(address, SERVICE)] == ["SERVING", "SERVING"]
+        assert run(python_of(installed.parent), "-I", "-c", SDK, address, cwd=tmp_path) == "1\n"
+        model = tokenizer(tmp_path / "model")
+        options = ["--model=policy", f"--tokenizer={model}", "--port=0", f"--data={tmp_path / 'data'}"]
+        second = started(installed, tmp_path, "gateway", "gateway", "serve", *options, f"--relay={address}")
+        try:
+            shown = run(installed / "gateway", "status", "--url", second.ready["url"], cwd=tmp_path)
+            assert "no engine serves" in " ".join(shown.split())
+        finally:
+            assert second.stop() == 0, second.log()[-3000:]
+    finally:
+        assert first.stop() == 0, first.log()[-3000:]

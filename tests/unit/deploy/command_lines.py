@@ -1,0 +1,94 @@
+"""Command lines of `deploy/` and `docs/`, read by the commands' own parsers: a unit or manifest that a daemon would
+refuse is refused here, without starting anything.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from unittest import mock
+
+import click
+
+import agents_env.cli
+import gateway.cli
+import paramserver.cli
+
+COMMANDS: Mapping[str, click.Group] = {
+    "paramserver": paramserver.cli.cli,
+    "gateway": gateway.cli.cli,
+    "agents-env": agents_env.cli.main,
+}
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|\((\w+)\)|(\w+))")
+
+
+def env_file(path: Path) -> dict[str, str]:
+    """The variables of an environment file: `NAME=value`, as systemd and kustomize read it."""
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    return {name: value.strip("\"'") for name, _, value in (line.partition("=") for line in lines)}
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """`text` with each `$NAME`, `${NAME}` and `$(NAME)` replaced, also within what came in. KeyError names one that
+    nobody sets."""
+    while _VARIABLE.search(text):
+        text = _VARIABLE.sub(lambda found: variables[next(filter(None, found.groups()))], text)
+    return text
+
+
+def words(text: str, variables: Mapping[str, str]) -> list[str]:
+    """The words of a command line, as a shell or systemd makes them."""
+    return shlex.split(expanded(text.replace("\\\n", " "), variables))
+
+
+def check(command_line: Sequence[str]) -> click.Context:
+    """The parsed options. Raises click.UsageError for what the command's parser refuses, and InvalidRequest for options
+    that contradict each other."""
+    name, *rest = Path(command_line[0]).name, *command_line[1:]
+    command: click.Command = COMMANDS[name]
+    while isinstance(command, click.Group):
+        name, *rest = rest
+        found = command.get_command(click.Context(command), name)
+        if found is None:
+            raise click.UsageError(f"no command {name!r}")
+        command = found
+    with mock.patch.object(click.Path, "convert", lambda self, value, parameter, context: Path(value)):
+        context = command.make_context(name, list(rest))
+    _configure(command, context)
+    return context
+
+
+def _configure(command: click.Command, context: click.Context) -> None:
+    """Makes the daemon's configuration, which checks what no single option shows."""
+    if command is paramserver.cli.serve:
+        assert command.callback is not None
+        with mock.patch.multiple(paramserver.cli, _run=lambda work: work.close(), setup_logging=lambda level: None):
+            command.callback(**context.params)
+    if command is gateway.cli.serve:
+        options = {name: value for name, value in context.params.items() if name not in ("log_level", "ready_file")}
+        gateway.cli._config(options.pop("engines"), options)
+
+
+def each_command(chosen: Callable[[str], bool] = lambda name: True) -> Iterator[click.Command]:
+    """All commands, those of groups included."""
+    groups = [group for name, group in COMMANDS.items() if chosen(name)]
+    while groups:
+        group = groups.pop()
+        for name in group.list_commands(click.Context(group)):
+            command = group.get_command(click.Context(group), name)
+            assert command is not None
+            if isinstance(command, click.Group):
+                groups.append(command)
+            yield command
+
+
+def options_of_all() -> set[str]:
+    """Every option that any of the commands has."""
+    return {
+        option
+        for command in each_command()
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }

@@ -1,0 +1,131 @@
+"""`deploy/compose` and `deploy/images`: the daemons take their command lines; images hold what the wheel is made of."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.setup_env import ROOT
+from gateway.app import DRAIN_TIMEOUT_S
+from protos.options import parse_bytes
+from tests.unit.deploy.command_lines import check
+
+CONTAINERFILE = ROOT / "deploy/images/Containerfile"
+COMPOSE: Mapping[str, Any] = yaml.safe_load((ROOT / "deploy/compose/compose.yaml").read_text())
+SERVICES: Mapping[str, Mapping[str, Any]] = COMPOSE["services"]
+GIVEN = {"MODEL_DIR": "/srv/models/policy"}
+DAEMONS = ("relay", "engine", "gateway")
+
+
+def interpolated(text: str) -> str:
+    """As compose does: `${NAME:-default}` and `${NAME:?what is missing}`. KeyError names one that has to be given."""
+
+    def value(found: re.Match[str]) -> str:
+        name, kind, rest = found.groups()
+        return GIVEN.get(name, rest) if kind == ":-" else GIVEN[name]
+
+    return re.sub(r"\$\{(\w+)(:-|:\?)([^}]*)\}", value, text)
+
+
+def command_line(service: str) -> list[str]:
+    return shlex.split(interpolated(SERVICES[service]["command"]))
+
+
+def stages() -> dict[str, str]:
+    """Each stage of the Containerfile, and its text."""
+    parts = re.split(r"^FROM \S+ AS (\S+)$", CONTAINERFILE.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("service", DAEMONS)
+def test_the_daemons_take_their_command_lines(service: str) -> None:
+    check(command_line(service))
+    test = SERVICES[service].get("healthcheck", {}).get("test")
+    if test:
+        assert test[0] == "CMD"
+        check(test[1:])
+
+
+@pytest.mark.parametrize(("service", "name"), [("relay", "RELAY_ACCESS"), ("gateway", "GATEWAY_ACCESS")])
+def test_what_a_port_off_loopback_demands_has_a_single_place(service: str, name: str) -> None:
+    assert SERVICES[service]["command"].count(f"${{{name}:-}}") == 1
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_has_no_rights_and_time_for_its_drain(service: str) -> None:
+    found = SERVICES[service]
+    assert (found["read_only"], found["cap_drop"], found["restart"]) == (True, ["ALL"], "on-failure")
+    assert found["security_opt"] == ["no-new-privileges:true"]
+    assert int(found["stop_grace_period"].removesuffix("s")) >= 2 * DRAIN_TIMEOUT_S
+    assert "user" not in found, "the image's"
+    assert set(found.get("depends_on", ())) <= set(SERVICES)
+
+
+def test_what_is_mounted_is_there() -> None:
+    mounted = {interpolated(volume).split(":")[0] for one in SERVICES.values() for volume in one["volumes"]}
+    assert {name for name in mounted if not name.startswith("/")} == set(COMPOSE["volumes"])
+
+
+def test_relay_and_engine_share_one_tmpfs_that_holds_the_pool() -> None:
+    shared = {
+        service: [volume.split(":")[1] for volume in SERVICES[service]["volumes"] if volume.startswith("pool:")]
+        for service in ("relay", "engine")
+    }
+    assert shared == {"relay": ["/run/laminar"], "engine": ["/run/laminar"]}
+    options = COMPOSE["volumes"]["pool"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    size = re.search(r"size=(\d+)g", options["o"])
+    assert size is not None
+    relay = check(command_line("relay")).params
+    assert parse_bytes(f"{size[1]}GiB") > relay["pool_bytes"]
+    assert relay["pool_dir"].is_relative_to("/run/laminar")
+
+
+def test_only_the_gateway_is_reached_from_outside_and_from_this_machine_alone() -> None:
+    published = {service: one["ports"] for service, one in SERVICES.items() if "ports" in one}
+    assert published == {"gateway": ["127.0.0.1:8080:8080"]}
+    assert check(command_line("gateway")).params["port"] == 8080
+
+
+def test_the_relay_registers_the_engine() -> None:
+    port = check(command_line("engine")).params["port"]
+    assert check(command_line("relay")).params["engines"] == (f"embedded=http://engine:{port}",)
+
+
+def test_services_are_built_from_stages_that_there_are_and_are_not_root() -> None:
+    targets = {service: one["build"]["target"] for service, one in SERVICES.items()}
+    assert targets == {"etcd": "etcd", "relay": "daemons", "engine": "engine", "gateway": "daemons"}
+    for target in targets.values():
+        assert re.findall(r"^USER (\S+)$", stages()[target], re.MULTILINE) == ["10001:10001"]
+    for one in SERVICES.values():
+        assert (
+            ROOT / "deploy/compose" / one["build"]["context"] / one["build"]["dockerfile"]
+        ).resolve() == CONTAINERFILE
+
+
+def test_stages_copy_from_stages_that_there_are() -> None:
+    found = stages()
+    assert set(re.findall(r"--from=(\S+)", CONTAINERFILE.read_text())) <= set(found)
+    bases = set(re.findall(r"^FROM (\S+)", CONTAINERFILE.read_text(), re.MULTILINE)) - {"${DEBIAN}"}
+    assert bases <= set(found)
+
+
+def test_the_build_copies_all_that_the_wheel_is_made_of() -> None:
+    """That these files are enough is shown by `tests/e2e/operating/test_wheel.py`, which builds the wheel from them."""
+    copied = copied_into_the_build()
+    assert all((ROOT / name).exists() for name in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {*packages, "pyproject.toml", project["project"]["readme"], "hatch_build.py"} <= set(copied)
+
+
+def copied_into_the_build() -> list[str]:
+    """Files and folders of the checkout."""
+    lines = re.findall(r"^COPY (?!--)(.+)$", stages()["build"], re.MULTILINE)
+    return [name for line in lines for name in line.split()[:-1]]

@@ -1,0 +1,355 @@
+"""The manifests of `deploy/kubernetes`: what selects finds, what is mounted is there, the daemons take their options.
+
+The base is read as its files stand. Base and overlays as kustomize makes them pass the same where there is a `kubectl`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.setup_env import ROOT
+from gateway.api.routes import ROUTES
+from gateway.app import DRAIN_TIMEOUT_S
+from paramserver.daemon.process import DRAIN_S, SERVICE
+from protos.options import parse_bytes
+from tests.support.skips import needs
+from tests.unit.deploy.command_lines import check, env_file, words
+
+FOLDER = ROOT / "deploy/kubernetes"
+BASE, OVERLAYS = FOLDER / "base", sorted(path.parent for path in FOLDER.glob("overlays/*/kustomization.yaml"))
+KUBECTL = shutil.which("kubectl")
+
+Object = Mapping[str, Any]
+
+API_VERSIONS = {
+    "ConfigMap": "v1",
+    "DaemonSet": "apps/v1",
+    "Namespace": "v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PersistentVolumeClaim": "v1",
+    "PodDisruptionBudget": "policy/v1",
+    "Service": "v1",
+    "StatefulSet": "apps/v1",
+}
+SPEC_FIELDS = {
+    "DaemonSet": {"selector", "updateStrategy", "template"},
+    "NetworkPolicy": {"podSelector", "policyTypes", "ingress"},
+    "PersistentVolumeClaim": {"accessModes", "resources"},
+    "PodDisruptionBudget": {"minAvailable", "selector"},
+    "Service": {"selector", "ports", "publishNotReadyAddresses", "clusterIP"},
+    "StatefulSet": {"serviceName", "replicas", "selector", "template", "volumeClaimTemplates"},
+}
+"""Fields of a spec that these manifests have use for; the API server drops a misspelled one with a warning alone."""
+POD_FIELDS = {
+    "nodeSelector",
+    "automountServiceAccountToken",
+    "enableServiceLinks",
+    "terminationGracePeriodSeconds",
+    "securityContext",
+    "containers",
+    "volumes",
+}
+CONTAINER_FIELDS = {
+    "name",
+    "image",
+    "command",
+    "args",
+    "env",
+    "envFrom",
+    "ports",
+    "startupProbe",
+    "readinessProbe",
+    "livenessProbe",
+    "lifecycle",
+    "resources",
+    "securityContext",
+    "volumeMounts",
+}
+PROBE_FIELDS = {"httpGet", "grpc", "periodSeconds", "timeoutSeconds", "failureThreshold"}
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+USERS_LABELS = {"laminar/trainer", "laminar/agent"}
+"""Of pods that are the user's own."""
+GIVEN = {"NODE_NAME": "node-0", "POD_IP": "10.1.0.7", "HOST_IP": "10.0.0.7"}
+"""What the node gives a pod."""
+
+
+def read(path: Path) -> list[Object]:
+    return [one for one in yaml.safe_load_all(path.read_text()) if one]
+
+
+def by_hand(folder: Path) -> list[Object]:
+    """The objects of a kustomization without patches, and its config map under the name that it is made from."""
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    found = [one for name in kustomization["resources"] for one in read(folder / name)]
+    for made in kustomization["configMapGenerator"]:
+        data: dict[str, str] = {}
+        for name in made["envs"]:
+            data |= env_file(folder / name)
+        found.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": made["name"]}, "data": data})
+    return found
+
+
+def by_kustomize(folder: Path) -> list[Object]:
+    if KUBECTL is None:
+        pytest.skip(needs("no kubectl", "install it from your Kubernetes distribution"))
+    done = subprocess.run([KUBECTL, "kustomize", str(folder)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+@pytest.fixture(scope="module", params=["by hand", "base", *(path.name for path in OVERLAYS)])
+def objects(request: pytest.FixtureRequest) -> list[Object]:
+    if request.param == "by hand":
+        return by_hand(BASE)
+    return by_kustomize(BASE if request.param == "base" else FOLDER / "overlays" / request.param)
+
+
+def of_kind(objects: Sequence[Object], *kinds: str) -> list[Object]:
+    found = [one for one in objects if one["kind"] in kinds]
+    assert found, kinds
+    return found
+
+
+def workloads(objects: Sequence[Object]) -> list[Object]:
+    return of_kind(objects, "DaemonSet", "StatefulSet")
+
+
+def name_of(one: Object) -> str:
+    return str(one["metadata"]["name"])
+
+
+def pod_of(one: Object) -> Object:
+    found: Object = one["spec"]["template"]["spec"]
+    return found
+
+
+def container_of(one: Object) -> Object:
+    [found] = pod_of(one)["containers"]
+    return dict(found)
+
+
+def labels_of(one: Object) -> Mapping[str, str]:
+    found: Mapping[str, str] = one["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+def ports_of(one: Object) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container_of(one)["ports"]}
+
+
+def selected(objects: Sequence[Object], labels: Mapping[str, str]) -> list[Object]:
+    """The workloads whose pods have all of the labels."""
+    return [one for one in workloads(objects) if labels.items() <= labels_of(one).items()]
+
+
+def variables(objects: Sequence[Object], one: Object) -> dict[str, str]:
+    """The environment of its container: of the config maps, of its own, and what the node gives."""
+    maps = {name_of(found): found["data"] for found in of_kind(objects, "ConfigMap")}
+    found: dict[str, str] = {}
+    for source in container_of(one)["envFrom"]:
+        found |= maps[source["configMapRef"]["name"]]
+    for variable in container_of(one).get("env", ()):
+        name = variable["name"]
+        found[name] = variable["value"] if "value" in variable else GIVEN.get(name, "")
+    return found
+
+
+def daemon_lines(objects: Sequence[Object], one: Object) -> Iterator[list[str]]:
+    """The command line that its shell ends in, and that of its preStop."""
+    container = container_of(one)
+    assert container["command"] == ["sh", "-c"]
+    [script] = container["args"]
+    yield words(script.partition("exec ")[2], variables(objects, one))
+    hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+    if hook:
+        assert hook[:2] == ["sh", "-c"]
+        yield words(hook[2], variables(objects, one))
+
+
+def test_objects_have_what_the_api_demands(objects: list[Object]) -> None:
+    names = [(one["kind"], name_of(one)) for one in objects]
+    assert len(set(names)) == len(names)
+    for one in objects:
+        assert one["apiVersion"] == API_VERSIONS[one["kind"]], names
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", name_of(one))
+        assert set(one.get("spec", ())) <= SPEC_FIELDS.get(one["kind"], set()), name_of(one)
+    for one in workloads(objects):
+        assert {"selector", "template"} <= set(one["spec"])
+        assert set(pod_of(one)) <= POD_FIELDS
+        container = container_of(one)
+        assert {"name", "image"} <= set(container) <= CONTAINER_FIELDS
+        for probe in PROBES:
+            assert set(container[probe]) <= PROBE_FIELDS
+            assert len({"httpGet", "grpc"} & set(container[probe])) == 1
+
+
+def test_a_workload_selects_its_own_pods_and_no_others(objects: list[Object]) -> None:
+    for one in workloads(objects):
+        assert selected(objects, one["spec"]["selector"]["matchLabels"]) == [one], name_of(one)
+
+
+def test_services_lead_to_ports_of_pods(objects: list[Object]) -> None:
+    for service in of_kind(objects, "Service"):
+        behind = selected(objects, service["spec"]["selector"])
+        assert behind, name_of(service)
+        for port in service["spec"]["ports"]:
+            assert all(port["targetPort"] in ports_of(one) for one in behind)
+            assert all(port["port"] == ports_of(one)[port["targetPort"]] for one in behind)
+    for one in of_kind(objects, "StatefulSet"):
+        [governing] = [s for s in of_kind(objects, "Service") if name_of(s) == one["spec"]["serviceName"]]
+        assert governing["spec"]["clusterIP"] == "None"
+
+
+def test_policies_let_in_who_is_there_at_ports_that_are_there(objects: list[Object]) -> None:
+    policies = of_kind(objects, "NetworkPolicy")
+    for policy in policies:
+        behind = selected(objects, policy["spec"]["podSelector"]["matchLabels"])
+        assert behind, name_of(policy)
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        for rule in policy["spec"]["ingress"]:
+            assert all(port["port"] in ports_of(one) for port in rule["ports"] for one in behind)
+            for source in rule["from"]:
+                labels = source.get("podSelector", {}).get("matchLabels", {})
+                assert "namespaceSelector" in source or set(labels) <= USERS_LABELS or selected(objects, labels)
+    covered = [name_of(one) for p in policies for one in selected(objects, p["spec"]["podSelector"]["matchLabels"])]
+    assert sorted(covered) == sorted(name_of(one) for one in workloads(objects)), (
+        "a pod without a policy is open to all"
+    )
+
+
+def test_budgets_are_for_what_has_more_than_one_pod(objects: list[Object]) -> None:
+    for budget in of_kind(objects, "PodDisruptionBudget"):
+        behind = selected(objects, budget["spec"]["selector"]["matchLabels"])
+        assert behind
+        assert all(one["kind"] == "DaemonSet" or one["spec"]["replicas"] > 1 for one in behind)
+        assert isinstance(budget["spec"]["minAvailable"], int), "all that pods of a DaemonSet take"
+
+
+def test_what_is_mounted_is_there_and_what_is_there_is_mounted(objects: list[Object]) -> None:
+    claims = {name_of(one) for one in of_kind(objects, "PersistentVolumeClaim")}
+    for one in workloads(objects):
+        templates = {template["metadata"]["name"] for template in one["spec"].get("volumeClaimTemplates", ())}
+        volumes = {volume["name"]: volume for volume in pod_of(one)["volumes"]}
+        mounts = [mount["name"] for mount in container_of(one)["volumeMounts"]]
+        assert sorted(mounts) == sorted(volumes.keys() | templates), name_of(one)
+        assert all(len(volume) == 2 for volume in volumes.values()), "a name and one source"
+        named = {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v}
+        assert named <= claims
+
+
+def test_probes_ask_the_daemons_own_health_at_ports_that_are_there(objects: list[Object]) -> None:
+    gateway_routes = {route.path for route in ROUTES if route.method == "get"}
+    for one in workloads(objects):
+        container, ports = container_of(one), ports_of(one)
+        for probe in PROBES:
+            asked = container[probe]
+            if "grpc" in asked:
+                assert asked["grpc"]["port"] in ports.values(), "kubelet takes no name here"
+                assert asked["grpc"].get("service", SERVICE) == SERVICE
+            else:
+                assert asked["httpGet"]["port"] in ports
+                assert name_of(one) == "engine" or asked["httpGet"]["path"] in gateway_routes
+    ready = {name_of(one): container_of(one)["readinessProbe"] for one in workloads(objects)}
+    assert ready["relay"]["grpc"]["service"] == SERVICE
+    assert ready["gateway"]["httpGet"]["path"] == "/healthz"
+
+
+def test_the_daemons_take_their_command_lines(objects: list[Object]) -> None:
+    for one in workloads(objects):
+        for line in daemon_lines(objects, one):
+            if line[0] != "vllm":
+                check(line)
+
+
+def test_what_a_port_off_loopback_demands_has_a_single_place(objects: list[Object]) -> None:
+    assert env_file(BASE / "laminar.env")["RELAY_ACCESS"] == env_file(BASE / "laminar.env")["GATEWAY_ACCESS"] == ""
+    for one in workloads(objects):
+        [script] = container_of(one)["args"]
+        expected = {"relay": "RELAY_ACCESS", "gateway": "GATEWAY_ACCESS"}.get(labels_of(one)["app.kubernetes.io/name"])
+        assert re.findall(r"\$(\w+_ACCESS)", script) == [expected] * (expected is not None)
+
+
+def test_the_ports_of_a_container_are_those_that_its_daemon_listens_on(objects: list[Object]) -> None:
+    for one in workloads(objects):
+        line = next(iter(daemon_lines(objects, one)))
+        given = {
+            int(line[at + 1]) for at, word in enumerate(line) if word in ("--port", "--data-port", "--metrics-port")
+        }
+        assert given == set(ports_of(one).values()), name_of(one)
+
+
+def test_a_drain_has_the_time_that_it_takes(objects: list[Object]) -> None:
+    for one in workloads(objects):
+        grace_s = pod_of(one)["terminationGracePeriodSeconds"]
+        if labels_of(one)["app.kubernetes.io/name"] == "relay":
+            _, drain = daemon_lines(objects, one)
+            assert grace_s >= check(drain).params["wait_s"] + DRAIN_S + 30, "and the kernel frees the pool"
+        elif name_of(one) == "gateway":
+            assert grace_s >= 2 * DRAIN_TIMEOUT_S
+
+
+def test_relay_and_engine_are_one_user_and_share_a_host_path(objects: list[Object]) -> None:
+    found = [one for one in workloads(objects) if labels_of(one)["app.kubernetes.io/name"] in ("relay", "engine")]
+    assert len(found) >= 2
+    assert len({pod_of(one)["securityContext"]["runAsUser"] for one in found}) == 1
+    places = set()
+    for one in found:
+        [volume] = [volume for volume in pod_of(one)["volumes"] if volume["name"] == "pool"]
+        [mount] = [mount for mount in container_of(one)["volumeMounts"] if mount["name"] == "pool"]
+        places.add((volume["hostPath"]["path"], volume["hostPath"]["type"], mount["mountPath"]))
+    assert places == {("/run/laminar", "Directory", "/run/laminar")}
+    for one in found:
+        line = next(iter(daemon_lines(objects, one)))
+        if line[0] == "paramserver":
+            assert check(line).params["pool_dir"].is_relative_to("/run/laminar")
+            limit = container_of(one)["resources"]["limits"]["memory"]
+            assert parse_bytes(f"{limit}B") > check(line).params["pool_bytes"], "its pages count there"
+
+
+def test_no_container_is_root_or_can_become_it(objects: list[Object]) -> None:
+    for one in workloads(objects):
+        pod, container = pod_of(one)["securityContext"], container_of(one)["securityContext"]
+        assert pod["runAsNonRoot"] is True
+        assert pod["runAsUser"] >= 1000
+        assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert pod_of(one)["automountServiceAccountToken"] is False
+
+
+def test_a_relays_options_are_not_a_services_variables(objects: list[Object]) -> None:
+    """A service named `paramserver-serve` would set PARAMSERVER_SERVE_PORT, which is an option of the relay."""
+    assert all(pod_of(one)["enableServiceLinks"] is False for one in workloads(objects))
+
+
+def test_an_overlay_patches_what_the_base_has() -> None:
+    assert OVERLAYS
+    base = {(one["kind"], name_of(one)) for one in by_hand(BASE)}
+    for folder in OVERLAYS:
+        kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+        assert "../../base" in kustomization["resources"]
+        for patch in kustomization["patches"]:
+            assert {(one["kind"], name_of(one)) for one in read(folder / patch["path"])} <= base
+        for made in kustomization["configMapGenerator"]:
+            named = {literal.partition("=")[0] for literal in made["literals"]}
+            assert named <= set(env_file(BASE / "laminar.env")), "another name would be an option of nothing"
+
+
+def test_the_redis_of_the_values_keeps_what_the_gateway_demands() -> None:
+    from gateway.redis.durability import SETTINGS
+
+    text = yaml.safe_load((FOLDER / "charts/redis.values.yaml").read_text())["commonConfiguration"]
+    found = dict(line.split(" ", 1) for line in text.splitlines())
+    assert {setting.name: found.get(setting.name) for setting in SETTINGS} == {s.name: s.wanted for s in SETTINGS}
+    assert yaml.safe_load((FOLDER / "charts/etcd.values.yaml").read_text())["replicaCount"] == 3
