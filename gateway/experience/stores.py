@@ -68,7 +68,8 @@ class ExperienceStore(Protocol):
         ...
 
     async def add(self, entry: Entry, body: bytes, gone: Sequence[Entry], along: Operation[object] | None) -> None:
-        """Adds `body` in place of those of `gone`. `along` takes effect, too, or nothing does."""
+        """Adds `body` in place of those of `gone`. `along` takes effect, too, or nothing does. What is written outside
+        the gateway's database is synced when this returns."""
         ...
 
     async def revise(self, entry: Entry, change: Change) -> Facts:
@@ -85,7 +86,8 @@ class ExperienceStore(Protocol):
         ...
 
     async def lease(self, lease: LeaseState) -> Sequence[bytes]:
-        """The bodies of the lease's entries, in their order, once the lease is kept. May raise Raced."""
+        """The bodies of the lease's entries, in their order, once the lease is kept; b"" for one that is damaged or gone.
+        May raise Raced."""
         ...
 
     async def use_up(self, lease: LeaseState) -> None:
