@@ -161,6 +161,7 @@ class RelayStatus:
     trouble: str = ""
     store_id: str = ""
     continues: tuple[str, ...] = ()
+    insecure: bool = False  # it was started with --insecure
 
     @property
     def origin(self) -> Origin:
@@ -460,6 +461,7 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
         trouble=reply.trouble,
         store_id=reply.store_id,
         continues=tuple(reply.continues),
+        insecure=reply.insecure,
     )
 
 
