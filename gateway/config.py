@@ -13,8 +13,10 @@ import click
 from msgspec import Meta
 
 from gateway.core.fleet import FleetConfig
+from gateway.core.networks import Networks
 from gateway.core.types import LogprobsKind
 from gateway.redis.address import RedisAddress
+from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
@@ -41,6 +43,18 @@ class ExperienceStore(click.ParamType[ExperienceStoreKind | RedisAddress]):
         except InvalidRequest as error:
             kinds = f"'database', 'memory', or the address of a Redis: {error}"
             self.fail(f"it is none of {kinds}", param, context)
+
+
+class NetworkList(click.ParamType[Networks]):
+    """CIDR networks, separated by commas."""
+
+    name = "cidr,..."
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Networks:
+        try:
+            return value if isinstance(value, Networks) else Networks.parse(str(value))
+        except InvalidRequest as error:
+            self.fail(str(error), param, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +113,14 @@ class GatewayConfig:
     experience_bytes_max: Annotated[int, Size(), "Their packed size together; beyond, the same."] = 32 << 30
     host: Annotated[str, "Address to listen on."] = "127.0.0.1"
     port: Annotated[int, PORT, "Port to listen on; 0: any free one."] = 8080
+    insecure: Annotated[bool, INSECURE] = False
+    engine_networks: Annotated[
+        Networks | None,
+        NetworkList(),
+        "Networks where POST /admin/engines takes engines and relays, besides the hosts that --engine, --relay and "
+        "registrations in etcd name. Default: loopback and private networks where --host is loopback, or with "
+        "--insecure; else none.",
+    ] = None
     fleet: FleetConfig = field(default_factory=FleetConfig)
     repack_interval_s: Annotated[float, INTERVAL, "Time between two plans for packing turns."] = 5.0
     prefill_tokens_per_s: Annotated[float, Meta(gt=0), "Prefill speed of an engine: the planner's price of a move."] = (
