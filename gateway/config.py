@@ -113,7 +113,17 @@ class GatewayConfig:
     experience_bytes_max: Annotated[int, Size(), "Their packed size together; beyond, the same."] = 32 << 30
     host: Annotated[str, "Address to listen on."] = "127.0.0.1"
     port: Annotated[int, PORT, "Port to listen on; 0: any free one."] = 8080
+    api_keys: Annotated[
+        Path | None,
+        click.Path(dir_okay=False, path_type=Path),
+        Flag(envvar="LAMINAR_API_KEYS", show_envvar=True),
+        "Access control: a file with a line ROLE NAME KEY for each key (`gateway keys new` makes one). It is read "
+        "again when it changes.",
+    ] = None
     insecure: Annotated[bool, INSECURE] = False
+    agents_may_reward: Annotated[
+        bool, "With --api-keys: a session's own key may finish, reward and abandon it, as its finish key may."
+    ] = False
     engine_networks: Annotated[
         Networks | None,
         NetworkList(),
