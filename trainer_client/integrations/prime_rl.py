@@ -33,6 +33,7 @@ import msgspec
 from aiohttp import web
 
 from paramserver.client import RelayClient, Ticket, plain_files, publish, read_checkpoint
+from protos.access.bearer import bearer
 from protos.access.listening import INSECURE, check_listening, warn_insecure
 from protos.decoding import decode_json
 from protos.errors import InvalidRequest, LaminarError, OutOfCapacity, Unavailable, VersionLost
@@ -283,7 +284,7 @@ def main(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        async with RelayClient(relay) as client, httpx.AsyncClient(trust_env=False) as http:
+        async with RelayClient(relay) as client, httpx.AsyncClient(trust_env=False, headers=bearer()) as http:
             fleet = None if gateway is None else Fleet(http, gateway, serve_timeout_s=serve_timeout_s)
             broadcasts = Broadcasts(client, model, seal_timeout_s=seal_timeout_s)
             async with serving(Admin(broadcasts, fleet), host, port) as url:
