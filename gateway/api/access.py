@@ -91,7 +91,7 @@ class Access:
         return caller
 
     def _caller(self, request: web.Request, session_id: SessionId | None) -> Caller:
-        given = api_keys(request)
+        given = list(filter(None, api_keys(request)))
         for key in given:
             if (known := self._keys.find(key)) is not None:
                 return known
