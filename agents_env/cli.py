@@ -51,7 +51,7 @@ def run() -> None:
 
     Ends with status 0 when --groups are done or the --pool is drained, after --duration-s, or on SIGTERM or Ctrl-C,
     which abandon open sessions and give leases back. With --journal the same command goes on where it was stopped.
-    The key for a server that wants one is read from OPENAI_API_KEY.
+    The key of a gateway is read from LAMINAR_API_KEY, or from OPENAI_API_KEY, as another server's is.
     """
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -20,9 +19,8 @@ from agents_env.environment import Environment
 from agents_env.runner import Plan
 from agents_env.runner.phases import PhaseLimits
 from agents_env.runner.sources import PoolOptions
-from agents_env.server import Sampling, Server
+from agents_env.server import Sampling, Server, api_key
 
-API_KEY_VARIABLE = "OPENAI_API_KEY"
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
 FILE: Any = click.Path(dir_okay=False, path_type=Path)
 SECONDS = click.FloatRange(min=0, min_open=True)
@@ -64,7 +62,7 @@ class ServerOptions:
             self.gateway,
             Sampling(self.model, self.temperature, self.top_p),
             sessions=sessions,
-            api_key=os.environ.get(API_KEY_VARIABLE) or "none",
+            api_key=api_key(sessions=sessions),
             patience_s=self.patience_s,
             timeout_s=self.timeout_s,
         )

@@ -29,6 +29,7 @@ from typing import IO, Any
 from agents_env.environment import Access, Chat, Outcome
 from agents_env.failures import RolloutFailed
 from agents_env.runner.phases import phase
+from agents_env.server import programs_environment
 
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL of a run."""
@@ -145,7 +146,7 @@ class Programs:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                env={**os.environ, **variables},
+                env={**programs_environment(), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if output is not None and command is self._command else None,

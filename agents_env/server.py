@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,23 @@ ABANDON_TIMEOUT_S = 3.0
 CONNECT_TIMEOUT_S = 5.0
 MESSAGE_MAX = 300
 """Characters kept of an error's message."""
+
+
+GATEWAY_KEY, SERVER_KEY = "LAMINAR_API_KEY", "OPENAI_API_KEY"
+"""Variables with the key of a gateway, and of any other server."""
+NO_KEY = "none"
+
+
+def api_key(*, sessions: bool = True) -> str:
+    """The key to send: a gateway's own, else OpenAI's; to a server without sessions, which may be anybody's, the latter
+    alone."""
+    return (os.environ.get(GATEWAY_KEY, "").strip() if sessions else "") or os.environ.get(SERVER_KEY) or NO_KEY
+
+
+def programs_environment() -> dict[str, str]:
+    """The variables that programs of a rollout inherit: without the key of the gateway, by which an agent could reward
+    itself."""
+    return {name: value for name, value in os.environ.items() if name != GATEWAY_KEY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +106,7 @@ class Server:
         sampling: Sampling,
         *,
         sessions: bool = True,
-        api_key: str = "none",
+        api_key: str = NO_KEY,
         patience_s: float = 60.0,
         timeout_s: float = 600.0,
     ) -> None:
@@ -117,6 +135,11 @@ class Server:
             answer = await with_retries(
                 self._openai.models.list, patience_s=self._patience_s, on_retry=lambda: None, rng=self._rng
             )
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            raise RunFailed(
+                f"{self.root} refuses the key: {_describe(error)[1]}; a gateway's is read from {GATEWAY_KEY}, another "
+                f"server's from {SERVER_KEY}"
+            ) from error
         except openai.APIError as error:
             raise RunFailed(
                 f"{self.root}/v1/models does not answer as an OpenAI server does: {_describe(error)[1]}; "

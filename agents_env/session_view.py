@@ -10,7 +10,7 @@ import click
 
 from agents_env.failures import RolloutFailed, RunFailed
 from agents_env.run import run_to_end
-from agents_env.server import Sampling, Server, Usage
+from agents_env.server import Sampling, Server, Usage, api_key
 
 
 def start(session_id: str, gateway: str, *, tokens: bool, as_json: bool) -> None:
@@ -24,7 +24,7 @@ def start(session_id: str, gateway: str, *, tokens: bool, as_json: bool) -> None
 
 async def _look(session_id: str, gateway: str, *, tokens: bool) -> Mapping[str, Any]:
     query = "?tokens=true" if tokens else ""
-    async with Server(gateway, Sampling(""), patience_s=0.0) as server:
+    async with Server(gateway, Sampling(""), api_key=api_key(), patience_s=0.0) as server:
         try:
             return await server.get(f"/sessions/{session_id}/trajectories{query}", Usage())
         except RolloutFailed as error:

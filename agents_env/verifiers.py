@@ -26,6 +26,7 @@ import click
 import httpx
 
 from agents_env.failures import RunFailed
+from agents_env.server import NO_KEY, api_key, programs_environment
 
 log = logging.getLogger("agents-env")
 
@@ -129,7 +130,9 @@ async def run(options: VerifiersOptions) -> Ends:
     for _ in traces.new():  # of an earlier run
         pass
     ends = Ends()
-    environment = {**os.environ, "OPENAI_API_KEY": os.environ.get("OPENAI_API_KEY") or "none"}
+    key = api_key()  # its sessions belong to whose key makes their calls, and are ended below with the same
+    environment = {**programs_environment(), "OPENAI_API_KEY": key}
+    credentials = {} if key == NO_KEY else {"Authorization": f"Bearer {key}"}
     try:
         process = await asyncio.create_subprocess_exec(*options.command(), env=environment, start_new_session=True)
     except OSError as error:
@@ -137,7 +140,9 @@ async def run(options: VerifiersOptions) -> Ends:
             f"{options.program} cannot be started: {error}; install verifiers 0.4 in an environment of its own, and "
             "pass --vf-eval PATH"
         ) from error
-    async with httpx.AsyncClient(base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False) as http:
+    async with httpx.AsyncClient(
+        base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False, headers=credentials
+    ) as http:
         try:
             ended = asyncio.create_task(process.wait())
             while not (await asyncio.wait([ended], timeout=LOOK_S))[0]:

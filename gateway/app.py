@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.api.access import Access
 from gateway.api.admin import AdminDeps, add_admin_routes
 from gateway.api.anthropic.routes import add_anthropic_routes
 from gateway.api.calls.service import Calls
@@ -23,6 +24,7 @@ from gateway.api.openai.text_proxy import TextRoutes
 from gateway.api.openapi import add_openapi_route
 from gateway.api.records import add_record_routes
 from gateway.api.responses.routes import add_responses_routes
+from gateway.api.routes import ROUTES
 from gateway.api.sessions import add_session_routes
 from gateway.api.tasks import add_task_routes
 from gateway.config import GatewayConfig
@@ -57,6 +59,9 @@ from gateway.tasks import PromptPool
 from gateway.tasks.shared import SharedPromptPool
 from gateway.tokens import Codec
 from paramserver.membership import EtcdRegistry
+from protos.access.key_file import KeyFile
+from protos.access.listening import check_listening, warn_insecure
+from protos.errors import InvalidRequest
 from protos.process import cannot_listen
 
 log = logging.getLogger(__name__)
@@ -152,6 +157,7 @@ class Gateway:
 
 async def start(config: GatewayConfig) -> Gateway:
     """Serves when this returns; engines and relays may still be away. Raises LaminarError with what is wrong."""
+    keys = open_keys(config)
     codec = Codec.load(config.tokenizer)
     async with AsyncExitStack() as stack:
         registry = await EtcdRegistry.connect(config.etcd) if config.etcd is not None else None
@@ -186,11 +192,38 @@ async def start(config: GatewayConfig) -> Gateway:
             tasks=stores.tasks,
             text_proxy=parts.text_proxy,
             database=database,
+            keys=keys,
         )
-        runner = await _listen(config, _routes(config, codec, parts, stores, status))
+        access = None
+        if keys is not None:
+            access = Access(keys, parts.live, parts.groups, agents_may_reward=config.agents_may_reward)
+        runner = await _listen(config, _routes(config, codec, parts, stores, status, access))
         url = f"http://{config.host}:{runner.addresses[0][1]}"
-        loops = _start_loops(config, parts, registry)
+        loops = _start_loops(config, parts, registry, access)
         return Gateway(url, config, stores, parts, status, runner, loops, stack.pop_all())
+
+
+def open_keys(config: GatewayConfig) -> KeyFile | None:
+    """The API keys; None: access control is off. Raises InvalidRequest for a key file that cannot be used, and where
+    the gateway would serve other hosts without one."""
+    if config.insecure and config.api_keys is not None:
+        raise InvalidRequest("--insecure and API keys contradict each other", hint="leave one of them out")
+    if config.agents_may_reward and config.api_keys is None:
+        raise InvalidRequest("--agents-may-reward without API keys", hint="add --api-keys FILE, or leave it out")
+    check_listening(
+        "gateway serve",
+        config.host,
+        insecure=config.insecure,
+        has_keys=config.api_keys is not None,
+        mend="give --api-keys FILE, for which `gateway keys new` makes lines, or --insecure in a closed network",
+    )
+    if config.insecure:
+        warn_insecure(log, "gateway serve", config.host)
+    if config.api_keys is None:
+        return None
+    keys = KeyFile(config.api_keys)
+    log.info("access control: %d API keys of %s", len(keys), config.api_keys)
+    return keys
 
 
 async def _experience_store(config: GatewayConfig, vocabulary: str, stack: AsyncExitStack) -> str | RedisServer:
@@ -283,21 +316,29 @@ def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None) 
 
 
 def _routes(
-    config: GatewayConfig, codec: Codec, parts: Parts, stores: Stores, status: GatewayStatus
+    config: GatewayConfig,
+    codec: Codec,
+    parts: Parts,
+    stores: Stores,
+    status: GatewayStatus,
+    access: Access | None = None,
 ) -> web.Application:
-    app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, bodies_in_time])
+    """`access` None: no middleware asks for keys."""
+    operations = {(route.method.upper(), route.path): route.operation for route in ROUTES}
+    control = [] if access is None else [access.control(operations)]
+    app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, *control, bodies_in_time])
     from_user = config.session_from_user
     text = None
     if parts.text_proxy is not None:
         text = TextRoutes(parts.text_proxy, parts.sessions, config.model, session_from_user=from_user)
-    calls = Calls(parts.sessions, codec, session_from_user=from_user)
+    calls = Calls(parts.sessions, codec, session_from_user=from_user, controlled=access is not None)
     add_openai_routes(app, OpenAIDeps(calls, text))
     add_generate_route(app, calls)
     add_responses_routes(app, calls)
     add_anthropic_routes(app, calls)
     add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
     add_record_routes(app, parts.live, stores.buffer, codec)
-    add_group_routes(app, parts.groups)
+    add_group_routes(app, parts.groups, parts.live)
     add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))
     add_task_routes(app, stores.tasks)
     add_openapi_route(app)
@@ -321,8 +362,12 @@ async def _listen(config: GatewayConfig, app: web.Application) -> web.AppRunner:
     return runner
 
 
-def _start_loops(config: GatewayConfig, parts: Parts, registry: EtcdRegistry | None) -> Supervisor:
+def _start_loops(
+    config: GatewayConfig, parts: Parts, registry: EtcdRegistry | None, access: Access | None
+) -> Supervisor:
     loops = Supervisor()
+    if access is not None:
+        loops.keep_running(access.follow, "api-keys")
     loops.keep_running(parts.endings.expire, "session-expiry")
     if parts.text_proxy is not None:
         loops.keep_running(parts.text_proxy.watch, "text-proxy-watch")

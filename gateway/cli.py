@@ -19,6 +19,7 @@ import uvloop
 
 from gateway.config import GatewayConfig, parse_engine
 from gateway.redis.address import RedisAddress
+from protos.access.roles import PURPOSE, ROLES, Role, new_line
 from protos.errors import InvalidRequest, LaminarError
 from protos.findings import report_findings
 from protos.options import DIRECTORY, LOG_LEVEL, Number, config_from, config_option, config_options, version_option
@@ -208,6 +209,38 @@ def status(url: str, as_json: bool, wait_s: float) -> None:
         click.echo(json.dumps(answer, indent=1))
     else:
         show(answer)
+
+
+@cli.group(epilog="\b\n" + "\n".join(f"{role + ':':9}{PURPOSE[role]}" for role in ROLES))
+def keys() -> None:
+    """The API keys of `gateway serve --api-keys FILE`.
+
+    The file has a line ROLE NAME KEY for each key, and comments that begin with #. Only its owner may write it, and
+    nobody but its owner and group may read it. The gateway reads it again when it changes: to replace a key, add a line
+    with the same role and name, give the new key to whoever has the old one, and remove the old line.
+    """
+
+
+@keys.command()
+@click.argument("role", type=click.Choice(ROLES))
+@click.argument("name")
+def new(role: Role, name: str) -> None:
+    """Prints a line with a new key, to be added to the file.
+
+    NAME is whom the key is for, such as runner-1. An agent's sessions belong to its name: keys of one name may end each
+    other's.
+
+    \b
+      (umask 077; gateway keys new admin me >> api-keys)
+      gateway keys new agent runner-1 >> api-keys
+      gateway serve --host 0.0.0.0 --api-keys api-keys ...
+    Clients take the key, the third word, from LAMINAR_API_KEY.
+    """
+    try:
+        click.echo(new_line(role, name))
+    except LaminarError as e:
+        raise click.ClickException(str(e)) from e
+    click.echo("add this line to the file of --api-keys; its third word is the key", err=True)
 
 
 async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:

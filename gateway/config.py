@@ -13,9 +13,11 @@ import click
 from msgspec import Meta
 
 from gateway.core.fleet import FleetConfig
+from gateway.core.networks import Networks
 from gateway.core.text_requests import TextApi
 from gateway.core.types import LogprobsKind
 from gateway.redis.address import RedisAddress
+from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, check_relay, is_address, is_host_port
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
@@ -29,6 +31,18 @@ TEXT_LIMITS = "".join(
     if len(routes := list(kind.text_routes.values())) < len(get_args(TextApi))
 )
 """A sentence for each kind of engine that does not take every call as text."""
+
+
+class NetworkList(click.ParamType[Networks]):
+    """CIDR networks, separated by commas."""
+
+    name = "cidr,..."
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Networks:
+        try:
+            return value if isinstance(value, Networks) else Networks.parse(str(value))
+        except InvalidRequest as error:
+            self.fail(str(error), param, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +104,24 @@ class GatewayConfig:
     experience_bytes_max: Annotated[int, Size(), "Their packed size together; beyond, the same."] = 32 << 30
     host: Annotated[str, "Address to listen on."] = "127.0.0.1"
     port: Annotated[int, PORT, "Port to listen on; 0: any free one."] = 8080
+    api_keys: Annotated[
+        Path | None,
+        click.Path(dir_okay=False, path_type=Path),
+        Flag(envvar="LAMINAR_API_KEYS", show_envvar=True),
+        "Access control: a file with a line ROLE NAME KEY for each key (`gateway keys new` makes one). It is read "
+        "again when it changes.",
+    ] = None
+    insecure: Annotated[bool, INSECURE] = False
+    agents_may_reward: Annotated[
+        bool, "With --api-keys: a session's own key may finish, reward and abandon it, as its finish key may."
+    ] = False
+    engine_networks: Annotated[
+        Networks | None,
+        NetworkList(),
+        "Networks where POST /admin/engines takes engines and relays, besides the hosts that --engine, --relay and "
+        "registrations in etcd name. Default: loopback and private networks where --host is loopback, or with "
+        "--insecure; else none.",
+    ] = None
     fleet: FleetConfig = field(default_factory=FleetConfig)
     repack_interval_s: Annotated[float, INTERVAL, "Time between two plans for packing turns."] = 5.0
     prefill_tokens_per_s: Annotated[float, Meta(gt=0), "Prefill speed of an engine: the planner's price of a move."] = (

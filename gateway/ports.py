@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from gateway.core.access import Caller
 from gateway.core.retries import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import History, LogprobsKind, SessionId, TokenDelta, TurnId, TurnRequest
+from protos.access.roles import SESSION_KEY_PREFIX as SESSION_KEY_PREFIX  # for the rooms above
 from protos.engines import ENGINE_KINDS
 from protos.trajectories import Segment, VersionChange
 
@@ -24,11 +26,12 @@ Message = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class SessionIdentity:
     """Which session a request names, and where. `None`: the call is a session of its own, which ends with it, unless it
-    is `kept` for calls that continue it."""
+    is `kept` for calls that continue it. `caller`: whose call it is; None while access control is off."""
 
     session_id: SessionId | None
     source: IdentitySource
     kept: bool = False
+    caller: Caller | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class SessionView:
     trains: bool = False
     logprobs_kind: LogprobsKind = "processed"
     max_context_tokens: int | None = None  # of a prompt and its answer, if that is less than the model's
+    owner: str = ""  # the name whose API key made it
 
 
 class TurnHandle(Protocol):
@@ -111,10 +115,6 @@ class TurnHandle(Protocol):
         ...
 
 
-SESSION_KEY_PREFIX = "sk-session-"
-"""Of the API keys of sessions, live and ended."""
-
-
 class Turns(Protocol):
     """What the handlers of model calls use of the gateway."""
 
@@ -133,7 +133,8 @@ class Turns(Protocol):
         ...
 
     async def open_session(self, identity: SessionIdentity, turns: int = 1) -> SessionView:
-        """Gets or makes the session. Raises Conflict when it has ended, or has no room for so many turns more."""
+        """Gets or makes the session. Raises Conflict when it has ended, or has no room for so many turns more, and
+        Forbidden when it is not the caller's."""
         ...
 
     def session_of_turn(self, turn_id: TurnId) -> SessionView | None:

@@ -99,8 +99,9 @@ def serve(
 
 
 async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
-    from paramserver.daemon.process import serve
+    from paramserver.daemon.process import check_open, serve
 
+    check_open(config)  # before an etcd of its own starts
     if config.etcd:
         await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
         return

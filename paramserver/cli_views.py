@@ -28,6 +28,11 @@ def show_status(status: RelayStatus, *, as_json: bool) -> None:
     )
     if status.draining:
         console.print("draining: it serves what it has and takes no more")
+    if status.insecure:
+        console.print(
+            "INSECURE: its ports take no credentials, and whoever reaches them may do everything (--insecure)",
+            style="red",
+        )
     if status.trouble:
         console.print(f"TROUBLE: {status.trouble}", style="red")
     console.print(

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, check_kind, is_address
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Size
@@ -70,6 +71,7 @@ class RelayConfig:
     advertise: Annotated[
         str, "Address or name by which other relays reach this one instead, as with --host 0.0.0.0."
     ] = ""
+    insecure: Annotated[bool, INSECURE] = False
     port: Annotated[int, PORT, "gRPC port; 0: any free one."] = 0
     data_port: Annotated[int, PORT, "Port for bytes; 0: any free one."] = 0
     engines: Annotated[

@@ -48,6 +48,22 @@ class UnknownModel(LaminarError):
     grpc_status = "NOT_FOUND"
 
 
+class Unauthenticated(LaminarError):
+    """The caller sent no API key, or one that is not valid here."""
+
+    code = "unauthenticated"
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+
+
+class Forbidden(LaminarError):
+    """The caller's API key does not allow this; the message names what would."""
+
+    code = "forbidden"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+
+
 class NotFound(LaminarError):
     """A named session, version or engine does not exist."""
 

@@ -21,6 +21,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast
 import httpx
 import msgspec
 
+from protos.access.bearer import bearer
 from protos.decoding import decode_json
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable
 from protos.packed import Damaged, Offer
@@ -74,6 +75,7 @@ class ReaderOptions(TypedDict, total=False):
     timeout_s: float  # of one request, besides the wait that it asks for; default 30
     rank: int  # which of the readers that share each batch; default 0
     num_ranks: int  # how many those are; default 1
+    api_key: str | None  # of the gateway's key file, with the role trainer; default: LAMINAR_API_KEY, if that is set
 
 
 class AsyncExperienceReader(AsyncClient):
@@ -92,6 +94,7 @@ class AsyncExperienceReader(AsyncClient):
         timeout_s: float = 30.0,
         rank: int = 0,
         num_ranks: int = 1,
+        api_key: str | None = None,
     ) -> None:
         """`rank` of `num_ranks`: readers of one name share each batch. Each samples the whole batch's size and gets its
         share, whole or nothing; no trajectory is in two shares."""
@@ -105,7 +108,9 @@ class AsyncExperienceReader(AsyncClient):
         self._answered = False  # a gateway has answered at that address before
         self._url = gateway.rstrip("/")
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False)  # a cluster-internal address, never a proxy
+        self._credentials = bearer(api_key)
+        # A cluster-internal address, never a proxy.
+        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, headers=self._credentials)
 
     async def close(self) -> None:
         """Gives back the batches that loops over `batches` still hold."""
@@ -132,6 +137,7 @@ class AsyncExperienceReader(AsyncClient):
             body=msgspec.json.encode(body),
             accept=ACCEPTED,
             timeout_s=body["wait_s"] + self._timeout_s,
+            credentials=self._credentials,
         )
         bound = None
         if wanted.get("strategy") == "staleness_bounded":

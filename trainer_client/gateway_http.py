@@ -74,9 +74,11 @@ async def request(
     return answer.content
 
 
-async def download(url: str, path: str, *, body: bytes, accept: str, timeout_s: float) -> memoryview:
+async def download(
+    url: str, path: str, *, body: bytes, accept: str, timeout_s: float, credentials: Mapping[str, str] | None = None
+) -> memoryview:
     """The answer's body to a POST of `body` (JSON), read-only. Has a connection of its own. `timeout_s`: how long the
-    gateway may be silent. Raises LaminarError as `request` does."""
+    gateway may be silent. `credentials`: the header of `protos.access.bearer`. Raises LaminarError like `request`."""
     try:
         target = httpx.URL(url + path)
     except httpx.InvalidURL as error:
@@ -88,7 +90,9 @@ async def download(url: str, path: str, *, body: bytes, accept: str, timeout_s: 
         async with asyncio.timeout(timeout_s) as limit:
             loop = asyncio.get_running_loop()
             exchange = _Exchange(
-                h11.Request(method="POST", target=target.raw_path, headers=_headers(target, body, accept)),
+                h11.Request(
+                    method="POST", target=target.raw_path, headers=_headers(target, body, accept, credentials or {})
+                ),
                 body,
                 answer,
                 moved=lambda: limit.reschedule(loop.time() + timeout_s),
@@ -109,13 +113,14 @@ async def download(url: str, path: str, *, body: bytes, accept: str, timeout_s: 
     return answer.body.toreadonly()
 
 
-def _headers(target: httpx.URL, body: bytes, accept: str) -> list[tuple[str, str]]:
+def _headers(target: httpx.URL, body: bytes, accept: str, credentials: Mapping[str, str]) -> list[tuple[str, str]]:
     return [
         ("Host", target.netloc.decode("ascii")),
         ("Accept", accept),
         ("Content-Type", "application/json"),
         ("Content-Length", str(len(body))),
         ("Connection", "close"),
+        *credentials.items(),
     ]
 
 

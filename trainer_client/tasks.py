@@ -28,6 +28,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import httpx
 import msgspec
 
+from protos.access.bearer import bearer
 from protos.decoding import decode_json
 from protos.errors import InvalidRequest, Unavailable
 from trainer_client.gateway_http import WRONG_SERVER, request
@@ -122,16 +123,20 @@ class PoolOptions(TypedDict, total=False):
 
     pool: str  # the pool's name; default "default"
     timeout_s: float  # of one request; default 30
+    api_key: str | None  # of the gateway's key file, with the role trainer; default: LAMINAR_API_KEY, if that is set
 
 
 class AsyncPromptPool(AsyncClient):
     """One pool of the gateway at `gateway` (its base URL)."""
 
-    def __init__(self, gateway: str, *, pool: str = "default", timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, gateway: str, *, pool: str = "default", timeout_s: float = 30.0, api_key: str | None = None
+    ) -> None:
         self.pool = pool
         self._url = gateway.rstrip("/")
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(trust_env=False)  # a cluster-internal address, never a proxy
+        # A cluster-internal address, never a proxy.
+        self._http = httpx.AsyncClient(trust_env=False, headers=bearer(api_key))
         self._answered = False  # a gateway has answered at that address before
         self._seen = 0  # the number of the last result that the curriculum has used
 

@@ -41,10 +41,11 @@ class ExperienceDataset(IterableDataset[PackedTensors | PaddedTensors]):
         padded: bool = False,
         pad_id: int = 0,
         length: int | None = None,
+        api_key: str | None = None,
         **wanted: Unpack[Wanted],
     ) -> None:
         self.trainer_version = trainer_version
-        self._gateway, self._reader, self._prefetch = gateway, reader, prefetch
+        self._gateway, self._reader, self._prefetch, self._api_key = gateway, reader, prefetch, api_key
         self._padded, self._pad_id, self._length = padded, pad_id, length
         self._wanted = wanted
         self._in_use: set[str] = set()  # leases of the items that iterations are at
@@ -68,7 +69,9 @@ class ExperienceDataset(IterableDataset[PackedTensors | PaddedTensors]):
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        with ExperienceReader(self._gateway, reader=self._reader, trainer_version=self.trainer_version) as reader:
+        with ExperienceReader(
+            self._gateway, reader=self._reader, trainer_version=self.trainer_version, api_key=self._api_key
+        ) as reader:
             if self._resumed is not None:
                 reader.resume(self._resumed)
                 self._resumed = None

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from agents_env.failures import RunFailed
+from agents_env.server import programs_environment
 
 PORT = "{port}"
 READY_TIMEOUT_S = 180.0
@@ -63,6 +64,7 @@ def _started(words: Sequence[str]) -> subprocess.Popen[bytes]:
             words,
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
+            env=programs_environment(),
             start_new_session=True,  # Ctrl-C is for this process, which ends its sessions first
             preexec_fn=_end_with_parent,
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -16,6 +19,7 @@ from gateway.api.bodies import answer_json, decode
 from gateway.api.errors import BadField
 from gateway.api.sessions import told_state
 from gateway.config import EngineSpec
+from gateway.core.networks import EnginePlaces
 from gateway.core.receipts import Outcome, Receipt
 from gateway.core.repack import Freed, Move, Plan
 from gateway.core.sessions import SessionState
@@ -28,10 +32,11 @@ from gateway.sessions.registry import SessionRegistry
 from gateway.store import Timeline
 from gateway.store.timeline import READ_MAX
 from protos.engines import base_url_hint, check_kind, is_address, is_host_port
-from protos.errors import InvalidRequest
+from protos.errors import Forbidden, InvalidRequest
 
 DIGITS_MAX = 15
 """Digits of a number in a query."""
+RESOLVE_TIMEOUT_S = 5.0
 LISTED_MAX = 10_000
 """Sessions of one answer: making it stops all streams meanwhile."""
 
@@ -196,10 +201,28 @@ class _Handlers:
             raise BadField("relay", f"{wanted.relay!r} is not HOST:PORT", hint="such as 127.0.0.1:7070")
         check_kind(wanted.kind, "`kind`")
         spec = EngineSpec(wanted.name, wanted.kind, wanted.url, wanted.relay or None)
+        await self._check_places(spec)
         if wanted.check:
             await self._fleet.check(spec)
         self._fleet.add(spec)
         return answer_json(EngineAdded(wanted.name), 201)
+
+    async def _check_places(self, spec: EngineSpec) -> None:
+        """Raises Forbidden where the engine or its relay is at an address at which none may be."""
+        places = self._places()
+        for host in _hosts(spec):
+            if reason := places.refusal(host, await _addresses(host)):
+                raise Forbidden(
+                    reason, hint="start the gateway with --engine-networks and its network, such as 10.0.0.0/8"
+                )
+
+    def _places(self) -> EnginePlaces:
+        config = self._fleet.config
+        specs = [*config.engines, *(handle.spec for handle in self._fleet.handles.values())]
+        named = {host for spec in specs for host in _hosts(spec)}
+        if config.relay is not None:
+            named.add(_host_of(config.relay))
+        return EnginePlaces.of(named, config.engine_networks, listens_on=config.host, insecure=config.insecure)
 
     async def remove_engine(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -224,6 +247,26 @@ class _Handlers:
         """Every move, newest first: price and gain as estimated, and as measured (null while not known)."""
         newest = list(self._repacker.book.receipts)[::-1][: _number(request, "limit", 100)]
         return answer_json(Receipts(self._repacker.prefill_tokens_per_s, [_receipt_report(r) for r in newest]))
+
+
+def _hosts(spec: EngineSpec) -> Sequence[str]:
+    """Of the engine, and of its relay."""
+    return [urlsplit(spec.url).hostname or "", *([_host_of(spec.relay)] if spec.relay else ())]
+
+
+def _host_of(address: str) -> str:
+    """Of HOST:PORT."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+async def _addresses(host: str) -> Sequence[str]:
+    """What `host` resolves to; none where it does not."""
+    try:
+        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):  # TimeoutError is an OSError; ValueError: a host that cannot be
+        return ()
+    return [str(address[0]) for *_, address in found]
 
 
 def _live_session(state: SessionState) -> LiveSession:

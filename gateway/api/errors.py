@@ -18,7 +18,15 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from protos.errors import InvalidRequest, LaminarError, NotFound, OutOfCapacity, TooLarge, UnsupportedField
+from protos.errors import (
+    InvalidRequest,
+    LaminarError,
+    NotFound,
+    OutOfCapacity,
+    TooLarge,
+    Unauthenticated,
+    UnsupportedField,
+)
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +127,8 @@ def error_headers(error: LaminarError) -> dict[str, str]:
     """Whether and when to retry. The official SDKs obey both headers; on their own they would retry any 409."""
     if isinstance(error, OutOfCapacity):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s))), "x-should-retry": "true"}
+    if isinstance(error, Unauthenticated):
+        return {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
     return {"x-should-retry": "true" if error.http_status >= 500 else "false"}
 
 

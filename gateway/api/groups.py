@@ -11,12 +11,15 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from gateway.api.access import caller_of
 from gateway.api.bodies import Count, answer_json, decode, in_range
 from gateway.api.errors import BadField
 from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_url, session_spec
+from gateway.core.access import owner_of
 from gateway.core.groups import GroupPhase
 from gateway.core.types import GroupId
 from gateway.sessions.group_service import GroupService
+from gateway.sessions.registry import SessionRegistry
 from gateway.store.groups import Group
 
 GROUP_SIZE_MAX = 4096
@@ -46,6 +49,7 @@ class Member(msgspec.Struct):
     sample_index: int
     base_url: str
     api_key: str
+    finish_key: str
 
 
 class GroupAnswer(msgspec.Struct, kw_only=True):
@@ -67,16 +71,16 @@ _create = msgspec.json.Decoder(CreateGroupRequest)
 _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
-def add_group_routes(app: web.Application, groups: GroupService) -> None:
-    handlers = _Handlers(groups)
+def add_group_routes(app: web.Application, groups: GroupService, live: SessionRegistry) -> None:
+    handlers = _Handlers(groups, live)
     app.router.add_post("/groups", handlers.create)
     app.router.add_get("/groups/{gid}", handlers.show)
     app.router.add_post("/groups/{gid}/abandon", handlers.abandon)
 
 
 class _Handlers:
-    def __init__(self, groups: GroupService) -> None:
-        self._groups = groups
+    def __init__(self, groups: GroupService, live: SessionRegistry) -> None:
+        self._groups, self._live = groups, live
 
     async def create(self, request: web.Request) -> web.Response:
         wanted = decode(_create, await request.read())
@@ -84,19 +88,40 @@ class _Handlers:
         _check_members(wanted.session)
         in_range("group_min", wanted.group_min, 1, size)
         name = GroupId(wanted.group_id or f"g-{secrets.token_hex(8)}")
-        spec = dataclasses.replace(session_spec(wanted.session), group_id=name, group_size=size)
+        caller = caller_of(request)
+        member = session_spec(wanted.session, owner=owner_of(caller))
+        spec = dataclasses.replace(member, group_id=name, group_size=size)
+        self._live.check_rights(spec, caller)
         least = size if wanted.group_min is None else wanted.group_min
         group = await self._groups.create(spec, group_min=least, resample_max=wanted.resample_max)
-        return answer_json(_answer(request, group))
+        return answer_json(self._answer(request, group))
 
     async def show(self, request: web.Request) -> web.Response:
-        return answer_json(_answer(request, self._groups.get(_group_id(request))))
+        return answer_json(self._answer(request, self._groups.get(_group_id(request))))
 
     async def abandon(self, request: web.Request) -> web.Response:
         body = await request.read()
         wanted = decode(_abandon, body) if body else AbandonRequest()
         await self._groups.abandon(_group_id(request), wanted.reason)
-        return answer_json(_answer(request, self._groups.get(_group_id(request))))
+        return answer_json(self._answer(request, self._groups.get(_group_id(request))))
+
+    def _answer(self, request: web.Request, group: Group) -> GroupAnswer:
+        state = group.state
+        return GroupAnswer(
+            group_id=state.group_id,
+            state=state.phase,
+            group_size=state.size,
+            size=state.size,
+            group_min=state.group_min,
+            resampled=state.resampled,
+            finished=state.finished,
+            versions=state.versions,
+            mixed=state.mixed,
+            sessions=[
+                Member(name, index, base_url(request, name), group.keys[name], self._live.finish_key(name))
+                for name, index in sorted(state.live.items(), key=lambda item: item[1])
+            ],
+        )
 
 
 def _size(wanted: CreateGroupRequest) -> int:
@@ -121,22 +146,3 @@ def _check_members(session: CreateRequest) -> None:
 
 def _group_id(request: web.Request) -> GroupId:
     return GroupId(request.match_info["gid"])
-
-
-def _answer(request: web.Request, group: Group) -> GroupAnswer:
-    state = group.state
-    return GroupAnswer(
-        group_id=state.group_id,
-        state=state.phase,
-        group_size=state.size,
-        size=state.size,
-        group_min=state.group_min,
-        resampled=state.resampled,
-        finished=state.finished,
-        versions=state.versions,
-        mixed=state.mixed,
-        sessions=[
-            Member(name, index, base_url(request, name), group.keys[name])
-            for name, index in sorted(state.live.items(), key=lambda item: item[1])
-        ],
-    )

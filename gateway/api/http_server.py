@@ -124,9 +124,9 @@ class _Connection(web.RequestHandler):
         """For a request that never reached a handler: its head is no HTTP."""
         if status >= 500 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
-        reason = exc.message if isinstance(exc, HttpProcessingError) else message or ""
-        log.info("a request from %s is no HTTP: %.200r", request.remote, reason)
-        response = error_response(no_http(reason))
+        error = no_http(exc.message if isinstance(exc, HttpProcessingError) else message or "")
+        log.info("from %s: %s", request.remote, error)  # without the bytes that the parser quotes: a key may be in them
+        response = error_response(error)
         response.force_close()
         return response
 

@@ -1,6 +1,7 @@
 """`GET /openapi.json`: the served schema, made of the table of routes and of the structs that it names.
 
-Every route may also respond with 4xx or 5xx and the error body of `gateway.api.errors`.
+Every route may also respond with 4xx or 5xx and the error body of `gateway.api.errors`. Which keys a route takes
+follows from its operation; a gateway without `--api-keys` takes every request.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from gateway.api.access import API_KEY_HEADER
 from gateway.api.anthropic.bodies import NEUTRAL as NEUTRAL_MESSAGES
 from gateway.api.anthropic.bodies import NEUTRAL_TOOL
 from gateway.api.anthropic.conversation import NEEDED as BLOCK_TYPES
@@ -24,7 +26,9 @@ from gateway.api.openai.text_proxy import ENGINE_HEADER
 from gateway.api.responses.bodies import NEUTRAL as NEUTRAL_RESPONSES
 from gateway.api.responses.bodies import ResponsesRequest
 from gateway.api.routes import ROUTES, Json, Route
+from gateway.core.access import Operation
 from gateway.core.parameters import PARAMETERS
+from protos.access.roles import ROLES as KEY_ROLES
 
 
 def add_openapi_route(app: web.Application) -> None:
@@ -56,7 +60,7 @@ def schema() -> Json:
         "openapi": "3.1.0",
         "info": {"title": "Laminar rollout gateway", "version": version("laminar-rl")},
         "paths": paths,
-        "components": {"schemas": components, "securitySchemes": {"session_key": {"type": "http", "scheme": "bearer"}}},
+        "components": {"schemas": components, "securitySchemes": _SECURITY_SCHEMES},
     }
 
 
@@ -152,6 +156,55 @@ _ANTHROPIC_ERROR: Json = {
 }
 
 
+_SECURITY_SCHEMES: Json = {
+    "api_key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A key of the gateway's key file (`--api-keys`), of one of the roles in `x-laminar-roles`.",
+    },
+    "api_key_header": {
+        "type": "apiKey",
+        "in": "header",
+        "name": API_KEY_HEADER,
+        "description": "The same, where Anthropic's clients send theirs.",
+    },
+    "session_key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "The `api_key` of a session: makes its calls, and reads it.",
+    },
+    "finish_key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "The `finish_key` of a session: finishes, rewards or abandons it, and reads it.",
+    },
+}
+_REFUSALS = {
+    "401": ("No API key, or none that is known.", {"WWW-Authenticate": {"schema": _TEXT}}),
+    "403": ("The API key does not allow it; the message names the role that does.", {}),
+}
+
+
+def _security(operation: Operation) -> Json:
+    """Which keys the operation takes. The empty one: a gateway without access control asks for none."""
+    if operation.public:
+        return {"security": []}
+    schemes = ["api_key", "api_key_header"]
+    schemes += ["session_key"] if operation.session_key else []
+    schemes += ["finish_key"] if operation.finish_key else []
+    roles = [role for role in KEY_ROLES if role in operation.roles | operation.own]
+    return {"security": [{}, *({scheme: []} for scheme in schemes)], "x-laminar-roles": roles}
+
+
+def _refused(route: Route) -> Json:
+    if route.operation.public:
+        return {}
+    return {
+        status: {"description": text, "content": _content(route.error), **({"headers": headers} if headers else {})}
+        for status, (text, headers) in _REFUSALS.items()
+    }
+
+
 def _operation(route: Route) -> Json:
     response: Json = {"description": "The response."}
     if route.answers or route.also:
@@ -163,9 +216,11 @@ def _operation(route: Route) -> Json:
     out: Json = {
         "summary": route.summary,
         "operationId": f"{route.method} {route.path}",
+        **_security(route.operation),
         "parameters": [*_in_path(route.path), *_in_query(route.query or {}), *(_IN_HEADERS if route.turn else ())],
         "responses": {
             **{str(status): response for status in statuses},
+            **_refused(route),
             "default": {"description": "An error.", "content": _content(route.error)},
         },
     }

@@ -11,8 +11,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from gateway.api.access import caller_of
 from gateway.api.bodies import EXACT_MAX, AtLeastOne, Count, answer_json, decode, in_range
 from gateway.api.errors import BadField
+from gateway.core.access import owner_of
 from gateway.core.endings import Finish, Finished, How
 from gateway.core.rewards import Given
 from gateway.core.sessions import SessionSpec, SessionState
@@ -76,11 +78,13 @@ class AbandonRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SessionMade(msgspec.Struct):
-    """`base_url` and `api_key`: for an agent's SDK; either names the session."""
+    """`base_url` and `api_key`: for an agent's SDK; either names the session. `finish_key`: for whoever rewards it.
+    Where access is controlled, `api_key` does not finish, reward or abandon it."""
 
     session_id: str
     base_url: str
     api_key: str
+    finish_key: str
 
 
 class SessionAnswer(msgspec.Struct, kw_only=True):
@@ -153,11 +157,12 @@ class _Handlers:
     async def create(self, request: web.Request) -> web.Response:
         body = await request.read()
         wanted = decode(_create, body) if body else CreateRequest()
-        spec = session_spec(wanted)
-        name = spec.session_id
+        caller = caller_of(request)
+        spec = session_spec(wanted, owner=owner_of(caller))
+        self._live.check_rights(spec, caller)
         _, key = self._live.create(spec)
         await self._live.saved()
-        return answer_json(SessionMade(name, base_url(request, name), key))
+        return answer_json(self._made(request, spec.session_id, key))
 
     async def show(self, request: web.Request) -> web.Response:
         name = _session_id(request)
@@ -195,12 +200,14 @@ class _Handlers:
         await self._endings.abandon(session_id, wanted.reason)
         answer = Abandoned(session_id)
         if (replacement := self._groups.replacement(session_id, group_id)) is not None:
-            name, key = replacement
-            answer.replacement = SessionMade(name, base_url(request, name), key)
+            answer.replacement = self._made(request, *replacement)
         return answer_json(answer)
 
+    def _made(self, request: web.Request, name: SessionId, key: str) -> SessionMade:
+        return SessionMade(name, base_url(request, name), key, self._live.finish_key(name))
 
-def session_spec(wanted: CreateRequest) -> SessionSpec:
+
+def session_spec(wanted: CreateRequest, *, owner: str = "") -> SessionSpec:
     in_range("min_version", wanted.min_version, 0, wanted.version)
     in_range("max_version", wanted.max_version, wanted.version or wanted.min_version, None)
     if wanted.blocks_parent and wanted.parent_session_id is None:
@@ -226,6 +233,7 @@ def session_spec(wanted: CreateRequest) -> SessionSpec:
         max_context_tokens=wanted.max_context_tokens,
         deadline_unix_s=None if wanted.deadline_s is None else unix_s() + wanted.deadline_s,
         priority=wanted.priority,
+        owner=owner,
     )
 
 

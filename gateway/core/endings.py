@@ -38,11 +38,12 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ended(msgspec.Struct, frozen=True):
     """How a session ended. `asked`: the request; `told`: its answer. Both are None for a session that was abandoned, or
-    whose end was interrupted by a crash. Stored under these names."""
+    whose end was interrupted by a crash. `owner`: the session's. Stored under these names."""
 
     how: How
     asked: Finish | None = None
     told: Finished | None = None
+    owner: str = ""
 
     def __str__(self) -> str:
         reward = "" if self.told is None else f" with reward {self.told.reward:g}, {self.told.status}"

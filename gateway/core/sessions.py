@@ -74,6 +74,7 @@ class SessionSpec:
     max_context_tokens: int | None = None  # of a prompt and its answer together, if that is less than the engines'
     deadline_unix_s: float | None = None  # it is abandoned then
     priority: int = 0  # among turns that wait for an engine: the highest first
+    owner: str = ""  # the name whose API key made it; empty: access control was off
 
     @property
     def trains(self) -> bool:

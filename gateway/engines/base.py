@@ -43,10 +43,15 @@ class NoLogprob(StreamCut):
 
 
 class EngineFailed(LaminarError):
-    """A control call failed; for a weight load this means the engine must stay fenced."""
+    """A control call failed; for a weight load this means the engine must stay fenced. `outline`: the message without
+    anything that the server sent, for errors of what may be no engine."""
 
     code = "engine_failed"
     http_status = 502
+
+    def __init__(self, message: str, *, hint: str = "", outline: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.outline = outline or message
 
 
 class SnapshotRefused(EngineFailed):

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+import yarl
 
 from gateway.engines.base import (
     CONTROL_TIMEOUT_S,
@@ -28,6 +29,7 @@ from gateway.engines.http1 import Refused
 from protos.decoding import decode_json
 
 ERROR_SHOWN = 500
+REDIRECTS_MAX = 5
 CONTROL_BYTES_MAX = 4 << 20
 """Of a control call's response: metrics are the longest, about 100 KiB."""
 
@@ -118,9 +120,11 @@ class EngineHttp:
         """The response's body. EngineFailed when there is none in time, or its status is an error's."""
         status, answer = await self._call(method, path, body, timeout_s)
         if status >= 400:
+            outline = f"{method} {self.url}{path} answered {status}"
             raise EngineFailed(
-                f"{method} {self.url}{path} answered {status}: {reason_in(answer.decode(errors='replace'))}",
+                f"{outline}: {reason_in(answer.decode(errors='replace'))}",
                 hint=self._not_found_hint if status == 404 else "",
+                outline=outline,
             )
         try:
             return answer.decode()
@@ -150,10 +154,21 @@ class EngineHttp:
                     status, answer = await self._wire.get(path, bytes_max=CONTROL_BYTES_MAX)
                     if not 300 <= status < 400:
                         return status, answer
-                async with self._control.request(method, self.url + path, json=body) as response:
-                    return response.status, await _whole(response)
+                return await self._call_anew(method, path, body)
         except (StreamCut, aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:  # ValueError: no such host
-            raise EngineFailed(f"{method} {self.url}{path}: {_reason(e, deadline_s)}") from e
+            what = f"{method} {self.url}{path}"
+            raise EngineFailed(f"{what}: {_reason(e, deadline_s)}", outline=f"{what}: {_outline(e, deadline_s)}") from e
+
+    async def _call_anew(self, method: str, path: str, body: object | None) -> tuple[int, bytes]:
+        """A call on a connection of its own. A redirect is followed within the server, as vLLM's from /metrics to
+        /metrics/: to another one the gateway would carry requests wherever an engine says."""
+        url = yarl.URL(self.url + path)
+        for _ in range(REDIRECTS_MAX):
+            async with self._control.request(method, url, json=body, allow_redirects=False) as response:
+                if not 300 <= response.status < 400:
+                    return response.status, await _whole(response)
+                url = _redirected(url, response.headers.get("Location", ""))
+        raise ValueError("it redirects for ever")
 
     def _decode(self, method: str, path: str, text: str, kind: type[T]) -> T:
         try:
@@ -202,6 +217,17 @@ class HttpAdapter:
             raise EngineFailed(f"{self.url} was restarted while it loaded version {version}")
 
 
+def _redirected(url: yarl.URL, location: str) -> yarl.URL:
+    try:
+        target = url.join(yarl.URL(location))
+        same = target.origin() == url.origin()
+    except ValueError as e:
+        raise ValueError("it redirects to what is no address") from e
+    if not same:
+        raise ValueError("it redirects to another server")
+    return target
+
+
 async def _whole(response: aiohttp.ClientResponse) -> bytes:
     """The body. ValueError when it is longer than any that a control call has."""
     parts, size = [], 0
@@ -216,6 +242,12 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
 def refuses(status: int) -> bool:
     """Whether no other engine would accept the request either."""
     return 400 <= status < 500 and status not in (408, 429)
+
+
+def _outline(error: Exception, timeout_s: float) -> str:
+    """`_reason` without bytes that the server sent: what does not speak HTTP is quoted there."""
+    quotes = isinstance(error, aiohttp.ClientError) or (isinstance(error, StreamCut) and error.reason == "protocol")
+    return "it does not speak HTTP as it should" if quotes else _reason(error, timeout_s)
 
 
 def _reason(error: Exception, timeout_s: float) -> str:

@@ -140,7 +140,8 @@ class VllmEngine(HttpAdapter):
         try:
             values = _metric_values(text)
         except ValueError as e:
-            raise EngineFailed(f"GET {self.url}/metrics is not metrics: {e}") from e
+            what = f"GET {self.url}/metrics is not metrics"
+            raise EngineFailed(f"{what}: {e}", outline=what) from e
         running, waiting = values.get("vllm:num_requests_running", 0.0), values.get("vllm:num_requests_waiting", 0.0)
         incarnation = values.get("process_start_time_seconds")
         return EngineReport(

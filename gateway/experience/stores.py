@@ -86,8 +86,8 @@ class ExperienceStore(Protocol):
         ...
 
     async def lease(self, lease: LeaseState) -> Sequence[bytes]:
-        """The bodies of the lease's entries, in their order, once the lease is kept; b"" for one that is damaged or gone.
-        May raise Raced."""
+        """The bodies of the lease's entries, in their order, once the lease is kept; b"" for one that is damaged or
+        gone. May raise Raced."""
         ...
 
     async def use_up(self, lease: LeaseState) -> None:

@@ -161,7 +161,7 @@ class Fleet:
             await adapter.limits()
         except EngineFailed as e:
             raise Unavailable(
-                f"engine {spec.name} cannot be used: {e.message}",
+                f"engine {spec.name} cannot be used: {e.outline}",
                 hint=e.hint or 'start it first, or send "check": false to add it before it responds',
             ) from e
         finally:

@@ -27,6 +27,7 @@ class EngineHandle:
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)  # wakes its watcher before the interval is over
     polled: asyncio.Event = field(default_factory=asyncio.Event)  # at least once, with whatever result
     left: asyncio.Event = field(default_factory=asyncio.Event)  # a turn has left it
+    has_joined: bool = False  # it has responded as an engine: what it says is shown
     failed_polls: int = 0  # in a row
     dtype_requests: int = 0  # to this incarnation
     refresh_failures: int = 0

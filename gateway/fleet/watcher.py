@@ -140,6 +140,7 @@ class EngineWatcher:
     def _join(self, handle: EngineHandle, report: EngineReport, limits: EngineLimits) -> None:
         """Takes over what the engine reports of itself."""
         state = handle.state
+        handle.has_joined = True
         state.incarnation = report.incarnation
         state.context_tokens = limits.context_tokens or self._context_tokens
         state.kv_capacity_tokens = limits.kv_capacity_tokens
@@ -173,14 +174,16 @@ class EngineWatcher:
         return handle.spec.relay is None or self._relays.newest(handle.spec.relay) is not None
 
     def _unreachable(self, handle: EngineHandle, error: EngineFailed) -> None:
+        """What never was an engine may be any server: the report shows nothing that it sent. The log does."""
+        shown = error.message if handle.has_joined else error.outline
         handle.failed_polls += 1
-        if handle.state.status == "dead" and handle.state.poll_error != error.message:
+        if handle.state.status == "dead" and handle.state.poll_error != shown:
             log.warning("engine %s cannot be used yet: %s", handle.state.name, error)
         if handle.failed_polls == 1:
-            handle.note_failed_poll(error.message)
-        handle.state.poll_error = error.message
+            handle.note_failed_poll(shown)
+        handle.state.poll_error = shown
         if handle.state.status != "dead" and handle.failed_polls >= self._config.dead_after_polls:
-            handle.to("dead", error.message)
+            handle.to("dead", shown)
             handle.state.incarnation = ""
             self._reconcile()
         elif handle.state.status != "dead":

@@ -26,6 +26,8 @@ from gateway.store.layout import LAYOUT
 from gateway.tokens import Codec
 from paramserver.client import RelayClient, watch_engines
 from paramserver.membership import EtcdRegistry
+from protos.access.key_file import KeyFile
+from protos.access.listening import is_loopback
 from protos.errors import LaminarError, UnknownModel
 from protos.findings import Finding
 
@@ -46,6 +48,7 @@ async def examine(config: GatewayConfig) -> list[Finding]:
     if isinstance(config.experience_store, RedisAddress):
         found.append(await _redis(config.experience_store, config))
     found.append(_port(config.host, config.port))
+    found.append(await asyncio.to_thread(_access, config))
     engines = list(config.engines)
     if config.etcd is not None:
         etcd, joined = await _etcd(config.etcd)
@@ -139,6 +142,24 @@ async def _redis(address: RedisAddress, config: GatewayConfig) -> Finding:
         shown = f"{address} answers, and {', '.join(unchecked)} cannot be checked there"
         return Finding(what, False, shown, "have its operator confirm them", advice=True)
     return Finding(what, True, f"{address} keeps what it acknowledges")
+
+
+def _access(config: GatewayConfig) -> Finding:
+    what = "access control"
+    if config.api_keys is not None:
+        try:
+            keys = KeyFile(config.api_keys)
+        except LaminarError as e:
+            return Finding(what, False, e.message, e.hint)
+        shown = ", ".join(f"{count} {role}" for role, count in keys.by_role().items())
+        return Finding(what, True, f"{config.api_keys} has keys: {shown}")
+    if is_loopback(config.host):
+        return Finding(what, True, "none: only this host reaches it")
+    if config.insecure:
+        shown = f"none, by --insecure: whoever reaches {config.host} may do everything"
+        return Finding(what, False, shown, "give --api-keys FILE unless the network is closed", advice=True)
+    shown = f"none, and {config.host} is not loopback: it does not start so"
+    return Finding(what, False, shown, "give --api-keys FILE, or --insecure in a closed network")
 
 
 def _port(host: str, port: int) -> Finding:

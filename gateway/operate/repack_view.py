@@ -9,8 +9,9 @@ from typing import Any
 
 import aiohttp
 
+from protos.access.bearer import KEY_HINT, bearer
 from protos.engines import is_address
-from protos.errors import InvalidRequest, Unavailable
+from protos.errors import Forbidden, InvalidRequest, Unauthenticated, Unavailable
 
 DEADLINE_S = 10.0
 LOOK_S = 0.5
@@ -42,25 +43,32 @@ async def wait_for_engine(url: str, wait_s: float) -> dict[str, Any]:
 
 
 async def call(method: str, url: str, path: str) -> dict[str, Any]:
-    """Raises Unavailable, InvalidRequest."""
+    """The gateway's answer; the API key is that of LAMINAR_API_KEY. Raises Unavailable, InvalidRequest, Unauthenticated
+    and Forbidden."""
     if not is_address(url):
         raise InvalidRequest(f"--url {url!r} is no gateway's address", hint="such as http://127.0.0.1:8080")
     try:
         async with (
             asyncio.timeout(DEADLINE_S),
-            aiohttp.ClientSession() as http,
+            aiohttp.ClientSession(headers=bearer()) as http,
             http.request(method, url.rstrip("/") + path) as response,
         ):
+            if response.status in (401, 403):
+                raise _refused(response.status, (await response.json())["error"]["message"])
             response.raise_for_status()
             answer: dict[str, Any] = await response.json()
             return answer
-    except (aiohttp.ClientResponseError, ValueError) as e:
+    except (aiohttp.ClientResponseError, ValueError, KeyError, TypeError) as e:
         raise Unavailable(f"what answers at {url} is no gateway: {_cause(e)}", hint="name one with --url") from e
     except (aiohttp.ClientError, TimeoutError) as e:
         raise Unavailable(f"no gateway answers at {url}: {e or type(e).__name__}", hint="name one with --url") from e
 
 
-def _cause(error: aiohttp.ClientResponseError | ValueError) -> str:
+def _refused(status: int, message: str) -> Unauthenticated | Forbidden:
+    return Unauthenticated(message, hint=KEY_HINT) if status == 401 else Forbidden(message)
+
+
+def _cause(error: Exception) -> str:
     """The cause in one line: a server that does not speak HTTP is quoted byte by byte."""
     if isinstance(error, aiohttp.ClientResponseError) and "\n" in error.message:
         return error.message.partition("\n")[0].rstrip(":")

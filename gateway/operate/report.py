@@ -16,6 +16,7 @@ from gateway.runtime.counters import Counters
 from gateway.sessions.trainer import AdmissionStatus, Staleness
 from gateway.store.partial import PoolStatistics
 from gateway.tasks import PromptPoolStatistics
+from protos.access.roles import Role
 
 
 class Health(msgspec.Struct):
@@ -24,6 +25,17 @@ class Health(msgspec.Struct):
     serving_engines: Sequence[str]
     uptime_s: float
     reasons: Sequence[str] = ()
+
+
+class AccessReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may use the gateway. `keys`: how many keys each role has; null while access control is off, and everybody may
+    do everything. `insecure`: off loopback, too, because --insecure was given. `failure`: why the key file as it is now
+    is not used, and the keys before it still are; empty while it is used."""
+
+    keys: Mapping[Role, int] | None
+    insecure: bool
+    agents_may_reward: bool
+    failure: str
 
 
 class HeldBy(msgspec.Struct, frozen=True):
@@ -98,6 +110,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     not answer now; engines beside them keep the version that they hold. `shared_experience`: the Redis of
     `--experience-store`; null without one."""
 
+    access: AccessReport
     model: str
     mode: Mode
     newest_version: int

@@ -24,6 +24,7 @@ from gateway.experience.buffer import DeliveryStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.text_proxy import TextProxy
 from gateway.operate.report import (
+    AccessReport,
     AllCounters,
     EngineReport,
     Health,
@@ -39,6 +40,7 @@ from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool
 from gateway.tasks import PromptPool
+from protos.access.key_file import KeyFile
 
 RATE_WINDOW_S = 10.0
 HELD_BY_MAX = 16
@@ -61,10 +63,11 @@ class GatewayStatus:
         tasks: PromptPool,
         text_proxy: TextProxy | None = None,
         database: Database,
+        keys: KeyFile | None = None,
     ) -> None:
         self._config, self._fleet, self._sessions, self._repacker = config, fleet, sessions, repacker
         self._trainer, self._buffer, self._pool, self._text_proxy = trainer, buffer, pool, text_proxy
-        self._database, self._tasks = database, tasks
+        self._database, self._tasks, self._keys = database, tasks, keys
         self._started = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque(maxlen=256)
         self._provider = MeterProvider(metric_readers=[PrometheusMetricReader(disable_target_info=True)])
@@ -88,6 +91,12 @@ class GatewayStatus:
     def report(self) -> StatusReport:
         fleet, sessions, statistics = self._fleet, self._sessions, self._fleet.statistics()
         return StatusReport(
+            access=AccessReport(
+                keys=None if self._keys is None else self._keys.by_role(),
+                insecure=self._config.insecure,
+                agents_may_reward=self._config.agents_may_reward,
+                failure="" if self._keys is None else self._keys.failure,
+            ),
             model=self._config.model,
             mode=self._config.fleet.mode,
             newest_version=fleet.state.newest,

@@ -35,7 +35,18 @@ def _head(status: Mapping[str, Any]) -> Sequence[str]:
         f"lost {counters['turns_lost']}; moves {counters['moves']}, refreshes {counters['refreshes']}",
         f"buffer {buffer['trajectories']} trajectories, leased {buffer['leased']}",
         *_prompt_pool(status.get("prompt_pool")),
+        *_access(status.get("access")),
     )
+
+
+def _access(access: Mapping[str, Any] | None) -> Sequence[str]:
+    """Who may use it; nothing for a gateway on loopback without keys."""
+    if not access or (access["keys"] is None and not access["insecure"]):
+        return ()
+    if access["keys"] is None:
+        return ("INSECURE: no credentials are asked for, and whoever reaches it may do everything (--insecure)",)
+    keys = ", ".join(f"{count} {role}" for role, count in access["keys"].items())
+    return (f"API keys: {keys}{'; agents may reward themselves' if access['agents_may_reward'] else ''}",)
 
 
 def _prompt_pool(pool: Mapping[str, int] | None) -> Sequence[str]:
@@ -76,8 +87,10 @@ def _holders(engine: Mapping[str, Any]) -> Sequence[str]:
 def _warnings(status: Mapping[str, Any]) -> Sequence[str]:
     """What an operator should look at, with what would be right."""
     engines = status["engines"]
+    keys = (status.get("access") or {}).get("failure")
+    found = [f"the API keys stay as they were: {keys}"] if keys else []
     why = {e["name"]: "" if e["reason"] == e["last_error"] else e["reason"] for e in engines}
-    found = [f"{e['name']} {why[e['name']]}" for e in engines if why[e["name"]]]
+    found += [f"{e['name']} {why[e['name']]}" for e in engines if why[e["name"]]]
     hidden = [e for e in engines if e["last_error"] and _ails(e) and e["last_error"] not in why[e["name"]]]
     found += [f"{e['name']}, last error: {e['last_error']}" for e in hidden]
     found += [line for e in status["engines"] for line in _holders(e)]

@@ -143,7 +143,7 @@ class Endings:
             trajectories = state.trajectories(reward, first.status, metrics, unix_s())
             stored = self._to_be_stored(state)
             finished = _finished(state, reward, first.status, trajectories, stored=stored)
-            ended = Ended("finished", request, finished)
+            ended = Ended("finished", request, finished, state.spec.owner)
             if stored:
                 try:
                     await self._buffer.add(*trajectories, along=self._ending(state, ended))
@@ -254,7 +254,7 @@ class Endings:
         state.end("abandoned")  # before the aborts: none of its turns may be replaced by a retry
         for turn in self._sessions.joinable.of_session(session_id):
             await turn.abort(f"its session was abandoned ({reason})")
-        ended = Ended("abandoned")
+        ended = Ended("abandoned", owner=state.spec.owner)
         self._close(state, ended, reason=reason)
         self._counters.sessions_abandoned += 1
         await self._after(state, ended)

@@ -33,9 +33,15 @@ class GroupRegistry:
     def __init__(self, live: SessionRegistry, buffer: ExperienceBuffer, store: GroupStore) -> None:
         self._live, self._buffer, self._store = live, buffer, store
         self._groups: OrderedDict[GroupId, Group] = OrderedDict()
+        live.group_owner = self.owner
 
     def find(self, group_id: GroupId) -> Group | None:
         return self._groups.get(group_id)
+
+    def owner(self, group_id: GroupId) -> str | None:
+        """The name whose API key made the group by `POST /groups`; None: there is no such group."""
+        group = self._groups.get(group_id)
+        return None if group is None else group.spec.owner
 
     def of(self, session: SessionState) -> Group | None:
         return self._groups.get(session.spec.group_id)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gateway.config import GatewayConfig
+from gateway.core.access import ATTACH, CALL, Caller, Target, finish_key, owner_of, require
 from gateway.core.endings import Ended
 from gateway.core.fleet import FleetState
 from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
@@ -28,6 +29,7 @@ from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Una
 class SessionRegistry:
     def __init__(self, config: GatewayConfig, fleet: FleetState, store: SessionStore, timeline: Timeline) -> None:
         self.draining = False  # the gateway shuts down: nothing new begins
+        self.group_owner: Callable[[GroupId], str | None] = lambda _: None  # the registry of groups answers it
         self._config, self._fleet, self._store, self._timeline = config, fleet, store, timeline
         self._live: dict[SessionId, SessionState] = {}
         self._keys: dict[str, SessionId] = {}
@@ -53,6 +55,18 @@ class SessionRegistry:
 
     def ended(self, session_id: SessionId) -> Ended | None:
         return self._ended.get(session_id)
+
+    def owner(self, session_id: SessionId) -> str | None:
+        """The name whose API key made the session, also of one that has ended; None for an unknown session."""
+        state = self._live.get(session_id)
+        if state is not None:
+            return state.spec.owner
+        ended = self._ended.get(session_id)
+        return None if ended is None else ended.owner
+
+    def finish_key(self, session_id: SessionId) -> str:
+        """The key that ends the session, with or without a reward."""
+        return finish_key(self._store.finish_secret, session_id)
 
     def get(self, session_id: SessionId) -> SessionState:
         """Raises Conflict for a session that has ended, NotFound for an unknown one."""
@@ -89,14 +103,29 @@ class SessionRegistry:
             parent.touched_unix_s = unix_s()
 
     def named_by(self, identity: SessionIdentity) -> SessionState:
-        """The session that a request names. A new name, or none, makes a session."""
+        """The session that a request names. A new name, or none, makes a session, which is the caller's. Forbidden for
+        another's: checked here, because a session of that name may have been made while the request came in."""
+        owner = owner_of(identity.caller)
         if identity.session_id is None:
             name = SessionId(f"call-{secrets.token_hex(8)}")
             kept = identity.kept
-            return self.create(SessionSpec(name, GroupId(name), ephemeral=not kept, unnamed=kept, train=False))[0]
-        if identity.session_id not in self._live and identity.session_id not in self._ended:
-            return self.create(SessionSpec(identity.session_id, GroupId(identity.session_id)))[0]
+            spec = SessionSpec(name, GroupId(name), ephemeral=not kept, unnamed=kept, train=False, owner=owner)
+            return self.create(spec)[0]
+        if (known := self.owner(identity.session_id)) is None:
+            spec = SessionSpec(identity.session_id, GroupId(identity.session_id), owner=owner)
+            self.check_rights(spec, identity.caller)
+            return self.create(spec)[0]
+        require(CALL, identity.caller, Target(identity.session_id, known))
         return self.get(identity.session_id)
+
+    def check_rights(self, spec: SessionSpec, caller: Caller | None) -> None:
+        """Forbidden where the session would stand below a parent that is not the caller's, which it could keep from
+        being idle, or in such a group, whose members a trainer compares."""
+        parent = spec.parent_session_id
+        if parent is not None and (owner := self.owner(parent)) is not None:
+            require(ATTACH, caller, Target(parent, owner))
+        if (owner := self.group_owner(spec.group_id)) is not None:
+            require(ATTACH, caller, Target(None, owner))
 
     def create(self, spec: SessionSpec) -> tuple[SessionState, str]:
         """Makes a session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`.

@@ -93,6 +93,7 @@ class TurnService:
             trains=spec.trains,
             logprobs_kind=self.config.logprobs_kind,
             max_context_tokens=spec.max_context_tokens,
+            owner=spec.owner,
         )
 
     def start(self, request: TurnRequest) -> RunningTurn:
@@ -167,12 +168,11 @@ class TurnService:
 
     def give_up(self, session_id: SessionId) -> None:
         """A session that cannot be restored: its name stays in use, and none of its turns goes on."""
-        ended = Ended("abandoned")
         state = self.live.find(session_id)
         if state is None:
-            self.live.restore_ended([(session_id, ended)])
+            self.live.restore_ended([(session_id, Ended("abandoned"))])
         else:
-            self.forget(state, ended)
+            self.forget(state, Ended("abandoned", owner=state.spec.owner))
 
     def resume(self, state: SessionState, record: TurnRecord) -> None:
         """A turn in flight goes on, without a client yet."""

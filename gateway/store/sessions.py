@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ CREATE TABLE IF NOT EXISTS turn_rewards(
     turn_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, reward REAL, leaf_reward REAL);
 CREATE INDEX IF NOT EXISTS turn_rewards_by_session ON turn_rewards(session_id);
 CREATE TABLE IF NOT EXISTS unrewarded(session_id TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS secrets(name TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS ended(number INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, body BLOB);
 CREATE TRIGGER IF NOT EXISTS finished AFTER INSERT ON trajectories BEGIN
     DELETE FROM sessions WHERE session_id = NEW.session_id;
@@ -50,6 +52,10 @@ _TABLES = ("sessions", "turn_messages", "turn_rewards", "unrewarded")
 
 ENDED_MAX = 10_000
 """Ended sessions that are kept, so that a second finish gets the result of the first."""
+
+
+FINISH_SECRET = "finish_keys"
+SECRET_BYTES = 32
 
 
 class KeptSession(msgspec.Struct, frozen=True):
@@ -76,9 +82,11 @@ class SessionStore:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.finish_secret = b""  # of which the finish keys of all sessions are made; the same in every life
 
     async def open(self) -> None:
         await self._database.run(_make_tables)
+        self.finish_secret = await self._database.run(_finish_secret)
 
     def check(self) -> None:
         """Raises Unavailable while nothing can be written."""
@@ -154,6 +162,15 @@ def _make_tables(connection: sqlite3.Connection) -> None:
     for statement in statements.split(";"):
         connection.execute(statement)
     connection.execute("CREATE TRIGGER" + trigger)
+
+
+def _finish_secret(connection: sqlite3.Connection) -> bytes:
+    found = connection.execute("SELECT value FROM secrets WHERE name=?", (FINISH_SECRET,)).fetchone()
+    if found is not None:
+        return bytes(found[0])
+    made = secrets.token_bytes(SECRET_BYTES)
+    connection.execute("INSERT INTO secrets VALUES (?,?)", (FINISH_SECRET, made))
+    return made
 
 
 def _end(connection: sqlite3.Connection, row: tuple[SessionId, bytes]) -> None:

@@ -22,9 +22,10 @@ from gateway.experience import rows
 from gateway.store.database import DATABASE_NAME
 from gateway.store.layout import LAYOUT
 from gateway.tables.schema import KeptFor, Stored
+from protos.access.bearer import KEY_HINT, bearer
 from protos.decoding import decode_json
 from protos.engines import is_address
-from protos.errors import Conflict, NotFound, Unavailable
+from protos.errors import Conflict, Forbidden, NotFound, Unavailable
 from protos.packed import MEDIA_TYPE, Offer, rows_of
 
 PAGE = 256
@@ -168,7 +169,8 @@ class RunningGateway:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._http = httpx.Client(timeout=HTTP_TIMEOUT_S, trust_env=False)  # a cluster-internal address, never a proxy
+        # A cluster-internal address, never a proxy.
+        self._http = httpx.Client(timeout=HTTP_TIMEOUT_S, trust_env=False, headers=bearer())
         self._ended: dict[str, int] = {}
         self.num_damaged = 0
 
@@ -226,6 +228,8 @@ class RunningGateway:
             raise Unavailable(f"no gateway answers at {self._url}: {error}", hint="name one with --store") from error
 
     def _answered(self, answer: httpx.Response) -> httpx.Response:
+        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise Forbidden(f"{self._url} answered {answer.status_code}: {answer.text[:300]}", hint=KEY_HINT)
         try:
             return answer.raise_for_status()
         except httpx.HTTPStatusError as error:

@@ -167,6 +167,7 @@ class RelayStatus:
     trouble: str = ""
     store_id: str = ""
     continues: tuple[str, ...] = ()
+    insecure: bool = False  # it was started with --insecure
 
     @property
     def origin(self) -> Origin:
@@ -467,6 +468,7 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
         trouble=reply.trouble,
         store_id=reply.store_id,
         continues=tuple(reply.continues),
+        insecure=reply.insecure,
     )
 
 

@@ -35,6 +35,7 @@ from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.recovery import offer_again, skip_earlier_numbers
+from protos.access.listening import check_listening, warn_insecure
 from protos.errors import Conflict, Corrupt, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
 from protos.process import cannot_listen
@@ -54,6 +55,20 @@ SERVER_OPTIONS = [
 ]
 SOCKET_PATH_MAX = 100  # the kernel takes 107
 SERVICE = relay_pb2.DESCRIPTOR.services_by_name["Relay"].full_name
+
+
+def check_open(config: RelayConfig) -> None:
+    """Raises InvalidRequest where a port would be off loopback without `--insecure`: none asks for credentials."""
+    hosts = [config.host, *([address_of(config.bind_interface)] if config.bind_interface else ())]
+    for host in hosts:
+        check_listening(
+            "paramserver serve",
+            host,
+            insecure=config.insecure,
+            mend="its gRPC and data ports take no credentials yet: give --insecure, and only in a closed network",
+        )
+    if config.insecure:
+        warn_insecure(log, "paramserver serve", " and ".join(dict.fromkeys(hosts)))
 
 
 async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None]) -> None:

@@ -48,6 +48,7 @@ class StatusReport:
             trouble=self._lease.trouble,
             store_id=self._view.store_id,
             continues=sorted(self._view.continues),
+            insecure=self._config.insecure,
         )
 
     def _model(self, model: str) -> pb.ModelStatus:

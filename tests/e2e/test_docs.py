@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
+from gateway.core.access import OPERATIONS
+from protos.access.roles import ROLES
 from tests.support import processes
 from tests.support.fleet import until
 from tests.support.ports import KeptPorts
@@ -50,6 +53,7 @@ RUN_HERE = {
     ("docs/guide.md", "sh"): 1,
     ("docs/prompt-pool.md", "python"): 1,
     ("docs/runner.md", "sh"): 1,
+    ("docs/security.md", "sh"): 1,
 }
 """Blocks of code by page and language that tests of this module run, all of them."""
 RUN_ELSEWHERE = {
@@ -316,6 +320,38 @@ def test_the_commands_of_operators_run(fleet: Documented, trained: Trained) -> N
             right = done.returncode == 0
         assert right, (command, done.stdout, done.stderr)
     assert list((fleet.directory / "weights").glob("*.safetensors"))
+
+
+def test_a_gateway_asks_for_the_keys_that_the_page_makes(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(tiny_model())
+    (tmp_path / "gateway.sh").write_text(f'exec {sys.executable} -m gateway "$@"')
+    *makes, serve, look = lines(blocks("docs/security.md", "sh")[0])
+    with KeptPorts() as ports, ExitStack() as stack:
+        page = Documented(tmp_path, tmp_path, "", ports)
+
+        def shell(*commands: str) -> subprocess.CompletedProcess[str]:
+            script = "\n".join([f'gateway() {{ sh {tmp_path}/gateway.sh "$@"; }}', *map(page.here, commands)])
+            return subprocess.run(["sh", "-e", "-c", script], capture_output=True, text=True, check=False, timeout=300)
+
+        made = shell(*makes)
+        assert made.returncode == 0, made.stderr
+        assert stat.S_IMODE((tmp_path / "api-keys").stat().st_mode) == 0o600
+        gateway = page.start("gateway", serve)
+        stack.callback(_ended, gateway)
+        assert httpx.get(f"{gateway.ready['url']}/status").status_code == 401
+        looked = shell(f"export {look}".replace(") gateway", ")\ngateway"))
+        assert "API keys: 1 admin, 1 trainer, 1 agent" in looked.stdout, looked.stderr
+
+
+def test_the_page_has_the_table_of_operations() -> None:
+    text = (ROOT / "docs/security.md").read_text()
+    for operation in OPERATIONS:
+        every = operation.roles | (frozenset(ROLES) if operation.public else frozenset())
+        of_role = ["yes" if role in every else "own" * (role in operation.own) for role in ROLES]
+        of_keys = ["yes" * (operation.public or may) for may in (operation.session_key, operation.finish_key)]
+        assert f"| **{operation.name}**: {operation.what} | {' | '.join([*of_role, *of_keys])} |" in text
+    assert text.count("| **") == len(OPERATIONS)
+    assert all(f"| `{role}` |" in text for role in ROLES)
 
 
 def test_numbers_continue_after_an_etcd_that_was_lost(fleet: Documented, trained: Trained) -> None:

@@ -70,7 +70,7 @@ async def test_an_interrupted_pull_resumes_and_rejects_what_was_damaged(relays: 
 
 async def test_what_a_pull_says_into_a_pipe_is_one_line_to_copy_from(relays: Relays, tmp_path: Path) -> None:
     """From a relay that listens on every address and tells others one."""
-    daemon = relays.start("a", "--host", "0.0.0.0", "--advertise", "127.0.0.1")
+    daemon = relays.start("a", "--host", "0.0.0.0", "--advertise", "127.0.0.1", "--insecure")
     out = tmp_path / ("long" * 30)
     async with RelayClient(daemon.ready["grpc"]) as relay:
         await (await publish(relay, "policy", source_of(weights(0)), step=1, run="r")).wait_sealed(60.0)

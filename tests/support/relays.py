@@ -56,7 +56,7 @@ class Relays:
                 *("--pool-dir", str(self.pools / f"{name}-{len(self.daemons)}")),
                 *("--pool-bytes", pool_bytes),
                 *self.flags,
-                *(("--host", on.address) if on else ()),
+                *(("--host", on.address, "--insecure") if on else ()),
                 *flags,
             ],
             self.directory,

@@ -33,6 +33,8 @@ import msgspec
 from aiohttp import web
 
 from paramserver.client import RelayClient, Ticket, plain_files, publish, read_checkpoint
+from protos.access.bearer import bearer
+from protos.access.listening import INSECURE, check_listening, warn_insecure
 from protos.decoding import decode_json
 from protos.errors import InvalidRequest, LaminarError, OutOfCapacity, Unavailable, VersionLost
 from protos.options import LOG_LEVEL, PORT, HostPort
@@ -243,6 +245,7 @@ async def serving(admin: Admin, host: str, port: int) -> AsyncIterator[str]:
 @click.option("--gateway", help="URL of the gateway: an update then ends when an engine serves its version.")
 @click.option("--model", default="policy", help="Name to publish under; prime-rl looks for its model by this name.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; there is no authentication.")
+@click.option("--insecure", is_flag=True, help=INSECURE)
 @click.option("--port", type=PORT, default=8090, help="0: any free one.")
 @click.option("--seal-timeout-s", type=click.FloatRange(1), default=300.0, help="For a version to be sealed.")
 @click.option("--serve-timeout-s", type=click.FloatRange(1), default=300.0, help="For an engine to serve it.")
@@ -253,6 +256,7 @@ def main(
     gateway: str | None,
     model: str,
     host: str,
+    insecure: bool,
     port: int,
     seal_timeout_s: float,
     serve_timeout_s: float,
@@ -269,10 +273,18 @@ def main(
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look at the gateway
 
     async def serve() -> None:
+        check_listening(
+            "the prime-rl server",
+            host,
+            insecure=insecure,
+            mend="give --insecure, in a closed network alone: it publishes weights",
+        )
+        if insecure:
+            warn_insecure(log, "the prime-rl server", host)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        async with RelayClient(relay) as client, httpx.AsyncClient(trust_env=False) as http:
+        async with RelayClient(relay) as client, httpx.AsyncClient(trust_env=False, headers=bearer()) as http:
             fleet = None if gateway is None else Fleet(http, gateway, serve_timeout_s=serve_timeout_s)
             broadcasts = Broadcasts(client, model, seal_timeout_s=seal_timeout_s)
             async with serving(Admin(broadcasts, fleet), host, port) as url:

@@ -24,6 +24,7 @@ from urllib.parse import quote
 
 import httpx
 
+from protos.access.bearer import bearer
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
 from trainer_client.gateway_http import ADDRESS, error_of
 from trainer_client.integrations.rows import REWARDED_BY_TRAINER
@@ -125,7 +126,9 @@ class GatewayClient:
         connections: int = 16,
         patience_s: float = PATIENCE_S,
         timeout_s: float = CALL_TIMEOUT_S,
+        api_key: str | None = None,
     ) -> None:
+        """`api_key`: of the gateway's key file, of a trainer or an agent; None: LAMINAR_API_KEY, if that is set."""
         self.url = gateway.rstrip("/").removesuffix("/v1")
         self.model = model
         self.stop = threading.Event()
@@ -133,7 +136,9 @@ class GatewayClient:
         self._jitter = random.Random()  # of pauses only
         limits = httpx.Limits(max_connections=connections + 4, max_keepalive_connections=connections + 4)
         timeout = httpx.Timeout(timeout_s, connect=10.0)
-        self._http = httpx.Client(timeout=timeout, limits=limits, trust_env=False)
+        credentials = bearer(api_key)
+        self._has_key = bool(credentials)
+        self._http = httpx.Client(timeout=timeout, limits=limits, trust_env=False, headers=credentials)
 
     def close(self) -> None:
         self.stop.set()
@@ -141,11 +146,16 @@ class GatewayClient:
 
     def open(self, sampling: Mapping[str, Any], **fields: Any) -> Session:
         """A new session; `fields` are those of `POST /sessions`."""
-        name = str(fields.setdefault("session_id", f"s-{secrets.token_hex(8)}"))
+        name = str(fields.setdefault("session_id", _new_name()))
         try:
             made = self.post(f"{self.url}/sessions", fields)
         except Conflict:  # the response to an earlier try was lost
-            made = {"base_url": f"{self._of(name)}/v1", "api_key": "unused"}
+            if self._has_key:  # and with it the session's key, which its agent needs: another session
+                self.abandon(Session(name, "", "", self, sampling), "its key was lost on the way")
+                name = fields["session_id"] = _new_name()
+                made = self.post(f"{self.url}/sessions", fields)
+            else:
+                made = {"base_url": f"{self._of(name)}/v1", "api_key": "unused"}
         return Session(name, made["base_url"], made["api_key"], self, sampling)
 
     def open_group(self, size: int, sampling: Mapping[str, Any], **fields: Any) -> tuple[str, list[Session]]:
@@ -217,6 +227,10 @@ class GatewayClient:
 
     def _of(self, session_id: str) -> str:
         return f"{self.url}/sessions/{quote(session_id, safe='')}"
+
+
+def _new_name() -> str:
+    return f"s-{secrets.token_hex(8)}"
 
 
 def play(client: GatewayClient, session: Session, agent: Agent, task: Mapping[str, Any]) -> None:

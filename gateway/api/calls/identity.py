@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.api.access import API_KEY_HEADER, api_keys
 from gateway.api.errors import BadField
 from gateway.core.retries import KEY_MAX, Call
 from gateway.core.sessions import names_a_session
@@ -27,7 +28,6 @@ SESSION_HEADERS = (
     "Thread-Id",
 )
 SESSION_ID_MAX = 256
-API_KEY_HEADER = "X-Api-Key"
 KEY_HEADER = "Idempotency-Key"
 RETRY_HEADER = "X-Stainless-Retry-Count"
 """The official SDKs count their own retries in it, from 0."""
@@ -50,13 +50,6 @@ def identify(
         if value is not None:
             return SessionIdentity(_checked(value, field), "body")
     return SessionIdentity(_of_user(user), "body") if user else SessionIdentity(None, "none")
-
-
-def api_keys(request: web.Request) -> list[str]:
-    """The API keys of a request, where OpenAI's clients send theirs and where Anthropic's do."""
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    bearer = [key.strip()] if scheme.lower() == "bearer" else []
-    return [*bearer, *([request.headers[API_KEY_HEADER].strip()] if API_KEY_HEADER in request.headers else ())]
 
 
 def _of_user(user: str) -> SessionId:

@@ -18,11 +18,13 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.api.access import caller_of
 from gateway.api.calls.answer import AnswerHead, AnswerShape, Api, Choice, Form, PreparedRequest, Responder
 from gateway.api.calls.history import Prompt
-from gateway.api.calls.identity import call_of, identify
+from gateway.api.calls.identity import SESSION_HEADERS, call_of, identify
 from gateway.api.calls.turn_view import Reader
 from gateway.api.errors import BadField
+from gateway.core.access import CALL, Caller, SessionKey, Target, require
 from gateway.core.retries import Call, choice_id
 from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, TurnRequest
@@ -74,10 +76,11 @@ NOBODY = SessionView(SessionId(""), TurnTree(), ephemeral=True)
 class Calls:
     """Answers parsed requests: what every API's routes share."""
 
-    def __init__(self, turns: Turns, codec: Codec, *, session_from_user: bool = True) -> None:
-        """`session_from_user`: the body's `user` names a session, where nothing else does."""
+    def __init__(self, turns: Turns, codec: Codec, *, session_from_user: bool = True, controlled: bool = False) -> None:
+        """`session_from_user`: the body's `user` names a session, where nothing else does. `controlled`: requests have
+        a caller, whom sessions belong to."""
         self.turns, self.codec = turns, codec
-        self._session_from_user = session_from_user
+        self._session_from_user, self._controlled = session_from_user, controlled
         self._responder = Responder(turns)
         self._threads = ThreadPoolExecutor(TOKENISING_MAX, "tokenising")
 
@@ -88,6 +91,10 @@ class Calls:
     def identify(self, request: web.Request, named: BodyIdentity) -> SessionIdentity:
         user = named.user if self._session_from_user and named.previous is None else None
         found = identify(request, self.turns, metadata=named.metadata, session_id=named.session_id, user=user)
+        caller = caller_of(request) if self._controlled else None
+        if caller is not None:
+            found = dataclasses.replace(found, caller=caller)
+            self._check_sessions(caller, request, found.session_id, named.previous)
         if named.previous is None or found.session_id == named.previous:
             return found
         if found.session_id is not None:
@@ -96,7 +103,16 @@ class Calls:
                 f"the previous response is of session {named.previous}, and the request names {found.session_id}",
                 hint="leave one of them out",
             )
-        return SessionIdentity(named.previous, "body")
+        return SessionIdentity(named.previous, "body", caller=caller)
+
+    def _check_sessions(self, caller: Caller, request: web.Request, *named: SessionId | None) -> None:
+        """Raises Forbidden where the call names a session that is not the caller's. A header beside a session's own key
+        names nothing, and coding agents send one of their own: it is refused only where it is another session's."""
+        beside = [request.headers.get(header) for header in SESSION_HEADERS] if isinstance(caller, SessionKey) else []
+        for session_id in (*named, *map(SessionId, filter(None, beside))):
+            found = None if session_id is None else self.turns.find_session(session_id)
+            if found is not None:
+                require(CALL, caller, Target(found.session_id, found.owner))
 
     async def prompts(self, view: SessionView, parsed: ParsedRequest) -> tuple[list[Prompt], bool]:
         """The request's prompts in that session, and whether a thread made them: then others may have come since."""

@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
+from gateway.api.access import api_keys
 from gateway.api.calls.answer import VERSION_HEADER
 from gateway.api.calls.events import KEEP_ALIVE, KeptAlive
-from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS, api_keys
+from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.errors import error_body
 from gateway.core.text_requests import TextApi
 from gateway.core.types import Version

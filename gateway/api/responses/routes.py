@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from gateway.api.access import caller_of
 from gateway.api.bodies import answer_json
 from gateway.api.calls.service import Calls
 from gateway.api.openai.parser import Parser
 from gateway.api.openai.routes import PREFIXES
 from gateway.api.responses.parser import ResponsesParser
 from gateway.api.responses.record import recorded, response_of
+from gateway.core.access import READ, Target, require
 
 
 def add_responses_routes(app: web.Application, calls: Calls) -> None:
@@ -25,7 +27,9 @@ def add_responses_routes(app: web.Application, calls: Calls) -> None:
 
     async def retrieve(request: web.Request) -> web.Response:
         [model] = calls.turns.models()
-        return answer_json(response_of(*recorded(calls.turns, request.match_info["response_id"]), model.name))
+        view, turn_id = recorded(calls.turns, request.match_info["response_id"])
+        require(READ, caller_of(request), Target(view.session_id, view.owner))
+        return answer_json(response_of(view, turn_id, model.name))
 
     for prefix in PREFIXES:
         app.router.add_post(f"{prefix}/v1/responses", create)

@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.core.dtypes import SERVING, TRAINING, Choice, Dtype, table
 from gateway.engines.embedded.config import EngineConfig
+from protos.access.listening import check_listening, warn_insecure
 from protos.errors import LaminarError
 from protos.options import LOG_LEVEL, PORT, config_from, config_options
 from protos.process import cannot_listen, setup_logging, write_ready_file
@@ -42,6 +43,14 @@ def engine(host: str, port: int, ready_file: Path | None, log_level: str, **opti
     """
     setup_logging(log_level)
     try:
+        check_listening(
+            "gateway engine",
+            host,
+            insecure=options["insecure"],
+            mend="give --insecure, in a closed network alone: its routes load weights",
+        )
+        if options["insecure"]:
+            warn_insecure(log, "gateway engine", host)
         if options["dtype"] == "auto":
             options["dtype"] = _best_dtype(options["model"], options["device"])
         config = config_from(EngineConfig, options)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import click
 
 from gateway.core.dtypes import Dtype
+from protos.access.listening import INSECURE
 from protos.errors import InvalidRequest
 from protos.options import Flag
 
@@ -56,6 +57,7 @@ class EngineConfig:
         LogprobsMode, "Processed: after temperature, top-k and top-p, the distribution really sampled from."
     ] = "processed_logprobs"
     device: Annotated[Literal["auto", "cpu", "cuda"], "auto: the GPU when there is one."] = "auto"
+    insecure: Annotated[bool, INSECURE] = False
 
     @property
     def num_blocks(self) -> int:

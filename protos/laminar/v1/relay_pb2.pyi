@@ -345,6 +345,7 @@ class StatusReply(_message.Message):
     TROUBLE_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
+    INSECURE_FIELD_NUMBER: _builtins.int
     relay: _builtins.str
     instance: _builtins.str
     pool_bytes: _builtins.int
@@ -359,6 +360,8 @@ class StatusReply(_message.Message):
     """why it has no seat in the registry; empty: it has one"""
     store_id: _builtins.str
     """of the registry that it belongs to"""
+    insecure: _builtins.bool
+    """it serves other hosts without credentials, as its operator said"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -393,10 +396,11 @@ class StatusReply(_message.Message):
         trouble: _builtins.str = ...,
         store_id: _builtins.str = ...,
         continues: _abc.Iterable[_builtins.str] | None = ...,
+        insecure: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "insecure", b"insecure", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,6 +73,29 @@ def test_every_route_says_what_it_answers() -> None:
     assert list(document["paths"]["/healthz"]["get"]["responses"]) == ["200", "503", "default"]
 
 
+def test_every_route_says_which_keys_it_takes() -> None:
+    document = schema()
+    schemes = document["components"]["securitySchemes"]
+    assert set(schemes) == {"api_key", "api_key_header", "session_key", "finish_key"}
+    for route in ROUTES:
+        operation = document["paths"][route.path][route.method]
+        refusals = {"401", "403"} & set(operation["responses"])
+        if route.operation.public:
+            assert (operation["security"], refusals) == ([], set())
+            continue
+        taken = {name for requirement in operation["security"] for name in requirement}
+        assert {"api_key", "api_key_header"} <= taken <= set(schemes)
+        assert ("session_key" in taken, "finish_key" in taken) == (
+            route.operation.session_key,
+            route.operation.finish_key,
+        )
+        assert refusals == {"401", "403"}
+        assert "admin" in operation["x-laminar-roles"]
+    finish = document["paths"]["/sessions/{sid}/finish"]["post"]
+    assert finish["x-laminar-roles"] == ["admin", "trainer", "agent"]
+    assert "WWW-Authenticate" in finish["responses"]["401"]["headers"]
+
+
 async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
     """As JSON to the struct and back: nothing is lost, and nothing is missing."""
     async with ScriptedEngine("e0") as e0, contextlib.AsyncExitStack() as stack:

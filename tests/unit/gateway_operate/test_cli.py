@@ -163,7 +163,7 @@ def test_what_keeps_it_from_starting_is_named(tmp_path: Path) -> None:
         said = serve(directory, f"--port={port}")
     taken_ = f"cannot listen on 127.0.0.1:{port}: Address already in use (choose another --port, or 0 for any free one)"
     assert taken_ in said
-    said = serve(directory, "--port=0", "--host=192.0.2.1")  # nobody's, by RFC 5737
+    said = serve(directory, "--port=0", "--host=192.0.2.1", "--insecure")  # nobody's, by RFC 5737
     assert "cannot listen on 192.0.2.1:0: Cannot assign requested address (choose another --host or --port)" in said
     said = serve(directory, "--port=0", f"--ready-file={tmp_path}/none/ready")
     assert f"cannot write {tmp_path}/none/ready: No such file or directory (choose another --ready-file)" in said
