@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,49 @@ async def test_a_file_that_breaks_leaves_the_keys_and_shows_in_the_status(
             return not await failure_of(client)
 
         await until(mended, "the file that is mended")
+
+
+# -- files as deployments lay them out
+
+
+def laid_out_by_kubelet(directory: Path, text: str) -> Path:
+    """`keys` of a volume of a secret: a link to a link to files of the mode 0440, which changes all at once."""
+    version = directory / f"..{len(list(directory.iterdir()))}"
+    version.mkdir()
+    (version / "keys").write_text(text)
+    (version / "keys").chmod(0o440)
+    (directory / "..data_tmp").symlink_to(version.name)
+    (directory / "..data_tmp").replace(directory / "..data")
+    path = directory / "keys"
+    if not path.is_symlink():
+        path.symlink_to("..data/keys")
+    return path
+
+
+def of_root_and_the_group(directory: Path, text: str) -> Path:
+    """As `deploy/systemd/gateway.env` makes it."""
+    path = directory / "keys"
+    path.write_text(text)
+    path.chmod(0o640)
+    return path
+
+
+@pytest.mark.parametrize("lay_out", [laid_out_by_kubelet, of_root_and_the_group])
+async def test_a_deployed_gateway_needs_no_key_for_probes_and_follows_its_file(
+    tmp_path: Path, lay_out: Callable[[Path, str], Path]
+) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    path = lay_out(volume, lines())
+    async with controlled(tmp_path, api_keys=path, host="0.0.0.0") as (_, client):
+        for probe, status in (("/healthz", 503), ("/health", 503), ("/openapi.json", 200)):  # without an engine
+            await client.expect(status, "", "GET", probe)
+        for path_ in ("/status", "/metrics"):
+            await client.expect(401, "", "GET", path_)
+            await client.expect(200, "reader", "GET", path_)
+        lay_out(volume, lines("admin"))
+        await until_answered(client, 401, "reader")
+        await client.expect(200, "admin", "GET", "/status")
 
 
 # -- what a start refuses
