@@ -46,13 +46,13 @@ case ${1:?etcd, relay, engine or gateway} in
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "laminar"}' $ENGINE_OPTIONS
     else
       keep gateway engine --model "$MODEL_DIR" --served-model-name "$MODEL" --host "$node" --port "$ENGINE_PORT" \
-        $ENGINE_OPTIONS
+        $ENGINE_OPTIONS $ENGINE_ACCESS
     fi
     ;;
   gateway)
     # shellcheck disable=SC2086
     keep gateway serve --model "$MODEL" --tokenizer "$MODEL_DIR" --data "$SCRATCH/gateway" --host "$HEAD" \
-      --port "$GATEWAY_PORT" --etcd "$HEAD:$ETCD_PORT" $GATEWAY_OPTIONS $GATEWAY_ACCESS
+      --port "$GATEWAY_PORT" --etcd "$HEAD:$ETCD_PORT" $GATEWAY_OPTIONS "$GATEWAY_ACCESS"
     ;;
   *)
     echo "on-node: no daemon $1" >&2

@@ -21,8 +21,11 @@ PORTS = ("ETCD_PORT", "RELAY_PORT", "METRICS_PORT", "ENGINE_PORT", "GATEWAY_PORT
 TRAINER = """
 import os, time, httpx, numpy as np
 from trainer_client import ExperienceReader, Publisher
-gateway = httpx.Client(base_url=os.environ["LAMINAR_GATEWAY"], timeout=60.0)
-session = gateway.post("/sessions", json={"session_id": "one"}).raise_for_status().json()
+url, key = os.environ["LAMINAR_GATEWAY"], {"Authorization": "Bearer " + os.environ["LAMINAR_API_KEY"]}
+gateway = httpx.Client(base_url=url, headers=key, timeout=60.0)
+agent = {"Authorization": "Bearer " + os.environ["LAMINAR_AGENT_KEY"]}
+session = gateway.post("/sessions", json={"session_id": "one"}, headers=agent).raise_for_status().json()
+assert httpx.get(url + "/status").status_code == 401
 chat = {"model": "policy", "messages": [{"role": "user", "content": "2 + 2?"}], "max_tokens": 4}
 headers = {"Authorization": "Bearer " + session["api_key"]}
 gateway.post("/v1/chat/completions", json=chat, headers=headers).raise_for_status()

@@ -1,5 +1,5 @@
-"""Command lines of `deploy/` and `docs/`, read by the commands' own parsers: a unit or manifest that a daemon would
-refuse is refused here, without starting anything.
+"""Command lines of `deploy/`, read by the commands' own parsers and by the rule for ports off loopback: a unit or
+manifest that a daemon would refuse is refused here, without starting anything.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from unittest import mock
 import click
 
 import agents_env.cli
+import gateway.app
 import gateway.cli
+import gateway.engines.embedded.cli
 import paramserver.cli
+from paramserver.daemon.process import check_open
+from protos.access.listening import check_listening
 
 COMMANDS: Mapping[str, click.Group] = {
     "paramserver": paramserver.cli.cli,
@@ -45,7 +49,7 @@ def words(text: str, variables: Mapping[str, str]) -> list[str]:
 
 def check(command_line: Sequence[str]) -> click.Context:
     """The parsed options. Raises click.UsageError for what the command's parser refuses, and InvalidRequest for options
-    that contradict each other."""
+    that contradict each other, and for a port off loopback about which nobody has decided who may use it."""
     name, *rest = Path(command_line[0]).name, *command_line[1:]
     command: click.Command = COMMANDS[name]
     while isinstance(command, click.Group):
@@ -64,11 +68,15 @@ def _configure(command: click.Command, context: click.Context) -> None:
     """Makes the daemon's configuration, which checks what no single option shows."""
     if command is paramserver.cli.serve:
         assert command.callback is not None
-        with mock.patch.multiple(paramserver.cli, _run=lambda work: work.close(), setup_logging=lambda level: None):
+        at_start = {"_serve": lambda config, ready_file: check_open(config), "_run": lambda checked: None}
+        with mock.patch.multiple(paramserver.cli, setup_logging=lambda level: None, **at_start):
             command.callback(**context.params)
     if command is gateway.cli.serve:
         options = {name: value for name, value in context.params.items() if name not in ("log_level", "ready_file")}
-        gateway.cli._config(options.pop("engines"), options)
+        with mock.patch.object(gateway.app, "KeyFile", return_value=()):  # it is on another machine
+            gateway.app.open_keys(gateway.cli._config(options.pop("engines"), options))
+    if command is gateway.engines.embedded.cli.engine:
+        check_listening("gateway engine", context.params["host"], insecure=context.params["insecure"], mend="")
 
 
 def each_command(chosen: Callable[[str], bool] = lambda name: True) -> Iterator[click.Command]:

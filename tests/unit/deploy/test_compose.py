@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ import yaml
 
 from deploy.setup_env import ROOT
 from gateway.app import DRAIN_TIMEOUT_S
+from protos.access.key_file import KeyFile
 from protos.options import parse_bytes
 from tests.unit.deploy.command_lines import check
 
@@ -46,15 +51,47 @@ def stages() -> dict[str, str]:
 @pytest.mark.parametrize("service", DAEMONS)
 def test_the_daemons_take_their_command_lines(service: str) -> None:
     check(command_line(service))
-    test = SERVICES[service].get("healthcheck", {}).get("test")
-    if test:
-        assert test[0] == "CMD"
-        check(test[1:])
 
 
-@pytest.mark.parametrize(("service", "name"), [("relay", "RELAY_ACCESS"), ("gateway", "GATEWAY_ACCESS")])
-def test_what_a_port_off_loopback_demands_has_a_single_place(service: str, name: str) -> None:
-    assert SERVICES[service]["command"].count(f"${{{name}:-}}") == 1
+def test_health_is_asked_for_without_a_key() -> None:
+    tests = {service: one["healthcheck"]["test"] for service, one in SERVICES.items() if "healthcheck" in one}
+    assert set(tests) == {"relay", "gateway"}
+    assert {test[0] for test in tests.values()} == {"CMD"}
+    check(tests["relay"][1:])
+    assert tests["gateway"][1:3] == ["python3", "-c"]
+    port = check(command_line("gateway")).params["port"]
+    assert f"'http://127.0.0.1:{port}/healthz'" in tests["gateway"][3]
+    compile(tests["gateway"][3], "healthcheck", "exec")
+
+
+@pytest.mark.parametrize(
+    ("service", "name", "access"),
+    [
+        ("relay", "RELAY_ACCESS", "--insecure"),
+        ("engine", "ENGINE_ACCESS", "--insecure"),
+        ("gateway", "GATEWAY_ACCESS", "--api-keys /data/keys"),
+    ],
+)
+def test_who_may_use_a_daemon_has_a_single_place(service: str, name: str, access: str) -> None:
+    assert SERVICES[service]["command"].count(f"${{{name}:-{access}}}") == 1
+
+
+def test_keys_are_made_once_where_the_gateway_reads_them(tmp_path: Path) -> None:
+    keys, gateway = SERVICES["keys"], SERVICES["gateway"]
+    assert set(keys["volumes"]) <= set(gateway["volumes"])
+    assert keys["build"] == gateway["build"], "the same user"
+    assert gateway["depends_on"]["keys"] == {"condition": "service_completed_successfully"}
+    path = check(command_line("gateway")).params["api_keys"]
+    assert str(path) in keys["command"][-1]
+    command = [word.replace("$$", "$").replace("/data/", f"{tmp_path}/") for word in keys["command"]]
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    made = tmp_path / path.name
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    assert KeyFile(made).by_role() == dict.fromkeys(("admin", "trainer", "agent", "reader"), 1)
+    text = made.read_text()
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    assert made.read_text() == text, "the second start leaves them"
+    assert list(tmp_path.iterdir()) == [made]
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -100,7 +137,8 @@ def test_the_relay_registers_the_engine() -> None:
 
 def test_services_are_built_from_stages_that_there_are_and_are_not_root() -> None:
     targets = {service: one["build"]["target"] for service, one in SERVICES.items()}
-    assert targets == {"etcd": "etcd", "relay": "daemons", "engine": "engine", "gateway": "daemons"}
+    daemons = dict.fromkeys(("relay", "keys", "gateway"), "daemons")
+    assert targets == {"etcd": "etcd", "engine": "engine", **daemons}
     for target in targets.values():
         assert re.findall(r"^USER (\S+)$", stages()[target], re.MULTILINE) == ["10001:10001"]
     for one in SERVICES.values():

@@ -9,8 +9,8 @@ from tests.unit.deploy import test_compose, test_systemd
 from tests.unit.deploy.command_lines import check, env_file, options_of_all
 
 PAGE = (ROOT / "docs/deploy.md").read_text()
-OF_OTHERS = {"--nodes", "--batch", "--signal", "--build", "--now", "--overlap"}
-"""Options of sbatch, scancel, docker, systemctl and srun."""
+OF_OTHERS = {"--nodes", "--batch", "--signal", "--build", "--now", "--overlap", "--namespace", "--from-file"}
+"""Options of sbatch, scancel, docker, systemctl, srun and kubectl."""
 
 
 def test_folders_and_files_are_there() -> None:
@@ -58,6 +58,6 @@ def test_variables_and_options_are_there() -> None:
         *ROOT.glob("deploy/kubernetes/base/*.env"),
     ]
     known = {name for path in files for name in env_file(path)}
-    assert {"ACCESS_OPTIONS", "RELAY_ACCESS", "GATEWAY_ACCESS", "HOST", "ETCD", "POOL_BYTES"} <= known
+    assert {"ACCESS_OPTIONS", "RELAY_ACCESS", "ENGINE_ACCESS", "GATEWAY_ACCESS", "HOST", "ETCD", "POOL_BYTES"} <= known
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
     assert named - OF_OTHERS <= options_of_all()

@@ -19,6 +19,7 @@ from deploy.setup_env import ROOT
 from gateway.api.routes import ROUTES
 from gateway.app import DRAIN_TIMEOUT_S
 from paramserver.daemon.process import DRAIN_S, SERVICE
+from protos.access.key_file import FORBIDDEN
 from protos.options import parse_bytes
 from tests.support.skips import needs
 from tests.unit.deploy.command_lines import check, env_file, words
@@ -246,7 +247,7 @@ def test_what_is_mounted_is_there_and_what_is_there_is_mounted(objects: list[Obj
 
 
 def test_probes_ask_the_daemons_own_health_at_ports_that_are_there(objects: list[Object]) -> None:
-    gateway_routes = {route.path for route in ROUTES if route.method == "get"}
+    of_gateway = {route.path: route.operation for route in ROUTES if route.method == "get"}
     for one in workloads(objects):
         container, ports = container_of(one), ports_of(one)
         for probe in PROBES:
@@ -256,10 +257,13 @@ def test_probes_ask_the_daemons_own_health_at_ports_that_are_there(objects: list
                 assert asked["grpc"].get("service", SERVICE) == SERVICE
             else:
                 assert asked["httpGet"]["port"] in ports
-                assert name_of(one) == "engine" or asked["httpGet"]["path"] in gateway_routes
+                assert name_of(one) == "engine" or of_gateway[asked["httpGet"]["path"]].public, "kubelet has no key"
     ready = {name_of(one): container_of(one)["readinessProbe"] for one in workloads(objects)}
     assert ready["relay"]["grpc"]["service"] == SERVICE
     assert ready["gateway"]["httpGet"]["path"] == "/healthz"
+    [gateway] = of_kind(objects, "StatefulSet")
+    alive = {container_of(gateway)[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")}
+    assert alive == {"/openapi.json"}, "a restart brings no engine back, so health is not asked for"
 
 
 def test_the_daemons_take_their_command_lines(objects: list[Object]) -> None:
@@ -269,12 +273,28 @@ def test_the_daemons_take_their_command_lines(objects: list[Object]) -> None:
                 check(line)
 
 
-def test_what_a_port_off_loopback_demands_has_a_single_place(objects: list[Object]) -> None:
-    assert env_file(BASE / "laminar.env")["RELAY_ACCESS"] == env_file(BASE / "laminar.env")["GATEWAY_ACCESS"] == ""
+def test_who_may_use_a_daemon_has_a_single_place(objects: list[Object]) -> None:
+    options = env_file(BASE / "laminar.env")
+    assert [options[name] for name in ("RELAY_ACCESS", "ENGINE_ACCESS")] == ["--insecure", "--insecure"]
     for one in workloads(objects):
         [script] = container_of(one)["args"]
-        expected = {"relay": "RELAY_ACCESS", "gateway": "GATEWAY_ACCESS"}.get(labels_of(one)["app.kubernetes.io/name"])
-        assert re.findall(r"\$(\w+_ACCESS)", script) == [expected] * (expected is not None)
+        expected = f"{labels_of(one)['app.kubernetes.io/name'].upper()}_ACCESS"
+        assert re.findall(r"\$(\w+_ACCESS)", script) == [expected] * ("exec vllm" not in script)
+
+
+def test_the_gateway_reads_its_keys_from_the_secret_and_nobody_else_may(objects: list[Object]) -> None:
+    [gateway] = of_kind(objects, "StatefulSet")
+    path = check(next(daemon_lines(objects, gateway))).params["api_keys"]
+    [mount] = [mount for mount in container_of(gateway)["volumeMounts"] if mount["mountPath"] == str(path.parent)]
+    [volume] = [volume for volume in pod_of(gateway)["volumes"] if volume["name"] == mount["name"]]
+    assert mount["readOnly"] is True
+    assert "subPath" not in mount, "it would stay as it was at the start"
+    assert volume["secret"] == {"secretName": "laminar-keys", "defaultMode": 0o440}
+    assert not 0o440 & FORBIDDEN
+    user = pod_of(gateway)["securityContext"]
+    assert user["fsGroup"] == user["runAsGroup"], "kubelet gives the files to this group"
+    page = (ROOT / "docs/deploy.md").read_text()
+    assert f"secret generic laminar-keys --namespace laminar --from-file={path.name}`" in page
 
 
 def test_the_ports_of_a_container_are_those_that_its_daemon_listens_on(objects: list[Object]) -> None:

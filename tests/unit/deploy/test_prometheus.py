@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.skips import needs
 from tests.unit.deploy.command_lines import options_of_all
 
 FOLDER = ROOT / "deploy/prometheus"
+READER_KEY = "laminar-reader.key"
 RUNBOOK = ROOT / "docs/alerts.md"
 PROMTOOL = shutil.which("promtool", path=f"{os.environ.get('PATH', '')}:/usr/local/bin:/usr/bin")
 RULES: list[dict[str, Any]] = [
@@ -81,11 +83,20 @@ def test_each_alert_fires_in_a_test_of_rules() -> None:
     assert {rule["alert"] for rule in RULES} == set(re.findall(r'alertname="(\w+)"', text))
 
 
+def test_the_gateway_is_scraped_with_a_key_and_nobody_else_is() -> None:
+    jobs = yaml.safe_load((FOLDER / "scrape.yaml").read_text())["scrape_configs"]
+    files = {job["job_name"]: job["authorization"]["credentials_file"] for job in jobs if "authorization" in job}
+    assert files == {"laminar-gateway": READER_KEY}
+
+
 @pytest.mark.skipif(PROMTOOL is None, reason=needs("no promtool (Debian's prometheus)", "make system-packages"))
 @pytest.mark.parametrize("words", [("check", "config", "scrape.yaml"), ("test", "rules", "alerts_test.yaml")])
-def test_promtool_takes_the_rules_and_they_fire_when_they_should(words: tuple[str, ...]) -> None:
-    """`check config` checks the rule file that it names, too."""
+def test_promtool_takes_the_rules_and_they_fire_when_they_should(words: tuple[str, ...], tmp_path: Path) -> None:
+    """`check config` checks the files that it names, too: the rules, and that there is a key."""
     assert PROMTOOL is not None
-    done = subprocess.run([PROMTOOL, *words], cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False)
+    for path in FOLDER.glob("*.yaml"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / READER_KEY).write_text("key-of-a-reader\n")
+    done = subprocess.run([PROMTOOL, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SUCCESS" in done.stdout

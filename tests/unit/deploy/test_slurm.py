@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gateway.app import DRAIN_TIMEOUT_S
+from protos.access.key_file import KeyFile
 from tests.support.ports import KeptPorts
 from tests.support.slurm_jobs import FOLDER, Job
 from tests.unit.deploy.command_lines import check, env_file
@@ -29,9 +30,12 @@ import json, os, signal, socket, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 name = os.path.basename(sys.argv[0])
 node = os.environ.get("SLURMD_NODENAME", "")
+if name == "gateway" and sys.argv[1:3] == ["keys", "new"]:
+    print(*sys.argv[3:], f"key-of-the-{sys.argv[3]}-of-this-job")
+    sys.exit()
 def note(what):
     with open(os.environ["NOTES"], "a") as file:
-        file.write(json.dumps([what, name, node, sys.argv[1:]]) + chr(10))
+        file.write(json.dumps([what, name, node, sys.argv[1:], os.environ.get("LAMINAR_API_KEY", "")]) + chr(10))
 note("begun")
 daemon = name in ("etcd", "vllm") or sys.argv[1] in ("serve", "engine")
 dies = f"{name}@{node}" == os.environ.get("DIES") and not os.path.exists(os.environ["NOTES"] + ".died")
@@ -44,7 +48,7 @@ if daemon:
     note("ended")
 """
 )
-"""Daemons run until SIGTERM. One that `DIES` names fails at its first start."""
+"""Daemons run until SIGTERM; keys are made without a note. One that `DIES` names fails at its first start."""
 
 
 @pytest.fixture
@@ -70,7 +74,13 @@ def notes(job: Job, what: str = "begun") -> list[tuple[str, str, list[str]]]:
     """Name, node and arguments of daemons and commands, in the order in which they began or ended."""
     path = job.directory / "notes"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(name, node, arguments) for kind, name, node, arguments in rows if kind == what]
+    return [(name, node, arguments) for kind, name, node, arguments, _ in rows if kind == what]
+
+
+def keys_of(job: Job) -> dict[str, str]:
+    """What each daemon and command had as LAMINAR_API_KEY: `etcd`, `paramserver`, `gateway serve`, ..."""
+    rows = [json.loads(line) for line in (job.directory / "notes").read_text().splitlines()]
+    return {f"{name} {words[0]}" if name == "gateway" else name: key for _, name, _, words, key in rows}
 
 
 def begun(job: Job, pattern: str, number: int) -> str:
@@ -95,11 +105,38 @@ def test_the_scripts_end_at_an_error(name: str) -> None:
     assert re.search(r"^set -euo pipefail$", (FOLDER / name).read_text(), re.MULTILINE)
 
 
-def test_what_a_port_off_loopback_demands_has_a_single_place() -> None:
+def test_who_may_use_a_daemon_has_a_single_place() -> None:
+    access = {
+        "RELAY_ACCESS": "--insecure",
+        "ENGINE_ACCESS": "--insecure",
+        "GATEWAY_ACCESS": "--api-keys=$API_KEYS",
+    }
     found = env_file(FOLDER / "job.env")
-    assert (found["RELAY_ACCESS"], found["GATEWAY_ACCESS"]) == ("", "")
+    assert {name: found[name] for name in access} == access
     text = (FOLDER / "on-node.sh").read_text()
-    assert [text.count(f"${name}") for name in ("RELAY_ACCESS", "GATEWAY_ACCESS")] == [1, 1]
+    assert [text.count(f"${name}") for name in access] == [1, 1, 1]
+
+
+@runs_a_job
+def test_a_job_has_keys_of_its_own_and_each_part_the_one_that_it_needs(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAMINAR_API_KEY", raising=False)
+    trainer = f"""
+        {begun(job, "", 8)}
+        test "$LAMINAR_API_KEY" = key-of-the-trainer-of-this-job
+        test "$LAMINAR_AGENT_KEY" = key-of-the-agent-of-this-job
+        cp -p {job.results}/keys {job.directory}/keys-of-then
+    """
+    assert ran(job, NODES, "sh", "-ec", trainer) == 0
+    then = KeyFile(job.directory / "keys-of-then")  # refuses one that others may read
+    assert then.by_role() == {"admin": 1, "trainer": 1, "agent": 1}
+    assert not (job.results / "keys").exists(), "they are of no use after the job"
+    [served] = [arguments for name, _, arguments in notes(job) if name == "gateway" and arguments[0] == "serve"]
+    assert check(["gateway", *served]).params["api_keys"] == job.results / "keys"
+    found = keys_of(job)
+    assert found.pop("gateway status") == "key-of-the-trainer-of-this-job"
+    assert set(found.values()) == {""}, "daemons need none"
 
 
 def test_the_shell_is_told_of_the_end_early_enough_for_every_daemon() -> None:
@@ -109,7 +146,8 @@ def test_the_shell_is_told_of_the_end_early_enough_for_every_daemon() -> None:
 
 @runs_a_job
 def test_each_daemon_runs_where_it_belongs_with_options_that_it_takes(job: Job) -> None:
-    assert ran(job, NODES, "sh", "-c", 'test "$LAMINAR_RELAY" = n0:7070 -a "$LAMINAR_GATEWAY" = http://n0:8080') == 0
+    trainer = 'test "$LAMINAR_RELAY" = n0:7070 -a "$LAMINAR_GATEWAY" = http://n0:8080'
+    assert ran(job, NODES, "sh", "-c", f"{begun(job, '', 8)}; {trainer}") == 0
     found = notes(job)
     daemons = [(name, node) for name, node, arguments in found if node]
     assert daemons[0] == ("etcd", "n0")
@@ -141,7 +179,7 @@ def test_each_daemon_runs_where_it_belongs_with_options_that_it_takes(job: Job) 
 def test_one_node_alone_has_the_embedded_engine_as_well(job: Job) -> None:
     with (job.directory / "job.env").open("a") as settings:
         settings.write('ENGINE_KIND=embedded\nENGINE_OPTIONS="--dtype float32"\n')
-    assert ran(job, ["n0"], "true") == 0
+    assert ran(job, ["n0"], "sh", "-c", begun(job, "", 5)) == 0
     found = [arguments for name, _, arguments in notes(job) if name == "gateway" and arguments[0] == "engine"]
     assert len(found) == 1
     assert check(["gateway", *found[0]]).params["dtype"] == "float32"

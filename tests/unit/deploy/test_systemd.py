@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import subprocess
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from deploy.setup_env import ROOT
 from gateway.app import DRAIN_TIMEOUT_S
 from gateway.engines.embedded.cli import SHUTDOWN_TIMEOUT_S
 from paramserver.daemon.process import DRAIN_S
+from protos.access.key_file import FORBIDDEN
 from protos.errors import InvalidRequest
 from protos.options import parse_bytes
 from tests.support.skips import needs
@@ -24,6 +26,12 @@ from tests.unit.deploy.command_lines import check, env_file, words
 FOLDER = ROOT / "deploy/systemd"
 SERVICES = ("laminar-relay", "laminar-gateway", "laminar-engine")
 BINARIES = "/opt/laminar/bin"
+ACCESS = {
+    "laminar-relay": "--insecure",
+    "laminar-gateway": "--api-keys /etc/laminar/keys",
+    "laminar-engine": "--insecure",
+}
+"""The last words of each command line."""
 EXPOSURE_MAX = {"laminar-relay": 20, "laminar-gateway": 20, "laminar-engine": 50}
 """Of `systemd-analyze security`, in tenths: an engine needs devices."""
 
@@ -69,8 +77,12 @@ def test_what_a_daemon_would_refuse_is_refused_here() -> None:
         check([*relay, "--no-such-option"])
     with pytest.raises(click.BadParameter):
         check([*relay, "--retain", "0"])
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match="--advertise"):
         check([*relay, "--host", "0.0.0.0"])
+    for service, access in ACCESS.items():
+        line = command_lines(service)[0]
+        with pytest.raises(InvalidRequest, match="without credentials"):
+            check(line[: -len(access.split())])
     with pytest.raises(click.UsageError):
         check(["paramserver", "start"])
 
@@ -82,11 +94,22 @@ def test_each_variable_of_a_unit_is_in_its_file_and_the_other_way_round(service:
     assert used == set(environment(service))
 
 
-@pytest.mark.parametrize("service", ["laminar-relay", "laminar-gateway"])
-def test_what_a_port_off_loopback_demands_has_a_single_place(service: str) -> None:
-    assert environment(service)["ACCESS_OPTIONS"] == ""
+@pytest.mark.parametrize("service", SERVICES)
+def test_who_may_use_a_daemon_has_a_single_place(service: str) -> None:
+    assert environment(service)["ACCESS_OPTIONS"] == ACCESS[service]
     [start] = unit(f"{service}.service")["ExecStart"]
-    assert start.count("$ACCESS_OPTIONS") == 1
+    assert start.endswith(" $ACCESS_OPTIONS")
+
+
+def test_the_gateways_group_may_read_the_file_of_keys_and_nobody_else() -> None:
+    text = (FOLDER / "gateway.env").read_text()
+    [(mode, group, path)] = re.findall(r"install -m (\d+) -g (\S+) /dev/null (\S+)$", text, re.MULTILINE)
+    assert [group] == unit("laminar-gateway.service")["Group"]
+    assert int(mode, 8) & stat.S_IRGRP
+    assert not int(mode, 8) & FORBIDDEN
+    assert of("laminar-gateway").params["api_keys"] == Path(path)
+    [made] = re.findall(rf"^#   (\S+ keys new .*) >> {path}$", text, re.MULTILINE)
+    check(made.split())
 
 
 @pytest.mark.parametrize("service", SERVICES)
