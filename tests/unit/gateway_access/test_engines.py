@@ -16,6 +16,7 @@ from gateway.core.types import EngineName
 from gateway.engines.base import EngineFailed
 from gateway.engines.kinds import connect
 from gateway.fleet.fleet import Fleet
+from tests.support.adapters import lent
 from tests.support.keys import Client, controlled
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.support.turns import serving_app
@@ -135,7 +136,7 @@ async def test_an_engine_sends_the_gateway_nowhere_else() -> None:
     for path in ("/weight_info", "/update_weight_version"):
         app.router.add_route("*", path, elsewhere)
     async with foreign() as outside, serving_app(app) as url:
-        engine = connect("vllm", url, MODEL)
+        engine = connect("vllm", url, lent(MODEL))
         try:
             assert (await engine.report()).running == 3
             SPOKEN_TO.clear()
