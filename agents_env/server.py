@@ -27,7 +27,7 @@ from openai.types.shared_params import FunctionDefinition
 
 from agents_env.environment import Access, Message, Outcome, Reply, Tool, ToolCall
 from agents_env.failures import Boundary, RolloutFailed, RunFailed
-from agents_env.retries import with_retries
+from agents_env.retries import not_begun, with_retries
 
 log = logging.getLogger("agents-env")
 
@@ -131,14 +131,30 @@ class Server:
 
     async def check(self) -> None:
         """Waits until the server answers and serves the model. RunFailed when it does not."""
+        waited = False
+
+        async def models() -> Any:
+            nonlocal waited
+            try:
+                return await self._openai.models.list()
+            except openai.APIError as error:
+                if not waited and self._patience_s and not_begun(error):
+                    log.info("waiting for %s, up to %g s: %s", self.root, self._patience_s, _describe(error)[1])
+                    waited = True
+                raise
+
         try:
-            answer = await with_retries(
-                self._openai.models.list, patience_s=self._patience_s, on_retry=lambda: None, rng=self._rng
-            )
+            answer = await with_retries(models, patience_s=self._patience_s, on_retry=lambda: None, rng=self._rng)
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            what = "asks for an API key" if self._openai.api_key == NO_KEY else "refuses the key"
             raise RunFailed(
-                f"{self.root} refuses the key: {_describe(error)[1]}; a gateway's is read from {GATEWAY_KEY}, another "
+                f"{self.root} {what}: {_describe(error)[1]}; a gateway's is read from {GATEWAY_KEY}, another "
                 f"server's from {SERVER_KEY}"
+            ) from error
+        except openai.APIConnectionError as error:
+            raise RunFailed(
+                f"{self.root} cannot be reached: {_describe(error)[1]}; "
+                "--gateway takes the URL that `gateway serve` prints"
             ) from error
         except openai.APIError as error:
             raise RunFailed(
@@ -324,7 +340,8 @@ def _failure(boundary: Boundary, error: openai.APIError) -> RolloutFailed:
 def _describe(error: openai.APIError) -> tuple[str, str]:
     """The kind and the message of an error, the message in one line."""
     if isinstance(error, openai.APIStatusError):
-        return f"http {error.status_code}", _one_line(error.response.text)
+        said = error.body.get("message") if isinstance(error.body, Mapping) else None
+        return f"http {error.status_code}", _one_line(said if isinstance(said, str) else error.response.text)
     cause = error.__cause__ if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None else error
     return type(cause).__name__, _one_line(str(cause) or str(error))
 

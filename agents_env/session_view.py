@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import click
 
 from agents_env.failures import RolloutFailed, RunFailed
 from agents_env.run import run_to_end
-from agents_env.server import Sampling, Server, Usage, api_key
+from agents_env.server import GATEWAY_KEY, Sampling, Server, Usage, api_key
 
 
 def start(session_id: str, gateway: str, *, tokens: bool, as_json: bool) -> None:
@@ -26,9 +27,10 @@ async def _look(session_id: str, gateway: str, *, tokens: bool) -> Mapping[str, 
     query = "?tokens=true" if tokens else ""
     async with Server(gateway, Sampling(""), api_key=api_key(), patience_s=0.0) as server:
         try:
-            return await server.get(f"/sessions/{session_id}/trajectories{query}", Usage())
+            return await server.get(f"/sessions/{quote(session_id, safe='')}/trajectories{query}", Usage())
         except RolloutFailed as error:
-            raise RunFailed(f"session {session_id}: {error.message}") from error
+            keyless = f"; its key is read from {GATEWAY_KEY}" if error.kind in ("http 401", "http 403") else ""
+            raise RunFailed(f"session {session_id} at {server.root}: {error.message}{keyless}") from error
 
 
 def described(found: Mapping[str, Any]) -> Iterator[str]:

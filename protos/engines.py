@@ -61,11 +61,13 @@ def base_url_hint(url: str) -> str:
 
 
 def is_address(url: str) -> bool:
-    """Whether `url` can be an engine's address: http or https, a valid host, and a valid port if there is one."""
+    """Whether `url` can be an engine's address: http or https, a valid host, a valid port if there is one, and nothing
+    behind the path, to which the routes of an engine are appended."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
         host.encode("idna")
-        return parts.scheme in ("http", "https") and 0 < len(host) <= HOST_MAX and parts.port != 0
+        whole = parts.scheme in ("http", "https") and 0 < len(host) <= HOST_MAX and parts.port != 0
+        return whole and "?" not in url and "#" not in url
     except ValueError:  # the port is no number, or too large; a part of the host is empty, or too long
         return False

@@ -253,6 +253,10 @@ def _batches(rows: Iterable[Mapping[str, Any]], options: TaskOptions) -> Iterato
 def _task(number: int, row: Mapping[str, Any], fields: Mapping[str, Any], id_column: str | None) -> bytes:
     if not isinstance(row, Mapping):
         raise InvalidRequest(f"row {number} is {type(row).__name__}", hint='rows are mappings: {"prompt": "..."}')
+    if (odd := _not_finite(row)) is not None:
+        raise InvalidRequest(
+            f"row {number} has {odd[1]} in {odd[0]}", hint="JSON has no such number: drop or convert it"
+        )
     task = {"data": dict(row), **fields}
     if id_column is not None:
         if id_column not in row:
@@ -262,6 +266,19 @@ def _task(number: int, row: Mapping[str, Any], fields: Mapping[str, Any], id_col
         return msgspec.json.encode(task)
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise InvalidRequest(f"row {number} is not JSON: {error}", hint="drop or convert the column") from error
+
+
+def _not_finite(value: object, where: str = "") -> tuple[str, float] | None:
+    """Where a row holds a number that JSON turns into null, and the number; None where it holds none."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else (where, value)
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    found = (_not_finite(item, f"{where}.{name}" if where else str(name)) for name, item in items)
+    return next((one for one in found if one is not None), None)
 
 
 def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:

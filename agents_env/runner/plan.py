@@ -30,6 +30,15 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class UnfitTask:
+    """Stands for a task of the prompt pool that the environment cannot read. `kind` and `why`: of its error."""
+
+    task_id: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sample(Generic[TaskT]):
     """One of the `group_size` rollouts of a task. `first_attempt` is more than 1 where an earlier runner, or an earlier
     life of this one, may have left a session. `lease_id`: of a sample from the prompt pool."""

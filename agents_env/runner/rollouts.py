@@ -20,7 +20,7 @@ from agents_env.environment import Environment, MatchEnvironment, Outcome, SelfC
 from agents_env.failures import Boundary, RolloutFailed, RunFailed
 from agents_env.runner.journal import Journal
 from agents_env.runner.phases import Phases, PhaseTimedOut
-from agents_env.runner.plan import Plan, Sample
+from agents_env.runner.plan import Plan, Sample, UnfitTask
 from agents_env.runner.records import Failure, Record, Statistics, Status, Tally
 from agents_env.runner.sources import OwnTasks, Source
 from agents_env.seats import GatewaySeats
@@ -148,6 +148,10 @@ class Runner(Generic[TaskT]):
         spec = self._session_spec(sample, attempt)
         record = self._recorder(sample, attempt)
         usage = Usage()
+        if isinstance(sample.task, UnfitTask):  # no session begins
+            failure = Failure("environment", sample.task.kind, sample.task.why, "reset")
+            record(usage, status="failed", error=failure)
+            return failure
         self._tally.running += 1
         if self._journal is not None:
             self._journal.began((sample.group_id, sample.sample_index), attempt, sample.lease_id)

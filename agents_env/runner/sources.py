@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 from agents_env.environment import Environment, PooledEnvironment, TaskT
 from agents_env.failures import RolloutFailed, RunFailed
 from agents_env.runner.journal import Journal
-from agents_env.runner.plan import Plan, Sample
+from agents_env.runner.plan import Plan, Sample, UnfitTask
 from agents_env.server import Server, Usage
 
 log = logging.getLogger("agents-env")
@@ -139,10 +139,8 @@ class PoolTasks:
             answer = await self._lease(name, WAIT_S)
             self._asked.discard(name)  # not when it is cancelled: `close` asks what became of it
             if answer["leases"]:
-                sample = await self._sample(answer["leases"][0])
-                if sample is not None:
-                    return sample
-            elif answer["drained"]:
+                return self._sample(answer["leases"][0])
+            if answer["drained"]:
                 if not self._options.follow:
                     return None
                 await asyncio.sleep(1.0)  # a drained pool answers at once
@@ -157,16 +155,15 @@ class PoolTasks:
         }
         return await self._post("/tasks/lease", body)
 
-    async def _sample(self, lease: Mapping[str, Any]) -> Sample[Any] | None:
-        """None for a task that the environment cannot read: a failure of that sample alone."""
+    def _sample(self, lease: Mapping[str, Any]) -> Sample[Any]:
+        """A task that the environment cannot read is a failure of that sample alone."""
         self._held.add(lease["lease_id"])
+        task: Any
         try:
             task = self._task_of(lease["task_id"], lease["data"])
         except Exception as error:  # noqa: BLE001 (whatever the environment raises of foreign data)
-            text = f"environment ({type(error).__name__}): task {lease['task_id']} does not fit: {error}"
-            log.error("%s", text)
-            await self._end("/tasks/fail", lease["lease_id"], {"error": text[:1000]})
-            return None
+            why = f"task {lease['task_id']} does not fit: {error}; `agents-env tasks` prints rows that do"
+            task = UnfitTask(lease["task_id"], type(error).__name__, why)
         return Sample(
             task,
             lease["group_id"],

@@ -146,5 +146,8 @@ def _unknown(given: list[str]) -> str:
     if any(key.startswith(SESSION_KEY_PREFIX) for key in given):
         return "no live session has this API key: it has ended, or the gateway was restarted without --data"
     if any(key.startswith(FINISH_KEY_PREFIX) for key in given):
-        return "this is not the finish key of a session that the URL names"
+        return (
+            "this is a finish key, and not that of a session which the URL names: it finishes, rewards and abandons "
+            "its own session, whose calls are made with its api_key"
+        )
     return "the API key is not known here"

@@ -70,9 +70,16 @@ class ContextExceeded(TooLarge):
         self.param = param
 
 
+class HeadTooLarge(InvalidRequest):
+    code = "head_too_large"
+    http_status = 431
+
+
 def no_http(message: str) -> LaminarError:
     """`message`: the parser's, over several lines; the bytes that it quotes are left out."""
     what = " ".join(message.split(":")[0].split())[:200]
+    if what.startswith(("Got more than", "Too many headers")):
+        return HeadTooLarge(f"the head of the request is too large: {what}", hint="send fewer or shorter headers")
     return InvalidRequest(f"the request is no HTTP: {what or 'it does not parse'}", hint="send HTTP/1.1")
 
 

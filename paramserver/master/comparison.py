@@ -42,7 +42,9 @@ class Comparison:
         """The end of what the run announced last, if it ended: its publisher may have dropped that ticket at copied."""
         for version, state in reversed(self._models.of(model).items()):
             if state.announced is not None and state.announced.manifest.run == run:
-                return f"version {version} of this run came to nothing: {state.ended.reason}" if state.ended else ""
+                return (
+                    f"the run's version before, {version}, came to nothing: {state.ended.reason}" if state.ended else ""
+                )
         return ""
 
     async def _differences(self, model: str, before: Snapshot, layout: Layout, *, refuse: bool) -> list[str]:

@@ -276,7 +276,10 @@ def test_a_state_dict_is_taken_and_an_iterator_that_raises_notes_how_far_it_came
         with pytest.raises(ValueError, match="out of memory") as caught:
             publisher.publish_stream(manifest_of(tensors), failing, step=1)
         assert caught.value.__notes__ == ["1 of 2 tensors had come, the last 'a'; the version is given up"]
-        for wrong, message in ((None, "the tensors are a NoneType"), (lambda: None, "the tensors are a NoneType")):
+        for wrong, message in (
+            (None, "the tensors are of type NoneType"),
+            (lambda: None, "the tensors are of type NoneType"),
+        ):
             with pytest.raises(InvalidRequest, match=message):
                 publisher.publish_stream(manifest_of(tensors), cast(Any, wrong), step=1)
         with pytest.raises(InvalidRequest, match="writers='each'"):

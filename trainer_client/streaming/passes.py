@@ -248,9 +248,11 @@ class Stream:
 
 
 def _iterated(items: Any) -> Iterable[object]:
+    if isinstance(items, Mapping):
+        return items.items()
     if not isinstance(items, Iterable):
         raise InvalidRequest(
-            f"the tensors are a {type(items).__name__}",
+            f"the tensors are of type {type(items).__name__}",
             hint="give pairs (name, tensor), or a function that returns an iterator of them",
         )
     return items
@@ -259,4 +261,4 @@ def _iterated(items: Any) -> Iterable[object]:
 def _pair(item: object) -> tuple[str, Any]:
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
         return item
-    raise InvalidRequest(f"the iterator gave a {type(item).__name__}", hint="give pairs (name, tensor)")
+    raise InvalidRequest(f"the iterator gave an item of type {type(item).__name__}", hint="give pairs (name, tensor)")

@@ -125,10 +125,14 @@ async def test_a_failure_goes_to_the_pool_with_its_boundary_and_comes_again(plac
 async def test_a_task_that_the_environment_cannot_read_fails_alone(place: Place) -> None:
     await place.add(2)
     await place.pool.add("p", [NewTask("odd", b'{"text": 1}', attempts_max=1)])
-    end, _ = await place.run()
-    assert end.rollouts == 2
+    end, lines = await place.run()
+    assert (end.rollouts, end.given_up) == (2, 1)
     [odd] = [result for result in await place.pool.results("p") if result.task_id == "odd"]
-    assert odd.errors == ["environment (KeyError): task odd does not fit: 'value'"]
+    assert odd.errors == [
+        "environment (KeyError): task odd does not fit: 'value'; `agents-env tasks` prints rows that do"
+    ]
+    [line] = [line for line in lines if line["task_id"] == "odd"]
+    assert (line["status"], line["error"]["boundary"], line["error"]["phase"]) == ("failed", "environment", "reset")
 
 
 async def test_ctrl_c_abandons_sessions_and_gives_every_lease_back(place: Place) -> None:

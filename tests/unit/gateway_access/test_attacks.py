@@ -280,6 +280,19 @@ async def test_a_key_in_a_head_that_is_no_http_is_not_logged(scene: Scene, caplo
     assert key.decode() not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "head", [b"Authorization: Bearer " + b"a" * 20_000, b"\r\n".join(b"X-%d: y" % n for n in range(5_000))]
+)
+async def test_a_head_that_is_too_large_is_said_to_be_so(scene: Scene, head: bytes) -> None:
+    url = URL(scene.gateway.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(b"GET /status HTTP/1.1\r\nHost: x\r\n" + head + b"\r\nConnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    assert answer.split(b" ")[1] == b"431", answer
+    assert b"send fewer or shorter headers" in answer
+
+
 async def test_the_url_and_the_query_are_no_place_for_a_key(scene: Scene) -> None:
     key = key_of("reader")
     for path in (f"/status?api_key={key}", f"/status?access_token={key}", f"/status#{key}"):

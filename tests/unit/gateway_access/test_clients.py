@@ -212,7 +212,9 @@ async def test_a_program_that_is_rolled_out_acts_and_cannot_reward_itself(
 
 async def test_a_runner_without_a_key_is_told_so_at_its_start(tmp_path: Path) -> None:
     async with controlled(tmp_path) as (found, _), Server(found.url, Sampling(MODEL), api_key=api_key()) as server:
-        with pytest.raises(RunFailed, match=r"refuses the key: .*not known here.*is read from LAMINAR_API_KEY"):
+        with pytest.raises(
+            RunFailed, match=r"asks for an API key: the API key is not known here .*is read from LAMINAR_API_KEY"
+        ):
             await server.check()
 
 

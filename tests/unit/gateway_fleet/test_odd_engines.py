@@ -104,6 +104,15 @@ async def test_a_host_that_cannot_be_is_refused_where_it_is_named(tmp_path: Path
         assert list(await check_serves(found, http)) == ["e0"]
 
 
+@pytest.mark.parametrize("rest", ["/admin?x=", "?", "#part"])
+async def test_nothing_stands_behind_the_path_of_an_engines_address(tmp_path: Path, rest: str) -> None:
+    """The routes of an engine are appended to it: else whoever names an engine would choose what is requested."""
+    async with ScriptedEngine("e0") as e0, ScriptedEngine("e1") as e1, gateway(tmp_path, e0) as (found, http):
+        async with http.post("/admin/engines", json={"name": "e1", "url": e1.url + rest}) as answer:
+            assert answer.status == 400, await answer.text()
+        assert list(await check_serves(found, http)) == ["e0"]
+
+
 async def test_a_host_that_no_resolver_takes_is_an_engine_that_cannot_be_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

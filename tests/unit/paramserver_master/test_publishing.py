@@ -686,7 +686,9 @@ async def test_a_publisher_hears_that_its_version_before_came_to_nothing(host: H
     write(draft)
     host.publications.abort(MODEL, 1, draft.token, "its master lost the registry")
     await host.reaches(draft, "failed")
-    assert (await host.announce()).warnings == ("version 1 of this run came to nothing: its master lost the registry",)
+    assert (await host.announce()).warnings == (
+        "the run's version before, 1, came to nothing: its master lost the registry",
+    )
     host.claims.release(MODEL, host.claims._claims[MODEL][0])
     assert (await host.announce(run="another")).warnings == ()
 

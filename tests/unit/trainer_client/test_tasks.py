@@ -84,6 +84,8 @@ async def test_many_rows_go_in_batches(url: str, monkeypatch: pytest.MonkeyPatch
     [
         ({"when": object()}, {}, "row 1 is not JSON"),
         (["prompt"], {}, "row 1 is list"),
+        ({"a": {"scores": [1.0, float("nan")]}}, {}, "row 1 has nan in a.scores.1 .JSON has no such number"),
+        ({"a": float("-inf")}, {}, "row 1 has -inf in a"),
         ({"prompt": "a"}, {"id_column": "id"}, "row 1 has no column 'id' .it has prompt"),
         ({"id": ""}, {"id_column": "id"}, "task_id"),
         ({"id": 2}, {"group_size": 0}, "group_size"),
