@@ -14,7 +14,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from tests.support.training.ratios import Row, Weights
 from tests.trl.attention import on_a_cpu
-from tests.trl.task import ROWS, with_a_branch
+from tests.trl.task import ROWS, letters, with_a_branch
 from trainer_client.integrations.trl import LaminarRolloutWorker, LaminarWeightTransfer
 
 GROUP_SIZE = 8
@@ -81,6 +81,21 @@ def reports(worker: Worker, transfer: Transfer, model: Any) -> Iterator[Mapping[
         }
 
 
+def expected_reward(model: Any, tokenizer: Any, weights: Mapping[str, torch.Tensor]) -> float:
+    """Of a version: the mean over some 500 answers. What the run sampled would not do: it lags behind by as many
+    versions as this machine is busy."""
+    model.load_state_dict(weights, strict=False)
+    prompts = tokenizer.apply_chat_template(
+        [row["prompt"] for row in ROWS], add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    torch.manual_seed(0)
+    sampled = model.generate(
+        **prompts, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=24, num_return_sequences=64
+    )
+    answers = tokenizer.batch_decode(sampled[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    return sum(map(letters, answers)) / len(answers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("relay", "gateway", "model", "directory"):
@@ -134,6 +149,10 @@ def main() -> None:
         "calls": transfer.calls,
         "versions_by_sync": {count: worker.versions.version_of(count) for count in range(1, trainer.model_version + 1)},
         "rewards": [round(log["reward"], 4) for log in logged],
+        "expected_rewards": [
+            round(expected_reward(reference, trainer.processing_class, transfer.weights[version]), 4)
+            for version in (min(transfer.weights), max(transfer.weights))
+        ],
         "staleness": [log["sample/staleness_mean"] for log in logged],
         "ratio": {key: value for key, value in logged[0].items() if "ratio" in key},
     }
