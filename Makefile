@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos format lock clean
+.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -61,6 +61,7 @@ check: env  ## format, lint, strict types, import directions, generated parts fr
 	@$(RUN) -m mypy
 	@PYTHONPATH=. .venv/bin/lint-imports
 	@$(RUN) -m protos.generate --check
+	@$(RUN) -m deploy.reference --check
 
 SEEDS ?= 5000
 sim: env  ## the relay tier under virtual time, seeded faults on all cores (SEEDS=5000, some 20 minutes on 2 cores)
@@ -104,6 +105,9 @@ bench: env  ## benchmarks that the project's figures come from; tables, and benc
 
 protos: env  ## generate the gRPC code from protos/*.proto
 	@$(RUN) -m protos.generate
+
+reference: env  ## write the pages of docs/reference from the code
+	@$(RUN) -m deploy.reference
 
 format: env  ## format, mend what ruff can
 	@$(RUN) -m ruff format .

@@ -76,10 +76,14 @@ def tool_chain(options: Startable) -> None:
 
 
 @run.command("reasoning", context_settings=SETTINGS)
-@click.option("--dataset", default=DEFAULT_DATASET, help="of reasoning-gym; `agents-env list --datasets` names them")
-@click.option("--dataset-config", default=None, metavar="JSON", help="its settings, such as '{\"max_words\": 4}'")
-@click.option("--max-tokens", default=16, type=click.IntRange(min=1), help="of the reply")
-@click.option("--examples", default=1, type=click.IntRange(min=0), help="worked examples before the question")
+@click.option(
+    "--dataset", default=DEFAULT_DATASET, help="Dataset of reasoning-gym; `agents-env list --datasets` names them."
+)
+@click.option(
+    "--dataset-config", default=None, metavar="JSON", help="Settings of the dataset, such as '{\"max_words\": 4}'."
+)
+@click.option("--max-tokens", default=16, type=click.IntRange(min=1), help="Tokens of a reply at most.")
+@click.option("--examples", default=1, type=click.IntRange(min=0), help="Worked examples before the question.")
 @run_options
 def reasoning(options: Startable, dataset: str, dataset_config: str | None, max_tokens: int, examples: int) -> None:
     """Single-turn: problems of the reasoning-gym library, with its own scoring."""
@@ -98,12 +102,15 @@ def reasoning(options: Startable, dataset: str, dataset_config: str | None, max_
     "tasks_file",
     default=None,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON lines, a task each; the program reads its own from $AGENTS_ENV_TASK_FILE",
+    help="JSON lines, a task each; the program reads its own from $AGENTS_ENV_TASK_FILE.",
 )
-@click.option("--reward-file", is_flag=True, help="the reward is the number in $AGENTS_ENV_REWARD_FILE")
-@click.option("--score", default=None, metavar="COMMAND", help="the reward is the last line that COMMAND prints")
+@click.option("--reward-file", is_flag=True, help="The reward is the number in $AGENTS_ENV_REWARD_FILE.")
+@click.option("--score", default=None, metavar="COMMAND", help="The reward is the last line that COMMAND prints.")
 @click.option(
-    "--log-dir", default=None, type=click.Path(file_okay=False, path_type=Path), help="a run's output: SESSION.log"
+    "--log-dir",
+    default=None,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory for the output of runs: SESSION.log.",
 )
 @exec_options
 def execute(
@@ -137,15 +144,15 @@ def execute(
 @main.command("inspect", context_settings=SETTINGS)
 @click.argument("session")
 @GATEWAY
-@click.option("--tokens", is_flag=True, help="each token, with its id, version and logprob")
-@click.option("--json", "as_json", is_flag=True, help="all that the gateway has of it")
+@click.option("--tokens", is_flag=True, help="Show each token, with its id, version and logprob.")
+@click.option("--json", "as_json", is_flag=True, help="All that the gateway has of the session, as JSON.")
 def inspect_session(session: str, gateway: str, tokens: bool, as_json: bool) -> None:
     """Show a session turn by turn: a live one, or one that no trainer has used yet."""
     session_view.start(session, gateway, tokens=tokens, as_json=as_json)
 
 
 @main.command("list", context_settings=SETTINGS)
-@click.option("--datasets", "with_datasets", is_flag=True, help="name the datasets that `reasoning` can use")
+@click.option("--datasets", "with_datasets", is_flag=True, help="Name the datasets that `reasoning` can use, too.")
 def list_environments(with_datasets: bool) -> None:
     """Name the environments."""
     width = max(map(len, run.commands)) + 2

@@ -27,12 +27,13 @@ _task_file = click.option(
     "--task-file",
     default=None,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="tasks as JSON lines; docs/environments.md has their fields  [default: a small set of the package]",
+    show_default="a small set of the package",
+    help="Tasks as JSON lines; docs/environments.md has their fields.",
 )
 
 
 def _max_tokens(default: int) -> Callable[[Any], Any]:
-    return click.option("--max-tokens", default=default, type=click.IntRange(min=1), help="of the reply")
+    return click.option("--max-tokens", default=default, type=click.IntRange(min=1), help="Tokens of a reply at most.")
 
 
 def _url_or_none(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -52,10 +53,19 @@ def _json_object(_: click.Context, __: click.Parameter, text: str | None) -> Map
 @click.command("code", context_settings=SETTINGS)
 @_task_file
 @_max_tokens(code.MAX_TOKENS)
-@click.option("--sandbox", default="auto", type=click.Choice(["auto", "sandlock", "bubblewrap"]), help="runs the code")
-@click.option("--run-s", default=5.0, type=click.FloatRange(min=0, min_open=True), help="of a function's cases, in all")
-@click.option("--memory-mib", default=256, type=click.IntRange(min=32), help="of a run")
-@click.option("--disk-mib", default=16, type=click.IntRange(min=0), help="of a run's /tmp; 0: it can write nowhere")
+@click.option(
+    "--sandbox", default="auto", type=click.Choice(["auto", "sandlock", "bubblewrap"]), help="What runs the code."
+)
+@click.option(
+    "--run-s",
+    default=5.0,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Limit of all cases of a function together.",
+)
+@click.option("--memory-mib", default=256, type=click.IntRange(min=32), help="Memory of a run, in MiB.")
+@click.option(
+    "--disk-mib", default=16, type=click.IntRange(min=0), help="Size of a run's /tmp, in MiB; 0: it can write nowhere."
+)
 @run_options
 def code_command(
     options: Startable,
@@ -79,7 +89,7 @@ def code_command(
 @click.command("math", context_settings=SETTINGS)
 @_task_file
 @_max_tokens(mathematics.MAX_TOKENS)
-@click.option("--judges", default=2, type=click.IntRange(min=1), help="processes that score")
+@click.option("--judges", default=2, type=click.IntRange(min=1), help="Processes that score.")
 @run_options
 def math_command(options: Startable, task_file: Path | None, max_tokens: int, judges: int) -> None:
     """Single-turn: problems of mathematics, scored by math-verify."""
@@ -100,9 +110,20 @@ def tool_calls_command(options: Startable, max_tokens: int) -> None:
 
 
 @click.command("nim", context_settings=SETTINGS)
-@click.option("--opponent", default="self", type=click.Choice(["self", "random", "perfect"]), help="self: the model")
-@click.option("--opponent-version", default=None, type=click.IntRange(min=0), help="older weights; not trained on")
-@click.option("--heaps", default=3, type=click.IntRange(1, len(nim.NAMES)))
+@click.option(
+    "--opponent",
+    default="self",
+    type=click.Choice(["self", "random", "perfect"]),
+    help="Who plays against the model; self: the model.",
+)
+@click.option(
+    "--opponent-version",
+    default=None,
+    type=click.IntRange(min=0),
+    help="Weight version of the opponent, which is not trained on.",
+    show_default="the model's own",
+)
+@click.option("--heaps", default=3, type=click.IntRange(1, len(nim.NAMES)), help="Heaps at the beginning.")
 @_max_tokens(nim.MAX_TOKENS)
 @run_options
 def nim_command(
@@ -121,8 +142,18 @@ def nim_command(
 
 
 @click.command("textarena", context_settings=SETTINGS)
-@click.option("--game", default=text_games.DEFAULT_GAME, help=f"of {', '.join(text_games.GAMES)}; -v0, or a variant")
-@click.option("--opponent-version", default=None, type=click.IntRange(min=0), help="older weights; not trained on")
+@click.option(
+    "--game",
+    default=text_games.DEFAULT_GAME,
+    help=f"One of {', '.join(text_games.GAMES)}; with -v0, or another variant.",
+)
+@click.option(
+    "--opponent-version",
+    default=None,
+    type=click.IntRange(min=0),
+    help="Weight version of the opponent, which is not trained on.",
+    show_default="the model's own",
+)
 @_max_tokens(text_games.MAX_TOKENS)
 @run_options
 def textarena_command(options: Startable, game: str, opponent_version: int | None, max_tokens: int) -> None:
@@ -136,14 +167,28 @@ def textarena_command(options: Startable, game: str, opponent_version: int | Non
 
 @click.command("openenv", context_settings=SETTINGS)
 @click.option(
-    "--server", default=None, metavar="URL", callback=_url_or_none, help="of an OpenEnv environment that runs"
+    "--server", default=None, metavar="URL", callback=_url_or_none, help="Address of an OpenEnv environment that runs."
 )
-@click.option("--serve", default=None, metavar="COMMAND", help="starts one for this run, on the port put for {port}")
-@click.option("--reset", default=None, metavar="JSON", callback=_json_object, help="arguments of every reset")
-@click.option("--observe", multiple=True, metavar="FIELD", help="of observations: what the model reads  [default: all]")
-@click.option("--system", default=None, metavar="TEXT", help="the system message  [default: none]")
-@click.option("--reward", default="sum", type=click.Choice(["sum", "last"]), help="of the rewards of the steps")
-@click.option("--turns-max", default=openenv.TURNS_MAX, type=click.IntRange(min=1), help="replies in an episode")
+@click.option(
+    "--serve",
+    default=None,
+    metavar="COMMAND",
+    help="Starts an environment for this run, on the port that is put for {port}.",
+)
+@click.option("--reset", default=None, metavar="JSON", callback=_json_object, help="Arguments of every reset.")
+@click.option(
+    "--observe", multiple=True, metavar="FIELD", show_default="all", help="Field of observations that the model reads."
+)
+@click.option("--system", default=None, metavar="TEXT", show_default="none", help="The system message.")
+@click.option(
+    "--reward",
+    default="sum",
+    type=click.Choice(["sum", "last"]),
+    help="How the rewards of the steps become the episode's.",
+)
+@click.option(
+    "--turns-max", default=openenv.TURNS_MAX, type=click.IntRange(min=1), help="Replies in an episode at most."
+)
 @_max_tokens(openenv.MAX_TOKENS)
 @run_options
 def openenv_command(

@@ -159,7 +159,7 @@ def _option(owner: Callable[..., object], flag: str, **attributes: Any) -> Optio
 
 def _limit(phase: str, what: str) -> Option:
     return click.option(
-        f"--{phase}-timeout-s", default=getattr(PhaseLimits(), f"{phase}_s"), type=SECONDS, help=f"of {what}"
+        f"--{phase}-timeout-s", default=getattr(PhaseLimits(), f"{phase}_s"), type=SECONDS, help=f"Limit of {what}."
     )
 
 
@@ -168,61 +168,92 @@ GATEWAY = click.option(
     required=True,
     metavar="URL",
     callback=url,
-    help="what `gateway serve` prints, or an OpenAI base_url",
+    help="Address of the gateway, as `gateway serve` prints it, or an OpenAI base_url.",
 )
-LOG_LEVEL = click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
-_SEED = _option(Plan, "--seed", type=click.IntRange(min=0), help="of the stream of tasks")
+LOG_LEVEL = click.option(
+    "--log-level",
+    default="info",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="The least severe messages that are logged.",
+)
+_SEED = _option(Plan, "--seed", type=click.IntRange(min=0), help="Seed of the environment's stream of tasks.")
 
 _SERVER: Sequence[Option] = [
     GATEWAY,
-    click.option("--model", default="policy", help="the model's name there"),
-    _option(Plan, "--concurrency", type=click.IntRange(min=1), help="rollouts at once"),
+    click.option("--model", default="policy", help="The model's name at the gateway."),
+    _option(Plan, "--concurrency", type=click.IntRange(min=1), help="Rollouts at once."),
     _SEED,
-    _option(Sampling, "--temperature", type=click.FloatRange(min=0)),
-    _option(Sampling, "--top-p", type=click.FloatRange(0, 1, min_open=True)),
-    _option(Plan, "--attempts", type=click.IntRange(min=1), help="per sample; each in a session of its own"),
-    _option(Plan, "--failures-max", type=click.IntRange(min=1), help="failures in a row that end the run"),
-    _option(Server, "--patience-s", type=click.FloatRange(min=0), help="for a server that is full or away"),
-    _option(Server, "--timeout-s", type=SECONDS, help="of one request"),
+    _option(Sampling, "--temperature", type=click.FloatRange(min=0), help="Temperature of sampling; 0: greedy."),
+    _option(
+        Sampling,
+        "--top-p",
+        type=click.FloatRange(0, 1, min_open=True),
+        help="Sample from the likeliest tokens that have this probability together; 1: from all.",
+    ),
+    _option(
+        Plan, "--attempts", type=click.IntRange(min=1), help="Attempts for each sample, each in a session of its own."
+    ),
+    _option(Plan, "--failures-max", type=click.IntRange(min=1), help="Failures in a row that end the run."),
+    _option(
+        Server,
+        "--patience-s",
+        type=click.FloatRange(min=0),
+        help="How long a request is repeated to a server that is full or away.",
+    ),
+    _option(Server, "--timeout-s", type=SECONDS, help="Limit of one request."),
     _limit("reset", "a rollout's beginning, up to its first model call"),
     _limit("model", "one model call, with its wait for a full server"),
     _limit("tool", "what happens between two model calls, or after the last"),
     _limit("score", "the scoring, in environments that mark it"),
-    click.option("--out", default=None, type=FILE, help="a JSON line per rollout is added"),
-    click.option("--run-id", default=None, help="part of every group and session id  [default: random]"),
+    click.option("--out", default=None, type=FILE, help="File to which a JSON line is added for each rollout."),
+    click.option("--run-id", default=None, show_default="random", help="Part of every group and session id."),
     LOG_LEVEL,
 ]
 RUN: Sequence[Option] = [
     *_SERVER,
-    _option(Server, "--sessions/--no-sessions", help="--no-sessions: a plain OpenAI server; nothing is recorded"),
-    _option(Plan, "--groups", type=click.IntRange(min=0), help="own tasks to roll out; 0: until stopped"),
-    _option(Plan, "--group-size", type=click.IntRange(min=1), help="samples of each own task"),
-    _option(Plan, "--duration-s", type=click.FloatRange(min=0), help="stop after so many seconds"),
-    _option(Plan, "--split", type=click.Choice(["train", "eval"]), help="eval: scored, not trained on"),
+    _option(
+        Server,
+        "--sessions/--no-sessions",
+        help="--no-sessions: the server is a plain OpenAI one, and nothing is recorded.",
+    ),
+    _option(
+        Plan, "--groups", type=click.IntRange(min=0), help="The environment's own tasks to roll out; 0: until stopped."
+    ),
+    _option(Plan, "--group-size", type=click.IntRange(min=1), help="Samples of each of the environment's own tasks."),
+    _option(
+        Plan,
+        "--duration-s",
+        type=click.FloatRange(min=0),
+        show_default="no end",
+        help="Stop after so many seconds.",
+    ),
+    _option(Plan, "--split", type=click.Choice(["train", "eval"]), help="eval: scored, and not trained on."),
     click.option(
         "--pool",
         is_flag=False,
         flag_value=PoolOptions().name,
         default=None,
         metavar="[NAME]",
-        help="lease samples from the gateway's prompt pool, until it is drained  [default name: default]",
+        help="Lease samples from this prompt pool of the gateway until it is drained; without NAME: from `default`.",
     ),
-    click.option("--follow", is_flag=True, help="with --pool: wait for further tasks when it is drained"),
+    click.option("--follow", is_flag=True, help="With --pool: wait for further tasks when it is drained."),
     click.option(
         "--lease-s",
         default=PoolOptions().lease_s,
         type=click.FloatRange(1, 86_400),
-        help="with --pool: when another runner gets the samples of this one, should it die",
+        help="With --pool: time after which other runners get the samples of this one, should it die.",
     ),
-    click.option("--journal", default=None, type=FILE, help="the same command with the same file goes on"),
-    click.option("--ready-file", default=None, type=FILE, help="written once it rolls out"),
+    click.option(
+        "--journal", default=None, type=FILE, help="File with which the same command goes on where it was stopped."
+    ),
+    click.option("--ready-file", default=None, type=FILE, help="JSON file, written once it rolls out."),
 ]
 _OF_PROGRAMS = {
     "group_size": click.option(
-        "--runs", "group_size", default=1, type=click.IntRange(min=1), help="runs for each task: a group"
+        "--runs", "group_size", default=1, type=click.IntRange(min=1), help="Runs for each task, which are a group."
     ),
     "tool_timeout_s": click.option(
-        "--time-limit-s", "tool_timeout_s", default=3600.0, type=SECONDS, help="of one run of the program"
+        "--time-limit-s", "tool_timeout_s", default=3600.0, type=SECONDS, help="Limit of one run of the program."
     ),
 }
 """Options of `run` that `exec` has under other names."""
@@ -244,12 +275,26 @@ def _of_programs(option: Option) -> Option:
 EXEC: Sequence[Option] = [_of_programs(option) for option in RUN]
 EVAL: Sequence[Option] = [
     *_SERVER,
-    click.option("--tasks", default=100, type=click.IntRange(min=1), help="the first so many of --seed: a fixed set"),
-    click.option("--samples", default=1, type=click.IntRange(min=1), help="of each task"),
-    click.option("--version", default=None, type=click.IntRange(min=0), help="weight version to pin"),
-    click.option("--json", default=None, type=FILE, help="where to write the whole result"),
+    click.option(
+        "--tasks",
+        default=100,
+        type=click.IntRange(min=1),
+        help="How many tasks: the first ones of --seed, a fixed set.",
+    ),
+    click.option("--samples", default=1, type=click.IntRange(min=1), help="Samples of each task."),
+    click.option(
+        "--version",
+        default=None,
+        type=click.IntRange(min=0),
+        show_default="none is pinned",
+        help="Weight version that every sample is pinned to.",
+    ),
+    click.option("--json", default=None, type=FILE, help="File for the whole result."),
 ]
-TASKS: Sequence[Option] = [click.option("--count", default=100, type=click.IntRange(min=1)), _SEED]
+TASKS: Sequence[Option] = [
+    click.option("--count", default=100, type=click.IntRange(min=1), help="How many tasks."),
+    _SEED,
+]
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:

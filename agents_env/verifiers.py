@@ -208,16 +208,21 @@ async def _end(http: httpx.AsyncClient, ending: Ending, ends: Ends) -> None:
 
 @click.command("verifiers", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("env")
-@click.option("--gateway", required=True, metavar="URL", help="the gateway's base URL")
-@click.option("--model", default="policy", help="the model's name at the gateway")
+@click.option("--gateway", required=True, metavar="URL", help="Address of the gateway.")
+@click.option("--model", default="policy", help="The model's name at the gateway.")
 @click.option(
-    "--client", type=click.Choice(["eval", "train"]), default="eval", help="vf-eval's client.type: text or ids"
+    "--client",
+    type=click.Choice(["eval", "train"]),
+    default="eval",
+    help="client.type of vf-eval: eval sends text, train token ids.",
 )
-@click.option("--tokenizer", metavar="DIR", help="of the model; --client train renders and tokenizes with it")
-@click.option("--tasks", default=1, type=click.IntRange(min=1), help="how many of the environment's tasks")
-@click.option("--rollouts", default=1, type=click.IntRange(min=1), help="of each task")
-@click.option("--out", default=Path("outputs"), type=click.Path(path_type=Path), help="folder of vf-eval's traces")
-@click.option("--vf-eval", "program", default="vf-eval", metavar="PATH", help="the command of verifiers 0.4")
+@click.option(
+    "--tokenizer", metavar="DIR", help="Tokenizer of the model: --client train renders and tokenizes with it."
+)
+@click.option("--tasks", default=1, type=click.IntRange(min=1), help="How many of the environment's tasks.")
+@click.option("--rollouts", default=1, type=click.IntRange(min=1), help="Rollouts of each task.")
+@click.option("--out", default=Path("outputs"), type=click.Path(path_type=Path), help="Directory of vf-eval's traces.")
+@click.option("--vf-eval", "program", default="vf-eval", metavar="PATH", help="The command of verifiers 0.4.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
 def command(
     env: str,

@@ -10,7 +10,6 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping
-from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,12 +85,15 @@ class ExperienceStore(click.ParamType[str | RedisAddress]):
 
 
 class StoreOption(click.Option):
-    """`--experience-store`: its help has each store's own words."""
+    """`--experience-store`: its help has each store's own words, which are read only when it is shown."""
 
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        shown = copy(self)
-        shown.help = " ".join([self.help or "", *(f"`{name}`: {kind.help}." for name, kind in _stores().items())])
-        return click.Option.get_help_record(shown, ctx)
+    @property
+    def help(self) -> str | None:
+        return " ".join([self._help or "", *(f"`{name}`: {kind.help}." for name, kind in _stores().items())])
+
+    @help.setter
+    def help(self, text: str | None) -> None:
+        self._help = text
 
 
 gateway_options = config_options(GatewayConfig, experience_store={"cls": StoreOption, "type": ExperienceStore()})
@@ -115,7 +117,7 @@ def cli() -> None:
 
 @cli.command()
 @gateway_options
-@click.option("--log-level", type=LOG_LEVEL, default="info")
+@click.option("--log-level", type=LOG_LEVEL, default="info", help="The least severe messages that are logged.")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")
 def serve(engines: tuple[str, ...], log_level: str, ready_file: Path | None, **options: Any) -> None:
     """Serves the OpenAI API over the engines named."""

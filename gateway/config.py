@@ -101,7 +101,11 @@ class GatewayConfig:
         Meta(ge=1),
         "Finished trajectories (sessions) that wait at once; beyond, too stale and old ones are evicted.",
     ] = 65_536
-    experience_bytes_max: Annotated[int, Size(), "Their packed size together; beyond, the same."] = 32 << 30
+    experience_bytes_max: Annotated[
+        int,
+        Size(),
+        "Packed size of finished trajectories that wait, together; beyond, too stale and old ones are evicted.",
+    ] = 32 << 30
     host: Annotated[str, "Address to listen on."] = "127.0.0.1"
     port: Annotated[int, PORT, "Port to listen on; 0: any free one."] = 8080
     api_keys: Annotated[
@@ -118,9 +122,9 @@ class GatewayConfig:
     engine_networks: Annotated[
         Networks | None,
         NetworkList(),
+        Flag(show_default="loopback and private networks where --host is loopback, or with --insecure; else none"),
         "Networks where POST /admin/engines takes engines and relays, besides the hosts that --engine, --relay and "
-        "registrations in etcd name. Default: loopback and private networks where --host is loopback, or with "
-        "--insecure; else none.",
+        "registrations in etcd name.",
     ] = None
     fleet: FleetConfig = field(default_factory=FleetConfig)
     repack_interval_s: Annotated[float, INTERVAL, "Time between two plans for packing turns."] = 5.0
@@ -148,7 +152,8 @@ class GatewayConfig:
     tokens_per_event: Annotated[
         int | None,
         Meta(ge=1),
-        "Tokens that an engine sends in one event. Default: 1 to 48, by the turns' number, speed and clients.",
+        Flag(show_default="1 to 48, by the turns' number, speed and clients"),
+        "Tokens that an engine sends in one event.",
     ] = None
     queue_max: Annotated[int, Meta(ge=1), "Turns that may wait for an engine at once; further ones get 429."] = 1024
     session_idle_s: Annotated[float, Meta(ge=0), "Time without a request after which a session is abandoned."] = 1800.0

@@ -48,7 +48,13 @@ def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Path(dir_okay=False, path_type=Path),
             help="JSON with the addresses, written once serving.",
         ),
-        click.option("--log-level", type=LOG_LEVEL, default="info", show_default=True),
+        click.option(
+            "--log-level",
+            type=LOG_LEVEL,
+            default="info",
+            show_default=True,
+            help="The least severe messages that are logged.",
+        ),
     ):
         command = option(command)
     return command
@@ -127,7 +133,8 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
 @click.option(
     "--data-dir",
     type=DIRECTORY,
-    help="Keep its data there; default: a temporary directory.",
+    show_default="a temporary directory, removed at the end",
+    help="Directory for its data.",
 )
 @daemon_options
 def etcd(port: int, data_dir: Path | None, log_level: str, ready_file: Path | None) -> None:
@@ -221,7 +228,7 @@ def adopt(relay: str, continues: str, model: str, above: int) -> None:
 
 @cli.command()
 @relay_option
-@click.option("--model", required=True)
+@click.option("--model", required=True, help="The model's name.")
 def drop(relay: str, model: str) -> None:
     """Ends a model: all its versions, on every relay, in memory and on disk.
 
@@ -239,7 +246,7 @@ def drop(relay: str, model: str) -> None:
 
 @cli.command()
 @relay_option
-@click.option("--model", required=True)
+@click.option("--model", required=True, help="The model's name.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per version.")
 def versions(relay: str, model: str, as_json: bool) -> None:
     """Lists the sealed versions of a model that a relay holds."""
@@ -277,15 +284,20 @@ def doctor(
 
 @cli.command()
 @relay_option
-@click.option("--model", required=True)
-@click.option("--version", type=click.IntRange(1, NUMBER_MAX), help="Default: the newest that the relay holds.")
+@click.option("--model", required=True, help="The model's name.")
+@click.option(
+    "--version",
+    type=click.IntRange(1, NUMBER_MAX),
+    help="The version to copy.",
+    show_default="the newest that the relay holds",
+)
 @click.option(
     "--out",
     type=DIRECTORY,
     required=True,
     help="Directory to write; resumes what an earlier pull left there.",
 )
-@config_option(RelayConfig, "stripes", help="TCP connections.")
+@config_option(RelayConfig, "stripes", help="TCP connections to the relay.")
 @click.option("--patience-s", type=click.FloatRange(0.1), default=30.0, help="Give up after so long without a byte.")
 def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, patience_s: float) -> None:
     """Copies a version from a relay into a directory of safetensors files, every digest checked.
@@ -303,7 +315,7 @@ def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, p
 @relay_option
 @click.option("--model", required=True, help="Name to publish under; engines and gateways follow it by this name.")
 @click.option("--step", type=int, default=0, help="Label of the version; its number is given by the master relay.")
-@click.option("--run", help="Label of whoever publishes. Default: one made of the time.")
+@click.option("--run", help="Label of whoever publishes.", show_default="one made of the time")
 @click.option("--copies", type=click.IntRange(1), default=1, help="Wait until so many relays hold it verified.")
 @config_options(VersionLabels)
 @click.option("--allow-change", is_flag=True, help="Publish other names, shapes or dtypes than the version before.")

@@ -58,7 +58,9 @@ class RelayConfig:
     """The options of `paramserver serve`, in the order of its help. Times in seconds, sizes in bytes."""
 
     name: Annotated[
-        str, Flag(required=False, default=socket.gethostname, show_default="this host's name"), "Unique among relays."
+        str,
+        Flag(required=False, default=socket.gethostname, show_default="this host's name"),
+        "Name of this relay: unique among relays, and the same after a restart.",
     ]
     etcd: Annotated[
         str,
@@ -87,8 +89,8 @@ class RelayConfig:
     pool_dir: Annotated[
         Path,
         DIRECTORY,
-        Flag(required=False),
-        "Directory in a tmpfs for snapshots; default: /dev/shm/laminar-USER/NAME.",
+        Flag(required=False, show_default="/dev/shm/laminar-USER/NAME"),
+        "Directory in a tmpfs for snapshots.",
     ]
     pool_bytes: Annotated[int, Size(), "Memory for snapshots, allocated at start: about four times a version."] = (
         4 << 30
@@ -105,19 +107,29 @@ class RelayConfig:
         Literal["tcp", "nixl"],
         "Transport of bytes between relays; nixl (RDMA where the hosts have it) with relays that have it too.",
     ] = "tcp"
-    lease_ttl_s: Annotated[float, Meta(ge=1.0), "Time without contact to etcd after which a relay is no member."] = 5.0
-    silence_s: Annotated[float, Meta(ge=0.2), "Silence of an upstream relay after which it is bypassed."] = 0.5
+    lease_ttl_s: Annotated[
+        float, Meta(ge=1.0), "Time without contact to etcd after which a relay is no member; an hour at most."
+    ] = 5.0
+    silence_s: Annotated[
+        float, Meta(ge=0.2), "Silence of an upstream relay after which it is bypassed; a minute at most."
+    ] = 0.5
     distrust_publisher: Annotated[
         bool, "Map no memory into publishers: they send their bytes, which this relay copies and hashes again."
     ] = False
-    metrics_port: Annotated[int | None, PORT, "Port of the Prometheus metrics. Default: none are served."] = None
-    max_rate: Annotated[int | None, Size(), "Bytes per second to send at most: links may be shared with training."] = (
-        None
-    )
-    bind_interface: Annotated[
-        str | None, Flag(metavar="NAME"), "Network interface for bytes, such as eth1. Default: of --host."
+    metrics_port: Annotated[
+        int | None, PORT, Flag(show_default="none are served"), "Port of the Prometheus metrics; 0: any free one."
     ] = None
-    chunk_bytes: Annotated[int | None, Size(), "Size of chunks. Default: from measured hops."] = None
+    max_rate: Annotated[
+        int | None, Size(), "Bytes per second to send at most: links may be shared with training. At least 256KiB."
+    ] = None
+    bind_interface: Annotated[
+        str | None,
+        Flag(metavar="NAME", show_default="that of --host"),
+        "Network interface for bytes, such as eth1.",
+    ] = None
+    chunk_bytes: Annotated[
+        int | None, Size(), Flag(show_default="from measured hops"), "Size of chunks, 4KiB to 1GiB."
+    ] = None
 
     @property
     def reached_by(self) -> str:

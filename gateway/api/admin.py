@@ -31,7 +31,7 @@ from gateway.runtime.shielded import ShieldedTasks
 from gateway.sessions.registry import SessionRegistry
 from gateway.store import Timeline
 from gateway.store.timeline import READ_MAX
-from protos.engines import base_url_hint, check_kind, is_address, is_host_port
+from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import Forbidden, InvalidRequest
 
 DIGITS_MAX = 15
@@ -42,11 +42,14 @@ LISTED_MAX = 10_000
 
 
 class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(pattern=r"^[^\s/]{1,256}$")]
-    url: str
-    kind: str = "vllm"
-    relay: str | None = None
-    check: bool = True  # refuse the engine unless it responds now
+    name: Annotated[str, Meta(pattern=r"^[^\s/]{1,256}$", description="The engine's name, unique in the fleet.")]
+    url: Annotated[str, Meta(description="The engine's own address, such as http://127.0.0.1:8000.")]
+    kind: Annotated[str, Meta(description=f"One of {', '.join(ENGINE_KINDS)}.")] = "vllm"
+    relay: Annotated[
+        str | None,
+        Meta(description="HOST:PORT of the relay on its host. Default: that of `--relay`; without any it loads none."),
+    ] = None
+    check: Annotated[bool, Meta(description="Refuse the engine unless it responds now.")] = True
 
 
 class Events(msgspec.Struct):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Annotated, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from aiohttp import web
@@ -78,9 +78,13 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
 
 def _choices(kind: type[msgspec.Struct], field: str) -> list[str]:
     """The values of a field at the top of the body, where it is an enumeration."""
-    [found] = [f.type for f in msgspec.structs.fields(kind) if f.encode_name == field] or [None]
-    of = [found, *get_args(found)]  # `Literal[...] | None`
-    return [str(value) for one in of if get_origin(one) is Literal for value in get_args(one)]
+    return [value for found in msgspec.structs.fields(kind) if found.encode_name == field for value in _of(found.type)]
+
+
+def _of(hint: Any) -> list[str]:
+    """The values of the literals in a type, such as `Annotated[Literal[...] | None, ...]`."""
+    within = get_args(hint)
+    return list(map(str, within)) if get_origin(hint) is Literal else [value for one in within for value in _of(one)]
 
 
 Number = TypeVar("Number", int, float)

@@ -71,6 +71,8 @@ class ContextExceeded(TooLarge):
 
 
 class HeadTooLarge(InvalidRequest):
+    """The head of a request has too many or too long headers."""
+
     code = "head_too_large"
     http_status = 431
 

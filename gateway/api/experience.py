@@ -50,14 +50,15 @@ Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
 
 
 class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Either `trajectories`, or `groups` of `group_size`, or the sessions `session_ids`. `trainer_version`: the newest
-    that the trainer published."""
+    """Either `trajectories`, or `groups` of `group_size`, or the sessions `session_ids`."""
 
-    reader: Annotated[str, Meta(min_length=1, max_length=READER_MAX)]
-    trainer_version: Count
-    trajectories: Some | None = None
-    groups: Some | None = None
-    group_size: Some | None = None
+    reader: Annotated[
+        str, Meta(min_length=1, max_length=READER_MAX, description="The reader's name: its leases belong to it.")
+    ]
+    trainer_version: Annotated[Count, Meta(description="The newest version that the trainer published; 0: none.")]
+    trajectories: Annotated[Some | None, Meta(description="How many trajectories.")] = None
+    groups: Annotated[Some | None, Meta(description="How many whole groups.")] = None
+    group_size: Annotated[Some | None, Meta(description="With `groups`: sessions of each.")] = None
     session_ids: Annotated[
         Annotated[list[str], Meta(min_length=1, max_length=TRAJECTORIES_MAX)] | None,
         Meta(
@@ -65,31 +66,52 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "admission of new sessions."
         ),
     ] = None
-    wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 0.0
-    staleness_max: Count | None = None
-    lease_s: Annotated[float, Meta(ge=0.001, le=86_400)] = LEASE_S
-    drop_equal_rewards: bool = False  # groups whose members all got the same are dropped for good
-    strategy: Strategy = "fifo"  # the order in which they are handed out
-    num_ranks: Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)] = 1  # this is the share of one: whole, or nothing
-    rank: Count = 0  # whose share it is: its lease is reclaimed by the same
-    uses_max: Annotated[int, Meta(ge=1, le=USES_MAX)] = 1  # trajectories that were used less often are handed out
+    wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Seconds to wait until there are so many.")] = 0.0
+    staleness_max: Annotated[
+        Count | None,
+        Meta(description="Versions that a trajectory may be behind `trainer_version`. Default: the gateway's bound."),
+    ] = None
+    lease_s: Annotated[
+        float, Meta(ge=0.001, le=86_400, description="Seconds after which the trajectories return to the buffer.")
+    ] = LEASE_S
+    drop_equal_rewards: Annotated[
+        bool, Meta(description="Groups whose members all got the same reward are dropped for good.")
+    ] = False
+    strategy: Annotated[Strategy, Meta(description="The order in which trajectories are handed out.")] = "fifo"
+    num_ranks: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=TRAJECTORIES_MAX,
+            description="Ranks that share a batch: this request is one's share, and is answered whole or not at all.",
+        ),
+    ] = 1
+    rank: Annotated[Count, Meta(description="Whose share it is: its lease is reclaimed by the same rank.")] = 0
+    uses_max: Annotated[
+        int,
+        Meta(ge=1, le=USES_MAX, description="Trajectories that were used less often than this are handed out."),
+    ] = 1
 
 
 class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
-    lease_id: str
+    lease_id: Annotated[str, Meta(description="The lease that a sample returned.")]
 
 
 class ReclaimRequest(msgspec.Struct, forbid_unknown_fields=True):
     """What this rank of an earlier life of the reader had leased, and those of its ranks with the same remainder by
     `num_ranks`."""
 
-    reader: Annotated[str, Meta(min_length=1, max_length=READER_MAX)]
-    num_ranks: Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)] = 1
-    rank: Count = 0
+    reader: Annotated[str, Meta(min_length=1, max_length=READER_MAX, description="The reader's name.")]
+    num_ranks: Annotated[
+        int, Meta(ge=1, le=TRAJECTORIES_MAX, description="Ranks that the reader has in this life.")
+    ] = 1
+    rank: Annotated[Count, Meta(description="This rank's number, from 0.")] = 0
 
 
 class EvictRequest(msgspec.Struct, forbid_unknown_fields=True):
-    session_ids: Annotated[list[str], Meta(min_length=1, max_length=TRAJECTORIES_MAX)]
+    session_ids: Annotated[
+        list[str], Meta(min_length=1, max_length=TRAJECTORIES_MAX, description="The sessions to remove.")
+    ]
 
 
 class EvictAnswer(msgspec.Struct):

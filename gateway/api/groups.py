@@ -29,17 +29,23 @@ EVERY_MEMBER = CreateRequest()
 
 
 class CreateGroupRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`session`: the fields of every member, as in `POST /sessions`."""
-
-    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] | None = None
+    group_size: Annotated[
+        Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] | None,
+        Meta(description="How many sessions the group has. Required, here or as `size`."),
+    ] = None
     size: Annotated[
         Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] | None,
         Meta(description="The older name of `group_size`, which it must equal."),
     ] = None
-    group_id: GroupName | None = None
-    group_min: Annotated[int, Meta(ge=1)] | None = None  # None: all of them
-    resample_max: Count = 0  # failed members of the group that are sampled again
-    session: CreateRequest = EVERY_MEMBER
+    group_id: Annotated[GroupName | None, Meta(description="Its name. Default: the gateway makes one.")] = None
+    group_min: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Finished sessions that the group needs: with fewer it is given up. Default: all."),
+    ] = None
+    resample_max: Annotated[Count, Meta(description="Failed sessions of the group that are sampled again.")] = 0
+    session: Annotated[CreateRequest, Meta(description="The fields of every session, as in `POST /sessions`.")] = (
+        EVERY_MEMBER
+    )
 
 
 class Member(msgspec.Struct):

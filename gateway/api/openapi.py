@@ -15,11 +15,14 @@ from aiohttp import web
 
 from gateway.api.access import API_KEY_HEADER
 from gateway.api.anthropic.bodies import NEUTRAL as NEUTRAL_MESSAGES
-from gateway.api.anthropic.bodies import NEUTRAL_TOOL
+from gateway.api.anthropic.bodies import NEUTRAL_TOOL, CountTokensRequest, MessagesRequest
 from gateway.api.anthropic.conversation import NEEDED as BLOCK_TYPES
 from gateway.api.anthropic.conversation import ROLES as MESSAGE_ROLES
 from gateway.api.calls.answer import VERSION_HEADER
+from gateway.api.calls.fields import FIELDS, NEUTRAL
 from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
+from gateway.api.generate import NEUTRAL as NEUTRAL_GENERATE
+from gateway.api.generate import GenerateRequest, GenerateSampling
 from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
 from gateway.api.openai.requests import CHOICES_MAX, LOGPROBS_MAX, ROLES
 from gateway.api.openai.text_proxy import ENGINE_HEADER
@@ -48,11 +51,13 @@ def schema() -> Json:
     components["Tool"]["properties"]["type"] = {"enum": ["function"]}
     for struct, neutral in _NEUTRAL.items():
         fields = components[struct.__name__]["properties"]
-        fields |= {name: {"enum": list(allowed), "default": None} for name, allowed in neutral.items()}
+        fields |= _neutral(neutral)
         for name, bounds in (_BOUNDS | _BOUNDS_OF[struct]).items():
             if name in fields:
                 _bound(fields[name], bounds)
+    components["GenerateSampling"]["properties"] |= _neutral(NEUTRAL_GENERATE)
     _constrain_messages(components)
+    _describe(components)
     paths: dict[str, Json] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
@@ -73,10 +78,22 @@ def _constrain_messages(components: Json) -> None:
         ("CountTokensRequest", NEUTRAL_MESSAGES),
         ("ToolDefinition", NEUTRAL_TOOL),
     ):
-        fields = components[name]["properties"]
-        fields |= {field: {"enum": list(allowed), "default": None} for field, allowed in neutral.items()}
+        components[name]["properties"] |= _neutral(neutral)
     for parameter in PARAMETERS:
         _bound(components["MessagesRequest"]["properties"][parameter.name], _BOUNDS[parameter.name])
+
+
+def _neutral(neutral: Mapping[str, Sequence[Any]]) -> Json:
+    """Fields of which only values that change nothing are taken."""
+    return {name: {"enum": list(allowed), "default": None, "description": NEUTRAL} for name, allowed in neutral.items()}
+
+
+def _describe(components: Json) -> None:
+    """The fields of model calls, where their structs have no descriptions."""
+    for struct in _CALLS:
+        for name, field in components[struct.__name__]["properties"].items():
+            if "description" not in field and name in FIELDS:
+                field["description"] = FIELDS[name]
 
 
 def _bound(field: Json, bounds: Json) -> None:
@@ -90,6 +107,10 @@ _BOUNDS: dict[str, Json] = {
     "seed": {"minimum": -(1 << 63), "maximum": (1 << 63) - 1},
     **{p.name: {"exclusiveMinimum" if p.low_excluded else "minimum": p.low, "maximum": p.high} for p in PARAMETERS},
 }
+_CALLS = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest, GenerateRequest, GenerateSampling),
+    *(MessagesRequest, CountTokensRequest),
+)
 _NEUTRAL: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
     ChatRequest: NEUTRAL_CHAT,
     CompletionRequest: NEUTRAL_COMPLETION,

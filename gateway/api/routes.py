@@ -13,6 +13,7 @@ import msgspec
 
 from gateway.api.admin import (
     DIGITS_MAX,
+    LISTED_MAX,
     AddEngineRequest,
     EngineAdded,
     EngineRemoved,
@@ -25,6 +26,7 @@ from gateway.api.anthropic.bodies import CountTokensRequest, MessagesRequest
 from gateway.api.anthropic.schema import MessageAnswer, TokenCount
 from gateway.api.experience import (
     MSGPACK,
+    TRAJECTORIES_MAX,
     AckAnswer,
     AckRequest,
     EvictAnswer,
@@ -56,6 +58,8 @@ from gateway.api.sessions import (
     SessionPhase,
 )
 from gateway.api.tasks import (
+    DEFAULT_POOL,
+    RESULTS_MAX,
     AddTasksRequest,
     FailTaskRequest,
     FinishTaskRequest,
@@ -93,6 +97,7 @@ from gateway.core.access import (
 )
 from gateway.core.endings import Finish, Finished
 from gateway.operate.report import Health, StatusReport
+from gateway.store.timeline import READ_MAX
 from protos.packed import MEDIA_TYPE
 
 Json = dict[str, Any]
@@ -120,9 +125,37 @@ class Route:
 
 
 _RELAYED = "With --relay-text, a call without a session goes to an engine, which checks its fields and answers."
-_NUMBER: Json = {"schema": {"type": "integer", "minimum": 0, "maximum": 10**DIGITS_MAX - 1}}
-_NAMED: Json = {"schema": {"type": "string", "minLength": 1}, "required": True}
-_CHAT = f"A chat completion; a session's next turn. {_RELAYED}"
+
+
+def _number(text: str) -> Json:
+    return {"description": text, "schema": {"type": "integer", "minimum": 0, "maximum": 10**DIGITS_MAX - 1}}
+
+
+def _limit(what: str, default: int, most: int | None = None) -> Json:
+    text = f"How many {what} at most. Default: {default:,}"
+    if most is not None:
+        text += ", which is the most" if most == default else f"; the most is {most:,}"
+    return _number(f"{text}.")
+
+
+_NAMED: Json = {
+    "description": "The session.",
+    "schema": {"type": "string", "minLength": 1},
+    "required": True,
+}
+_POOL: Json = {
+    "description": f"The prompt pool. Default: {DEFAULT_POOL}.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 200},
+}
+_TOKENS: Json = {
+    "description": "Whether the response has the text of each token. Default: false.",
+    "schema": {"type": "boolean"},
+}
+_AFTER_ROW = _number("Rows with a higher number; `next_after` of the response before. Default: 0, from the first.")
+_AFTER_EVENT = _number("Events with a higher `seq`; `next` of the response before. Default: 0, from the oldest kept.")
+_AFTER_RESULT = _number("Results after this one; `next` of the response before. Default: 0, from the oldest kept.")
+_LEASED = _number("1: also trajectories that readers have under a lease. Default: 0.")
+_CHAT = f"A chat completion: the next turn of a session. {_RELAYED}"
 _COMPLETION = f"A completion of a text or of token ids. {_RELAYED}"
 _EVENTS = ("text/event-stream",)
 _ENDED = (Finished, SessionAnswer)  # the latter waits for its reward
@@ -164,7 +197,7 @@ def _calls(prefix: str) -> Sequence[Route]:
             "post",
             f"{prefix}/v1/responses",
             CALL,
-            "A response in OpenAI's newer API; a session's next turn.",
+            "A response in OpenAI's newer API: the next turn of a session.",
             ResponsesRequest,
             answers=[ResponseObject],
             also=_EVENTS,
@@ -181,7 +214,7 @@ def _calls(prefix: str) -> Sequence[Route]:
             "post",
             f"{prefix}/v1/messages",
             CALL,
-            "Anthropic's Messages API; a session's next turn.",
+            "A message in Anthropic's API: the next turn of a session.",
             MessagesRequest,
             answers=[MessageAnswer],
             also=_EVENTS,
@@ -192,7 +225,7 @@ def _calls(prefix: str) -> Sequence[Route]:
             "post",
             f"{prefix}/v1/messages/count_tokens",
             CALL,
-            "The length of a message's prompt.",
+            "The number of tokens of a message's prompt.",
             CountTokensRequest,
             answers=[TokenCount],
             error="AnthropicError",
@@ -204,7 +237,13 @@ def _calls(prefix: str) -> Sequence[Route]:
 
 _SESSIONS = [
     Route(
-        "post", "/sessions", OPEN, "Makes one and its key.", CreateRequest, answers=[SessionMade], optional_body=True
+        "post",
+        "/sessions",
+        OPEN,
+        "Makes a session, and the keys that belong to it.",
+        CreateRequest,
+        answers=[SessionMade],
+        optional_body=True,
     ),
     Route(
         "get",
@@ -218,21 +257,39 @@ _SESSIONS = [
         "/sessions/{sid}/trajectories",
         READ,
         "What is recorded of a session, until a trainer has used it.",
-        query={"tokens": {"schema": {"type": "boolean"}}},
+        query={"tokens": _TOKENS},
         answers=[RecordedSession],
     ),
-    Route("post", "/sessions/{sid}/finish", END, "Ends a session with a reward.", Finish, answers=_ENDED),
     Route(
-        "post", "/finish_session", END, "The same, as routers have it.", Finish, {"session_id": _NAMED}, answers=_ENDED
+        "post",
+        "/sessions/{sid}/finish",
+        END,
+        "Ends a session with a reward; without one, the session waits for it.",
+        Finish,
+        answers=_ENDED,
     ),
     Route(
-        "post", "/sessions/{sid}/reward", END, "A reward of a turn or a leaf.", RewardRequest, answers=[SessionPhase]
+        "post",
+        "/finish_session",
+        END,
+        "The same as `POST /sessions/{sid}/finish`, under the path that other rollout routers have.",
+        Finish,
+        {"session_id": _NAMED},
+        answers=_ENDED,
+    ),
+    Route(
+        "post",
+        "/sessions/{sid}/reward",
+        END,
+        "Rewards a session, or its turns or leaves, also after its finish.",
+        RewardRequest,
+        answers=[SessionPhase],
     ),
     Route(
         "post",
         "/sessions/{sid}/abandon",
         END,
-        "Ends a session without one.",
+        "Ends a session without a reward: no trainer gets it.",
         AbandonRequest,
         answers=[Abandoned],
         optional_body=True,
@@ -245,7 +302,7 @@ _SESSIONS = [
         "post",
         "/groups/{gid}/abandon",
         GROUP,
-        "Ends a group's sessions.",
+        "Ends a group: its live sessions are abandoned.",
         AbandonRequest,
         answers=[GroupAnswer],
         optional_body=True,
@@ -256,13 +313,22 @@ _TRAINER = [
         "post",
         "/experience/sample",
         EXPERIENCE,
-        "Leases finished trajectories.",
+        "Leases finished trajectories to a reader.",
         SampleRequest,
         answers=[SampleAnswer],
         also=(MSGPACK, MEDIA_TYPE),
     ),
-    Route("post", "/experience/ack", EXPERIENCE, "Uses them up.", AckRequest, answers=[AckAnswer]),
-    Route("post", "/experience/release", EXPERIENCE, "Gives them back unused.", AckRequest, answers=[ReleaseAnswer]),
+    Route(
+        "post", "/experience/ack", EXPERIENCE, "Uses the trajectories of a lease up.", AckRequest, answers=[AckAnswer]
+    ),
+    Route(
+        "post",
+        "/experience/release",
+        EXPERIENCE,
+        "Gives the trajectories of a lease back unused.",
+        AckRequest,
+        answers=[ReleaseAnswer],
+    ),
     Route(
         "post",
         "/experience/reclaim",
@@ -271,20 +337,31 @@ _TRAINER = [
         ReclaimRequest,
         answers=[ReleaseAnswer],
     ),
-    Route("post", "/experience/evict", EXPERIENCE, "Removes sessions for good.", EvictRequest, answers=[EvictAnswer]),
+    Route(
+        "post",
+        "/experience/evict",
+        EXPERIENCE,
+        "Removes finished sessions for good: no trainer gets them.",
+        EvictRequest,
+        answers=[EvictAnswer],
+    ),
     Route(
         "get",
         "/experience/rows",
         EXPERIENCE_READ,
         "What waits for a trainer, without its tokens.",
-        query={"after": _NUMBER, "limit": _NUMBER, "leased": _NUMBER},
+        query={
+            "after": _AFTER_ROW,
+            "limit": _limit("rows", TRAJECTORIES_MAX, TRAJECTORIES_MAX),
+            "leased": _LEASED,
+        },
         answers=[RowsAnswer],
     ),
     Route(
         "get",
         "/experience/rows/{number}",
         EXPERIENCE_READ,
-        "One of them whole, under no lease.",
+        "A session that waits for a trainer, with all its trajectories, under no lease.",
         answers=[SampleAnswer],
         also=(MSGPACK, MEDIA_TYPE),
     ),
@@ -292,31 +369,60 @@ _TRAINER = [
         "get",
         "/experience/statistics",
         EXPERIENCE_READ,
-        "Staleness, lengths, rewards, waiting.",
+        "Staleness, lengths, rewards and waiting times of trajectories, and the buffer's counts.",
         answers=[ExperienceStatistics],
     ),
 ]
-_POOL: Json = {"schema": {"type": "string", "minLength": 1, "maxLength": 200}}
 _TASKS = [
     Route("post", "/tasks", TASKS, "Adds tasks to a prompt pool.", AddTasksRequest, answers=[TasksAdded]),
     Route("get", "/tasks", TASKS_READ, "A prompt pool as it stands.", query={"pool": _POOL}, answers=[PoolAnswer]),
     Route(
         "post", "/tasks/lease", LEASE, "Leases samples of tasks to a runner.", LeaseTasksRequest, answers=[TasksLeased]
     ),
-    Route("post", "/tasks/renew", LEASE, "Prolongs leases.", RenewTasksRequest, answers=[TasksRenewed]),
-    Route("post", "/tasks/finish", LEASE, "Ends a lease with a reward.", FinishTaskRequest, answers=[TaskEnded]),
-    Route("post", "/tasks/fail", LEASE, "Ends a lease without one.", FailTaskRequest, answers=[TaskEnded]),
-    Route("post", "/tasks/release", LEASE, "Gives samples back.", ReleaseTasksRequest, answers=[TasksReleased]),
+    Route("post", "/tasks/renew", LEASE, "Prolongs leases of samples.", RenewTasksRequest, answers=[TasksRenewed]),
+    Route(
+        "post",
+        "/tasks/finish",
+        LEASE,
+        "Ends the lease of a sample with a reward.",
+        FinishTaskRequest,
+        answers=[TaskEnded],
+    ),
+    Route(
+        "post",
+        "/tasks/fail",
+        LEASE,
+        "Ends the lease of a sample that failed; it is leased again until its attempts are used up.",
+        FailTaskRequest,
+        answers=[TaskEnded],
+    ),
+    Route(
+        "post",
+        "/tasks/release",
+        LEASE,
+        "Gives samples back that were not begun.",
+        ReleaseTasksRequest,
+        answers=[TasksReleased],
+    ),
     Route(
         "get",
         "/tasks/results",
         TASKS_READ,
-        "The last rewards of tasks.",
-        query={"pool": _POOL, "after": _NUMBER, "limit": _NUMBER},
+        "The rewards of the rounds that ended last.",
+        query={"pool": _POOL, "after": _AFTER_RESULT, "limit": _limit("results", 1000, RESULTS_MAX)},
         answers=[TaskResults],
     ),
-    Route("post", "/tasks/priorities", TASKS, "Sets priorities.", PrioritizeTasksRequest, answers=[TasksPrioritized]),
-    Route("post", "/tasks/remove", TASKS, "Removes tasks.", RemoveTasksRequest, answers=[TasksRemoved]),
+    Route(
+        "post",
+        "/tasks/priorities",
+        TASKS,
+        "Sets priorities of tasks.",
+        PrioritizeTasksRequest,
+        answers=[TasksPrioritized],
+    ),
+    Route(
+        "post", "/tasks/remove", TASKS, "Removes tasks from a prompt pool.", RemoveTasksRequest, answers=[TasksRemoved]
+    ),
 ]
 _OPERATOR = [
     Route("get", "/status", STATUS, "The gateway, its engines and its counters.", answers=[StatusReport]),
@@ -328,32 +434,71 @@ _OPERATOR = [
         answers=[Health],
         also_status=503,
     ),
-    Route("get", "/health", LOOK, "The same, as engines have it.", answers=[Health], also_status=503),
-    Route("get", "/metrics", STATUS, "For Prometheus.", also=("text/plain",)),
+    Route(
+        "get",
+        "/health",
+        LOOK,
+        "The same as `GET /healthz`, under the path that engines have.",
+        answers=[Health],
+        also_status=503,
+    ),
+    Route("get", "/metrics", STATUS, "The metrics, in the text format of Prometheus.", also=("text/plain",)),
     Route(
         "get",
         "/admin/timeline",
         STATUS,
-        "The events of the fleet.",
-        query={"after": _NUMBER, "limit": _NUMBER},
+        "The events of the fleet: engines, turns, refreshes, repacks.",
+        query={"after": _AFTER_EVENT, "limit": _limit("events", 1000, READ_MAX)},
         answers=[Events],
     ),
     Route(
-        "post", "/admin/engines", OPERATE, "Takes an engine in.", AddEngineRequest, status=201, answers=[EngineAdded]
+        "post",
+        "/admin/engines",
+        OPERATE,
+        "Adds an engine to the fleet.",
+        AddEngineRequest,
+        status=201,
+        answers=[EngineAdded],
     ),
-    Route("delete", "/admin/engines/{name}", OPERATE, "Takes an engine out.", answers=[EngineRemoved]),
-    Route("get", "/admin/sessions", STATUS, "The live sessions.", query={"limit": _NUMBER}, answers=[LiveSessions]),
-    Route("get", "/admin/repack", STATUS, "What the planner would do now.", answers=[Plans]),
-    Route("post", "/admin/repack", OPERATE, "Does it now.", answers=[Plans]),
     Route(
-        "get", "/admin/receipts", STATUS, "What moves cost and gained.", query={"limit": _NUMBER}, answers=[Receipts]
+        "delete",
+        "/admin/engines/{name}",
+        OPERATE,
+        "Removes an engine; its turns continue on other engines.",
+        answers=[EngineRemoved],
     ),
-    Route("get", "/openapi.json", LOOK, "This.", also=("application/json",)),
+    Route(
+        "get",
+        "/admin/sessions",
+        STATUS,
+        "The live sessions, the oldest first.",
+        query={"limit": _limit("sessions", 1000, LISTED_MAX)},
+        answers=[LiveSessions],
+    ),
+    Route(
+        "get",
+        "/admin/repack",
+        STATUS,
+        "The moves that the planner would make now; nothing moves.",
+        answers=[Plans],
+    ),
+    Route("post", "/admin/repack", OPERATE, "Plans moves now, in any mode, and begins them.", answers=[Plans]),
+    Route(
+        "get",
+        "/admin/receipts",
+        STATUS,
+        "What moves cost and gained, as estimated and as measured, the newest first.",
+        query={"limit": _limit("receipts", 100)},
+        answers=[Receipts],
+    ),
+    Route("get", "/openapi.json", LOOK, "The schema of all routes, in OpenAPI 3.1.", also=("application/json",)),
 ]
-ROUTES: Sequence[Route] = [
-    *(route for prefix in PREFIXES for route in _calls(prefix)),
-    *_SESSIONS,
-    *_TRAINER,
-    *_TASKS,
-    *_OPERATOR,
-]
+GROUPS: Mapping[str, Sequence[Route]] = {
+    "Model calls": [route for prefix in PREFIXES for route in _calls(prefix)],
+    "Sessions and groups": _SESSIONS,
+    "Experience": _TRAINER,
+    "Prompt pool": _TASKS,
+    "Operation": _OPERATOR,
+}
+"""The routes by what they are for. docs/reference/http.md has a part for each group."""
+ROUTES: Sequence[Route] = [route for routes in GROUPS.values() for route in routes]

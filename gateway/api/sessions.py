@@ -34,16 +34,34 @@ Tags = Annotated[dict[Annotated[str, Meta(max_length=256)], Annotated[str, Meta(
 
 
 class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    session_id: str | None = None
-    group_id: GroupName | None = None
-    sample_index: Count = 0
-    group_size: AtLeastOne = 1
-    split: Split = "train"
-    train: bool = True
-    tags: Tags = {}
-    history: History = "record"
-    version: Count | None = None
-    on_version_loss: VersionPolicy | None = None  # None: "strict" with a `version`, else "segment"
+    session_id: Annotated[str | None, Meta(description="The session's name. Default: the gateway makes one.")] = None
+    group_id: Annotated[
+        GroupName | None,
+        Meta(description="The group that it belongs to: the samples of one prompt. Default: a group of its own."),
+    ] = None
+    sample_index: Annotated[Count, Meta(description="Its number in the group, from 0.")] = 0
+    group_size: Annotated[AtLeastOne, Meta(description="Finished sessions that make the group whole for a reader.")] = 1
+    split: Annotated[Split, Meta(description="eval: no trainer gets it.")] = "train"
+    train: Annotated[bool, Meta(description="Whether its trajectories go into the experience buffer.")] = True
+    tags: Annotated[Tags, Meta(description="Texts by name, stored with each trajectory and returned with it.")] = {}
+    history: Annotated[
+        History,
+        Meta(
+            description="For templates that write history otherwise than it was sampled: record goes on from what was "
+            "sampled, template from what the template writes, as a branch."
+        ),
+    ] = "record"
+    version: Annotated[
+        Count | None,
+        Meta(description="The weight version that it begins on. Default: that of the engine of its first turn."),
+    ] = None
+    on_version_loss: Annotated[
+        VersionPolicy | None,
+        Meta(
+            description="When no engine serves its version any more: segment goes on under another one, strict waits "
+            "until it is loaded again, fail ends the session. Default: strict with a `version`, else segment."
+        ),
+    ] = None
     parent_session_id: Annotated[
         str | None,
         Meta(description="A live session, whose sub-agent or opponent this is. It is abandoned when that ends."),
@@ -51,30 +69,45 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     blocks_parent: Annotated[
         bool, Meta(description="Its parent waits for it as for a tool: while it lives, the parent is not idle.")
     ] = False
-    min_version: Count = 0
+    min_version: Annotated[Count, Meta(description="The oldest weight version it may be on.")] = 0
     max_version: Annotated[
         Count | None,
         Meta(description="The newest weight version it may be on; no less than `min_version` and `version`."),
     ] = None
-    max_turns: AtLeastOne | None = None
+    max_turns: Annotated[
+        AtLeastOne | None, Meta(description="Turns that it may have. Default: 4,096, which is the most.")
+    ] = None
     expected_output_tokens: Annotated[
         AtLeastOne | None, Meta(description="Of one turn: where the gateway's guesses begin, and never a limit.")
     ] = None
-    max_context_tokens: Annotated[int, Meta(ge=2, le=EXACT_MAX)] | None = None  # prompt and answer together
-    deadline_s: Annotated[float, Meta(ge=0)] | None = None  # from now; the session is abandoned then
-    priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = (
-        0  # the highest first, among turns that wait for an engine
-    )
+    max_context_tokens: Annotated[
+        Annotated[int, Meta(ge=2, le=EXACT_MAX)] | None,
+        Meta(description="Tokens of a turn's prompt and answer together. Default: what the model's context holds."),
+    ] = None
+    deadline_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="Seconds from now after which it is abandoned. Default: none."),
+    ] = None
+    priority: Annotated[
+        int,
+        Meta(
+            ge=-PRIORITY_MAX,
+            le=PRIORITY_MAX,
+            description="Among turns that wait for an engine, those of the highest are placed first.",
+        ),
+    ] = 0
 
 
 class RewardRequest(msgspec.Struct, forbid_unknown_fields=True):
-    reward: float | None = None
-    turns: dict[str, float] = {}
-    leaves: dict[str, float] = {}
+    reward: Annotated[float | None, Meta(description="The session's.")] = None
+    turns: Annotated[dict[str, float], Meta(description="Rewards of turns, by the id of the answer.")] = {}
+    leaves: Annotated[
+        dict[str, float], Meta(description="Rewards of trajectories, by the id of the last answer of each.")
+    ] = {}
 
 
 class AbandonRequest(msgspec.Struct, forbid_unknown_fields=True):
-    reason: str = ""
+    reason: Annotated[str, Meta(description="For the log and the timeline.")] = ""
 
 
 class SessionMade(msgspec.Struct):

@@ -36,26 +36,26 @@ NAME_MAX = 200
 RESULTS_MAX = 10_000
 DIGITS_MAX = 15
 """Digits of a number in a query."""
-PoolName = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
+PoolName = Annotated[str, Meta(min_length=1, max_length=NAME_MAX, description="The prompt pool.")]
 TaskName = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
-LeaseName = Annotated[str, Meta(max_length=NAME_MAX)]
-LeaseIds = Annotated[list[LeaseName], Meta(max_length=TASKS_PER_REQUEST_MAX)]
-LeaseSeconds = Annotated[float, Meta(ge=0.001, le=86_400)]
+LeaseName = Annotated[str, Meta(max_length=NAME_MAX, description="The lease of a sample.")]
+LeaseIds = Annotated[list[LeaseName], Meta(max_length=TASKS_PER_REQUEST_MAX, description="The leases.")]
+LeaseSeconds = Annotated[
+    float, Meta(ge=0.001, le=86_400, description="Seconds after which another runner may get the samples.")
+]
 
 
 class AddTask(msgspec.Struct, forbid_unknown_fields=True):
-    """`data`: what the environment needs. Without a `task_id` the id is a digest of `data`."""
-
-    data: dict[str, Any]
-    task_id: TaskName | None = None
-    priority: float = 0.0  # the highest first
-    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] = 1
+    data: Annotated[dict[str, Any], Meta(description="What the environment needs.")]
+    task_id: Annotated[TaskName | None, Meta(description="Its id in the pool. Default: a digest of `data`.")] = None
+    priority: Annotated[float, Meta(description="Tasks of the highest are leased first.")] = 0.0
+    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX, description="Samples of each round.")] = 1
     repeats: Annotated[Count, Meta(description="Rounds, each of them a group; 0: endless.")] = 1
     attempts_max: Annotated[AtLeastOne, Meta(description="Failures of a sample before it is given up.")] = ATTEMPTS_MAX
 
 
 class AddTasksRequest(msgspec.Struct, forbid_unknown_fields=True):
-    tasks: Annotated[list[AddTask], Meta(max_length=TASKS_PER_REQUEST_MAX)]
+    tasks: Annotated[list[AddTask], Meta(max_length=TASKS_PER_REQUEST_MAX, description="The tasks.")]
     pool: PoolName = DEFAULT_POOL
 
 
@@ -80,11 +80,13 @@ class PoolAnswer(msgspec.Struct):
 
 
 class LeaseTasksRequest(msgspec.Struct, forbid_unknown_fields=True):
-    runner: Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
+    runner: Annotated[
+        str, Meta(min_length=1, max_length=NAME_MAX, description="The runner's name: its leases belong to it.")
+    ]
     pool: PoolName = DEFAULT_POOL
-    count: Annotated[int, Meta(ge=1, le=LEASES_PER_REQUEST_MAX)] = 1
+    count: Annotated[int, Meta(ge=1, le=LEASES_PER_REQUEST_MAX, description="How many samples at most.")] = 1
     lease_s: LeaseSeconds = LEASE_S
-    wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 0.0
+    wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Seconds to wait until there is one.")] = 0.0
     request: Annotated[
         Annotated[str, Meta(min_length=1, max_length=NAME_MAX)] | None,
         Meta(description="The runner's name of this request: sent again, it gets the same leases."),
@@ -126,14 +128,18 @@ class TasksRenewed(msgspec.Struct):
 
 class FinishTaskRequest(msgspec.Struct, forbid_unknown_fields=True):
     lease_id: LeaseName
-    reward: float
+    reward: Annotated[float, Meta(description="The sample's.")]
 
 
 class FailTaskRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`error`: what failed, its boundary first, such as `tool: no answer in 30 s`."""
-
     lease_id: LeaseName
-    error: Annotated[str, Meta(max_length=ERROR_CHARS_MAX)] = ""
+    error: Annotated[
+        str,
+        Meta(
+            max_length=ERROR_CHARS_MAX,
+            description="What failed, its boundary first, such as `tool: no answer in 30 s`.",
+        ),
+    ] = ""
 
 
 class TaskEnded(msgspec.Struct):
@@ -160,7 +166,8 @@ class TaskResults(msgspec.Struct):
 
 class PrioritizeTasksRequest(msgspec.Struct, forbid_unknown_fields=True):
     priorities: Annotated[
-        dict[Annotated[str, Meta(max_length=NAME_MAX)], float], Meta(max_length=TASKS_PER_REQUEST_MAX)
+        dict[Annotated[str, Meta(max_length=NAME_MAX)], float],
+        Meta(max_length=TASKS_PER_REQUEST_MAX, description="Priorities by the ids of tasks."),
     ]
     pool: PoolName = DEFAULT_POOL
 
@@ -171,11 +178,14 @@ class TasksPrioritized(msgspec.Struct):
 
 
 class RemoveTasksRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Either `task_ids`, or `drained`: all that have had their rounds. Leases on removed tasks are lost."""
+    """Either `task_ids` or `drained`. Leases on removed tasks are lost."""
 
     pool: PoolName = DEFAULT_POOL
-    task_ids: LeaseIds | None = None
-    drained: bool = False
+    task_ids: Annotated[
+        Annotated[list[Annotated[str, Meta(max_length=NAME_MAX)]], Meta(max_length=TASKS_PER_REQUEST_MAX)] | None,
+        Meta(description="The ids of the tasks to remove."),
+    ] = None
+    drained: Annotated[bool, Meta(description="Remove all tasks that have had their rounds.")] = False
 
 
 class TasksRemoved(msgspec.Struct):

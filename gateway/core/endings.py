@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -12,13 +12,15 @@ Status = Literal["completed", "truncated"]
 
 
 class Finish(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Without a `reward` the session ends and waits for it. `turns` and `leaves`: rewards, by the id of an answer."""
-
-    reward: float | None = None
-    turns: dict[str, float] = {}
-    leaves: dict[str, float] = {}
-    status: Status = "completed"
-    metrics: dict[str, float] = {}
+    reward: Annotated[
+        float | None, msgspec.Meta(description="The session's. Without it the session ends, and waits for it.")
+    ] = None
+    turns: Annotated[dict[str, float], msgspec.Meta(description="Rewards of turns, by the id of the answer.")] = {}
+    leaves: Annotated[
+        dict[str, float], msgspec.Meta(description="Rewards of trajectories, by the id of the last answer of each.")
+    ] = {}
+    status: Annotated[Status, msgspec.Meta(description="truncated: a limit ended it, not the agent.")] = "completed"
+    metrics: Annotated[dict[str, float], msgspec.Meta(description="Numbers by name, stored with each trajectory.")] = {}
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,17 +20,19 @@ from protos.process import cannot_listen, write_ready_file
 
 
 @click.command(epilog="A seed's draws are the same in every run, request by request of an engine.")
-@click.option("--engines", "num_engines", type=click.IntRange(min=1, max=64), default=2, help="How many.")
-@click.option("--port", type=PORT, default=0, help="Of the first; the others follow. 0: free ones.")
-@click.option("--seed", default=0, help="Of the draws; each engine has its own from it.")
+@click.option("--engines", "num_engines", type=click.IntRange(min=1, max=64), default=2, help="Engines to start.")
+@click.option("--port", type=PORT, default=0, help="Port of the first engine; the others follow. 0: free ones.")
+@click.option("--seed", default=0, help="Seed of the draws; each engine has its own from it.")
 @click.option("--cuts", "share", type=click.FloatRange(0, 1), default=0.5, help="Share of requests that are cut.")
 @click.option("--after-max", type=click.IntRange(min=1), default=64, help="A cut comes before this token.")
-@click.option("--kinds", default=",".join(RESUMABLE), help="Which of them, separated by commas.")
-@click.option("--chunk", type=click.IntRange(min=1), default=4, help="Tokens of an event.")
-@click.option("--pause-s", type=click.FloatRange(min=0), default=0.02, help="Before every event.")
-@click.option("--revive-s", type=click.FloatRange(min=0), default=1.0, help="A dead engine comes back after this.")
-@click.option("--vocab-size", type=click.IntRange(min=4), default=1000, help="Ids are below it.")
-@click.option("--version", default="0", help="The weight version that they hold, and report.")
+@click.option("--kinds", default=",".join(RESUMABLE), help="Kinds of cuts, separated by commas.")
+@click.option("--chunk", type=click.IntRange(min=1), default=4, help="Tokens in an event.")
+@click.option("--pause-s", type=click.FloatRange(min=0), default=0.02, help="Time before every event.")
+@click.option(
+    "--revive-s", type=click.FloatRange(min=0), default=1.0, help="Time after which a dead engine comes back."
+)
+@click.option("--vocab-size", type=click.IntRange(min=4), default=1000, help="Token ids are below it.")
+@click.option("--version", default="0", help="The weight version that the engines hold, and report.")
 @click.option("--version-told", help="The version that streams report instead: one that changed in mid-request.")
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the addresses, once up.")
 def faultkit(

@@ -1,15 +1,13 @@
-"""The gateway's status and health, as reports and as metrics, from every part's statistics."""
+"""The gateway's status and health as reports, from every part's statistics; it serves the metrics too."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Literal
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import REGISTRY, generate_latest
 
@@ -20,9 +18,9 @@ from gateway.core.reasons import closed_reason
 from gateway.core.repack import Plan
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
-from gateway.experience.buffer import DeliveryStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.text_proxy import TextProxy
+from gateway.operate.metrics import Sources, serve_metrics
 from gateway.operate.report import (
     AccessReport,
     AllCounters,
@@ -71,7 +69,8 @@ class GatewayStatus:
         self._started = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque(maxlen=256)
         self._provider = MeterProvider(metric_readers=[PrometheusMetricReader(disable_target_info=True)])
-        self._instruments()
+        sources = Sources(fleet, sessions, buffer, database, tasks, text_proxy)
+        serve_metrics(self._provider.get_meter("laminar.gateway"), sources)
 
     def close(self) -> None:
         self._provider.shutdown()
@@ -165,111 +164,9 @@ class GatewayStatus:
         policy = self._fleet.state.policies.get(session_id, "segment")
         return HeldBy(session_id, policy, None if session is None else max(0.0, unix_s() - session.touched_unix_s))
 
-    # -- metrics
-
-    def _instruments(self) -> None:
-        meter = self._provider.get_meter("laminar.gateway")
-        for name, value in self._sessions.counters.__dataclass_fields__.items():
-            if value.type == "int":
-                meter.create_observable_counter(f"laminar_gateway_{name}", [self._counter(name)])
-        if self._text_proxy is not None:
-            statistics = self._text_proxy.statistics
-            meter.create_observable_gauge("laminar_gateway_text_running", [_observe(lambda: statistics().running)])
-            for name, read in (
-                ("relayed", lambda: statistics().relayed),
-                ("retried", lambda: statistics().retried),
-                ("failed", lambda: statistics().failed),
-            ):
-                meter.create_observable_counter(f"laminar_gateway_text_{name}", [_observe(read)])
-        meter.create_observable_counter("laminar_gateway_cuts", [self._cuts], description="Cut streams by reason.")
-        fleet = self._fleet
-        meter.create_observable_counter("laminar_gateway_refreshes", [_observe(lambda: fleet.statistics().refreshes)])
-        meter.create_observable_counter(
-            "laminar_gateway_refresh_failures", [_observe(lambda: fleet.statistics().refresh_failures)]
-        )
-        meter.create_observable_counter(
-            "laminar_gateway_refreshes_unchanged", [_observe(lambda: fleet.statistics().refreshes_unchanged)]
-        )
-        meter.create_observable_gauge("laminar_gateway_engine_version", [self._per_engine(lambda e: e.version)])
-        meter.create_observable_gauge("laminar_gateway_engine_running", [self._per_engine(lambda e: len(e.turns))])
-        meter.create_observable_gauge("laminar_gateway_engine_kv_usage", [self._per_engine(lambda e: e.kv_usage)])
-        meter.create_observable_gauge(
-            "laminar_gateway_engine_serving", [self._per_engine(lambda e: int(e.status == "serving"))]
-        )
-        meter.create_observable_gauge("laminar_gateway_store_failed", [_observe(lambda: bool(self._database.failure))])
-        meter.create_observable_gauge("laminar_gateway_newest_version", [_observe(lambda: self._fleet.state.newest)])
-        meter.create_observable_gauge(
-            "laminar_gateway_queued_turns", [_observe(lambda: self._fleet.statistics().queued)]
-        )
-        meter.create_observable_gauge(
-            "laminar_gateway_buffered_trajectories", [_observe(lambda: self._buffer.statistics().trajectories)]
-        )
-
-        self._task_instruments()
-        self._delivery_instruments()
-
-    def _delivery_instruments(self) -> None:
-        """Of the store that gateways share, where there is one."""
-        if self._buffer.delivery() is None:
-            return
-        meter = self._provider.get_meter("laminar.gateway")
-        gauges: Mapping[str, Callable[[DeliveryStatistics], float]] = {
-            "failed": lambda found: bool(found.failure),
-            "waiting": lambda found: found.waiting,
-            "waiting_bytes": lambda found: found.waiting_bytes,
-        }
-        counters: Mapping[str, Callable[[DeliveryStatistics], float]] = {
-            "delivered": lambda found: found.delivered,
-            "failed_calls": lambda found: found.failed_calls,
-        }
-        for name, read in gauges.items():
-            meter.create_observable_gauge(f"laminar_gateway_shared_experience_{name}", [self._delivery(read)])
-        for name, read in counters.items():
-            meter.create_observable_counter(f"laminar_gateway_shared_experience_{name}", [self._delivery(read)])
-
-    def _delivery(
-        self, read: Callable[[DeliveryStatistics], float]
-    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observe(_: CallbackOptions) -> Iterable[Observation]:
-            found = self._buffer.delivery()
-            return [] if found is None else [Observation(read(found))]
-
-        return observe
-
-    def _task_instruments(self) -> None:
-        meter, statistics = self._provider.get_meter("laminar.gateway"), self._tasks.statistics
-        meter.create_observable_gauge("laminar_gateway_tasks", [_observe(lambda: statistics().tasks)])
-        meter.create_observable_gauge("laminar_gateway_task_leases", [_observe(lambda: statistics().leases)])
-        for name, read in (
-            ("leased", lambda: statistics().leased),
-            ("finished", lambda: statistics().finished),
-            ("failed", lambda: statistics().failed),
-            ("released", lambda: statistics().released),
-            ("expired", lambda: statistics().expired),
-            ("given_up", lambda: statistics().given_up),
-        ):
-            meter.create_observable_counter(f"laminar_gateway_tasks_{name}", [_observe(read)])
-
-    def _cuts(self, _: CallbackOptions) -> Iterable[Observation]:
-        reasons = self._sessions.counters.cuts_by_reason
-        return [Observation(count, {"reason": reason}) for reason, count in sorted(reasons.items())]
-
-    def _counter(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        return _observe(lambda: getattr(self._sessions.counters, name))
-
-    def _per_engine(self, read: Callable[[EngineState], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observe(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(read(e), {"engine": e.name}) for e in self._fleet.state.sorted_engines()]
-
-        return observe
-
 
 def _summary(plan: Plan) -> PlanSummary:
     return PlanSummary(plan.version, plan.num_moves, [freed.engine for freed in plan.freed], plan.reasons)
-
-
-def _observe(read: Callable[[], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
-    return lambda _: [Observation(read())]
 
 
 def _state(engine: EngineState) -> EngineStatus | Literal["draining"]:

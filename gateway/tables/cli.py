@@ -50,14 +50,14 @@ class Moment(click.ParamType[float]):
 @click.option("--version-min", type=click.IntRange(min=0), help="Sampled under this version or newer ones alone.")
 @click.option("--version-max", type=click.IntRange(min=0), help="Sampled under this version or older ones alone.")
 @click.option("--since", type=Moment(), help="Finished then or later: 2026-03-31T18:00, or seconds since 1970.")
-@click.option("--until", type=Moment(), help="Finished before.")
+@click.option("--until", type=Moment(), help="Finished before this time.")
 @click.option(
     "--after",
     type=click.IntRange(min=0),
     default=0,
     help="Finished after the one of this number: the last one that an export printed, for the next part.",
 )
-@click.option("--unread", is_flag=True, help="Only what no reader has, or has acknowledged. Default: all of the store.")
+@click.option("--unread", is_flag=True, help="Only what no reader has, or has acknowledged; else all of the store.")
 @click.option("--limit", type=click.IntRange(min=1), help="At most so many sessions, the earliest first.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is there.")
 def export(out: Path, store: str, force: bool, **wanted: Any) -> None:

@@ -1,33 +1,161 @@
-"""A relay's metrics for Prometheus, through OpenTelemetry: read when scraped, from `statistics()` and the versions."""
+"""A relay's metrics for Prometheus, through OpenTelemetry: a table of them, read when they are scraped.
+
+docs/reference/metrics.md is made of the same table.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import start_http_server
 
+from paramserver.core.records import Sealed
 from paramserver.daemon.parts import RelayParts
 from paramserver.data.server import DataServer
 from protos.errors import Conflict
 
-Observe = Callable[[], Iterable[Observation]]
+OTEL_UNITS = {"bytes": "By", "seconds": "s"}
+"""OpenTelemetry's codes of the units that stand in the names of served metrics; others do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the metrics are read from."""
+
+    parts: RelayParts
+    data: DataServer
+
+
+Value = tuple[float, Sequence[str]]
+"""A value, and those of the metric's labels in their order."""
+Callback = Callable[[CallbackOptions], Iterable[Observation]]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A row of the table. Where it is served, bytes and seconds are added to `name`, and `_total` to a counter's."""
+
+    kind: Literal["counter", "gauge"]
+    name: str
+    unit: str
+    help: str
+    read: Callable[[Sources], Iterable[Value]]
+    labels: Sequence[str] = ()
+
+
+def _one(read: Callable[[Sources], float]) -> Callable[[Sources], Iterable[Value]]:
+    return lambda sources: [(read(sources), ())]
+
+
+def _of_newest(read: Callable[[Sealed], float]) -> Callable[[Sources], Iterable[Value]]:
+    """A value of each model's newest version here; none of a model that has none."""
+
+    def values(sources: Sources) -> Iterable[Value]:
+        for model, versions in sources.parts.models.items():
+            shown = versions.shown()
+            if shown:
+                yield read(shown[-1]), (model,)
+
+    return values
+
+
+METRICS: Sequence[Metric] = (
+    Metric(
+        "gauge",
+        "laminar_relay_newest_version",
+        "version",
+        "The newest sealed version of the model that the relay holds complete.",
+        _of_newest(lambda sealed: sealed.version),
+        labels=("model",),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_newest_version_age",
+        "seconds",
+        "Time since that version was sealed.",
+        _of_newest(lambda sealed: max(0.0, time.time() - sealed.sealed_unix_s)),
+        labels=("model",),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_pool",
+        "bytes",
+        "Size of the pool of snapshots (--pool-bytes).",
+        _one(lambda sources: sources.parts.store.pool.pool_bytes),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_pool_used",
+        "bytes",
+        "Bytes of snapshots in the pool.",
+        _one(lambda sources: sources.parts.store.pool.statistics().used_bytes),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_pool_quarantined",
+        "bytes",
+        "Bytes of retired versions that processes still map: their memory is reused once they are unmapped.",
+        _one(lambda sources: sources.parts.store.pool.statistics().quarantined_bytes),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_spill_failures",
+        "versions",
+        "Versions that could not be written to the disk of --spill since the start; 0 without it.",
+        _one(lambda sources: 0 if sources.parts.spill is None else sources.parts.spill.failures),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_commits_in_doubt",
+        "versions",
+        "Versions whose sealing transaction was sent to etcd and is not answered yet.",
+        _one(lambda sources: sources.parts.drafts.num_in_doubt()),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_pins",
+        "pins",
+        "Pins that engines and gateways hold on versions here.",
+        _one(lambda sources: len(sources.parts.pins.all())),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_transfers",
+        "versions",
+        "Versions that the relay is receiving now.",
+        _one(lambda sources: len(sources.parts.fetches.transfers())),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_registry_reachable",
+        "1 or 0",
+        "1 while etcd answers the relay.",
+        _one(lambda sources: sources.parts.lease.reachable),
+    ),
+    Metric(
+        "counter",
+        "laminar_relay_sent",
+        "bytes",
+        "Bytes sent to other relays and to clients that pull.",
+        _one(lambda sources: sources.data.bytes_sent),
+    ),
+)
 
 
 def serve_metrics(host: str, port: int, parts: RelayParts, data: DataServer) -> tuple[str, Callable[[], None]]:
     """Serves /metrics; returns "host:port" and what stops it. Conflict when the port is taken."""
     reader = PrometheusMetricReader()
     provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": parts.config.name}))
-    meter = provider.get_meter("laminar.relay")
-    for name, unit, text, observe in _gauges(parts):
-        meter.create_observable_gauge(f"laminar_relay_{name}", [_callback(observe)], unit, text)
-    meter.create_observable_counter(
-        "laminar_relay_sent", [_callback(lambda: [Observation(data.bytes_sent)])], "By", "Bytes sent to peers."
-    )
+    meter, sources = provider.get_meter("laminar.relay"), Sources(parts, data)
+    for metric in METRICS:
+        add_instrument(meter, metric, _callback(metric, sources))
     try:
         server, thread = start_http_server(port, host)
     except OSError as error:
@@ -44,51 +172,13 @@ def serve_metrics(host: str, port: int, parts: RelayParts, data: DataServer) -> 
     return f"{host}:{server.server_port}", stop
 
 
-def _callback(observe: Observe) -> Callable[[CallbackOptions], Iterable[Observation]]:
-    return lambda _: observe()
+def add_instrument(meter: Meter, metric: Metric, observe: Callback) -> None:
+    """The instrument of one row, whose values come from `observe`."""
+    make = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
+    make(metric.name, [observe], OTEL_UNITS.get(metric.unit, ""), metric.help)
 
 
-def _gauges(parts: RelayParts) -> list[tuple[str, str, str, Observe]]:
-    lease, models, pins, fetches = parts.lease, parts.models, parts.pins, parts.fetches
-    pool, spill, drafts = parts.store.pool, parts.spill, parts.drafts
-
-    def ages() -> Iterable[Observation]:
-        now = time.time()
-        for model, versions in models.items():
-            shown = versions.shown()
-            if shown:
-                yield Observation(max(0.0, now - shown[-1].sealed_unix_s), {"model": model})
-
-    def newest() -> Iterable[Observation]:
-        for model, versions in models.items():
-            shown = versions.shown()
-            if shown:
-                yield Observation(shown[-1].version, {"model": model})
-
-    return [
-        ("newest_version_age", "s", "Seconds since the newest version held here was sealed.", ages),
-        ("newest_version", "", "The newest version held here.", newest),
-        ("pool", "By", "Size of the pool.", lambda: [Observation(pool.pool_bytes)]),
-        ("pool_used", "By", "Bytes of snapshots in the pool.", lambda: [Observation(pool.statistics().used_bytes)]),
-        (
-            "pool_quarantined",
-            "By",
-            "Bytes that wait until their readers let go.",
-            lambda: [Observation(pool.statistics().quarantined_bytes)],
-        ),
-        (
-            "spill_failures",
-            "",
-            "Versions that could not be written to disk.",
-            lambda: [Observation(spill.failures if spill is not None else 0)],
-        ),
-        (
-            "commits_in_doubt",
-            "",
-            "Versions whose sealing transaction was sent and not yet answered.",
-            lambda: [Observation(drafts.num_in_doubt())],
-        ),
-        ("pins", "", "Pins held on snapshots here.", lambda: [Observation(len(pins.all()))]),
-        ("transfers", "", "Versions on their way here.", lambda: [Observation(len(fetches.transfers()))]),
-        ("registry_reachable", "", "1 while etcd answers.", lambda: [Observation(int(lease.reachable))]),
+def _callback(metric: Metric, sources: Sources) -> Callback:
+    return lambda _: [
+        Observation(value, dict(zip(metric.labels, labels, strict=True))) for value, labels in metric.read(sources)
     ]

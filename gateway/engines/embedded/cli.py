@@ -30,9 +30,11 @@ SHUTDOWN_TIMEOUT_S = 5.0
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=PORT, default=0, help="Port to listen on; 0 takes a free one.")
 @click.option(
-    "--ready-file", type=click.Path(dir_okay=False, path_type=Path), help='Written as {"url": ...} once it serves.'
+    "--ready-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="JSON with the address, written once it serves.",
 )
-@click.option("--log-level", type=LOG_LEVEL, default="info")
+@click.option("--log-level", type=LOG_LEVEL, default="info", help="The least severe messages that are logged.")
 def engine(host: str, port: int, ready_file: Path | None, log_level: str, **options: Any) -> None:
     """Run one inference engine that speaks vLLM's HTTP dialect, without vLLM.
 
@@ -68,7 +70,7 @@ def engine(host: str, port: int, ready_file: Path | None, log_level: str, **opti
     help="Model directory whose shapes are measured; without it those of a Llama of 135 million parameters.",
 )
 @click.option("--train", is_flag=True, help="Count a trainer's steps, too: it runs on the same processor.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
 def engine_dtype(model: Path | None, train: bool, as_json: bool) -> None:
     """Measure what this processor computes a model fastest in: float32 or bfloat16, one thread or two.
 

@@ -20,6 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LoadReport(_message.Message):
+    """What an engine made of a version."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -64,6 +66,8 @@ Global___LoadReportReply: _TypeAlias = LoadReportReply  # noqa: Y015
 
 @_typing.final
 class RefusedLoad(_message.Message):
+    """A version that an engine could not load."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -76,7 +80,9 @@ class RefusedLoad(_message.Message):
     error: _builtins.str
     """the last one"""
     times: _builtins.int
+    """how often"""
     unix_s: _builtins.float
+    """of the last one, in seconds since 1970"""
     def __init__(
         self,
         *,
@@ -111,6 +117,8 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainReply(_message.Message):
+    """What the relay is still needed for; nothing: it can be stopped."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WAITING_FOR_FIELD_NUMBER: _builtins.int
@@ -131,6 +139,8 @@ Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
 
 @_typing.final
 class AdoptRequest(_message.Message):
+    """Which earlier registry's versions go on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTINUES_FIELD_NUMBER: _builtins.int
@@ -158,6 +168,8 @@ Global___AdoptRequest: _TypeAlias = AdoptRequest  # noqa: Y015
 
 @_typing.final
 class AdoptReply(_message.Message):
+    """The registry that the relay has joined."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STORE_ID_FIELD_NUMBER: _builtins.int
@@ -183,6 +195,8 @@ Global___AdoptReply: _TypeAlias = AdoptReply  # noqa: Y015
 
 @_typing.final
 class DropRequest(_message.Message):
+    """The model to end."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -202,6 +216,8 @@ Global___DropRequest: _TypeAlias = DropRequest  # noqa: Y015
 
 @_typing.final
 class DropReply(_message.Message):
+    """What was dropped."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSIONS_FIELD_NUMBER: _builtins.int
@@ -248,6 +264,8 @@ Global___Epoch: _TypeAlias = Epoch  # noqa: Y015
 
 @_typing.final
 class SealedVersion(_message.Message):
+    """A sealed version: complete, verified, and recorded in etcd."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -281,10 +299,14 @@ class SealedVersion(_message.Message):
     model: _builtins.str
     version: _builtins.int
     step: _builtins.int
+    """the training step, as its publisher gave it"""
     run: _builtins.str
+    """the life of the training job that published it"""
     root_digest: _builtins.str
+    """of all its chunks"""
     size_bytes: _builtins.int
     sealed_unix_s: _builtins.float
+    """seconds since 1970"""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """what its publisher said of it: protos/version_labels.py"""
@@ -326,6 +348,8 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
 class StatusReply(_message.Message):
+    """A relay's status."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RELAY_FIELD_NUMBER: _builtins.int
@@ -347,12 +371,19 @@ class StatusReply(_message.Message):
     CONTINUES_FIELD_NUMBER: _builtins.int
     INSECURE_FIELD_NUMBER: _builtins.int
     relay: _builtins.str
+    """its name"""
     instance: _builtins.str
+    """of this life of its process"""
     pool_bytes: _builtins.int
+    """size of the pool"""
     used_bytes: _builtins.int
+    """of snapshots in the pool"""
     quarantined_bytes: _builtins.int
+    """of retired versions that processes still map"""
     registry_reachable: _builtins.bool
+    """etcd answers"""
     data_address: _builtins.str
+    """HOST:PORT for bytes"""
     transport: _builtins.str
     """what it moves bytes with where the other side does too: "tcp", "nixl" """
     draining: _builtins.bool
@@ -363,7 +394,9 @@ class StatusReply(_message.Message):
     insecure: _builtins.bool
     """it serves other hosts without credentials, as its operator said"""
     @_builtins.property
-    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of the live relays"""
+
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
     @_builtins.property
@@ -371,7 +404,9 @@ class StatusReply(_message.Message):
     @_builtins.property
     def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinStatus]: ...
     @_builtins.property
-    def cut_off(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def cut_off(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """relays that are bypassed now"""
+
     @_builtins.property
     def continues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids of earlier registries whose versions this one continues"""
@@ -408,6 +443,8 @@ Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
 
 @_typing.final
 class ModelStatus(_message.Message):
+    """A model as one relay knows it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -423,16 +460,23 @@ class ModelStatus(_message.Message):
     SEALED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     master: _builtins.str
+    """name of the master relay; empty: none is elected"""
     plan: _builtins.int
+    """number of the chain's order"""
     newest_sealed: _builtins.int
+    """that the registry knows of"""
     plan_reason: _builtins.str
     """why this order followed the one before"""
     @_builtins.property
     def epoch(self) -> Global___Epoch: ...
     @_builtins.property
-    def chain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def chain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of relays, the master first"""
+
     @_builtins.property
-    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """held complete and sealed"""
+
     @_builtins.property
     def hops(self) -> _containers.RepeatedCompositeFieldContainer[Global___HopStatus]:
         """in the order of the chain, then holders that are not in it"""
@@ -472,6 +516,8 @@ Global___ModelStatus: _TypeAlias = ModelStatus  # noqa: Y015
 
 @_typing.final
 class HopStatus(_message.Message):
+    """A relay of a model's chain."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RELAY_FIELD_NUMBER: _builtins.int
@@ -516,6 +562,8 @@ Global___HopStatus: _TypeAlias = HopStatus  # noqa: Y015
 
 @_typing.final
 class TransferStatus(_message.Message):
+    """A version on its way to this relay."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -527,6 +575,7 @@ class TransferStatus(_message.Message):
     model: _builtins.str
     version: _builtins.int
     upstream: _builtins.str
+    """the relay that sends it"""
     bytes_done: _builtins.int
     bytes_total: _builtins.int
     transport: _builtins.str
@@ -551,6 +600,8 @@ Global___TransferStatus: _TypeAlias = TransferStatus  # noqa: Y015
 
 @_typing.final
 class PinStatus(_message.Message):
+    """A pin on a version."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -561,7 +612,9 @@ class PinStatus(_message.Message):
     model: _builtins.str
     version: _builtins.int
     holder: _builtins.str
+    """who has it"""
     expires_in_s: _builtins.float
+    """seconds"""
     copies: _builtins.int
     """of a pin for the fleet"""
     def __init__(
@@ -583,6 +636,8 @@ Global___PinStatus: _TypeAlias = PinStatus  # noqa: Y015
 
 @_typing.final
 class VersionsRequest(_message.Message):
+    """The model whose versions are listed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -602,6 +657,8 @@ Global___VersionsRequest: _TypeAlias = VersionsRequest  # noqa: Y015
 
 @_typing.final
 class VersionsReply(_message.Message):
+    """Sealed versions of a model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSIONS_FIELD_NUMBER: _builtins.int
@@ -632,6 +689,8 @@ Global___VersionsReply: _TypeAlias = VersionsReply  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
+    """The model that is watched."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -651,6 +710,8 @@ Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
 @_typing.final
 class VersionEvent(_message.Message):
+    """A change of one version."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -685,6 +746,8 @@ Global___VersionEvent: _TypeAlias = VersionEvent  # noqa: Y015
 
 @_typing.final
 class AcquireRequest(_message.Message):
+    """Which version is pinned, for whom, and how long."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -696,7 +759,9 @@ class AcquireRequest(_message.Message):
     version: _builtins.int
     """absent: the newest held here"""
     holder: _builtins.str
+    """who, for status and log"""
     ttl_s: _builtins.float
+    """seconds until the pin lapses, unless it is renewed"""
     copies: _builtins.int
     """0: a pin on this relay, which holds whatever comes. More: a pin for the fleet. So many relays keep the version, this
     one among them, until it lapses or a version that finds no other room takes its place.
@@ -722,6 +787,8 @@ Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
+    """A pin, and where the version is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
@@ -735,9 +802,11 @@ class Lease(_message.Message):
     model: _builtins.str
     version: _builtins.int
     path: _builtins.str
+    """the snapshot's directory, on the relay's host"""
     root_digest: _builtins.str
     step: _builtins.int
     ttl_s: _builtins.float
+    """seconds until it lapses, unless it is renewed"""
     def __init__(
         self,
         *,
@@ -759,6 +828,8 @@ Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
 class LeaseRequest(_message.Message):
+    """The lease that is renewed or released."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
@@ -808,6 +879,8 @@ Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 
 @_typing.final
 class LocateRequest(_message.Message):
+    """The model whose master is wanted."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -827,6 +900,8 @@ Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
 
 @_typing.final
 class LocateReply(_message.Message):
+    """The master of a model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MASTER_FIELD_NUMBER: _builtins.int
@@ -834,7 +909,9 @@ class LocateReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     OTHERS_FIELD_NUMBER: _builtins.int
     master: _builtins.str
+    """its name"""
     grpc_address: _builtins.str
+    """HOST:PORT"""
     @_builtins.property
     def epoch(self) -> Global___Epoch: ...
     @_builtins.property
@@ -859,6 +936,8 @@ Global___LocateReply: _TypeAlias = LocateReply  # noqa: Y015
 
 @_typing.final
 class HoldRunRequest(_message.Message):
+    """Who claims a model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -896,6 +975,8 @@ Global___HoldRunRequest: _TypeAlias = HoldRunRequest  # noqa: Y015
 
 @_typing.final
 class HoldRunReply(_message.Message):
+    """The epoch under which the claim holds."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -916,6 +997,8 @@ Global___HoldRunReply: _TypeAlias = HoldRunReply  # noqa: Y015
 
 @_typing.final
 class TensorSpec(_message.Message):
+    """A tensor of a version."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -923,6 +1006,7 @@ class TensorSpec(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
+    """as safetensors names it"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -942,6 +1026,8 @@ Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
 class AnnounceRequest(_message.Message):
+    """A version that begins: its tensors and files, from which every size follows."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -1001,6 +1087,7 @@ class AnnounceRequest(_message.Message):
     run: _builtins.str
     step: _builtins.int
     file_bytes_max: _builtins.int
+    """tensor bytes of one file at most"""
     wait_room_s: _builtins.float
     """how long to wait for the other ranks and for pool room before it is refused"""
     base_version: _builtins.int
@@ -1013,7 +1100,9 @@ class AnnounceRequest(_message.Message):
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
-    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """for the safetensors headers"""
+
     @_builtins.property
     def plain_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileSpec]:
         """that this rank writes beside its tensors, as they are: config, tokenizer"""
@@ -1051,6 +1140,8 @@ Global___AnnounceRequest: _TypeAlias = AnnounceRequest  # noqa: Y015
 
 @_typing.final
 class FileSpec(_message.Message):
+    """A file of a snapshot."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -1073,6 +1164,8 @@ Global___FileSpec: _TypeAlias = FileSpec  # noqa: Y015
 
 @_typing.final
 class AnnounceReply(_message.Message):
+    """The number of the version, and where its bytes are written."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -1087,6 +1180,7 @@ class AnnounceReply(_message.Message):
     CONTINUES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     chunk_bytes: _builtins.int
+    """size of a chunk; the last of a file may be smaller"""
     token: _builtins.str
     """permits writing this version"""
     publish_socket: _builtins.str
@@ -1132,6 +1226,8 @@ Global___AnnounceReply: _TypeAlias = AnnounceReply  # noqa: Y015
 
 @_typing.final
 class CommitRequest(_message.Message):
+    """What was written, and its digest."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -1179,6 +1275,8 @@ Global___CommitReply: _TypeAlias = CommitReply  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
+    """The version that is given up, and why."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -1222,6 +1320,8 @@ Global___AbortReply: _TypeAlias = AbortReply  # noqa: Y015
 
 @_typing.final
 class StageRequest(_message.Message):
+    """The version, and the stage that is waited for."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -1237,7 +1337,9 @@ class StageRequest(_message.Message):
     want: _builtins.str
     """"", "sealed", "copies", "all" """
     copies: _builtins.int
+    """relays that hold it, with `want` "copies" """
     wait_s: _builtins.float
+    """seconds"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """under which the version was announced: a number may have been given again"""
@@ -1263,6 +1365,8 @@ Global___StageRequest: _TypeAlias = StageRequest  # noqa: Y015
 
 @_typing.final
 class StageReply(_message.Message):
+    """What became of a published version."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
@@ -1274,11 +1378,17 @@ class StageReply(_message.Message):
     stage: _builtins.str
     """"copied", "sealed", "k_relays", "all", "lost" """
     reason: _builtins.str
+    """why it is lost"""
     reached: _builtins.bool
+    """`want` is"""
     @_builtins.property
-    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """relays that hold it complete and verified"""
+
     @_builtins.property
-    def chain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def chain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of relays, the master first"""
+
     @_builtins.property
     def refused_loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedLoad]: ...
     def __init__(

@@ -120,7 +120,8 @@ class RelayServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The relay as it stands: its models, chain, versions, transfers, pins and memory.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -140,19 +141,22 @@ class RelayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Pins a version, so that it is not retired until the lease is released or its time is over.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Begins the time of a lease anew.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends a lease. The version is retired once nothing else keeps it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -172,19 +176,22 @@ class RelayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Announce(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Begins a version at the model's master, which numbers it and makes room. Refused where it does not fit.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """All bytes of a version, or of one rank's part, are written. It is sealed once all parts are committed.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Gives an announced version up.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

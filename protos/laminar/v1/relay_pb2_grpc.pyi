@@ -32,20 +32,27 @@ class RelayStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RelayAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_relay_pb2.StatusRequest, _relay_pb2.StatusReply]
+    """The relay as it stands: its models, chain, versions, transfers, pins and memory."""
     Versions: _grpc.UnaryUnaryMultiCallable[_relay_pb2.VersionsRequest, _relay_pb2.VersionsReply]
     """Sealed versions that this relay holds complete, ascending."""
     Watch: _grpc.UnaryStreamMultiCallable[_relay_pb2.WatchRequest, _relay_pb2.VersionEvent]
     """The current state, then every change."""
     Acquire: _grpc.UnaryUnaryMultiCallable[_relay_pb2.AcquireRequest, _relay_pb2.Lease]
+    """Pins a version, so that it is not retired until the lease is released or its time is over."""
     Renew: _grpc.UnaryUnaryMultiCallable[_relay_pb2.LeaseRequest, _relay_pb2.RenewReply]
+    """Begins the time of a lease anew."""
     Release: _grpc.UnaryUnaryMultiCallable[_relay_pb2.LeaseRequest, _relay_pb2.ReleaseReply]
+    """Ends a lease. The version is retired once nothing else keeps it."""
     Locate: _grpc.UnaryUnaryMultiCallable[_relay_pb2.LocateRequest, _relay_pb2.LocateReply]
     """Who is master of a model; a model without one gets an election first."""
     HoldRun: _grpc.UnaryStreamMultiCallable[_relay_pb2.HoldRunRequest, _relay_pb2.HoldRunReply]
     """Claims a model for one run; the claim lasts as long as the stream."""
     Announce: _grpc.UnaryUnaryMultiCallable[_relay_pb2.AnnounceRequest, _relay_pb2.AnnounceReply]
+    """Begins a version at the model's master, which numbers it and makes room. Refused where it does not fit."""
     Commit: _grpc.UnaryUnaryMultiCallable[_relay_pb2.CommitRequest, _relay_pb2.CommitReply]
+    """All bytes of a version, or of one rank's part, are written. It is sealed once all parts are committed."""
     Abort: _grpc.UnaryUnaryMultiCallable[_relay_pb2.AbortRequest, _relay_pb2.AbortReply]
+    """Gives an announced version up."""
     Stage: _grpc.UnaryUnaryMultiCallable[_relay_pb2.StageRequest, _relay_pb2.StageReply]
     """What became of a published version; waits until `want` is reached or `wait_s` is over."""
     ReportLoad: _grpc.UnaryUnaryMultiCallable[_relay_pb2.LoadReport, _relay_pb2.LoadReportReply]
@@ -61,20 +68,27 @@ class RelayStub:
 class RelayAsyncStub(RelayStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_relay_pb2.StatusRequest, _relay_pb2.StatusReply]  # type: ignore[assignment]
+    """The relay as it stands: its models, chain, versions, transfers, pins and memory."""
     Versions: _aio.UnaryUnaryMultiCallable[_relay_pb2.VersionsRequest, _relay_pb2.VersionsReply]  # type: ignore[assignment]
     """Sealed versions that this relay holds complete, ascending."""
     Watch: _aio.UnaryStreamMultiCallable[_relay_pb2.WatchRequest, _relay_pb2.VersionEvent]  # type: ignore[assignment]
     """The current state, then every change."""
     Acquire: _aio.UnaryUnaryMultiCallable[_relay_pb2.AcquireRequest, _relay_pb2.Lease]  # type: ignore[assignment]
+    """Pins a version, so that it is not retired until the lease is released or its time is over."""
     Renew: _aio.UnaryUnaryMultiCallable[_relay_pb2.LeaseRequest, _relay_pb2.RenewReply]  # type: ignore[assignment]
+    """Begins the time of a lease anew."""
     Release: _aio.UnaryUnaryMultiCallable[_relay_pb2.LeaseRequest, _relay_pb2.ReleaseReply]  # type: ignore[assignment]
+    """Ends a lease. The version is retired once nothing else keeps it."""
     Locate: _aio.UnaryUnaryMultiCallable[_relay_pb2.LocateRequest, _relay_pb2.LocateReply]  # type: ignore[assignment]
     """Who is master of a model; a model without one gets an election first."""
     HoldRun: _aio.UnaryStreamMultiCallable[_relay_pb2.HoldRunRequest, _relay_pb2.HoldRunReply]  # type: ignore[assignment]
     """Claims a model for one run; the claim lasts as long as the stream."""
     Announce: _aio.UnaryUnaryMultiCallable[_relay_pb2.AnnounceRequest, _relay_pb2.AnnounceReply]  # type: ignore[assignment]
+    """Begins a version at the model's master, which numbers it and makes room. Refused where it does not fit."""
     Commit: _aio.UnaryUnaryMultiCallable[_relay_pb2.CommitRequest, _relay_pb2.CommitReply]  # type: ignore[assignment]
+    """All bytes of a version, or of one rank's part, are written. It is sealed once all parts are committed."""
     Abort: _aio.UnaryUnaryMultiCallable[_relay_pb2.AbortRequest, _relay_pb2.AbortReply]  # type: ignore[assignment]
+    """Gives an announced version up."""
     Stage: _aio.UnaryUnaryMultiCallable[_relay_pb2.StageRequest, _relay_pb2.StageReply]  # type: ignore[assignment]
     """What became of a published version; waits until `want` is reached or `wait_s` is over."""
     ReportLoad: _aio.UnaryUnaryMultiCallable[_relay_pb2.LoadReport, _relay_pb2.LoadReportReply]  # type: ignore[assignment]
@@ -92,7 +106,8 @@ class RelayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _relay_pb2.StatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_relay_pb2.StatusReply, _abc.Awaitable[_relay_pb2.StatusReply]]: ...
+    ) -> _typing.Union[_relay_pb2.StatusReply, _abc.Awaitable[_relay_pb2.StatusReply]]:
+        """The relay as it stands: its models, chain, versions, transfers, pins and memory."""
 
     @_abc_1.abstractmethod
     def Versions(
@@ -115,21 +130,24 @@ class RelayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _relay_pb2.AcquireRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_relay_pb2.Lease, _abc.Awaitable[_relay_pb2.Lease]]: ...
+    ) -> _typing.Union[_relay_pb2.Lease, _abc.Awaitable[_relay_pb2.Lease]]:
+        """Pins a version, so that it is not retired until the lease is released or its time is over."""
 
     @_abc_1.abstractmethod
     def Renew(
         self,
         request: _relay_pb2.LeaseRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_relay_pb2.RenewReply, _abc.Awaitable[_relay_pb2.RenewReply]]: ...
+    ) -> _typing.Union[_relay_pb2.RenewReply, _abc.Awaitable[_relay_pb2.RenewReply]]:
+        """Begins the time of a lease anew."""
 
     @_abc_1.abstractmethod
     def Release(
         self,
         request: _relay_pb2.LeaseRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_relay_pb2.ReleaseReply, _abc.Awaitable[_relay_pb2.ReleaseReply]]: ...
+    ) -> _typing.Union[_relay_pb2.ReleaseReply, _abc.Awaitable[_relay_pb2.ReleaseReply]]:
+        """Ends a lease. The version is retired once nothing else keeps it."""
 
     @_abc_1.abstractmethod
     def Locate(
@@ -152,21 +170,24 @@ class RelayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _relay_pb2.AnnounceRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_relay_pb2.AnnounceReply, _abc.Awaitable[_relay_pb2.AnnounceReply]]: ...
+    ) -> _typing.Union[_relay_pb2.AnnounceReply, _abc.Awaitable[_relay_pb2.AnnounceReply]]:
+        """Begins a version at the model's master, which numbers it and makes room. Refused where it does not fit."""
 
     @_abc_1.abstractmethod
     def Commit(
         self,
         request: _relay_pb2.CommitRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_relay_pb2.CommitReply, _abc.Awaitable[_relay_pb2.CommitReply]]: ...
+    ) -> _typing.Union[_relay_pb2.CommitReply, _abc.Awaitable[_relay_pb2.CommitReply]]:
+        """All bytes of a version, or of one rank's part, are written. It is sealed once all parts are committed."""
 
     @_abc_1.abstractmethod
     def Abort(
         self,
         request: _relay_pb2.AbortRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_relay_pb2.AbortReply, _abc.Awaitable[_relay_pb2.AbortReply]]: ...
+    ) -> _typing.Union[_relay_pb2.AbortReply, _abc.Awaitable[_relay_pb2.AbortReply]]:
+        """Gives an announced version up."""
 
     @_abc_1.abstractmethod
     def Stage(

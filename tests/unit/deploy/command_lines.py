@@ -59,7 +59,7 @@ def check(command_line: Sequence[str]) -> click.Context:
             raise click.UsageError(f"no command {name!r}")
         command = found
     with mock.patch.object(click.Path, "convert", lambda self, value, parameter, context: Path(value)):
-        context = command.make_context(name, list(rest))
+        context = command.make_context(name, list(rest), help_option_names=["-h", "--help"])  # which click caches
     _configure(command, context)
     return context
 

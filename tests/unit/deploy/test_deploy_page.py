@@ -20,7 +20,7 @@ def test_folders_and_files_are_there() -> None:
     for name in re.findall(r"`((?:laminar|run-laminar|job|base|charts|overlays)[\w/.-]*\.\w+)`", PAGE):
         assert list(ROOT.glob(f"deploy/**/{name}")) or name.startswith("laminar-JOBID"), name
     folders = {path.name for path in (ROOT / "deploy").iterdir() if path.is_dir() and not path.name.startswith("_")}
-    assert {name for name in folders if f"`deploy/{name}`" in PAGE} == folders - {"demo"}
+    assert {name for name in folders if f"`deploy/{name}`" in PAGE} == folders - {"demo", "reference"}
 
 
 def test_ports_are_those_of_the_units() -> None:

@@ -1,0 +1,337 @@
+"""The gateway's metrics for Prometheus: the table of them, and the instruments made of it, which are read at a scrape.
+
+docs/reference/metrics.md is made of the same table. A counter's name gets `_total` where it is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+
+from msgspec import Meta
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
+
+from gateway.core.fleet import EngineState
+from gateway.experience import ExperienceBuffer
+from gateway.experience.buffer import DeliveryStatistics
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.text_proxy import TextProxy, TextProxyStatistics
+from gateway.runtime.counters import Counters
+from gateway.sessions.turn_service import TurnService
+from gateway.store import Database
+from gateway.tasks import PromptPool
+
+RELAYED_TEXT = "--relay-text"
+SHARED_EXPERIENCE = "--experience-store redis://..."
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the metrics are read from. `text_proxy`: None without `--relay-text`."""
+
+    fleet: Fleet
+    sessions: TurnService
+    buffer: ExperienceBuffer
+    database: Database
+    tasks: PromptPool
+    text_proxy: TextProxy | None
+
+
+Value = tuple[float, Sequence[str]]
+"""A value, and those of the metric's labels in their order."""
+Read = Callable[[Sources], Iterable[Value]]
+Callback = Callable[[CallbackOptions], Iterable[Observation]]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A row of the table. `unit`: for the page alone; an instrument with a unit would be served under another name.
+    `needs`: the option without which it is not served.
+    """
+
+    kind: Literal["counter", "gauge"]
+    name: str
+    unit: str
+    help: str
+    read: Read
+    labels: Sequence[str] = ()
+    needs: str = ""
+
+
+def _one(read: Callable[[Sources], float]) -> Read:
+    return lambda sources: [(read(sources), ())]
+
+
+def _per_engine(read: Callable[[EngineState], float]) -> Read:
+    return lambda sources: [(read(engine), (engine.name,)) for engine in sources.fleet.state.sorted_engines()]
+
+
+def _text(read: Callable[[TextProxyStatistics], float]) -> Read:
+    return lambda sources: [] if sources.text_proxy is None else [(read(sources.text_proxy.statistics()), ())]
+
+
+def _delivery(read: Callable[[DeliveryStatistics], float]) -> Read:
+    def values(sources: Sources) -> Iterable[Value]:
+        found = sources.buffer.delivery()
+        return [] if found is None else [(read(found), ())]
+
+    return values
+
+
+def _counters() -> Iterable[Metric]:
+    """Those of `Counters`, with its descriptions as their help."""
+    units = {"trajectories": "sessions", "version": "pieces"}  # the first counts a session with several leaves once
+    for name, hint in get_type_hints(Counters, include_extras=True).items():
+        if get_origin(hint) is Annotated and get_args(hint)[0] is int:
+            (text,) = (note.description for note in get_args(hint) if isinstance(note, Meta) and note.description)
+            first = name.partition("_")[0]  # of what it counts: turns_cut, moves
+            yield Metric("counter", f"laminar_gateway_{name}", units.get(first, first), text, _counter(name))
+
+
+def _counter(name: str) -> Read:
+    return _one(lambda sources: getattr(sources.sessions.counters, name))
+
+
+METRICS: Sequence[Metric] = (
+    *_counters(),
+    Metric(
+        "counter",
+        "laminar_gateway_cuts",
+        "cuts",
+        "Cuts of turns' streams, by what the stream did.",
+        lambda sources: [(n, (reason,)) for reason, n in sorted(sources.sessions.counters.cuts_by_reason.items())],
+        labels=("reason",),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_queued_turns",
+        "turns",
+        "Turns that wait for an engine now.",
+        _one(lambda sources: sources.fleet.statistics().queued),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_buffered_trajectories",
+        "sessions",
+        "Finished sessions whose trajectories wait for a trainer now; those under a lease are not counted.",
+        _one(lambda sources: sources.buffer.statistics().trajectories),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_store_failed",
+        "1 or 0",
+        "1 while the gateway's database cannot be written; no turn begins then.",
+        _one(lambda sources: bool(sources.database.failure)),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_newest_version",
+        "version",
+        "The newest weight version that the gateway knows of.",
+        _one(lambda sources: sources.fleet.state.newest),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_engine_version",
+        "version",
+        "The weight version that the engine computes with; 0 is what it was started with.",
+        _per_engine(lambda engine: engine.version),
+        labels=("engine",),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_engine_running",
+        "turns",
+        "Turns that run on the engine now, by the gateway's count.",
+        _per_engine(lambda engine: len(engine.turns)),
+        labels=("engine",),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_engine_kv_usage",
+        "share, 0 to 1",
+        "Share of the engine's KV cache in use, as the engine reports it.",
+        _per_engine(lambda engine: engine.kv_usage),
+        labels=("engine",),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_engine_serving",
+        "1 or 0",
+        "1 while the engine takes turns; 0 while it joins, loads a version, is fenced or dead.",
+        _per_engine(lambda engine: engine.status == "serving"),
+        labels=("engine",),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_refreshes",
+        "loads",
+        "Loads of a weight version into an engine that succeeded.",
+        _one(lambda sources: sources.fleet.statistics().refreshes),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_refresh_failures",
+        "loads",
+        "Loads of a weight version into an engine that failed.",
+        _one(lambda sources: sources.fleet.statistics().refresh_failures),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_refreshes_unchanged",
+        "loads",
+        "Loads of another version after which the engine computed exactly what it did before.",
+        _one(lambda sources: sources.fleet.statistics().refreshes_unchanged),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_tasks",
+        "tasks",
+        "Tasks in all prompt pools now.",
+        _one(lambda sources: sources.tasks.statistics().tasks),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_task_leases",
+        "leases",
+        "Samples of tasks that runners have under a lease now.",
+        _one(lambda sources: sources.tasks.statistics().leases),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_tasks_leased",
+        "samples",
+        "Samples of tasks that runners got.",
+        _one(lambda sources: sources.tasks.statistics().leased),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_tasks_finished",
+        "samples",
+        "Samples of tasks that runners finished with a reward.",
+        _one(lambda sources: sources.tasks.statistics().finished),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_tasks_failed",
+        "samples",
+        "Samples of tasks that failed at their runners; each is leased again until its attempts are used up.",
+        _one(lambda sources: sources.tasks.statistics().failed),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_tasks_released",
+        "samples",
+        "Samples of tasks that runners gave back.",
+        _one(lambda sources: sources.tasks.statistics().released),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_tasks_expired",
+        "leases",
+        "Leases of tasks that ended by time: their runners died, or were too slow.",
+        _one(lambda sources: sources.tasks.statistics().expired),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_tasks_given_up",
+        "samples",
+        "Samples of tasks that were given up, because they failed too often.",
+        _one(lambda sources: sources.tasks.statistics().given_up),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_text_running",
+        "requests",
+        "Requests that engines answer as text now.",
+        _text(lambda found: found.running),
+        needs=RELAYED_TEXT,
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_text_relayed",
+        "requests",
+        "Requests of which an engine's response as text began.",
+        _text(lambda found: found.relayed),
+        needs=RELAYED_TEXT,
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_text_retried",
+        "tries",
+        "Requests of text that went to another engine, since one failed before its first byte.",
+        _text(lambda found: found.retried),
+        needs=RELAYED_TEXT,
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_text_failed",
+        "requests",
+        "Requests of text that no engine answered, or whose response broke off.",
+        _text(lambda found: found.failed),
+        needs=RELAYED_TEXT,
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_shared_experience_failed",
+        "1 or 0",
+        "1 while the shared Redis takes nothing.",
+        _delivery(lambda found: bool(found.failure)),
+        needs=SHARED_EXPERIENCE,
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_shared_experience_waiting",
+        "rows",
+        "Rows, such as finished sessions, that are committed at this gateway and are not in the shared Redis yet.",
+        _delivery(lambda found: found.waiting),
+        needs=SHARED_EXPERIENCE,
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_shared_experience_waiting_bytes",
+        "bytes",
+        "Size of the rows that wait for the shared Redis.",
+        _delivery(lambda found: found.waiting_bytes),
+        needs=SHARED_EXPERIENCE,
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_shared_experience_delivered",
+        "sessions",
+        "Finished sessions that reached the shared Redis.",
+        _delivery(lambda found: found.delivered),
+        needs=SHARED_EXPERIENCE,
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_shared_experience_failed_calls",
+        "calls",
+        "Calls of the shared Redis that did not get through.",
+        _delivery(lambda found: found.failed_calls),
+        needs=SHARED_EXPERIENCE,
+    ),
+)
+
+
+def serve_metrics(meter: Meter, sources: Sources) -> None:
+    """Adds an instrument for each metric that a gateway with these sources has."""
+    lacking = {RELAYED_TEXT: sources.text_proxy is None, SHARED_EXPERIENCE: sources.buffer.delivery() is None}
+    for metric in METRICS:
+        if not lacking.get(metric.needs, False):
+            add_instrument(meter, metric, _callback(metric, sources))
+
+
+def add_instrument(meter: Meter, metric: Metric, observe: Callback) -> None:
+    """The instrument of one row, whose values come from `observe`."""
+    make = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
+    make(metric.name, [observe], description=metric.help)
+
+
+def _callback(metric: Metric, sources: Sources) -> Callback:
+    return lambda _: [Observation(value, _labelled(metric, labels)) for value, labels in metric.read(sources)]
+
+
+def _labelled(metric: Metric, values: Sequence[str]) -> Mapping[str, str]:
+    return dict(zip(metric.labels, values, strict=True))
