@@ -137,13 +137,12 @@ def weigh(turns: Sequence[TurnLoad], *, lengths: TurnLengths, each_s: Floats, ba
     frees, forwarded = ends > 0, relayed > 0
     generated, left = tokens - prompt, tokens_max - tokens
     remaining = lengths.remaining(generated, left, expected)
-    ahead: list[Ints | int] = [remaining] * len(HORIZONS)
-    if lengths.known:
-        ahead = [round(share * lengths.mean) for share in HORIZONS]
-    growth = [lengths.growth(tokens, generated, left, steps, frees=frees, expected=expected) for steps in ahead]
+    ahead = np.rint(np.multiply(HORIZONS, lengths.mean)).astype(int) if lengths.known else remaining
+    rows = np.broadcast_to(ahead[:, None] if lengths.known else ahead, (len(HORIZONS), len(turns)))
+    growth = lengths.growth(tokens, generated, left, rows, frees=frees, expected=expected)
     return Turns(
         turns,
-        np.vstack((tokens, *(tokens + np.where(forwarded, 0, more) for more in growth))),
+        np.vstack((tokens, tokens + np.where(forwarded, 0, growth))),
         np.where(forwarded, 0.0, np.maximum(remaining * each_s, np.where(frees, 0.0, back_s))),
         moves,
         forwarded | (in_place > 0) | (context > 0) & (tokens_max > context),

@@ -60,7 +60,7 @@ class TurnLengths:
             return np.asarray(np.where(np.greater(expected, generated), ahead, half))
         scale = self._scale(generated, expected)
         nums, sums = self._longer_than()
-        at = _index(generated, scale, nums)
+        at = _index(generated / scale, nums)
         num, tokens = nums[at], sums[at]
         mean = np.rint(scale * tokens / np.maximum(num, 1))  # of those that became longer
         ahead = np.maximum(1, np.minimum(left, mean - generated)).astype(np.int64)
@@ -72,12 +72,8 @@ class TurnLengths:
             return np.ones(np.broadcast(generated, further).shape)
         scale = self._scale(generated, expected)
         nums, _ = self._longer_than()
-        at = _index(generated, scale, nums)
-        if isinstance(scale, float) and isinstance(further, int):
-            # One division for each length there was, instead of one for each turn.
-            later = nums[np.minimum(np.arange(len(nums)) + further, len(nums) - 1)]
-            return np.asarray(_share(later, nums)[at])
-        return _share(nums[_index(np.add(generated, further), scale, nums)], nums[at])
+        now, later = nums[_index(generated / scale, nums)], nums[_index(np.add(generated, further) / scale, nums)]
+        return np.where(now > 0, later / np.maximum(now, 1), 0.5)
 
     def growth(
         self,
@@ -94,10 +90,9 @@ class TurnLengths:
         `frees`: its KV goes when it ends (a call without session); else its next turn will want it.
         """
         alive, grown = self.alive(generated, further, expected), np.minimum(further, left)
+        freed = np.rint(alive * np.add(tokens, grown)) - tokens
         kept = np.rint(alive * grown + (1 - alive) * grown / 2)
-        if np.any(frees):
-            kept = np.where(frees, np.rint(alive * np.add(tokens, grown)) - tokens, kept)
-        return kept.astype(np.int64)
+        return np.where(frees, freed, kept).astype(np.int64)
 
     def _longer_than(self) -> tuple[Ints, Ints]:
         """By whole tokens, from 0 to the longest: how many of the remembered turns became longer, and how long they are
@@ -116,17 +111,8 @@ class TurnLengths:
         return np.where(outlived, 1.0, expected / self.mean)
 
 
-def _index(tokens: Tokens, scale: Floats | float, table: Ints) -> Ints:
-    """Where `table`, which goes by tokens of scale 1, has turns with `tokens`."""
-    last = len(table) - 1
-    if isinstance(scale, float):
-        return np.asarray(np.minimum(tokens, last))
-    return np.minimum(tokens / scale, last).astype(np.int64)
-
-
-def _share(later: Ints, now: Ints) -> Floats:
-    """Of `now` turns, the share that `later` are; half, where there are none to go by."""
-    return np.where(now > 0, later / np.maximum(now, 1), 0.5)
+def _index(tokens: Floats | float, table: Ints) -> Ints:
+    return np.minimum(tokens, len(table) - 1).astype(np.int64)
 
 
 @dataclass(slots=True)
