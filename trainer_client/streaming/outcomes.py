@@ -1,7 +1,7 @@
 """What became of each rank's part of a publish, and what all ranks make of it together.
 
-Invariants: every rank comes to the same result, whichever rank failed; an error that begins nothing again comes before
-one that does.
+Invariants: every rank comes to the same result, whichever rank failed. A rank that fails ends the version, and what
+the others then raise is a consequence: it never hides the cause.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ import msgspec
 
 from paramserver.client import TicketData
 from protos.decoding import decode_msgpack
-from protos.errors import BY_CODE, InvalidRequest, LaminarError, StaleEpoch, Unavailable
+from protos.errors import (
+    BY_CODE,
+    Conflict,
+    InvalidRequest,
+    LaminarError,
+    NotFound,
+    StaleEpoch,
+    Unavailable,
+    VersionLost,
+)
 from trainer_client.streaming.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -22,6 +31,8 @@ PASSES_MAX = 3
 """Times that tensors are taken for one version. Each waits for the next master by itself."""
 WORDS_MAX = 1500
 """Of a message and of a hint that ranks exchange, in characters."""
+OF_AN_ENDED_VERSION = frozenset({Conflict.code, NotFound.code, VersionLost.code})
+"""What a relay replies to a rank whose version another rank has ended meanwhile."""
 
 
 class Outcome(msgspec.Struct):
@@ -48,14 +59,18 @@ class Outcome(msgspec.Struct):
 
 
 def agreed(ranks: Ranks, outcome: Outcome) -> Outcome:
-    """The outcome of all ranks: an error that begins nothing again, else one that does, else one with a ticket."""
+    """The outcome of all ranks: an error if there is one, else one with a ticket.
+
+    Of errors, one that may be the consequence of another comes last; before it one after which the publish begins again,
+    and first one after which it does not.
+    """
     if ranks.count == 1:
         return outcome
     sent = msgspec.msgpack.encode(outcome)
     found = [decode_msgpack(one, Outcome) for one in ranks.exchange(sent)]
     failed = [one for one in found if one.code]
     if failed:
-        return next((one for one in failed if not one.again), failed[0])
+        return min(failed, key=lambda one: (one.code in OF_AN_ENDED_VERSION, one.again))
     if len({one.same for one in found}) > 1:
         return Outcome.of(
             InvalidRequest("the ranks announce different tensors", hint="pass the same manifest on every rank")
