@@ -45,6 +45,7 @@ from gateway.runtime.supervisor import Supervisor
 from gateway.sessions.endings import Endings
 from gateway.sessions.group_registry import GroupRegistry
 from gateway.sessions.group_service import GroupService
+from gateway.sessions.known_groups import KnownGroups
 from gateway.sessions.recovery import recover
 from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.trainer import Trainer
@@ -283,7 +284,8 @@ def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None) 
     """Puts the rooms together. Without a `codec`, as in tests, no id ends a turn, and every id is in the vocabulary."""
     timeline = stores.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
-    live = SessionRegistry(config, state, stores.sessions, timeline)
+    groups = KnownGroups()
+    live = SessionRegistry(config, state, stores.sessions, timeline, groups)
     trainer = Trainer(config, live, stores.buffer, stores.reader)
     adapters = AdapterContext(model=config.model, tokenizer=codec, stall_timeout_s=config.stall_timeout_s)
     context_tokens = 0 if codec is None else codec.context_tokens or 0
@@ -298,7 +300,7 @@ def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None) 
         eos_ids=frozenset() if codec is None else codec.eos_ids,
         vocab_size=1 << 31 if codec is None else codec.vocab_size,
     )
-    registry, durations = GroupRegistry(live, stores.buffer, stores.groups), SessionDurations()
+    registry, durations = GroupRegistry(groups, live, stores.buffer, stores.groups), SessionDurations()
     endings = Endings(
         sessions,
         trainer,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from gateway.core.endings import How
@@ -17,37 +16,28 @@ from gateway.core.groups import Close, GiveUp, Resample
 from gateway.core.sessions import SessionState
 from gateway.core.types import GroupId, SessionId
 from gateway.experience import ExperienceBuffer
+from gateway.sessions.known_groups import KnownGroups
 from gateway.sessions.registry import SessionRegistry
 from gateway.store.groups import Group, GroupStore
-from protos.errors import LaminarError, OutOfCapacity
+from protos.errors import LaminarError
 
 log = logging.getLogger(__name__)
-
-GROUPS_MAX = 10_000
-"""Groups remembered; ended ones are forgotten first."""
 
 
 class GroupRegistry:
     """Groups by id, open ones and those that have ended; a bounded number."""
 
-    def __init__(self, live: SessionRegistry, buffer: ExperienceBuffer, store: GroupStore) -> None:
-        self._live, self._buffer, self._store = live, buffer, store
-        self._groups: OrderedDict[GroupId, Group] = OrderedDict()
-        live.group_owner = self.owner
+    def __init__(self, groups: KnownGroups, live: SessionRegistry, buffer: ExperienceBuffer, store: GroupStore) -> None:
+        self._groups, self._live, self._buffer, self._store = groups, live, buffer, store
 
     def find(self, group_id: GroupId) -> Group | None:
-        return self._groups.get(group_id)
-
-    def owner(self, group_id: GroupId) -> str | None:
-        """The name whose API key made the group by `POST /groups`; None: there is no such group."""
-        group = self._groups.get(group_id)
-        return None if group is None else group.spec.owner
+        return self._groups.find(group_id)
 
     def of(self, session: SessionState) -> Group | None:
-        return self._groups.get(session.spec.group_id)
+        return self._groups.find(session.spec.group_id)
 
     def add(self, group: Group) -> None:
-        self._groups[group.state.group_id] = group
+        self._groups.add(group)
 
     async def save(self, group: Group) -> None:
         await self._store.save(group)
@@ -98,10 +88,6 @@ class GroupRegistry:
 
     async def make_room(self) -> None:
         """Forgets the oldest group that has ended. OutOfCapacity when all are open."""
-        if len(self._groups) < GROUPS_MAX:
-            return
-        ended: Sequence[GroupId] = [name for name, group in self._groups.items() if group.state.phase != "open"]
-        if not ended:
-            raise OutOfCapacity(f"{len(self._groups)} groups are open", hint="end some", retry_after_s=5.0)
-        del self._groups[ended[0]]
-        await self._store.forget(ended[0])
+        forgotten = self._groups.forget_one()
+        if forgotten is not None:
+            await self._store.forget(forgotten)

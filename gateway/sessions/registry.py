@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from gateway.config import GatewayConfig
 from gateway.core.access import ATTACH, CALL, Caller, Target, finish_key, owner_of, require
@@ -21,16 +21,19 @@ from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, 
 from gateway.core.types import GroupId, SessionId, TurnId
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity
 from gateway.runtime.clock import unix_s
+from gateway.sessions.known_groups import KnownGroups
 from gateway.store import Timeline
 from gateway.store.sessions import ENDED_MAX, SessionStore
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable, UnsupportedField
 
 
 class SessionRegistry:
-    def __init__(self, config: GatewayConfig, fleet: FleetState, store: SessionStore, timeline: Timeline) -> None:
+    def __init__(
+        self, config: GatewayConfig, fleet: FleetState, store: SessionStore, timeline: Timeline, groups: KnownGroups
+    ) -> None:
         self.draining = False  # the gateway shuts down: nothing new begins
-        self.group_owner: Callable[[GroupId], str | None] = lambda _: None  # the registry of groups answers it
         self._config, self._fleet, self._store, self._timeline = config, fleet, store, timeline
+        self._groups = groups
         self._live: dict[SessionId, SessionState] = {}
         self._keys: dict[str, SessionId] = {}
         self._key_of: dict[SessionId, str] = {}
@@ -124,7 +127,7 @@ class SessionRegistry:
         parent = spec.parent_session_id
         if parent is not None and (owner := self.owner(parent)) is not None:
             require(ATTACH, caller, Target(parent, owner))
-        if (owner := self.group_owner(spec.group_id)) is not None:
+        if (owner := self._groups.owner(spec.group_id)) is not None:
             require(ATTACH, caller, Target(None, owner))
 
     def create(self, spec: SessionSpec) -> tuple[SessionState, str]:

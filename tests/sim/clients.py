@@ -32,6 +32,7 @@ from gateway.experience import ExperienceBuffer
 from gateway.fleet.fleet import Fleet
 from gateway.ports import SessionIdentity
 from gateway.runtime.clock import unix_s
+from gateway.sessions.known_groups import KnownGroups
 from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
@@ -335,7 +336,7 @@ async def _live(seed: int, rng: random.Random, last_bytes_s: float) -> list[Requ
         for part in (pool, timeline, buffer, store):
             await part.open()
         state = FleetState(fleet_config)
-        live = SessionRegistry(config, state, store, timeline)
+        live = SessionRegistry(config, state, store, timeline, KnownGroups())
         trainer = Trainer(config, live, buffer)
         async with contextlib.AsyncExitStack() as stack:
             fleet = await Fleet(config, state, timeline, trainer.admission, lent()).__aenter__()
