@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.api.bodies import answer_json, decode
 from gateway.api.errors import BadField
-from gateway.api.sessions import told_state
+from gateway.api.sessions import reported_state
 from gateway.config import EngineSpec
 from gateway.core.networks import EnginePlaces
 from gateway.core.receipts import Outcome, Receipt
@@ -275,7 +275,7 @@ async def _addresses(host: str) -> Sequence[str]:
 def _live_session(state: SessionState) -> LiveSession:
     return LiveSession(
         session_id=state.session_id,
-        state=told_state(state),
+        state=reported_state(state),
         engine=state.engine,
         version=state.version,
         turns=state.turns,

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.api.bodies import answer_json
 from gateway.api.errors import BadField
-from gateway.api.sessions import told_state
+from gateway.api.sessions import reported_state
 from gateway.core.sessions import SessionState
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
@@ -61,7 +61,7 @@ class _Handlers:
         session_id, tokens = SessionId(request.match_info["sid"]), _wants_tokens(request)
         found = self._live.find(session_id)
         if found is not None:
-            state, trajectories = told_state(found), _so_far(found)
+            state, trajectories = reported_state(found), _so_far(found)
         else:
             ended = self._live.ended(session_id)
             if ended is None or ended.how != "finished":
@@ -82,7 +82,7 @@ class _Handlers:
 
 
 def _so_far(state: SessionState) -> list[Trajectory]:
-    return state.trajectories(0.0, told_state(state), {}, unix_s()) if state.turns else []
+    return state.trajectories(0.0, reported_state(state), {}, unix_s()) if state.turns else []
 
 
 def spans_of(trajectory: Trajectory) -> Iterator[tuple[int, bool, int, int]]:

@@ -275,8 +275,8 @@ def base_url(request: web.Request, name: str) -> str:
     return f"{request.scheme}://{request.host}/sessions/{quote(name, safe='')}/v1"
 
 
-def told_state(state: SessionState) -> str:
-    """A session's state as clients are told it: its phase, or that its finish waits for the reward."""
+def reported_state(state: SessionState) -> str:
+    """A session's state as it is reported to clients: its phase, or that its finish waits for the reward."""
     return state.phase if state.unrewarded is None else "unrewarded"
 
 
@@ -294,7 +294,7 @@ def _summary(state: SessionState, pinned: bool | None, children: Sequence[Sessio
         sample_index=state.spec.sample_index,
         parent_session_id=state.spec.parent_session_id,
         children=[child.session_id for child in children],
-        state=told_state(state),
+        state=reported_state(state),
         running=len(state.running),
         version=state.version,
         on_version_loss=state.spec.on_version_loss,

@@ -243,7 +243,7 @@ class _Handlers:
             wait_s=wanted.wait_s,
             request=wanted.request,
         )
-        return answer_json(TasksLeased([_told(lease) for lease in leased.leases], leased.drained))
+        return answer_json(TasksLeased([_leased_task(lease) for lease in leased.leases], leased.drained))
 
     async def renew(self, request: web.Request) -> web.Response:
         wanted = decode(_renew, await request.read())
@@ -293,7 +293,7 @@ def _new_task(index: int, task: AddTask) -> NewTask:
     return NewTask(name, data, task.priority, task.group_size, task.repeats, task.attempts_max)
 
 
-def _told(lease: TaskLease) -> LeasedTask:
+def _leased_task(lease: TaskLease) -> LeasedTask:
     return LeasedTask(
         lease.lease_id,
         lease.task_id,
