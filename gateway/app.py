@@ -284,8 +284,8 @@ def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None) 
     """Puts the rooms together. Without a `codec`, as in tests, no id ends a turn, and every id is in the vocabulary."""
     timeline = stores.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
-    groups = KnownGroups()
-    live = SessionRegistry(config, state, stores.sessions, timeline, groups)
+    known_groups = KnownGroups()
+    live = SessionRegistry(config, state, stores.sessions, timeline, known_groups)
     trainer = Trainer(config, live, stores.buffer, stores.reader)
     adapters = AdapterContext(model=config.model, tokenizer=codec, stall_timeout_s=config.stall_timeout_s)
     context_tokens = 0 if codec is None else codec.context_tokens or 0
@@ -300,7 +300,7 @@ def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None) 
         eos_ids=frozenset() if codec is None else codec.eos_ids,
         vocab_size=1 << 31 if codec is None else codec.vocab_size,
     )
-    registry, durations = GroupRegistry(groups, live, stores.buffer, stores.groups), SessionDurations()
+    registry, durations = GroupRegistry(known_groups, live, stores.buffer, stores.groups), SessionDurations()
     endings = Endings(
         sessions,
         trainer,
