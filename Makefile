@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-upgrade test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference format lock clean
+.PHONY: help env system-packages demo test soak test-upgrade test-alerts test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference dashboards format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ soak: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow
 
 test-upgrade: env  ## relays, gateway, SDK and plugins of this release and the one before, which is built from its tag, both ways; some three minutes
 	@$(RUN) -m pytest tests/upgrade -m upgrade --show-capture=stdout -rP $(ARGS)
+
+test-alerts: env  ## every alert rule fires from real daemons under a real Prometheus, a minute of the rules taken for a second; some four minutes
+	@$(RUN) -m pytest tests/alerts -m alerts --show-capture=stdout -rP $(ARGS)
 
 test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB on disk): refresh, moves, kill -9; some ten minutes
 	@$(RUN) -m pytest tests/vllm -m vllm $(ARGS)
@@ -111,6 +114,9 @@ protos: env  ## generate the gRPC code from protos/*.proto
 
 reference: env  ## write the pages of docs/reference from the code
 	@$(RUN) -m deploy.reference
+
+dashboards: env  ## write the Grafana dashboards of deploy/grafana from their table
+	@$(RUN) -m deploy.grafana
 
 format: env  ## format, mend what ruff can
 	@$(RUN) -m ruff format .
