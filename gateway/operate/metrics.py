@@ -18,10 +18,13 @@ from gateway.experience.buffer import DeliveryStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.text_proxy import TextProxy, TextProxyStatistics
 from gateway.runtime.counters import Counters
+from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database
 from gateway.tasks import PromptPool
 
+STALENESS_MAX = 8
+"""Of the label `behind`: what is staler has this value, too, so that its values are few."""
 RELAYED_TEXT = "--relay-text"
 SHARED_EXPERIENCE = "--experience-store redis://..."
 
@@ -35,6 +38,7 @@ class Sources:
     buffer: ExperienceBuffer
     database: Database
     tasks: PromptPool
+    trainer: Trainer
     text_proxy: TextProxy | None
 
 
@@ -67,6 +71,13 @@ def _per_engine(read: Callable[[EngineState], float]) -> Read:
     return lambda sources: [(read(engine), (engine.name,)) for engine in sources.fleet.state.sorted_engines()]
 
 
+def _behind(histogram: Mapping[int, int], *labels: str) -> Iterable[Value]:
+    """The counts of a histogram by staleness, each with `labels` before its own."""
+    for behind in range(STALENESS_MAX):
+        yield histogram.get(behind, 0), (*labels, str(behind))
+    yield sum(n for behind, n in histogram.items() if behind >= STALENESS_MAX), (*labels, str(STALENESS_MAX))
+
+
 def _text(read: Callable[[TextProxyStatistics], float]) -> Read:
     return lambda sources: [] if sources.text_proxy is None else [(read(sources.text_proxy.statistics()), ())]
 
@@ -77,6 +88,16 @@ def _delivery(read: Callable[[DeliveryStatistics], float]) -> Read:
         return [] if found is None else [(read(found), ())]
 
     return values
+
+
+def _evicted(sources: Sources) -> Iterable[Value]:
+    found = sources.buffer.statistics()
+    return [
+        (found.evicted_stale, ("stale",)),
+        (found.evicted_for_room, ("room",)),
+        (found.evicted_equal, ("equal_rewards",)),
+        (found.evicted_by_readers, ("trainer",)),
+    ]
 
 
 def _counters() -> Iterable[Metric]:
@@ -116,6 +137,57 @@ METRICS: Sequence[Metric] = (
         "sessions",
         "Finished sessions whose trajectories wait for a trainer now; those under a lease are not counted.",
         _one(lambda sources: sources.buffer.statistics().trajectories),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_leased_trajectories",
+        "sessions",
+        "Finished sessions whose trajectories a trainer has under a lease now.",
+        _one(lambda sources: sources.buffer.statistics().leased),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_trajectories_sampled",
+        "sessions",
+        "Finished sessions whose trajectories trainers got; what comes back unused counts again when it is sampled.",
+        _one(lambda sources: sources.buffer.statistics().sampled),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_trajectories_acknowledged",
+        "sessions",
+        "Finished sessions whose trajectories trainers have used.",
+        _one(lambda sources: sources.buffer.statistics().acked),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_trajectories_evicted",
+        "sessions",
+        "Finished sessions whose trajectories were removed unused: too stale, for room, of a group with equal rewards, "
+        "or by a trainer.",
+        _evicted,
+        labels=("reason",),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_trajectories_by_staleness",
+        "sessions",
+        "Finished sessions by how many versions the oldest token was behind the newest version at the finish, and "
+        f"behind the trainer's when sampled (use); {STALENESS_MAX}: so many or more.",
+        lambda sources: [
+            *_behind(sources.trainer.staleness.finish, "finish"),
+            *_behind(sources.trainer.staleness.use, "use"),
+        ],
+        labels=("at", "behind"),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_tokens_by_staleness",
+        "tokens",
+        "Tokens of completed turns by how many versions behind the newest they were sampled; "
+        f"{STALENESS_MAX}: so many or more.",
+        lambda sources: _behind(sources.trainer.staleness.generation),
+        labels=("behind",),
     ),
     Metric(
         "gauge",

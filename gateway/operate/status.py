@@ -69,7 +69,7 @@ class GatewayStatus:
         self._started = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque(maxlen=256)
         self._provider = MeterProvider(metric_readers=[PrometheusMetricReader(disable_target_info=True)])
-        sources = Sources(fleet, sessions, buffer, database, tasks, text_proxy)
+        sources = Sources(fleet, sessions, buffer, database, tasks, trainer, text_proxy)
         serve_metrics(self._provider.get_meter("laminar.gateway"), sources)
 
     def close(self) -> None:
