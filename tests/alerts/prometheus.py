@@ -143,6 +143,10 @@ class Watch:
             self._polling.result()
         return (alert, where) in self.seen
 
+    def forget(self, alert: str, where: str) -> None:
+        """Counts only what fires from now on."""
+        self.seen.pop((alert, where), None)
+
     def _poll(self) -> None:
         while not self._stop.wait(POLL_S):
             # The last seconds, not this instant: an alert without `for` may fire between two polls.
