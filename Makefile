@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference format lock clean
+.PHONY: help env system-packages demo test test-faults soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,11 +21,16 @@ system-packages:  ## as root: the Debian packages that tests and benchmarks want
 demo: env  ## the main job on this machine: train, publish, refresh, repack, kill, report (ARGS="--seed 2" ...)
 	@$(RUN) -m deploy.demo $(ARGS)
 
-test: env  ## every test of the README, without those of `make soak` (some minutes)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not soak" $(PARALLEL) $(ARGS)
+test: env  ## every test of the README, without those of `make test-faults` (some minutes)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not long" $(PARALLEL) $(ARGS)
 
-soak: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, more seeds, one after the other (some eight minutes)
-	@$(RUN) -m pytest tests/faults tests/sim -m soak $(ARGS)
+test-faults: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, more seeds, one after the other (some eight minutes)
+	@$(RUN) -m pytest tests/faults tests/sim -m long $(ARGS)
+
+MINUTES ?= 20
+SEED ?= 1
+soak: env  ## the whole system under load and seeded chaos, judged by clients that know the right answers (MINUTES=20, HOURS=2, SEED=1); bench-results/soak.json
+	@$(RUN) -m tests.soak $(if $(HOURS),--hours $(HOURS),--minutes $(MINUTES)) --seed $(SEED) $(ARGS)
 
 test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB on disk): refresh, moves, kill -9; some ten minutes
 	@$(RUN) -m pytest tests/vllm -m vllm $(ARGS)
@@ -47,7 +52,7 @@ trl: env  ## one TRL trainer on a fleet of this machine, step by step (ARGS=asyn
 	@$(RUN) -m tests.trl $(ARGS)
 
 test-verl: env  ## verl's weight updates and agent loops on a fleet of this machine, with verl installed once (1.7 GB on disk); three minutes
-	@$(RUN) -m pytest tests/verl -m "verl and not soak" $(ARGS)
+	@$(RUN) -m pytest tests/verl -m "verl and not long" $(ARGS)
 
 verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and what they printed
 	@$(RUN) -m tests.verl $(ARGS)

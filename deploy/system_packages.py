@@ -41,6 +41,11 @@ def _has_library(name: str) -> bool:
     return True
 
 
+def _has_faketime() -> bool:
+    """It is loaded into a program by its path, and not found where linkers look."""
+    return any(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+
+
 def _has_headers() -> bool:
     return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
@@ -56,6 +61,7 @@ TESTS = (
     SystemPackage("iptables", "tests of cut links", lambda: _has_command("iptables")),
     SystemPackage("bubblewrap", "the sandbox of `agents-env run code` on older kernels", lambda: _has_command("bwrap")),
     SystemPackage("redis-server", "tests of stores that gateways share", lambda: _has_command("redis-server")),
+    SystemPackage("libfaketime", "clock steps in `make soak`", _has_faketime),
     SystemPackage("prometheus", "promtool, for tests of the alert rules", lambda: _has_command("promtool")),
 )
 BENCHMARKS = (
