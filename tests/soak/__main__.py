@@ -48,7 +48,9 @@ class Soak:
 
     async def run(self) -> int:
         """The exit status."""
-        await self._fleet.start()
+        if not await self._started():
+            say("stopped before it had begun")
+            return 1
         self._began_s = time.monotonic()
         watchers = Watchers(self._fleet, self._judge, self._began_s)
         self._report = Report(self._fleet, self._judge, self._faults, watchers, self._out, commit())
@@ -71,6 +73,18 @@ class Soak:
             watchers.close()
             self._judge.close()
         return self._conclude(state)
+
+    async def _started(self) -> bool:
+        """Starts the fleet, unless it is stopped meanwhile."""
+        starting, stopping = asyncio.create_task(self._fleet.start()), asyncio.create_task(self.stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if starting.done():
+            starting.result()
+            return True
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return False
 
     async def _live(self, watchers: Watchers) -> str:
         """Load under faults; then load without, until everything that was begun is used."""
@@ -143,14 +157,15 @@ async def soak(options: argparse.Namespace, directory: Path, *, can_mount: bool)
 
 
 def parsed() -> argparse.Namespace:
+    usual = Options(seed=1)
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Runs the whole system, and breaks it.")
     parser.add_argument("--minutes", type=float, default=20.0, help="how long faults last; default 20")
     parser.add_argument("--hours", type=float, default=0.0, help="instead of --minutes")
-    parser.add_argument("--seed", type=int, default=1, help="of faults and sessions")
+    parser.add_argument("--seed", type=int, default=usual.seed, help="of faults and sessions")
     parser.add_argument("--out", type=Path, default=RESULTS / "soak.json", help="the figures, written every minute")
-    parser.add_argument("--agents", type=int, default=Options.agents, help="sessions at once of each of two runners")
-    parser.add_argument("--pause-s", type=float, default=Options.pause_s, help="of an agent between two sessions")
-    parser.add_argument("--publish-s", type=float, default=Options.publish_s, help="from one version to the next")
+    parser.add_argument("--agents", type=int, default=usual.agents, help="sessions at once of each of two runners")
+    parser.add_argument("--pause-s", type=float, default=usual.pause_s, help="of an agent between two sessions")
+    parser.add_argument("--publish-s", type=float, default=usual.publish_s, help="from one version to the next")
     parser.add_argument("--keep", type=Path, help="directory for logs and journals, which are removed otherwise")
     options = parser.parse_args()
     if options.hours:
