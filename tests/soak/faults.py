@@ -30,10 +30,6 @@ class Faults:
         self.done: Counter[str] = Counter()  # by action, and the kind of part of what was killed or stopped
         self.left_out = 0
 
-    @property
-    def kills(self) -> int:
-        return sum(count for name, count in self.done.items() if name.startswith("kill"))
-
     async def carry_out(self, fault: Fault) -> None:
         if fault.target in self._busy:
             self.left_out += 1

@@ -78,7 +78,7 @@ class Report:
             "turns": counts.pop("turns", 0),
             "tokens": counts.pop("tokens", 0),
             "versions": counts.pop("versions", 0),
-            "kills": self.faults.kills,
+            "kills": sum(process.ends["killed"] for process in self.fleet.processes.values()),
             "turns_lost": judge.failures["turn lost"],
             "turns_duplicated": judge.failures["turn doubled"],
             "rss_growth_mb": largest(growth, "rss_mb"),
