@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from tests.soak import disks
+from tests.soak import clocks, disks
 from tests.soak.chaos import Fault
 from tests.soak.fleet import Fleet
 
@@ -64,9 +64,7 @@ class Faults:
                     fleet.processes[name].kill(0.5)  # so that it has to find its memory anew
                     await asyncio.sleep(seconds)
             case "clock step":
-                path = fleet.clocks[name]
-                path.with_suffix(".new").write_text(f"{fault.amount:+.0f}")
-                path.with_suffix(".new").replace(path)
+                clocks.set_clock(fleet.clocks[name], fault.amount)
 
     async def _break_link(self, fault: Fault) -> None:
         link = self._fleet.links[fault.target]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paramserver.membership.local import find_etcd, free_port
-from tests.soak import disks
+from tests.soak import clocks, disks
 from tests.soak.links import Link
 from tests.soak.processes import Program, Supervised
 from tests.soak.work import MODEL
@@ -33,7 +33,6 @@ POOL_BYTES, SHM_BYTES = 32 * MIB, 48 * MIB
 DISK_BYTES = 256 * MIB
 CHUNK_BYTES = 64 << 10
 """A version is 26 chunks, so that a fault meets one in its middle."""
-FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
 ROLES = {"runner": "agent", "trainer": "trainer"}
 
 
@@ -146,22 +145,11 @@ class Fleet:
         self._trainer(keys)
 
     def _add(self, name: str, kind: str, *argv: str, ready: bool = True, ends: bool = False, **env: str) -> None:
-        if argv[0] == sys.executable and FAKETIME:
-            env |= self._clock(name)
+        if argv[0] == sys.executable and not clocks.missing():
+            self.clocks[name] = self.directory / f"{name}.clock"
+            env |= clocks.environment(self.directory, self.clocks[name])
         program = Program(name, kind, argv, ready, ends, env)
         self.processes[name] = Supervised(program, self.directory, lambda who, what: self.findings.append((who, what)))
-
-    def _clock(self, name: str) -> dict[str, str]:
-        """What lets the clock of a process be set while it runs. Its monotonic clock goes on."""
-        self.clocks[name] = path = self.directory / f"{name}.clock"
-        path.write_text("+0")
-        return {
-            "LD_PRELOAD": str(FAKETIME[0]),
-            "FAKETIME_TIMESTAMP_FILE": str(path),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_DISABLE_SHM": "1",
-        }
 
     def _disk(self, of: dict[str, Path], name: str, num_bytes: int) -> Path:
         of[name] = directory = self.directory / "disks" / name

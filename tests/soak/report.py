@@ -14,8 +14,9 @@ from typing import Any
 from deploy.setup_env import ROOT
 from tests.bench.kinds import processor
 from tests.bench.results import machine
+from tests.soak import clocks
 from tests.soak.faults import Faults
-from tests.soak.fleet import FAKETIME, Fleet
+from tests.soak.fleet import Fleet
 from tests.soak.growth import largest
 from tests.soak.judge import Judge
 from tests.soak.watching import Watchers
@@ -98,7 +99,7 @@ class Report:
 
     @property
     def not_possible(self) -> list[str]:
-        found = [] if FAKETIME else ["clock steps: libfaketime is not installed (`make system-packages`)"]
+        found = [f"clock steps: {reason}"] if (reason := clocks.missing()) else []
         return found if self.fleet.can_mount else [*found, "full disks and full shared memory: nothing can be mounted"]
 
     def write(self, figures: Figures) -> None:
