@@ -58,10 +58,11 @@ class Soak:
             say(f"left out: {reason}")
         work: list[Coroutine[Any, Any, None]] = [watchers.follow(), watchers.measure(), self._report_often()]
         tasks = [asyncio.create_task(one) for one in work] + watchers.readers()
-        failure = asyncio.gather(*tasks)
+        failure: asyncio.Future[Any] = asyncio.gather(*tasks)
         ending = asyncio.create_task(self._live(watchers))
         try:
-            await asyncio.wait({failure, ending}, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {failure, ending}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if failure.done():
                 failure.result()
             state = ending.result()

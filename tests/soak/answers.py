@@ -41,7 +41,7 @@ class Answers:
 
     def _model(self, step: int) -> torch.nn.Module:
         if step not in self._models:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model()))
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model()))  # type: ignore[no-untyped-call]
             model.load_state_dict(weights("llama", "float32", step))
             self._models[step] = model.eval()
             if len(self._models) > MODELS_KEPT:

@@ -35,7 +35,7 @@ class Journal:
 
 
 class Follower:
-    """A reader that returns each entry once."""
+    """A reader that returns each entry once, or each line of a log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,6 +43,10 @@ class Follower:
 
     def entries(self) -> Iterator[Entry]:
         """Those that came since the last call."""
+        return map(json.loads, self.lines())
+
+    def lines(self) -> Iterator[bytes]:
+        """Whole ones that came since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -51,4 +55,4 @@ class Follower:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                yield line

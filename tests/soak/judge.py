@@ -27,6 +27,7 @@ Kind = Literal[
     "lease lost",
     "unknown session",
     "process ended",
+    "unexpected error",
 ]
 """Each is a failure of the run."""
 FINDINGS_KEPT = 100
@@ -82,7 +83,7 @@ class Judge:
         """Takes an entry of a runner's journal; returns what is to be compared with the weights."""
         name = entry["session"]
         if entry["did"] == "500":
-            self.counts["answers with 500"] += 1
+            self.find("unexpected error", f"{entry['path']} answers 500: {entry['answer']}")
             return []
         state = self._open.get(name)
         if state is None:

@@ -18,6 +18,8 @@ from tests.soak.judge import Judge, Span
 from tests.soak.work import MODEL
 
 JUDGE_S, READ_S, SAMPLE_S = 1.0, 4.0, 5.0
+TRACEBACK = b"Traceback (most recent call last)"
+"""What a daemon logs of an error that it has no answer for."""
 AWAY = (LaminarError, OSError)
 """What reading a snapshot may meet while relays are killed: it is read again a moment later."""
 
@@ -31,6 +33,8 @@ class Watchers:
             for name, process in fleet.processes.items()
             if process.program.kind in ("runner", "trainer")
         }
+        daemons = [p.name for p in fleet.processes.values() if p.program.kind in ("relay", "gateway", "engine")]
+        self._logs = {name: Follower(fleet.directory / f"{name}.log") for name in daemons}
         self._spans: deque[Span] = deque()
         self._waiting: defaultdict[int, list[Span]] = defaultdict(list)  # by a version whose step is not known yet
         self.growth = Growth()
@@ -55,6 +59,10 @@ class Watchers:
                     self._judge.trainer(entry)
                 else:
                     self._spans += self._judge.runner(entry)
+        for name, log in self._logs.items():
+            for line in log.lines():
+                if line.startswith(TRACEBACK):
+                    self._judge.find("unexpected error", f"a traceback in the log of {name}")
         for version in [version for version in self._waiting if version in self._judge.steps]:
             self._spans += self._waiting.pop(version)
         while self._spans:
