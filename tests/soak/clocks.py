@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SLEEP = Path(__file__).with_name("clock_nanosleep.c")
+SHARED = Path("/dev/shm")
 LIBRARIES = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
 
 
@@ -35,6 +36,12 @@ def environment(directory: Path, clock: Path) -> Mapping[str, str]:
         "FAKETIME_CACHE_DURATION": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }
+
+
+def forget(pid: int) -> None:
+    """Removes what libfaketime leaves of a process that was killed."""
+    for name in (f"faketime_shm_{pid}", f"sem.faketime_sem_{pid}"):
+        (SHARED / name).unlink(missing_ok=True)
 
 
 def set_clock(clock: Path, ahead_s: float) -> None:

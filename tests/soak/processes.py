@@ -24,6 +24,7 @@ from typing import Any
 
 from deploy.setup_env import ROOT
 from protos.process import TIED
+from tests.soak import clocks
 
 AGAIN_S = 1.0
 """From an end that nobody wanted to the next start; a failed start doubles it, up to `AGAIN_MAX_S`."""
@@ -119,6 +120,7 @@ class Supervised:
             process = self._process = await self._spawn()
             self._started_s = time.monotonic()
             status = await process.wait()
+            clocks.forget(process.pid)
             self.done = self.program.ends and status == 0
             if self._closing or self.done:
                 return
