@@ -1,9 +1,10 @@
 """Growth of processes: what the kernel says of each, every few seconds, and the slope over the last half of a run.
 
 Invariants:
-- a slope is within lives: a process that was started again begins at a level of its own, and a life's first minute,
-  in which it loads, imports and fills its pools, does not count;
-- growth is the slope times the length of the last half, so a leak is as large as it would have become in one life.
+- a slope is within lives: a process that was started again begins at a level of its own, and a life's first minutes
+  do not count;
+- growth is that slope over the longest life that was seen in the last half: nothing is extrapolated, and what is
+  killed every few minutes says no more than its lives show.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-WARM_UP_S = 60.0
+WARM_UP_S = 180.0
+"""In which a process loads and imports, and fills its pools, caches and allocators."""
 POINTS_MIN = 12
 """Samples of a kind of process, below which a slope says nothing."""
 MIB = float(1 << 20)
@@ -88,7 +90,8 @@ def _growth(lives: Mapping[tuple[str, int], list[Sample]], name: str, half_s: fl
         for life in lives.values()
     ]
     slope = slope_within(series)
-    return None if slope is None else round(slope * half_s, 3)
+    longest_s = max((points[-1][0] - points[0][0] for points in series if points), default=0.0)
+    return None if slope is None else round(slope * longest_s, 3)
 
 
 def slope_within(series: Iterable[list[tuple[float, float]]]) -> float | None:

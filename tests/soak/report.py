@@ -36,11 +36,19 @@ class Bound:
         return self.start + self.an_hour * hours / 2
 
 
+FIGURES: Mapping[str, str] = {"rss_growth_mb": "rss_mb", "fd_growth": "fds", "shm_growth_mb": "shm_mb"}
+"""Names of the JSON's, by which `growth` has them."""
 BOUNDS: Mapping[str, Bound] = {
-    "rss_growth_mb": Bound(32.0, 16.0, "allocators keep what a burst took; a leak of a day's life is more than that"),
-    "fd_growth": Bound(12.0, 4.0, "connections come and go with the faults; one lost at each fault is 100 an hour"),
-    "shm_growth_mb": Bound(8.0, 2.0, "a pool is allocated at the start, and has a fixed size"),
+    "rss_mb": Bound(16.0, 8.0, "allocators keep what a burst took; with more a process would not last for weeks"),
+    "fds": Bound(12.0, 4.0, "connections come and go with the faults; one lost at each fault is 100 an hour"),
+    "shm_mb": Bound(8.0, 2.0, "a pool is allocated at the start, and has a fixed size"),
 }
+OF_KINDS: Mapping[tuple[str, str], Bound] = {
+    ("engine", "rss_mb"): Bound(48.0, 8.0, "torch's allocator fills for ten minutes, as prompts of new lengths come"),
+    ("trainer", "fds"): Bound(24.0, 4.0, "a publisher keeps open the 20 files of a pool that it may write again"),
+    ("trainer", "shm_mb"): Bound(32.0, 2.0, "and keeps them mapped: 32 MB, of the relay that is master"),
+}
+"""Instead of `BOUNDS`, by kind of process and figure."""
 
 
 def commit() -> str:
@@ -82,9 +90,7 @@ class Report:
             "kills": sum(process.ends["killed"] for process in self.fleet.processes.values()),
             "turns_lost": judge.failures["turn lost"],
             "turns_duplicated": judge.failures["turn doubled"],
-            "rss_growth_mb": largest(growth, "rss_mb"),
-            "fd_growth": largest(growth, "fds"),
-            "shm_growth_mb": largest(growth, "shm_mb"),
+            **{name: largest(growth, figure) for name, figure in FIGURES.items()},
             "failures": dict(judge.failures),
             "outstanding": judge.outstanding,
             "unjudged": self.watchers.unjudged,
@@ -113,7 +119,7 @@ class Report:
 def line(figures: Figures) -> str:
     """What a person wants to read each minute."""
     failed = ", ".join(f"{count} {kind}" for kind, count in figures["failures"].items()) or "nothing lost or doubled"
-    grown = " ".join(f"{name}={figures[name]}" for name in BOUNDS)
+    grown = " ".join(f"{name}={figures[name]}" for name in FIGURES)
     return (
         f"{figures['hours'] * 60:6.1f} min  {figures['sessions']} sessions, {figures['turns']} turns, "
         f"{figures['tokens']} tokens, {figures['versions']} versions, {sum(figures['faults'].values())} faults "
@@ -124,10 +130,12 @@ def line(figures: Figures) -> str:
 def reasons(figures: Figures) -> list[str]:
     """Why the run failed; empty when it passed."""
     found = [f"{count} x {kind}" for kind, count in figures["failures"].items() if count]
-    for name, bound in BOUNDS.items():
-        allowed = bound.allowed(figures["hours"])
-        if figures[name] is not None and figures[name] > allowed:
-            found.append(f"{name} is {figures[name]}, and {allowed:.1f} is allowed: {bound.why}")
+    for kind, growth in figures["growth"].items():
+        for name, usual in BOUNDS.items():
+            bound = OF_KINDS.get((kind, name), usual)
+            allowed = bound.allowed(figures["hours"])
+            if growth[name] is not None and growth[name] > allowed:
+                found.append(f"{name} of {kind} grew by {growth[name]}, and {allowed:.1f} is allowed: {bound.why}")
     if not figures["sessions"]:
         found.append("no session was finished")
     return found
