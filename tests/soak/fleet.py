@@ -139,7 +139,7 @@ class Fleet:
         for number in range(1, NUM_RELAYS + 1):
             self._relay(number)
         for number in range(1, NUM_GATEWAYS + 1):
-            self._gateway(number, keys)
+            self._gateway(number)
         for number in range(1, NUM_RUNNERS + 1):
             self._runner(number, keys)
         self._trainer(keys)
@@ -218,7 +218,7 @@ class Fleet:
             f"--port={self._port(f'engine-{number}')}",
         )
 
-    def _gateway(self, number: int, keys: dict[str, str]) -> None:
+    def _gateway(self, number: int) -> None:
         name = f"gateway-{number}"
         engines = []
         for at in range(ENGINES_EACH):
