@@ -17,6 +17,7 @@ from gateway.core.networks import Networks
 from gateway.core.text_requests import TextApi
 from gateway.core.types import LogprobsKind
 from gateway.redis.address import RedisAddress
+from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, check_relay, is_address, is_host_port
 from protos.errors import InvalidRequest
@@ -114,6 +115,12 @@ class GatewayConfig:
         Flag(envvar="LAMINAR_API_KEYS", show_envvar=True),
         "Access control: a file with a line ROLE NAME KEY for each key (`gateway keys new` makes one). It is read "
         "again when it changes.",
+    ] = None
+    credentials: Annotated[
+        Path | None,
+        DIRECTORY,
+        Flag(envvar=CREDENTIALS_VARIABLE, show_envvar=True),
+        "The gateway's credentials at relays that ask for them (`paramserver credentials` makes them).",
     ] = None
     insecure: Annotated[bool, INSECURE] = False
     agents_may_reward: Annotated[

@@ -11,10 +11,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from paramserver.client.relay import ModelStatus, RelayStatus, SealedVersion
+from paramserver.client.relay import AccessStatus, ModelStatus, RelayStatus, SealedVersion
 from paramserver.config import show_bytes
 
 PIPE_COLUMNS = 10_000
+EXPIRES_SOON_DAYS = 14
 
 
 def show_status(status: RelayStatus, *, as_json: bool) -> None:
@@ -33,6 +34,8 @@ def show_status(status: RelayStatus, *, as_json: bool) -> None:
             "INSECURE: its ports take no credentials, and whoever reaches them may do everything (--insecure)",
             style="red",
         )
+    if status.access is not None:
+        _access(console, status.access)
     if status.trouble:
         console.print(f"TROUBLE: {status.trouble}", style="red")
     console.print(
@@ -45,6 +48,17 @@ def show_status(status: RelayStatus, *, as_json: bool) -> None:
     _models(console, status)
     _transfers(console, status)
     _pins(console, status)
+
+
+def _access(console: Console, access: AccessStatus) -> None:
+    left_days = (access.expires_unix_s - time.time()) / 86_400
+    console.print(
+        f"credentials of {access.identity}, valid for {left_days:.1f} days; trusted CAs: {', '.join(access.cas)}; "
+        f"fleet keys: {access.num_fleet_keys}",
+        style="red" if left_days < EXPIRES_SOON_DAYS else None,
+    )
+    if access.failure:
+        console.print(f"CREDENTIALS stay as they were: {access.failure}", style="red", markup=False)
 
 
 def _models(console: Console, status: RelayStatus) -> None:

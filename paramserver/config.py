@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, check_kind, is_address
 from protos.errors import InvalidRequest
@@ -73,6 +74,13 @@ class RelayConfig:
     advertise: Annotated[
         str, "Address or name by which other relays reach this one instead, as with --host 0.0.0.0."
     ] = ""
+    credentials: Annotated[
+        Path | None,
+        DIRECTORY,
+        Flag(envvar=CREDENTIALS_VARIABLE, show_envvar=True),
+        "A relay's credentials (`paramserver credentials` makes them): gRPC by mutual TLS alone. They are read again "
+        "when they change.",
+    ] = None
     insecure: Annotated[bool, INSECURE] = False
     port: Annotated[int, PORT, "gRPC port; 0: any free one."] = 0
     data_port: Annotated[int, PORT, "Port for bytes; 0: any free one."] = 0

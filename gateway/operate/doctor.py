@@ -26,6 +26,7 @@ from gateway.store.layout import LAYOUT
 from gateway.tokens import Codec
 from paramserver.client import RelayClient, watch_engines
 from paramserver.membership import EtcdRegistry
+from protos.access.credentials import credentials_in
 from protos.access.key_file import KeyFile
 from protos.access.listening import is_loopback
 from protos.errors import LaminarError, UnknownModel
@@ -55,7 +56,7 @@ async def examine(config: GatewayConfig) -> list[Finding]:
         found += etcd
         engines += joined
     relays = dict.fromkeys(relay for relay in (config.relay, *(engine.relay for engine in engines)) if relay)
-    checks = [_relay(relay, config.model) for relay in relays] + [_engine(e, config, codec) for e in engines]
+    checks = [_relay(relay, config) for relay in relays] + [_engine(e, config, codec) for e in engines]
     for each in await asyncio.gather(*checks):
         found += each
     if not engines:
@@ -206,9 +207,13 @@ async def _etcd(endpoint: str) -> tuple[list[Finding], list[EngineSpec]]:
     return found, specs
 
 
-async def _relay(address: str, model: str) -> list[Finding]:
-    what = f"relay {address}"
-    async with RelayClient(address, timeout_s=REPLY_TIMEOUT_S) as client:
+async def _relay(address: str, config: GatewayConfig) -> list[Finding]:
+    what, model = f"relay {address}", config.model
+    try:
+        credentials = credentials_in(config.credentials)
+    except LaminarError as e:
+        return [Finding(what, False, e.message, e.hint)]
+    async with RelayClient(address, timeout_s=REPLY_TIMEOUT_S, credentials=credentials) as client:
         try:
             newest = await client.newest(model)
         except UnknownModel as e:
