@@ -160,8 +160,9 @@ async def start(config: GatewayConfig) -> Gateway:
     keys = open_keys(config)
     codec = Codec.load(config.tokenizer)
     async with AsyncExitStack() as stack:
-        registry = await EtcdRegistry.connect(config.etcd) if config.etcd is not None else None
-        if registry is not None:
+        registry = None
+        if config.etcd is not None:
+            registry = await EtcdRegistry.connect(config.etcd, access=config.etcd_access)
             stack.push_async_callback(registry.close)
         path = None if config.data is None else config.data / DATABASE_NAME
         database = await stack.enter_async_context(Database(path))

@@ -18,6 +18,7 @@ from gateway.core.text_requests import TextApi
 from gateway.core.types import LogprobsKind
 from gateway.redis.address import RedisAddress
 from protos.access.credentials import CREDENTIALS_VARIABLE
+from protos.access.etcd import EtcdAccess
 from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, check_relay, is_address, is_host_port
 from protos.errors import InvalidRequest
@@ -77,6 +78,7 @@ class GatewayConfig:
         f"An engine; repeat the option for each one. KIND: {', '.join(ENGINE_KINDS)}.",
     ] = ()
     etcd: Annotated[str | None, HostPort(), "Where relays register engines (`paramserver serve --engine`)."] = None
+    etcd_access: EtcdAccess = field(default_factory=EtcdAccess)
     relay: Annotated[str | None, HostPort(), "Relay from which engines without a relay of their own load versions."] = (
         None
     )

@@ -23,7 +23,8 @@ from paramserver.core.records import NUMBER_MAX
 from paramserver.credentials.commands import credentials as credentials_group
 from paramserver.membership import LocalEtcd
 from protos.access.credentials import CREDENTIALS_VARIABLE, credentials_in
-from protos.errors import LaminarError
+from protos.access.etcd import EtcdAccess
+from protos.errors import InvalidRequest, LaminarError
 from protos.options import (
     DIRECTORY,
     LOG_LEVEL,
@@ -124,6 +125,8 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
     from paramserver.daemon.process import open_credentials, serve
 
     open_credentials(config)  # before an etcd of its own starts
+    if not config.etcd and (config.etcd_access.etcd_cacert or config.etcd_access.etcd_user):
+        raise InvalidRequest("--etcd-cacert and --etcd-user are for an etcd that runs", hint="add --etcd HOST:PORT")
     if config.etcd:
         await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
         return
@@ -285,6 +288,7 @@ def versions(relay: str, credentials: Path | None, model: str, as_json: bool) ->
 )
 @credentials_option
 @config_option(RelayConfig, "lease_ttl_s", help="As the relay will have it.")
+@config_options(EtcdAccess)
 def doctor(
     pool_dir: Path | None,
     name: str,
@@ -293,6 +297,7 @@ def doctor(
     relays: tuple[str, ...],
     credentials: Path | None,
     lease_ttl_s: float,
+    **etcd_options: object,
 ) -> None:
     """Checks this host for a relay: what is wrong, and how to mend it. Exit status 1 if anything is.
 
@@ -303,7 +308,9 @@ def doctor(
     from protos.findings import report_findings
 
     clients = [_client(address, credentials) for address in relays]
-    report_findings(_run(examine(pool_dir or default_pool_dir(name), pool_bytes, etcd, clients, lease_ttl_s)))
+    access = config_from(EtcdAccess, etcd_options)
+    where = pool_dir or default_pool_dir(name)
+    report_findings(_run(examine(where, pool_bytes, etcd, clients, lease_ttl_s, access)))
 
 
 @cli.command()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import getpass
 import re
 import socket
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from protos.access.credentials import CREDENTIALS_VARIABLE
+from protos.access.etcd import EtcdAccess
 from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, check_kind, is_address
 from protos.errors import InvalidRequest
@@ -70,6 +71,7 @@ class RelayConfig:
         "HOST:PORT of etcd. Without it, one of its own runs on loopback, its data in POOL_DIR.etcd.",
     ]
     _: KW_ONLY
+    etcd_access: EtcdAccess = field(default_factory=EtcdAccess)
     host: Annotated[str, "Address to listen on, and by which other relays reach this one."] = "127.0.0.1"
     advertise: Annotated[
         str, "Address or name by which other relays reach this one instead, as with --host 0.0.0.0."

@@ -22,6 +22,7 @@ pytest_plugins = [
     "tests.support.skips",
     "tests.support.etcd",
     "tests.support.fleet_credentials",
+    "tests.support.guarded_etcd",
     "tests.support.ports",
     "tests.support.redis_servers",
     "tests.support.relays",

@@ -27,6 +27,7 @@ from gateway.tokens import Codec
 from paramserver.client import RelayClient, watch_engines
 from paramserver.membership import EtcdRegistry
 from protos.access.credentials import credentials_in
+from protos.access.etcd import EtcdAccess
 from protos.access.key_file import KeyFile
 from protos.access.listening import is_loopback
 from protos.errors import LaminarError, UnknownModel
@@ -52,7 +53,7 @@ async def examine(config: GatewayConfig) -> list[Finding]:
     found.append(await asyncio.to_thread(_access, config))
     engines = list(config.engines)
     if config.etcd is not None:
-        etcd, joined = await _etcd(config.etcd)
+        etcd, joined = await _etcd(config.etcd, config.etcd_access)
         found += etcd
         engines += joined
     relays = dict.fromkeys(relay for relay in (config.relay, *(engine.relay for engine in engines)) if relay)
@@ -180,11 +181,11 @@ def _port(host: str, port: int) -> Finding:
 # -- etcd, relays and engines
 
 
-async def _etcd(endpoint: str) -> tuple[list[Finding], list[EngineSpec]]:
+async def _etcd(endpoint: str, access: EtcdAccess) -> tuple[list[Finding], list[EngineSpec]]:
     """Whether it answers, and the engines that relays have registered there."""
     began = time.monotonic()
     try:
-        registry = await EtcdRegistry.connect(endpoint)
+        registry = await EtcdRegistry.connect(endpoint, access=access)
         try:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 engines = await anext(watch_engines(registry))

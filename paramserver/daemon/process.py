@@ -110,7 +110,9 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
     async with contextlib.AsyncExitStack() as stack:
         # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the lease is revoked,
         # the data port closes, and last the memory goes.
-        registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S)
+        registry = await EtcdRegistry.connect(
+            config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access
+        )
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
         nixl = await _start_nixl(config, stack)
