@@ -102,6 +102,11 @@ class RelayConfig:
         Flag(required=False, show_default="/dev/shm/laminar-USER/NAME"),
         "Directory in a tmpfs for snapshots.",
     ]
+    group: Annotated[
+        str,
+        Flag(show_default="this user alone"),
+        "Group whose members may read the versions in memory and on disk, and publish through shared memory.",
+    ] = ""
     pool_bytes: Annotated[int, Size(), "Memory for snapshots, allocated at start: about four times a version."] = (
         4 << 30
     )

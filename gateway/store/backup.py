@@ -53,7 +53,7 @@ def back_up(data: Path, out: Path) -> Backup:
     if path.exists():
         raise Conflict(f"{path} is there already", hint="give each backup a directory of its own")
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = path.with_name(f".{DATABASE_NAME}.{os.getpid()}")
         scratch.touch(mode=0o600)  # it has the sessions' API keys
         try:

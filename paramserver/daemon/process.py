@@ -33,6 +33,7 @@ from paramserver.host import address_of
 from paramserver.membership.etcd import CALL_TIMEOUT_S, START_TIMEOUT_S, EtcdRegistry
 from paramserver.memory import stored
 from paramserver.memory.pool import Pool
+from paramserver.memory.private import group_id, keep_private
 from paramserver.memory.store import Snapshot, Store
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.recovery import offer_again, skip_earlier_numbers
@@ -110,9 +111,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
     async with contextlib.AsyncExitStack() as stack:
         # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the lease is revoked,
         # the data port closes, and last the memory goes.
-        registry = await EtcdRegistry.connect(
-            config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access
-        )
+        registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access)
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
         nixl = await _start_nixl(config, stack)
@@ -126,16 +125,14 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         lease = MemberLease(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
         spill = _open_spill(config, lease, stack)
         bind_host = data_host if config.bind_interface else ""
-        parts = RelayParts(
-            config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host, credentials=credentials
-        )
+        parts = RelayParts(config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host, credentials=credentials)
 
         data = DataServer(SnapshotProvider(parts), max_rate=config.max_rate, nixl=nixl)
         stack.push_async_callback(asyncio.to_thread, data.close)
         data.serve_tcp(listener)
         socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir)
         if socket_path is not None:
-            data.serve_unix(socket_path)
+            data.serve_unix(socket_path, group=group_id(config.group))
 
         await lease.take()
         stack.push_async_callback(lease.leave)
@@ -169,6 +166,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
 
 async def _open_store(config: RelayConfig, stack: contextlib.AsyncExitStack) -> tuple[Store, list[Snapshot]]:
     """The pool, touched, and what an earlier life left whole in it."""
+    keep_private(config.pool_dir, group_id(config.group), "--pool-dir")
     left = stored.find(config.pool_dir)
     pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.paths])
     store = Store(pool, left)
@@ -203,6 +201,7 @@ def _member(config: RelayConfig, grpc_address: str, data_address: str) -> Member
 def _open_spill(config: RelayConfig, lease: MemberLease, stack: contextlib.AsyncExitStack) -> Spill | None:
     if config.spill is None:
         return None
+    keep_private(config.spill, group_id(config.group), "--spill")
     loop = asyncio.get_running_loop()
 
     def changed(versions: list[tuple[str, int]]) -> None:
