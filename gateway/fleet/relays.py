@@ -53,12 +53,12 @@ class Relays:
         RelayClient."""
         self._model, self._tasks, self._on_change = model, tasks, on_change
         self._lineage, self._saw = lineage or Lineage(), saw
-        self._credentials = credentials
+        self.credentials = credentials
         self._followed: dict[str, _Followed] = {}
 
     def follow(self, address: str) -> None:
         if address not in self._followed:
-            client = RelayClient(address, credentials=self._credentials)
+            client = RelayClient(address, credentials=self.credentials)
             watcher = self._tasks.keep_running(lambda: self._watch(address, client), f"watch-relay-{address}")
             self._followed[address] = _Followed(client, watcher)
 

@@ -5,6 +5,7 @@ docs/reference/metrics.md is made of the same table. A counter's name gets `_tot
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -21,8 +22,10 @@ from gateway.runtime.counters import Counters
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database
 from gateway.tasks import PromptPool
+from protos.access.credentials import Credentials
 
 RELAYED_TEXT = "--relay-text"
+CREDENTIALS = "--credentials"
 SHARED_EXPERIENCE = "--experience-store redis://..."
 
 
@@ -75,6 +78,14 @@ def _delivery(read: Callable[[DeliveryStatistics], float]) -> Read:
     def values(sources: Sources) -> Iterable[Value]:
         found = sources.buffer.delivery()
         return [] if found is None else [(read(found), ())]
+
+    return values
+
+
+def _credentials(read: Callable[[Credentials], float]) -> Read:
+    def values(sources: Sources) -> Iterable[Value]:
+        credentials = sources.fleet.relays.credentials
+        return [] if credentials is None else [(read(credentials), ())]
 
     return values
 
@@ -312,12 +323,32 @@ METRICS: Sequence[Metric] = (
         _delivery(lambda found: found.failed_calls),
         needs=SHARED_EXPERIENCE,
     ),
+    Metric(
+        "gauge",
+        "laminar_gateway_certificate_expiry_seconds",
+        "seconds",
+        "Time until the certificate expires with which the gateway calls relays.",
+        _credentials(lambda found: found.material.expires_unix_s - time.time()),
+        needs=CREDENTIALS,
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_credentials_failed",
+        "1 or 0",
+        "1 while the files of --credentials cannot be used as they are, and those before them still are.",
+        _credentials(lambda found: bool(found.failure)),
+        needs=CREDENTIALS,
+    ),
 )
 
 
 def serve_metrics(meter: Meter, sources: Sources) -> None:
     """Adds an instrument for each metric that a gateway with these sources has."""
-    lacking = {RELAYED_TEXT: sources.text_proxy is None, SHARED_EXPERIENCE: sources.buffer.delivery() is None}
+    lacking = {
+        RELAYED_TEXT: sources.text_proxy is None,
+        SHARED_EXPERIENCE: sources.buffer.delivery() is None,
+        CREDENTIALS: sources.fleet.relays.credentials is None,
+    }
     for metric in METRICS:
         if not lacking.get(metric.needs, False):
             add_instrument(meter, metric, _callback(metric, sources))
