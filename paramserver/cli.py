@@ -124,11 +124,11 @@ def serve(
 async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
     from paramserver.daemon.process import open_credentials, serve
 
-    open_credentials(config)  # before an etcd of its own starts
+    credentials = open_credentials(config)  # before an etcd of its own starts
     if not config.etcd and (config.etcd_access.etcd_cacert or config.etcd_access.etcd_user):
         raise InvalidRequest("--etcd-cacert and --etcd-user are for an etcd that runs", hint="add --etcd HOST:PORT")
     if config.etcd:
-        await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
+        await serve(config, credentials, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
         return
     # Beside the pool, and kept: with a new etcd versions would begin at 1 again, below those that engines serve.
     pool_dir = config.pool_dir.resolve()
@@ -141,7 +141,7 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
             _ready(ready_file, {**addresses, "etcd": config.etcd})
 
         try:
-            await serve(config, ready)
+            await serve(config, credentials, ready)
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])

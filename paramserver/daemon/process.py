@@ -60,9 +60,8 @@ SOCKET_PATH_MAX = 100  # the kernel takes 107
 SERVICE = relay_pb2.DESCRIPTOR.services_by_name["Relay"].full_name
 
 
-def open_credentials(config: RelayConfig) -> Credentials | None:
-    """The fleet's credentials; None: everybody who reaches the relay may do everything. Raises InvalidRequest where
-    they cannot be used, and where the relay would serve other hosts without any."""
+def check_open(config: RelayConfig) -> None:
+    """Raises InvalidRequest where a port would be off loopback, and nobody has decided who may use it."""
     if config.insecure and config.credentials is not None:
         raise InvalidRequest("--insecure and credentials contradict each other", hint="leave one of them out")
     hosts = [config.host, *([address_of(config.bind_interface)] if config.bind_interface else ())]
@@ -77,6 +76,12 @@ def open_credentials(config: RelayConfig) -> Credentials | None:
         )
     if config.insecure:
         warn_insecure(log, "paramserver serve", " and ".join(dict.fromkeys(hosts)))
+
+
+def open_credentials(config: RelayConfig) -> Credentials | None:
+    """The fleet's credentials; None: everybody who reaches the relay may do everything. Raises InvalidRequest where
+    they cannot be used, and where the relay would serve other hosts without any."""
+    check_open(config)
     if config.credentials is None:
         return None
     credentials = Credentials(config.credentials)
@@ -87,11 +92,14 @@ def open_credentials(config: RelayConfig) -> Credentials | None:
     return credentials
 
 
-async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None]) -> None:
-    """Runs one relay until SIGTERM or SIGINT. `on_ready` gets its addresses once it serves."""
+async def serve(
+    config: RelayConfig, credentials: Credentials | None, on_ready: Callable[[dict[str, str]], None]
+) -> None:
+    """Runs one relay until SIGTERM or SIGINT. `credentials`: what `open_credentials` gave. `on_ready` gets its
+    addresses once it serves."""
     log.info("configuration: %s", config)
     stop = _stop_event()  # a SIGTERM while starting waits for the end of it, so that the memory goes back
-    async with relay_process(config) as (addresses, failed):
+    async with relay_process(config, credentials) as (addresses, failed):
         on_ready(addresses)
         log.info("relay %s serves gRPC on %s, bytes on %s", config.name, addresses["grpc"], addresses["data"])
         failed.add_done_callback(lambda _: stop.set())
@@ -101,10 +109,11 @@ async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None])
 
 
 @contextlib.asynccontextmanager
-async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, str], asyncio.Future[None]]]:
+async def relay_process(
+    config: RelayConfig, credentials: Credentials | None = None
+) -> AsyncIterator[tuple[dict[str, str], asyncio.Future[None]]]:
     """A relay, serving; yields its addresses and the task in which it lives (done only when it broke)."""
     data_host = address_of(config.bind_interface) if config.bind_interface else config.host
-    credentials = open_credentials(config)
     guards = [AccessInterceptor(credentials)] if credentials is not None else []
     server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
     grpc_address = _bind(server, config, credentials)
