@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.data import peers
+from paramserver.data import peers, server
 from paramserver.memory.private import group_id, keep_private
-from protos.errors import InvalidRequest, Unavailable
+from protos.errors import Forbidden, InvalidRequest, Unavailable
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: to be several users")
 NOBODY = 65534
@@ -108,3 +108,26 @@ def test_the_kernel_says_who_connected(open_directory: Path, group: int, extra: 
             assert peers.user_of(sock) == NOBODY
             assert peers.groups_of(sock) == {group, *extra}
         os.waitpid(client, 0)
+
+
+@pytest.mark.parametrize(
+    ("user", "groups", "group", "may"),
+    [
+        (os.geteuid(), set(), None, True),
+        (0, set(), None, True),
+        (NOBODY, {7}, None, False),
+        (NOBODY, {7}, 8, False),
+        (NOBODY, {7}, 7, True),
+    ],
+)
+def test_the_unix_socket_is_for_this_user_root_and_the_group(
+    monkeypatch: pytest.MonkeyPatch, user: int, groups: set[int], group: int | None, may: bool
+) -> None:
+    monkeypatch.setattr(peers, "user_of", lambda sock: user)
+    monkeypatch.setattr(peers, "groups_of", lambda sock: groups)
+    with socket.socket(socket.AF_UNIX) as sock:
+        if may:
+            server._check_user(sock, group)
+            return
+        with pytest.raises(Forbidden, match=f"user {NOBODY} may not publish"):
+            server._check_user(sock, group)
