@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from gateway.api.access import Access
 from gateway.api.admin import AdminDeps, add_admin_routes
@@ -18,7 +20,8 @@ from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.api.generate import add_generate_route
 from gateway.api.groups import add_group_routes
-from gateway.api.http_server import BACKLOG, Runner, bodies_in_time
+from gateway.api.http_server import bodies_in_time
+from gateway.api.listeners import AdminPlace, Listener, admin_place, listen, listen_for_admins, peers_of
 from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
 from gateway.api.openai.text_proxy import TextRoutes
 from gateway.api.openapi import add_openapi_route
@@ -63,12 +66,11 @@ from paramserver.membership import EtcdRegistry
 from protos.access.key_file import KeyFile
 from protos.access.listening import check_listening, warn_insecure
 from protos.errors import InvalidRequest
-from protos.process import cannot_listen
 
 log = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 0.1  # for handlers, after draining: by default aiohttp would wait for them again
+OPERATIONS_BY_ROUTE = {(route.method.upper(), route.path): route.operation for route in ROUTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +104,26 @@ class Parts:
 
 @dataclass(slots=True)
 class Gateway:
-    """A running gateway. `url` is where it listens."""
+    """A running gateway."""
 
-    url: str
     config: GatewayConfig
     stores: Stores
     parts: Parts
     status: GatewayStatus
-    _runner: web.AppRunner
+    listener: Listener
+    admin: Listener | None
     _loops: Supervisor
     _stack: AsyncExitStack
+
+    @property
+    def url(self) -> str:
+        """Where clients reach it."""
+        return self.listener.url
+
+    @property
+    def admin_url(self) -> str:
+        """Where those who operate it reach it."""
+        return self.url if self.admin is None else self.admin.url
 
     @property
     def fleet(self) -> Fleet:
@@ -125,7 +137,9 @@ class Gateway:
         # 1. No new connections, sessions or turns. Running turns finish and are answered, until the deadline or until
         #    `hurry` is set; what is left stays in flight on disk, for the next life of this gateway.
         await self._drain(drain_timeout_s, hurry or asyncio.Event())
-        await self._runner.cleanup()
+        await self.listener.close()
+        if self.admin is not None:  # until here it shows how the turns end
+            await self.admin.close()
         # 2. No more decisions.
         await self._loops.close()
         self.status.close()
@@ -135,8 +149,7 @@ class Gateway:
     async def _drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
         running, text_proxy = self.sessions.running, self.parts.text_proxy
         self.parts.live.draining = True
-        for site in list(self._runner.sites):
-            await site.stop()
+        await self.listener.stop()
         draining = [asyncio.create_task(turn.released()) for turn in running.values()]
         if text_proxy is not None:
             text_proxy.draining = True
@@ -158,7 +171,7 @@ class Gateway:
 
 async def start(config: GatewayConfig) -> Gateway:
     """Serves when this returns; engines and relays may still be away. Raises LaminarError with what is wrong."""
-    keys = open_keys(config)
+    keys, place = open_keys(config), admin_place(config)
     codec = Codec.load(config.tokenizer)
     async with AsyncExitStack() as stack:
         registry = await EtcdRegistry.connect(config.etcd) if config.etcd is not None else None
@@ -198,10 +211,17 @@ async def start(config: GatewayConfig) -> Gateway:
         access = None
         if keys is not None:
             access = Access(keys, parts.live, parts.groups, agents_may_reward=config.agents_may_reward)
-        runner = await _listen(config, _routes(config, codec, parts, stores, status, access))
-        url = f"http://{config.host}:{runner.addresses[0][1]}"
+        async with AsyncExitStack() as listening:
+            deps = AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline)
+            admin = None
+            if place is not None:
+                admin = await listen_for_admins(_admin_routes(config, deps, place, access), place)
+                listening.push_async_callback(admin.close)
+                status.admin_url = admin.url
+            listener = await listen(_routes(config, codec, parts, stores, deps, access), config.host, config.port)
+            listening.pop_all()
         loops = _start_loops(config, parts, registry, access)
-        return Gateway(url, config, stores, parts, status, runner, loops, stack.pop_all())
+        return Gateway(config, stores, parts, status, listener, admin, loops, stack.pop_all())
 
 
 def open_keys(config: GatewayConfig) -> KeyFile | None:
@@ -284,8 +304,8 @@ def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None) 
     """Puts the rooms together. Without a `codec`, as in tests, no id ends a turn, and every id is in the vocabulary."""
     timeline = stores.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
-    groups = KnownGroups()
-    live = SessionRegistry(config, state, stores.sessions, timeline, groups)
+    known_groups = KnownGroups()
+    live = SessionRegistry(config, state, stores.sessions, timeline, known_groups)
     trainer = Trainer(config, live, stores.buffer, stores.reader)
     adapters = AdapterContext(model=config.model, tokenizer=codec, stall_timeout_s=config.stall_timeout_s)
     context_tokens = 0 if codec is None else codec.context_tokens or 0
@@ -300,7 +320,7 @@ def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None) 
         eos_ids=frozenset() if codec is None else codec.eos_ids,
         vocab_size=1 << 31 if codec is None else codec.vocab_size,
     )
-    registry, durations = GroupRegistry(groups, live, stores.buffer, stores.groups), SessionDurations()
+    registry, durations = GroupRegistry(known_groups, live, stores.buffer, stores.groups), SessionDurations()
     endings = Endings(
         sessions,
         trainer,
@@ -322,13 +342,11 @@ def _routes(
     codec: Codec,
     parts: Parts,
     stores: Stores,
-    status: GatewayStatus,
+    admin: AdminDeps,
     access: Access | None = None,
 ) -> web.Application:
     """`access` None: no middleware asks for keys."""
-    operations = {(route.method.upper(), route.path): route.operation for route in ROUTES}
-    control = [] if access is None else [access.control(operations)]
-    app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, *control, bodies_in_time])
+    app = _application(config, [] if access is None else [access.control(OPERATIONS_BY_ROUTE)])
     from_user = config.session_from_user
     text = None
     if parts.text_proxy is not None:
@@ -338,10 +356,10 @@ def _routes(
     add_generate_route(app, calls)
     add_responses_routes(app, calls)
     add_anthropic_routes(app, calls)
-    add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
+    add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins, config.public_url)
     add_record_routes(app, parts.live, stores.buffer, codec)
-    add_group_routes(app, parts.groups, parts.live)
-    add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))
+    add_group_routes(app, parts.groups, parts.live, config.public_url)
+    add_admin_routes(app, admin, operate_at=admin.status.admin_url)
     add_task_routes(app, stores.tasks)
     add_openapi_route(app)
     add_experience_routes(
@@ -353,15 +371,16 @@ def _routes(
     return app
 
 
-async def _listen(config: GatewayConfig, app: web.Application) -> web.AppRunner:
-    runner = Runner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, config.host, config.port, backlog=BACKLOG).start()
-    except OSError as error:
-        await runner.cleanup()
-        raise cannot_listen(config.host, config.port, error) from error
-    return runner
+def _admin_routes(config: GatewayConfig, admin: AdminDeps, place: AdminPlace, access: Access | None) -> web.Application:
+    """What the admin listener answers: whatever an operator looks at, and does."""
+    control = [] if access is None else [access.control(OPERATIONS_BY_ROUTE)]
+    app = _application(config, control if place.path is None else [peers_of(place)])
+    add_admin_routes(app, admin)
+    return app
+
+
+def _application(config: GatewayConfig, control: Sequence[Middleware]) -> web.Application:
+    return web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, *control, bodies_in_time])
 
 
 def _start_loops(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
@@ -155,19 +155,33 @@ class AdminDeps:
     timeline: Timeline
 
 
-def add_admin_routes(app: web.Application, deps: AdminDeps) -> None:
+def add_admin_routes(app: web.Application, deps: AdminDeps, *, operate_at: str = "") -> None:
+    """`operate_at`: the address of the admin listener, where another application answers the routes that change the
+    fleet; here they are refused."""
     handlers = _Handlers(deps)
+    operate = (handlers.add_engine, handlers.remove_engine, handlers.repack)
+    add_engine, remove_engine, repack = (_answered_at(operate_at),) * 3 if operate_at else operate
     app.router.add_get("/status", handlers.status)
     app.router.add_get("/healthz", handlers.healthz)
     app.router.add_get("/health", handlers.healthz)  # as engines have it
     app.router.add_get("/metrics", handlers.metrics)
     app.router.add_get("/admin/timeline", handlers.timeline)
-    app.router.add_post("/admin/engines", handlers.add_engine)
-    app.router.add_delete("/admin/engines/{name}", handlers.remove_engine)
+    app.router.add_post("/admin/engines", add_engine)
+    app.router.add_delete("/admin/engines/{name}", remove_engine)
     app.router.add_get("/admin/sessions", handlers.sessions)
     app.router.add_get("/admin/repack", handlers.plan)
-    app.router.add_post("/admin/repack", handlers.repack)
+    app.router.add_post("/admin/repack", repack)
     app.router.add_get("/admin/receipts", handlers.receipts)
+
+
+def _answered_at(address: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def refuse(request: web.Request) -> web.Response:
+        raise Forbidden(
+            f"{request.method} {request.path} is not answered on this port",
+            hint=f"the gateway's admin listener answers it, at {address} on its host (--admin-listen)",
+        )
+
+    return refuse
 
 
 class _Handlers:

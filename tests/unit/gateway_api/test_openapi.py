@@ -35,7 +35,7 @@ async def test_every_route_is_in_the_schema_and_none_besides(tmp_path: Path) -> 
             served = await answer.json()
         routes = {
             (route.method.lower(), route.resource.canonical)
-            for route in found._runner.app.router.routes()
+            for route in found.listener.runner.app.router.routes()
             if route.resource is not None and route.method != "HEAD"
         }
         await found.close()
