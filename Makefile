@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference format lock clean
+.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz audit bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,7 +55,7 @@ verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and
 quick: env  ## the quick part of the tests (under a minute)
 	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
 
-check: env  ## format, lint, strict types, import directions, generated parts fresh; seconds, no tests
+check: env  ## format, lint with bandit's rules, strict types, import directions, generated parts fresh; seconds, no tests
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
@@ -72,9 +72,13 @@ faultkit: env  ## seeded cuts through the real gateway over HTTP (SEEDS=1000, so
 	@LAMINAR_FAULTKIT_SEEDS=$(SEEDS) $(RUN) -m pytest tests/faults/test_seeded_cuts.py --show-capture=stdout -rP $(ARGS)
 
 EXAMPLES ?= 50
-fuzz: env  ## the OpenAPI schema that a gateway serves, fuzzed by schemathesis, which it installs beside .venv (EXAMPLES=50)
+SEED ?= 1
+fuzz: env  ## every port and file that strangers write to: HTTP by schemathesis, which it installs beside .venv, with and without keys; frames, gRPC, etcd, key files (EXAMPLES=50 SEED=1)
 	@test -x .venv-fuzz/bin/schemathesis || { $(PYTHON) -m venv .venv-fuzz && .venv-fuzz/bin/pip -q install 'schemathesis>=4.32'; }
-	@LAMINAR_FUZZ_EXAMPLES=$(EXAMPLES) $(RUN) -m pytest tests/e2e/test_openapi_fuzz.py --show-capture=stdout -rP $(ARGS)
+	@LAMINAR_FUZZ_EXAMPLES=$(EXAMPLES) LAMINAR_FUZZ_SEED=$(SEED) $(RUN) -m pytest tests/fuzz tests/e2e/test_openapi_fuzz.py --show-capture=stdout -rP $(ARGS)
+
+audit: env  ## known vulnerabilities of requirements.lock, by pip-audit, which it installs beside .venv; needs the internet
+	@$(RUN) -m deploy.audit
 
 bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
 	@$(RUN) -m tests.bench.relay $(ARGS)
@@ -117,4 +121,4 @@ lock: env  ## requirements.lock with the newest versions that pyproject.toml all
 	@$(PYTHON) -m deploy.lock_env
 
 clean:  ## remove .venv and caches of this checkout (the shared environment stays)
-	@rm -rf .venv .venv-vllm .venv-trl .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report
+	@rm -rf .venv .venv-vllm .venv-trl .venv-verl .venv-audit .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report

@@ -22,7 +22,7 @@ from protos.options import DIRECTORY, PORT, Flag, HostPort, Size
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-_ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
+_ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")  # noqa: S104 - compared with, not bound
 
 
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 4096, 1 << 30  # a publisher and each stripe hold one; frames count in 32 bits
@@ -89,7 +89,7 @@ class RelayConfig:
     pool_dir: Annotated[
         Path,
         DIRECTORY,
-        Flag(required=False, show_default="/dev/shm/laminar-USER/NAME"),
+        Flag(required=False, show_default="/dev/shm/laminar-USER/NAME"),  # noqa: S108 - help text
         "Directory in a tmpfs for snapshots.",
     ]
     pool_bytes: Annotated[int, Size(), "Memory for snapshots, allocated at start: about four times a version."] = (
@@ -176,7 +176,7 @@ class RelayConfig:
 
 
 def default_pool_dir(name: str) -> Path:
-    return Path(f"/dev/shm/laminar-{getpass.getuser()}") / name
+    return Path(f"/dev/shm/laminar-{getpass.getuser()}") / name  # noqa: S108 - a tmpfs is the point
 
 
 def show_bytes(num: int) -> str:
