@@ -56,6 +56,7 @@ TESTS = (
     SystemPackage("iptables", "tests of cut links", lambda: _has_command("iptables")),
     SystemPackage("bubblewrap", "the sandbox of `agents-env run code` on older kernels", lambda: _has_command("bwrap")),
     SystemPackage("redis-server", "tests of stores that gateways share", lambda: _has_command("redis-server")),
+    SystemPackage("nginx", "the test of the proxy that docs/security.md shows", lambda: _has_command("nginx")),
     SystemPackage("prometheus", "promtool, for tests of the alert rules", lambda: _has_command("promtool")),
 )
 BENCHMARKS = (

@@ -65,6 +65,7 @@ RUN_ELSEWHERE = {
     ("docs/publishing.md", "sh"): 1,
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
+    ("docs/security.md", "nginx"): 1,  # operating/test_proxy.py
     ("docs/shared-experience.md", "sh"): 1,  # test_shared_experience.py
     ("docs/tables.md", "sh"): 1,  # test_tables.py
     ("docs/trl.md", "python"): 2,  # `tests/trl/test_docs.py`
