@@ -80,7 +80,7 @@ def main() -> int:
             print(f"{output.strip()}\naudit: by {service}, {len(accepted)} exceptions")
             return found
         last = (output.strip().splitlines() or ["no output"])[-1]
-        print(f"audit: the advisories of {service} could not be read (exit status {status}): {last[:300]}", file=sys.stderr)
+        print(f"audit: the advisories of {service} could not be read (status {status}): {last[:300]}", file=sys.stderr)
     print(
         "audit: nothing is known of these packages, good or bad; run it where the internet is reached", file=sys.stderr
     )
