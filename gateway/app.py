@@ -27,6 +27,9 @@ from gateway.api.responses.routes import add_responses_routes
 from gateway.api.routes import ROUTES
 from gateway.api.sessions import add_session_routes
 from gateway.api.tasks import add_task_routes
+from gateway.api.ui import reading
+from gateway.api.ui.feed import Feed
+from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
@@ -341,6 +344,8 @@ def _routes(
     add_group_routes(app, parts.groups, parts.live)
     add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))
     add_task_routes(app, stores.tasks)
+    shown = reading.Parts(status, parts.fleet, parts.sessions, parts.repacker, stores.buffer, stores.timeline)
+    add_ui_routes(app, Feed(reading.Reading(shown, config.model)))
     add_openapi_route(app)
     add_experience_routes(
         app,
