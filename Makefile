@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference format lock clean
+.PHONY: help env system-packages demo test soak test-ui screenshots test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,10 +22,16 @@ demo: env  ## the main job on this machine: train, publish, refresh, repack, kil
 	@$(RUN) -m deploy.demo $(ARGS)
 
 test: env  ## every test of the README, without those of `make soak` (some minutes)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not soak" $(PARALLEL) $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv --ignore=tests/ui -m "not soak" $(PARALLEL) $(ARGS)
 
 soak: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, more seeds, one after the other (some eight minutes)
 	@$(RUN) -m pytest tests/faults tests/sim -m soak $(ARGS)
+
+test-ui: env  ## the dashboard in a real Chromium: what it shows, keys, axe, frames with 5,000 sessions; some four minutes
+	@$(RUN) -m pytest tests/ui -m ui --show-capture=stdout -rP $(ARGS)
+
+screenshots: env  ## the pictures of docs/dashboard.md, from a real fleet with 5,000 sessions of made-up agents; some four minutes
+	@$(RUN) -m tests.ui.screenshots $(ARGS)
 
 test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB on disk): refresh, moves, kill -9; some ten minutes
 	@$(RUN) -m pytest tests/vllm -m vllm $(ARGS)
@@ -53,7 +59,7 @@ verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and
 	@$(RUN) -m tests.verl $(ARGS)
 
 quick: env  ## the quick part of the tests (under a minute)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv --ignore=tests/ui -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
 
 check: env  ## format, lint, strict types, import directions, generated parts fresh; seconds, no tests
 	@$(RUN) -m ruff format --check .

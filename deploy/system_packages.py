@@ -45,6 +45,11 @@ def _has_headers() -> bool:
     return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
+def _has_fonts() -> bool:
+    return any(Path("/usr/share/fonts").rglob("*.ttf"))
+
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 SET_UP = (
     SystemPackage("gcc", "compiles a package that has no wheel", lambda: _has_command("cc") or _has_command("gcc")),
     SystemPackage("libc6-dev", "what a compiler needs", lambda: Path("/usr/include/stdio.h").is_file()),
@@ -57,6 +62,8 @@ TESTS = (
     SystemPackage("bubblewrap", "the sandbox of `agents-env run code` on older kernels", lambda: _has_command("bwrap")),
     SystemPackage("redis-server", "tests of stores that gateways share", lambda: _has_command("redis-server")),
     SystemPackage("prometheus", "promtool, for tests of the alert rules", lambda: _has_command("promtool")),
+    SystemPackage("chromium", "tests of the dashboard", lambda: any(map(_has_command, CHROMIUM))),
+    SystemPackage("fonts-dejavu-core", "its text", _has_fonts),
 )
 BENCHMARKS = (
     SystemPackage("libibverbs1", "Mooncake, in `make bench-relay`", lambda: _has_library("libibverbs.so.1")),

@@ -1,4 +1,4 @@
-"""Commands of the gateway: `serve`, `doctor`, `backup`, `status`, `repack`, and those that load more (`LAZY`)."""
+"""Commands of the gateway: `serve`, `doctor`, `backup`, `status`, `top`, `repack`; others are loaded late (`LAZY`)."""
 
 from __future__ import annotations
 
@@ -211,6 +211,24 @@ def status(url: str, as_json: bool, wait_s: float) -> None:
         click.echo(json.dumps(answer, indent=1))
     else:
         show(answer)
+
+
+@cli.command()
+@click.option("--url", default="http://127.0.0.1:8080", help="Address of a running gateway.")
+@click.option("--once", is_flag=True, help="Print it as it is now, and end.")
+def top(url: str, once: bool) -> None:
+    """Shows a running gateway as it goes on: engines, sessions, relays, what waits. Ctrl-C ends it.
+
+    The dashboard at /ui shows the same in a browser. Both need a key with the role reader where the gateway has keys.
+    """
+    from gateway.operate.top import run
+
+    try:
+        asyncio.run(run(url, only_once=once))
+    except LaminarError as e:
+        raise click.ClickException(str(e)) from e
+    except KeyboardInterrupt:
+        return
 
 
 @cli.group(epilog="\b\n" + "\n".join(f"{role + ':':9}{PURPOSE[role]}" for role in ROLES))

@@ -175,6 +175,19 @@ def status(relay: str, as_json: bool) -> None:
 
 @cli.command()
 @relay_option
+@click.option("--once", is_flag=True, help="Print it as it is now, and end.")
+def top(relay: str, once: bool) -> None:
+    """Shows a relay as it goes on: its chain with rates, versions, transfers and memory. Ctrl-C ends it."""
+    from paramserver.top import run
+
+    try:
+        _run(run(relay, only_once=once))
+    except KeyboardInterrupt:
+        return
+
+
+@cli.command()
+@relay_option
 @click.option("--wait-s", type=click.FloatRange(0), default=600.0, help="How long to wait until it is not needed.")
 def drain(relay: str, wait_s: float) -> None:
     """Prepares a relay to be stopped: it gives up mastership and leaves the chain. Waits until the relay is not needed.

@@ -54,7 +54,7 @@ async def call(method: str, url: str, path: str) -> dict[str, Any]:
             http.request(method, url.rstrip("/") + path) as response,
         ):
             if response.status in (401, 403):
-                raise _refused(response.status, (await response.json())["error"]["message"])
+                raise refused(response.status, (await response.json())["error"]["message"])
             response.raise_for_status()
             answer: dict[str, Any] = await response.json()
             return answer
@@ -64,7 +64,7 @@ async def call(method: str, url: str, path: str) -> dict[str, Any]:
         raise Unavailable(f"no gateway answers at {url}: {e or type(e).__name__}", hint="name one with --url") from e
 
 
-def _refused(status: int, message: str) -> Unauthenticated | Forbidden:
+def refused(status: int, message: str) -> Unauthenticated | Forbidden:
     return Unauthenticated(message, hint=KEY_HINT) if status == 401 else Forbidden(message)
 
 

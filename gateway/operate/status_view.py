@@ -19,8 +19,8 @@ def show(status: Mapping[str, Any], console: Console | None = None) -> None:
         console.width = PIPE_COLUMNS
     for line in _head(status):
         console.print(line, markup=False)
-    console.print(_engines(status["engines"]))
-    for line in _warnings(status):
+    console.print(engines_table(status["engines"]))
+    for line in warnings_of(status):
         console.print(line, markup=False)
 
 
@@ -59,7 +59,7 @@ def _prompt_pool(pool: Mapping[str, int] | None) -> Sequence[str]:
     )
 
 
-def _engines(engines: Sequence[Mapping[str, Any]]) -> Table:
+def engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(*ENGINE_COLUMNS, box=None, pad_edge=False)
     for e in engines:
         behind = f" of {e['available']}" if e["available"] > e["version"] else ""
@@ -84,7 +84,7 @@ def _holders(engine: Mapping[str, Any]) -> Sequence[str]:
     ]
 
 
-def _warnings(status: Mapping[str, Any]) -> Sequence[str]:
+def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
     """What an operator should look at, with what would be right."""
     engines = status["engines"]
     keys = (status.get("access") or {}).get("failure")
