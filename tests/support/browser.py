@@ -28,7 +28,7 @@ FLAGS = (
 )
 START_S, END_S = 120.0, 20.0
 CALL_S = 60.0
-WAIT_S = 90.0
+WAIT_S = 20.0
 LOOK_S = 0.05
 AXE_LOCK = Path(__file__).with_name("axe.lock")
 
@@ -82,9 +82,10 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, condition: str, what: str, timeout_s: float = WAIT_S) -> Any:
-        """The condition's value, once it is true of the page."""
+        """The condition's value, once it is true of the page; True for an object."""
+        look = f"(() => {{ const found = {condition}; return found && typeof found === 'object' ? true : found; }})()"
         deadline = time.monotonic() + timeout_s
-        while not (found := await self.evaluate(f"Boolean({condition}) && ({condition})")):
+        while not (found := await self.evaluate(look)):
             assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}; {self.complaints}"
             await asyncio.sleep(LOOK_S)
         return found

@@ -30,6 +30,13 @@ async def open_dashboard(tab: Page, url: str) -> None:
     await tab.until(LIVE, "the first picture")
 
 
+async def show(tab: Page, session: str) -> None:
+    """Opens a session below."""
+    await tab.evaluate("document.querySelector('#session-id').focus()")
+    await tab.type(session)
+    await tab.key("Enter")
+
+
 async def call(http: aiohttp.ClientSession, path: str, body: Any = None) -> Any:
     async with http.post(path, json=body) as answer:
         assert answer.status in (200, 201), await answer.text()
@@ -85,9 +92,7 @@ async def test_a_session_is_shown_token_by_token_and_names_are_text(tab: Page, t
         await call(http, "/sessions", {"session_id": MARKUP})
         answer = await turn_of(http, quote(MARKUP, safe=""), [5, 6, 7])
         await open_dashboard(tab, found.url)
-        await tab.evaluate("document.querySelector('#session-id').focus()")
-        await tab.type(MARKUP)
-        await tab.key("Enter")
+        await show(tab, MARKUP)
         await tab.until("document.querySelectorAll('.token').length === 9", "three given and six sampled tokens")
         assert await tab.evaluate("document.querySelectorAll('.token.v0').length") == 6
         record = await get(http, f"/sessions/{quote(MARKUP, safe='')}/trajectories?tokens=true")
@@ -147,9 +152,7 @@ async def test_with_keys_it_asks_for_one_keeps_it_in_the_tab_and_out_of_urls(tab
         await tab.key("Enter")
         await tab.until(LIVE, "the first picture")
         assert await tab.evaluate("document.querySelector('#key-form').hidden")
-        await tab.evaluate("document.querySelector('#session-id').focus()")
-        await tab.type("mine")
-        await tab.key("Enter")
+        await show(tab, "mine")
         await tab.until("document.querySelector('#session').innerText.includes('No turn has ended yet')", "the session")
         urls = json.dumps(await tab.evaluate("performance.getEntriesByType('resource').map((one) => one.name)"))
         assert key_of("reader") not in urls + await tab.evaluate("location.href + document.cookie")
@@ -161,13 +164,13 @@ async def test_with_keys_it_asks_for_one_keeps_it_in_the_tab_and_out_of_urls(tab
 
 
 async def test_the_timeline_is_used_by_keys_alone(tab: Page, tmp_path: Path) -> None:
-    e0 = ScriptedEngine("e0", hold_at=1, version="3")
+    e0 = ScriptedEngine("e0", hold_at=2, version="3")
     async with e0, gateway(tmp_path, e0) as (found, http):
         turns = []
         for name in ("s1", "s2", "s3"):
             await call(http, "/sessions", {"session_id": name})
             turns.append(turn_of(http, name, [5, 6, 7]))
-        await until(lambda: e0.said_tokens == 3, "three turns")
+        await until(lambda: e0.said_tokens == 6, "three turns")
         await open_dashboard(tab, found.url)
         await tab.until(f"{legend('Decode')} === '3'", "three turns that decode")
         await tab.key("Tab")
@@ -210,8 +213,7 @@ async def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(
         await call(http, "/sessions", {"session_id": "s1"})
         await turn_of(http, "s1", [5, 6, 7])
         await open_dashboard(tab, found.url)
-        await tab.evaluate("document.querySelector('#session-id').value = 's1'")
-        await tab.click("#session-form button")
+        await show(tab, "s1")
         await tab.until("document.querySelector('.token')", "the transcript")
         await tab.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
         assert await tab.evaluate("document.scrollingElement.scrollWidth <= innerWidth")

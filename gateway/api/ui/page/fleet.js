@@ -85,7 +85,7 @@ export class Fleet {
       found.running += engine.running;
     }
     const all = tables.rows("engines").size;
-    const newest = tables.field("newest_version");
+    const newest = Math.max(tables.field("newest_version"), ...by.keys());
     const rows = [...by.values()].sort((a, b) => b.version - a.version).map((row) => ({ ...row, all, newest }));
     this.versions(rows, (row) => row.version);
   }
@@ -129,6 +129,7 @@ function engineRow() {
       cells.state.className = `chip ${engine.state}`;
       const reason = engine.last_error || (engine.intake === "closed" ? engine.reason : "");
       setText(why, reason);
+      why.title = reason;
       setText(cells.version, engine.available > engine.version ? `${engine.version} of ${engine.available}` : engine.version);
       setText(cells.intake, `${engine.intake}, ${engine.admitted}`);
       turns.update((engine.running + engine.waiting) / engine.most, engine.waiting ? `${engine.running} + ${engine.waiting}` : engine.running);

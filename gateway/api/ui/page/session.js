@@ -154,7 +154,7 @@ function spanOf(span, end, trajectory, tokens, versions) {
   const words = el("p", { class: span.sampled ? "sampled" : "given" });
   if (tokens === null) words.append(end === span.end ? span.text : `${span.text.slice(0, (end - span.start) * 4)} …`);
   else for (let at = span.start; at < end; at += 1) words.append(tokenOf(at, trajectory, tokens[at], span.sampled, versions));
-  return el("section", { class: "span" }, el("h4", {}, title), words);
+  return el("section", { class: "span" }, el("h3", {}, title), words);
 }
 
 function tokenOf(at, trajectory, text, sampled, versions) {

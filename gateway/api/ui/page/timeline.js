@@ -9,7 +9,8 @@ import { theme } from "./theme.js";
 export const ROWS = [1, 2, 4, 8, 14]; // heights of a row in CSS pixels
 const FITTING = [14, 10, 8, 6, 4, 3];
 const AXIS = 20;
-const HEAD = 8; // least height of a band
+const LEAST = 4; // height of a band
+const HEAD = 16; // the same with rows, for its label
 const DRAW_MS = 40; // between two pictures, at least
 
 export class Timeline {
@@ -96,7 +97,7 @@ export class Timeline {
   rowPx() {
     if (this.rows) return Math.round(this.rows * this.dpr);
     const slots = this.bands.reduce((sum, band) => sum + Math.max(band.slots.length, 1) + 1, 0);
-    const fits = FITTING.find((row) => slots * row * this.dpr <= this.plotHeight && this.bands.length * HEAD * 2 * this.dpr <= this.plotHeight);
+    const fits = FITTING.find((row) => slots * row * this.dpr <= this.plotHeight && this.bands.length * HEAD * this.dpr <= this.plotHeight);
     return fits === undefined ? 0 : Math.round(fits * this.dpr);
   }
 
@@ -107,7 +108,7 @@ export class Timeline {
       .filter((band) => band.name !== WAITING || band.slots.length)
       .sort((a, b) => (a.name === WAITING ? -1 : b.name === WAITING ? 1 : byName(a.name, b.name)));
     const row = (this.row = this.rowPx());
-    this.placed = layout(this.bands, row, this.plotHeight, Math.round((row ? HEAD * 2 : HEAD) * dpr));
+    this.placed = layout(this.bands, row, this.plotHeight, Math.round((row ? HEAD : LEAST) * dpr));
     const last = this.placed.at(-1);
     this.content = last === undefined ? 0 : last.y + last.height;
     this.top = Math.max(0, Math.min(this.top, this.content - this.plotHeight));
@@ -196,7 +197,7 @@ export class Timeline {
   }
 
   drawAxis(view) {
-    const step = this.spanS <= 30 ? 5 : this.spanS <= 120 ? 20 : 60;
+    const step = this.spanS <= 30 ? 5 : this.spanS <= 120 ? 20 : 30;
     const y = this.canvas.height - 6 * this.dpr;
     this.context.fillStyle = theme.css("--line");
     this.context.fillRect(0, this.plotHeight, this.canvas.width, this.dpr);
@@ -204,7 +205,7 @@ export class Timeline {
       const px = this.x(view.now - back);
       this.context.fillStyle = theme.css("--line");
       this.context.fillRect(px, this.plotHeight, this.dpr, 4 * this.dpr);
-      this.text(back < 60 ? `−${back} s` : `−${back / 60} min`.replace(/\.\d+/, (digits) => digits.slice(0, 2)), px - 12 * this.dpr, y, "--muted", 10);
+      this.text(`−${Math.floor(back / 60)}:${String(back % 60).padStart(2, "0")}`, px - 11 * this.dpr, y, "--muted", 10);
     }
     this.text(this.pausedAt === null ? "now" : "paused", this.canvas.width - 40 * this.dpr, y, "--muted", 10);
   }
