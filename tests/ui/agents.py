@@ -23,11 +23,11 @@ from paramserver.client.push import push
 from tests.bench.gateway.mock_engine import MODEL
 
 SNAPSHOT_BYTES = 24 << 20
-PUBLISH_S = 40.0
-BATCH = 1024
-TURNS_MAX, TOKENS_MAX = 5, 160
-TOOL_S = 6.0  # on the mean
-STARTS_PER_S = 150.0
+PUBLISH_S = 60.0
+BATCH = 2048
+TURNS_MAX, TOKENS_MAX = 5, 120
+TOOL_S = 12.0  # on the mean
+STARTS_PER_S = 80.0
 TASKS = ("Mend the failing test of the parser.", "How many ways lead up the stairs?", "Make this loop faster.")
 RESULTS = ("3 passed, 1 failed: test_empty_line", "exit status 0, 0.21 s", "Traceback: KeyError: 'id'", "no matches")
 

@@ -22,7 +22,7 @@ from tests.bench.gateway.mock_engine import BLOCK, DONE, MODEL, STARTED_UNIX_S, 
 
 CONTEXT_TOKENS = 2048
 KV_TOKENS = 64 * 1024
-PREFILL_TOKENS_PER_S = 400.0
+PREFILL_TOKENS_PER_S = 100.0
 LOAD_S = 4.0
 SAYINGS = (
     "I look at the test first. It fails in the parser, where an empty line ends the record too early.",
@@ -131,7 +131,7 @@ async def serve(engines: int, rate: float, codec: Codec, ready_file: Path) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=80)
-    parser.add_argument("--rate", type=float, default=2.5, help="tokens per second of a turn")
+    parser.add_argument("--rate", type=float, default=1.0, help="tokens per second of a turn")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--ready-file", type=Path, required=True)
     given = parser.parse_args()

@@ -25,6 +25,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 RELAYS = ("trainer-0", "engines-0", "engines-1")
 POOL = "160MiB"
 END_S = 5.0
+BEGIN_S = 600.0
+"""For all sessions to have begun."""
 WIDE, PHONE = (1440, 960), (390, 844)
 
 
@@ -55,10 +57,11 @@ def fleet(sessions: int, engines: int) -> Iterator[str]:
         relays = [start(name, *relay, f"--name={name}", f"--pool-dir={pools / name}").ready["grpc"] for name in RELAYS]
         model = str(tiny_model())
         mocks = start("engines", "tests.ui.engines", f"--engines={engines}", f"--tokenizer={model}").ready
-        beside = [f"--engine={n}=vllm={url}@{relays[1 + at % 2]}" for at, (n, url) in enumerate(mocks.items())]
+        named = {name: url for name, url in mocks.items() if name.startswith("e")}
+        beside = [f"--engine={n}=vllm={url}@{relays[1 + at % 2]}" for at, (n, url) in enumerate(named.items())]
         options = [f"--tokenizer={model}", f"--data={directory / 'data'}", "--port=0", "--no-probe"]
         options += ["--tokens-per-event=8", "--intake-batch=256", "--queue-max=8192", "--queue-timeout-s=600"]
-        options += ["--version-hold-s=20", "--max-running=64", "--prefill-tokens-per-s=400"]
+        options += ["--version-hold-s=20", "--max-running=64", "--prefill-tokens-per-s=100"]
         url = start("gateway", "gateway", "serve", "--model=policy", *options, *beside).ready["url"]
         command = [sys.executable, "-m", "tests.ui.agents", f"--url={url}", f"--relay={relays[0]}"]
         agents = subprocess.Popen([*command, f"--sessions={sessions}"])
@@ -92,7 +95,7 @@ async def take_all(url: str, out: Path, sessions: int, settle_s: float) -> None:
         await page.scheme("light")
         await page.goto(f"{url}/ui")
         live = "Number(document.querySelectorAll('.tile .figure')[1]?.textContent.replaceAll(',', ''))"
-        await page.until(f"{live} >= {sessions * 0.97}", "all sessions", 300.0)
+        await page.until(f"{live} >= {sessions * 0.97}", "all sessions", BEGIN_S)
         await asyncio.sleep(settle_s)  # the timeline fills
         await shoot(page, "light", out)
         await page.scheme("dark")

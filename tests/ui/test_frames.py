@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from tests.support.browser import Page
 pytestmark = [pytest.mark.ui, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SESSIONS, PER_S = 5000, 100
-WARM_UP_S, MEASURED_S = 30, 15
+WARM_UP_S, MEASURED_S, BLANK_S = 30, 12, 6
 P95_MS_MAX = 50.0
+BUSY = 2.0
+"""A machine on which a page without anything has longer frames than the bar is busy: there, ours may have so many times
+its frames, and updates may come late."""
 RECORD = """new Promise((done) => {
   const times = [];
   const begin = performance.now();
@@ -30,43 +34,54 @@ COUNT_UPDATES = """(() => {
   const parse = JSON.parse;
   JSON.parse = (text, ...rest) => { window.updatesSeen += 1; return parse(text, ...rest); };
 })()"""
+SCROLL = """setInterval(() => document.querySelector('#timeline').dispatchEvent(
+  new WheelEvent('wheel', {deltaY: 40, cancelable: true})), 50)"""
 
 
-def gaps(times: list[float]) -> list[float]:
-    return sorted(after - before for before, after in itertools.pairwise(times))
+VIEWS = {"fit": "1", "rows": "document.querySelector('#rows-more').click()", "scrolling": SCROLL}
+"""What makes each of the view before it."""
 
 
-async def measured(tab: Page) -> tuple[list[float], float]:
-    """Milliseconds between frames, ascending; and updates that came in a second meanwhile."""
-    before = await tab.evaluate("window.updatesSeen")
-    times = await tab.evaluate(RECORD % (MEASURED_S * 1000))
-    after = await tab.evaluate("window.updatesSeen")
-    return gaps(times), (after - before) / ((times[-1] - times[0]) / 1000)
+@dataclass(frozen=True)
+class Frames:
+    """Milliseconds between frames."""
+
+    p50: float
+    p95: float
+    worst: float
+
+    @classmethod
+    async def of(cls, tab: Page, seconds: float) -> Frames:
+        times = await tab.evaluate(RECORD % (seconds * 1000))
+        gaps = sorted(after - before for before, after in itertools.pairwise(times))
+        return cls(gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.95)], gaps[-1])
 
 
-@pytest.mark.parametrize("view", ["fit", "rows", "scrolling"])
-async def test_frames_with_5000_sessions(tab: Page, tmp_path: Path, view: str) -> None:
+async def test_frames_with_5000_sessions(tab: Page, tmp_path: Path) -> None:
     command = ["tests.ui.synthetic", f"--sessions={SESSIONS}", f"--per-s={PER_S}"]
+    nothing = await Frames.of(tab, BLANK_S)
     daemon = processes.start("synthetic", command, tmp_path)
+    found: dict[str, tuple[Frames, float]] = {}
     try:
         await tab.goto(f"{daemon.ready['url']}/ui")
         await tab.evaluate(COUNT_UPDATES)
         await tab.until("document.querySelector('#legend b').textContent !== '0'", "the first picture")
-        if view != "fit":
-            await tab.click("#rows-more")
-        if view == "scrolling":
-            await tab.evaluate(
-                "setInterval(() => document.querySelector('#timeline').dispatchEvent("
-                "new WheelEvent('wheel', {deltaY: 40, cancelable: true})), 50), true"
-            )
         await tab.evaluate(f"new Promise((done) => setTimeout(done, {WARM_UP_S * 1000}))")
-        found, updates = await measured(tab)
+        for view, does in (
+            ("fit", "1"),
+            ("rows", "document.querySelector('#rows-more').click()"),
+            ("scrolling", SCROLL),
+        ):
+            await tab.evaluate(does)
+            before = await tab.evaluate("window.updatesSeen")
+            frames = await Frames.of(tab, MEASURED_S)
+            found[view] = frames, (await tab.evaluate("window.updatesSeen") - before) / MEASURED_S
     finally:
         daemon.kill()
-    p50, p95 = found[len(found) // 2], found[int(len(found) * 0.95)]
-    print(
-        f"{view}: {SESSIONS} sessions, {updates:.0f} updates/s: {len(found) / MEASURED_S:.0f} frames/s, "
-        f"p50 {p50:.1f} ms, p95 {p95:.1f} ms, worst {found[-1]:.1f} ms"
-    )
-    assert updates > PER_S * 0.8, "the updates came"
-    assert p95 <= P95_MS_MAX
+    print(f"an empty page: {nothing}")
+    for view, (frames, updates) in found.items():
+        print(f"{view}: {SESSIONS} sessions, {updates:.0f} updates/s: {frames}")
+    busy = nothing.p95 > P95_MS_MAX
+    bar = BUSY * nothing.p95 if busy else P95_MS_MAX
+    assert {view: frames for view, (frames, _) in found.items() if frames.p95 > bar} == {}
+    assert busy or min(updates for _, updates in found.values()) > PER_S * 0.8
