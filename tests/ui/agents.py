@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import itertools
 import random
+import secrets
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Agents:
     def __init__(self, http: aiohttp.ClientSession, seed: int = 0) -> None:
         self.http, self.random = http, random.Random(seed)
         self.version = 0
+        self.names = secrets.token_hex(2)  # of sessions: each is used once
 
     async def call(self, path: str, body: Any) -> Any:
         """The answer; a request for which there is no room is sent again, as an SDK would."""
@@ -51,7 +53,7 @@ class Agents:
     async def agent(self, number: int) -> None:
         await asyncio.sleep(number / STARTS_PER_S)
         for episode in itertools.count():
-            await self.session(f"task-{number:04}-{episode}")
+            await self.session(f"task-{self.names}-{number:04}-{episode}")
 
     async def session(self, name: str) -> None:
         await self.call("/sessions", {"session_id": name, "tags": {"environment": "repair"}})
@@ -74,7 +76,7 @@ class Agents:
                 await self.call("/experience/ack", {"lease_id": batch["lease_id"]})
 
     async def run_tasks(self) -> None:
-        await self.call("/tasks", {"tasks": [{"id": f"t{n}", "data": {"n": n}} for n in range(2000)]})
+        await self.call("/tasks", {"tasks": [{"data": {"n": n}} for n in range(2000)]})
         while True:
             leased = await self.call("/tasks/lease", {"runner": "runner-0", "count": 16, "wait_s": 5.0})
             await asyncio.sleep(5.0)
@@ -87,7 +89,8 @@ class Agents:
             for step in itertools.count(1):
                 tensor = np.full(SNAPSHOT_BYTES // 4, step, np.float32)
                 await asyncio.to_thread(save_file, {"w": tensor}, weights)
-                await push(relay, Path(directory), MODEL, step=step, allow_change=True)
+                how = {"run": "made-up", "copies": 1, "allow_change": True, "wait_s": 120.0}
+                await push(relay, Path(directory), MODEL, step=step, **how)
                 self.version = step
                 await asyncio.sleep(PUBLISH_S)
 

@@ -1,7 +1,8 @@
 """The pictures of docs/dashboard.md: `make screenshots`.
 
-The gateway, three relays and etcd are real processes. The engines are mock ones (`tests.ui.engines`), and so are the
-5,000 agents (`tests.ui.agents`), since so many would need a cluster.
+By default the page and its feed are the gateway's own, over a made-up fleet (`tests.ui.picture`): 5,000 agents on 80
+engines would need a cluster. With `--real` gateway, three relays and etcd are processes, and only the engines
+(`tests.ui.engines`) and agents (`tests.ui.agents`) are made up: that needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -70,6 +71,17 @@ def fleet(sessions: int, engines: int) -> Iterator[str]:
         yield url
 
 
+@contextlib.contextmanager
+def made_up(sessions: int, engines: int) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="laminar-screenshots-") as directory:
+        command = ["tests.ui.picture", f"--sessions={sessions}", f"--engines={engines}"]
+        daemon = processes.start("picture", command, Path(directory))
+        try:
+            yield daemon.ready["url"]
+        finally:
+            daemon.kill()
+
+
 async def shoot(page: Page, name: str, out: Path, *, whole: bool = False) -> None:
     picture = await page.screenshot(whole=whole)
     await asyncio.to_thread((out / f"dashboard-{name}.png").write_bytes, picture)
@@ -77,14 +89,10 @@ async def shoot(page: Page, name: str, out: Path, *, whole: bool = False) -> Non
 
 
 async def open_session(page: Page) -> None:
-    """The transcript of a session that has had turns."""
-    name = await page.evaluate(
-        "fetch('admin/sessions?limit=400').then((one) => one.json())"
-        ".then((all) => all.sessions.sort((a, b) => b.turns - a.turns)[0].session_id)"
-    )
-    await page.evaluate("document.querySelector('#session-id').focus()")
-    await page.type(name)
-    await page.key("Enter")
+    """The transcript of the session that is chosen in the timeline."""
+    await page.evaluate("document.querySelector('#timeline').focus()")
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "Enter"):
+        await page.key(key)
     await page.until("document.querySelector('.token')", "its transcript")
 
 
@@ -96,7 +104,7 @@ async def take_all(url: str, out: Path, sessions: int, settle_s: float) -> None:
         await page.goto(f"{url}/ui")
         live = "Number(document.querySelectorAll('.tile .figure')[1]?.textContent.replaceAll(',', ''))"
         await page.until(f"{live} >= {sessions * 0.97}", "all sessions", BEGIN_S)
-        await asyncio.sleep(settle_s)  # the timeline fills
+        await asyncio.sleep(settle_s)
         await shoot(page, "light", out)
         await page.scheme("dark")
         await asyncio.sleep(2)
@@ -129,12 +137,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=5000)
     parser.add_argument("--engines", type=int, default=80)
-    parser.add_argument("--settle-s", type=float, default=90.0)
+    parser.add_argument("--settle-s", type=float, default=125.0, help="before the first picture: the timeline fills")
+    parser.add_argument("--real", action="store_true", help="a real gateway with real relays")
     parser.add_argument("--out", type=Path, default=DOCS)
     given = parser.parse_args()
     if reason := lacking():
         sys.exit(reason)
-    with fleet(given.sessions, given.engines) as url:
+    with (fleet if given.real else made_up)(given.sessions, given.engines) as url:
         asyncio.run(take_all(url, given.out, given.sessions, given.settle_s))
 
 

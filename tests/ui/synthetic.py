@@ -11,13 +11,13 @@ import asyncio
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from gateway.api.ui.feed import Event, Feed
+from gateway.api.ui.feed import Event, Feed, Source
 from gateway.api.ui.routes import add_ui_routes
 from gateway.core.feed import Tables
 from gateway.core.phases import Phase, SessionRow
@@ -115,9 +115,11 @@ class MadeUp:
         await asyncio.Event().wait()
 
 
-async def serve(source: MadeUp, tick_s: float, ready_file: Path) -> None:
+async def serve(source: Source, tick_s: float, ready_file: Path, add_routes: Callable[[web.Application], None]) -> None:
+    """`add_routes`: what the page asks for beside the feed."""
     app = web.Application()
     add_ui_routes(app, Feed(source, tick_s=tick_s))
+    add_routes(app)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -134,7 +136,7 @@ def main() -> None:
     parser.add_argument("--ready-file", type=Path, required=True)
     given = parser.parse_args()
     source = MadeUp(given.sessions, given.engines, given.changes)
-    asyncio.run(serve(source, 1 / given.per_s, given.ready_file))
+    asyncio.run(serve(source, 1 / given.per_s, given.ready_file, lambda app: None))
 
 
 if __name__ == "__main__":
