@@ -28,7 +28,7 @@ FLAGS = (
 )
 START_S, END_S = 120.0, 20.0
 CALL_S = 60.0
-WAIT_S = 20.0
+WAIT_S = 90.0
 LOOK_S = 0.05
 AXE_LOCK = Path(__file__).with_name("axe.lock")
 

@@ -117,6 +117,8 @@ async def take_all(url: str, out: Path, sessions: int, settle_s: float) -> None:
         await page.scheme("light")
         await open_session(page)
         await asyncio.sleep(2)
+        await page.evaluate("document.querySelector('#session-heading').scrollIntoView({behavior: 'instant'})")
+        await asyncio.sleep(1)
         await shoot(page, "session", out)
         await page.click("#view-fit")
         await page.evaluate("document.querySelector('#fleet-heading').scrollIntoView({behavior: 'instant'})")

@@ -20,11 +20,11 @@ export function meanOf(histogram) {
 
 const TILES = [
   ["Tokens per second", (t) => t.field("tokens_per_s"), short, (t) => `${short(t.field("counters").tokens_generated)} since the start`],
-  ["Live sessions", (t) => t.field("sessions").live, count, (t) => `${count(t.field("sessions").running_turns)} turns run, ${count(t.field("sessions").queued)} wait`],
+  ["Live sessions", (t) => t.field("sessions").live, count, (t) => `${count(t.field("sessions").running_turns)} run, ${count(t.field("sessions").queued)} wait`],
   ["Engines serving", (t) => [...t.rows("engines").values()].filter(serves).length, count, (t) => `of ${count(t.rows("engines").size)}`],
   ["Newest version", (t) => t.field("newest_version"), count, (t) => `the trainer's is ${count(t.field("trainer_version"))}`],
-  ["Staleness of tokens", (t) => meanOf(t.field("staleness").generation), (x) => (x === null ? "–" : x.toFixed(2)), () => "versions, on the mean"],
-  ["KV in use", (t) => kv(t), share, () => "on the mean of engines that serve"],
+  ["Staleness of tokens", (t) => meanOf(t.field("staleness").generation), (x) => (x === null ? "–" : x.toFixed(2)), () => "versions, mean"],
+  ["KV in use", (t) => kv(t), share, () => "mean of serving engines"],
   ["Experience buffer", (t) => t.field("buffer").trajectories, count, (t) => `${count(t.field("buffer").leased)} leased`],
   ["Turns cut, lost", (t) => t.field("counters").turns_cut, count, (t) => `${count(t.field("counters").turns_resumed)} resumed, ${count(t.field("counters").turns_lost)} lost`],
 ];

@@ -6,10 +6,10 @@
 /** The positions of bands, from the top. Fit: each has the same height. Rows: as many lines as it has slots. */
 export function layout(bands, rowPx, heightPx, headPx) {
   const fit = rowPx === 0;
-  const each = Math.max(headPx, Math.floor(heightPx / Math.max(1, bands.length)));
+  const each = Math.max(headPx, heightPx / Math.max(1, bands.length));
   let y = 0;
-  return bands.map((band) => {
-    const height = fit ? each : Math.max(headPx, band.slots.length * rowPx + Math.max(3, rowPx));
+  return bands.map((band, at) => {
+    const height = fit ? Math.round((at + 1) * each) - y : Math.max(headPx, band.slots.length * rowPx + Math.max(3, rowPx));
     const placed = { band, y, height };
     y += height;
     return placed;
