@@ -102,9 +102,11 @@ class Picture:
 
     def _repack(self, now: float) -> None:
         """Empties an engine that is behind, onto those of its version."""
-        oldest = min(self._engines.values())
-        group = [name for name, version in self._engines.items() if version == oldest and name not in self._loading]
-        if oldest == self._newest or len(group) < 2:
+        for oldest in sorted(set(self._engines.values()) - {self._newest}):
+            group = [name for name, v in self._engines.items() if v == oldest and name not in self._loading]
+            if len(group) > 1:
+                break
+        else:
             return
         source, *others = self._random.sample(group, len(group))
         moved = 0

@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=5000)
     parser.add_argument("--engines", type=int, default=80)
-    parser.add_argument("--settle-s", type=float, default=125.0, help="before the first picture: the timeline fills")
+    parser.add_argument("--settle-s", type=float, default=122.0, help="before the first picture: the timeline fills")
     parser.add_argument("--real", action="store_true", help="a real gateway with real relays")
     parser.add_argument("--out", type=Path, default=DOCS)
     given = parser.parse_args()

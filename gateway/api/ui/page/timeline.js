@@ -203,6 +203,7 @@ export class Timeline {
     this.context.fillRect(0, this.plotHeight, this.canvas.width, this.dpr);
     for (let back = step; back < this.spanS; back += step) {
       const px = this.x(view.now - back);
+      if (px > this.canvas.width - 64 * this.dpr) continue; // "now" stands there
       this.context.fillStyle = theme.css("--line");
       this.context.fillRect(px, this.plotHeight, this.dpr, 4 * this.dpr);
       this.text(`−${Math.floor(back / 60)}:${String(back % 60).padStart(2, "0")}`, px - 11 * this.dpr, y, "--muted", 10);
