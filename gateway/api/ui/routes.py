@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -21,6 +20,8 @@ INDEX = "index.html"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 WRITE_TIMEOUT_S = 60.0
 """For a client to take one message; one that takes none for so long is gone."""
+STREAM_S_MAX = 3600.0
+"""Of one connection: then a client connects again, with a key that is still known."""
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -87,21 +88,32 @@ class _Handlers:
             response = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
             response.content_type = "text/event-stream"
             await response.prepare(request)
-            await _send(response, first, messages, frames)
+            await _send(request, response, first, messages, frames)
         return response
 
 
 async def _send(
-    response: web.StreamResponse, message: bytes | None, messages: AsyncIterator[bytes], frames: int
+    request: web.Request,
+    response: web.StreamResponse,
+    message: bytes | None,
+    messages: AsyncIterator[bytes],
+    frames: int,
 ) -> None:
-    """Sends `message` and those that follow, until the feed or the client ends; no more than `frames`, if not 0."""
-    sent = 0
-    with contextlib.suppress(ConnectionError, TimeoutError):  # the client is gone: nobody is left to notify
+    """Sends `message` and those that follow, until the feed or the client ends, `STREAM_S_MAX` have passed, or
+    `frames` were sent, if that is not 0."""
+    loop, sent = asyncio.get_running_loop(), 0
+    ends_at = loop.time() + STREAM_S_MAX
+    try:
         while message is not None:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await response.write(message)
             sent += 1
-            message = None if sent == frames else await anext(messages, None)
+            message = None if sent == frames or loop.time() > ends_at else await anext(messages, None)
+    except ConnectionError:
+        return  # the client is gone: nobody is left to notify
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()  # the end of the response would wait for the client, too
 
 
 def _answer(request: web.Request, found: PageFile) -> web.Response:
